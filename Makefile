@@ -1,0 +1,63 @@
+# make setup | demo | test | lint | test-slow | test-gpu | clean.   PYTHON, TORCH, DEEPSPEED choose what is installed.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEEPSPEED ?= deepspeed==0.19.8
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+LINT_READY := $(VENV)/.ready-lint
+RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
+ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+LINTED := fp8_ds tests examples setup.py
+
+.PHONY: setup demo test test-slow test-gpu lint format clean
+
+setup: $(READY)
+
+# A torch that the machine already has (a CUDA build, as a rule) is used, not replaced.
+$(PY):
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "python3 >= 3.10 is needed"'
+	@if $(PYTHON) -c "$(RECENT_TORCH)" 2>/dev/null; then \
+		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV); fi
+
+# DeepSpeed's setup imports torch, so torch comes first and DeepSpeed is built without isolation.
+$(READY): pyproject.toml setup.py | $(PY)
+	$(PY) -c "$(RECENT_TORCH)" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
+	$(PY) -m pip install -q "setuptools>=77" wheel ninja packaging py-cpuinfo
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "$(DEEPSPEED)"
+	$(PY) -m pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(LINT_READY): $(READY)
+	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) examples/deepspeed/demo.py $(DEMO_ARGS)
+
+test: $(READY)
+	$(ON_CPU) $(PY) -m pytest -q $(TEST_ARGS)
+
+test-slow: $(READY)
+	$(ON_CPU) $(PY) -m pytest -q -m "slow and not gpu" $(TEST_ARGS)
+
+test-gpu: $(READY)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pytest -q -m gpu $(TEST_ARGS)
+
+lint: $(LINT_READY)
+	$(PY) -m ruff check $(LINTED)
+	$(PY) -m ruff format --check $(LINTED)
+	$(PY) -m mypy
+
+format: $(LINT_READY)
+	$(PY) -m ruff check --fix $(LINTED)
+	$(PY) -m ruff format $(LINTED)
+
+clean:
+	rm -rf $(VENV) build dist .out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

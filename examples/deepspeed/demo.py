@@ -1,0 +1,155 @@
+"""FP8 beside bf16: trains the same model twice under the deepspeed launcher and shows what differs.
+
+    python examples/deepspeed/demo.py                         # what `make demo` runs: a few minutes on two CPU cores
+    python examples/deepspeed/demo.py --size 1b --steps 300   # on GPUs
+
+Both runs are ZeRO-3 with the same data and seed: configs/ds_zero3_fp8.json, then configs/ds_zero3_bf16.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from model import SIZES
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+RUNS = {"FP8": CONFIGS / "ds_zero3_fp8.json", "bf16": CONFIGS / "ds_zero3_bf16.json"}
+# Of everything that a launcher and its ranks print, what the demo shows; the rest goes to the log file.
+SHOWN = re.compile(r"^(step |held-out)|\bfp8: ")
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    held_out: float
+    tokens_per_s: float
+    report: dict[str, float]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean over the last steps, for one batch is noisy."""
+        return statistics.fmean(self.losses[-10:])
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=0, help="default: 2, or 1 where there is one GPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(".out/demo"), help="folder for logs, metrics and the plot")
+    return parser.parse_args()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
+    """Trains once; raises SystemExit with the end of the log when the launcher fails."""
+    metrics, log = args.out / f"{name}.jsonl", args.out / f"{name}.log"
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    command += ["--master_port", str(free_port()), str(HERE / "demo_worker.py"), "--deepspeed_config", str(RUNS[name])]
+    command += ["--size", args.size, "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
+    command += ["--seed", str(args.seed), "--log", str(metrics)]
+    env = dict(os.environ)
+    if not torch.cuda.is_available():
+        env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    # stderr is a terminal or nothing: the progress bar goes there, everything else through the pipe.
+    stderr = None if sys.stderr.isatty() else subprocess.STDOUT
+    with log.open("w") as file, subprocess.Popen(command, env=env, stdout=-1, stderr=stderr, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            if SHOWN.search(line):
+                print(f"{name:5s}| {line}", end="", flush=True)
+    if process.returncode:
+        tail = "\n".join(log.read_text().splitlines()[-30:])
+        raise SystemExit(
+            f"{tail}\nThe {name} run failed with exit status {process.returncode}; its whole log is {log}."
+        )
+    *steps, last = (json.loads(line) for line in metrics.read_text().splitlines())
+    return Result(
+        losses=[step["loss"] for step in steps],
+        held_out=last["held_out_loss"],
+        tokens_per_s=statistics.median(step["tokens_per_s"] for step in steps),
+        report=json.loads(metrics.with_suffix(".report.json").read_text()),
+    )
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.2f} MB"
+
+
+def comparison(results: dict[str, Result]) -> Table:
+    fp8, bf16 = results["FP8"], results["bf16"]
+    resident = "resident_weight_bytes"
+    table = Table(title=f"ZeRO-3, {fp8.report['num_params'] / 1e6:.1f} M parameters, {len(fp8.losses)} steps")
+    for heading in ("", "bf16", "FP8", "FP8 / bf16"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = [
+        ("training loss (last 10 steps)", fp8.final_loss, bf16.final_loss, "{:.4f}".format),
+        ("held-out loss", fp8.held_out, bf16.held_out, "{:.4f}".format),
+        ("gathered per step, per rank", fp8.report["gathered_bytes"], bf16.report["gathered_bytes"], megabytes),
+        ("weights between steps, per rank", fp8.report[resident], bf16.report[resident], megabytes),
+        ("tokens/s, all ranks", fp8.tokens_per_s, bf16.tokens_per_s, "{:,.0f}".format),
+    ]
+    if "peak_gpu_bytes" in fp8.report:
+        rows.append(("peak GPU memory", fp8.report["peak_gpu_bytes"], bf16.report["peak_gpu_bytes"], megabytes))
+    for label, of_fp8, of_bf16, show in rows:
+        ratio = f"{of_fp8 / of_bf16:.3f}" if of_bf16 else "-"
+        table.add_row(label, show(of_bf16), show(of_fp8), ratio)
+    return table
+
+
+def plot(results: dict[str, Result], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for (name, result), style in zip(results.items(), ("-", "--"), strict=True):
+        axes.plot(result.losses, style, label=f"{name}, held-out {result.held_out:.3f}", linewidth=1.4)
+    axes.set(xlabel="step", ylabel="training loss, nats per byte", title="ZeRO-3: FP8 weights against bf16")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    num_gpus = torch.cuda.device_count()
+    ranks = args.ranks or min(num_gpus or 2, 2)
+    console = Console()
+    console.print(f"{ranks} rank(s) on {'GPU' if num_gpus else 'CPU'}; logs and metrics in {args.out}")
+    results = {name: run(name, args, ranks) for name in RUNS}
+    console.print(comparison(results))
+    if not num_gpus:
+        console.print(
+            "No CPU multiplies FP8: here tokens/s shows the cost of emulation. Bytes and losses are as on a GPU."
+        )
+    plot(results, args.out / "loss.png")
+    console.print(f"Loss curves: {args.out / 'loss.png'}")
+
+
+if __name__ == "__main__":
+    main()

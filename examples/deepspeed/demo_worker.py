@@ -1,0 +1,54 @@
+"""What each rank of demo.py runs: train.py as it is, then a report of bytes gathered and bytes resident."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from train import parse_args, train
+
+from fp8_ds.comm import count_collectives
+
+
+def resident_weight_bytes(engine: Any) -> int:
+    """Bytes of weights that this rank holds between steps: shards plus what stays gathered; no masters, no moments."""
+    if hasattr(engine, "fp8_report"):
+        return int(engine.fp8_report()["resident_weight_bytes"])
+    storages = {}
+    for param in engine.module.parameters():
+        for tensor in (param.data, getattr(param, "ds_tensor", None)):
+            if tensor is not None and tensor.numel():
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def main() -> None:
+    args = parse_args()
+    report: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(engine: Any) -> Iterator[None]:
+        with count_collectives() as count:
+            yield
+        report["gathered_bytes"] = count.gather_bytes
+        report["resident_weight_bytes"] = resident_weight_bytes(engine)
+
+    engine = train(args, around_last_step=measure)
+    report["num_params"] = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
+    if torch.cuda.is_available():
+        report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    if dist.get_rank() == 0:
+        largest = {key: max(each[key] for each in reports) for key in report}
+        args.log.with_suffix(".report.json").write_text(json.dumps(largest))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
+
+Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters. They are
+saved all the same, so that a tool can read FP8 bytes' scales without masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.convert import Plan
+from fp8_ds.zero.context import Fp8Context
+
+CHECKPOINT_KEY = "fp8_ds"
+_VERSION = 1
+
+
+def save_state(context: Fp8Context) -> dict[str, Any]:
+    """Plan, settings, scales by weight name and amax histories; the same on all ranks, on the CPU.
+
+    Readable by `torch.load(weights_only=True)`.
+    """
+    return {
+        "version": _VERSION,
+        "config": context.config.model_dump(mode="json"),
+        "plan": context.plan.to_state(),
+        "scale_inv": {name: p._fp8.scale_inv.detach().cpu().clone() for name, p in context.weights.items()},  # type: ignore[attr-defined]
+        "history": None if context.history is None else context.history.state_dict(),
+    }
+
+
+def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
+    """Take histories over from `state`; say what differs. Works for any world size: all of it is global.
+
+    Args:
+        context: of the engine that has just loaded its masters.
+        state: from `save_state`, or None if the checkpoint was written without FP8.
+        say: called with a line for rank 0.
+
+    Raises:
+        ConfigError: the state is of an unknown version.
+    """
+    if state is None:
+        say("fp8: the checkpoint was written without fp8_ds; weights are quantised from its masters")
+        return
+    if state.get("version") != _VERSION:
+        raise ConfigError(
+            f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
+            "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
+        )
+    saved = Plan.from_state(state["plan"])
+    if saved != context.plan:
+        before = {row.fqn for row in saved.layers if row.converted}
+        now = {row.fqn for row in context.plan.layers if row.converted}
+        say(
+            "fp8: the layers differ from the checkpoint's: "
+            f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
+            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}"
+        )
+    history = state["history"]
+    if context.history is None:
+        return
+    if history is None or saved != context.plan:
+        say("fp8: amax histories start anew (the checkpoint has none for these layers)")
+        return
+    context.history.load_state_dict(history)

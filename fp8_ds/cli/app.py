@@ -1,0 +1,100 @@
+"""The `fp8-ds` command.
+
+Exit codes: 0 done (`autoload status`: on), 1 `autoload status`: off or outdated, 2 wrong usage, 3 the file could not
+be written, read or removed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8_ds.cli import autoload
+
+EXIT_NOT_ON = 1
+EXIT_FILE = 3
+
+app = typer.Typer(name="fp8-ds", help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False)
+autoload_app = typer.Typer(
+    help='Make `"fp8": {"enabled": true}` in the JSON config enough for any script of this environment.\n\n'
+    "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error.",
+    no_args_is_help=True,
+)
+app.add_typer(autoload_app, name="autoload")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")]
+SiteDirOption = Annotated[
+    Path | None, typer.Option("--site-dir", help="Folder of the .pth file. Default: this environment's site-packages.")
+]
+
+
+@app.callback()
+def root() -> None:
+    """FP8 training for DeepSpeed."""
+
+
+@autoload_app.command()
+def on(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
+    """Load fp8_ds whenever Python of this environment imports deepspeed."""
+    _change(autoload.turn_on, site_dir, as_json)
+
+
+@autoload_app.command()
+def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
+    """Undo `autoload on`."""
+    _change(autoload.turn_off, site_dir, as_json)
+
+
+@autoload_app.command()
+def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
+    """Exit with 0 if autoload is on, with 1 if it is not."""
+    folder = site_dir or autoload.default_site_dir()
+    try:
+        current = autoload.state(folder)
+    except OSError as error:
+        raise _failed(error, folder, as_json) from error
+    _show(current, folder, changed=False, as_json=as_json)
+    if current != "on":
+        raise typer.Exit(EXIT_NOT_ON)
+
+
+def _change(action: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> None:
+    folder = site_dir or autoload.default_site_dir()
+    try:
+        changed = action(folder)
+    except OSError as error:
+        raise _failed(error, folder, as_json) from error
+    _show(autoload.state(folder), folder, changed, as_json)
+
+
+def _show(current: autoload.State, folder: Path, changed: bool, as_json: bool) -> None:
+    file = autoload.pth_file(folder)
+    if as_json:
+        typer.echo(json.dumps({"autoload": current, "changed": changed, "file": str(file)}))
+        return
+    note = {"on": "", "off": "", "outdated": "; run `fp8-ds autoload on` to renew it"}[current]
+    typer.echo(f"autoload is {current}: {file}{note}")
+
+
+def _failed(error: OSError, folder: Path, as_json: bool) -> typer.Exit:
+    message = (
+        f"expected a site-packages folder that can be written, got {folder} ({error.strerror or error}). "
+        "Use a virtual environment of yours, or --site-dir."
+    )
+    if as_json:
+        typer.echo(json.dumps({"error": message}))
+    else:
+        typer.echo(f"fp8-ds: {message}", err=True)
+    return typer.Exit(EXIT_FILE)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Collectives on FP8 payloads (`group` first) and byte counters."""
+
+from fp8_ds.comm.counter import ByteCounter, CollectiveCount, count_collectives
+from fp8_ds.comm.gather import as_bytes, gather_method, gather_runs, gathered_bytes, max_reduce
+
+__all__ = [
+    "ByteCounter",
+    "CollectiveCount",
+    "as_bytes",
+    "count_collectives",
+    "gather_method",
+    "gather_runs",
+    "gathered_bytes",
+    "max_reduce",
+]

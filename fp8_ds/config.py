@@ -1,0 +1,205 @@
+"""The "fp8" block of a DeepSpeed JSON configuration, checked in one place.
+
+Only keys that work today are known; every other key is refused (see docs/config.md). Neither torch nor deepspeed is
+imported here, so a configuration can be checked on a machine that has neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from fp8_ds.errors import ConfigError
+
+# Of the whole block in DESIGN.md, what a later version brings: keys, and values of keys that exist.
+_LATER_KEYS = frozenset(
+    (
+        "fp8.linear.layer_choice",
+        "fp8.zero.reduce_scatter",
+        "fp8.optimizer",
+        "fp8.tensor_parallel",
+        "fp8.attention",
+        "fp8.activations",
+        "fp8.schedule",
+        "fp8.guard",
+        "fp8.monitor",
+    )
+)
+_LATER_VALUES = {
+    "fp8.linear.recipe": ("rowwise", "rowwise_with_gw_hp", "blockwise"),
+    "fp8.linear.backend": ("te",),
+}
+_NOT_YET = "not available in this version"
+
+
+def _tuple_of_list(value: Any) -> Any:
+    """JSON has lists only; a frozen model holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LinearConfig(_Block):
+    recipe: Literal["tensorwise", "delayed"] = "tensorwise"
+    grad_dtype: Literal["e5m2", "e4m3"] = "e5m2"
+    backend: Literal["torch", "reference"] = "torch"
+    filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
+        "lm_head",
+    )
+    frozen: Literal["bf16", "fp8"] = "bf16"
+
+
+class ZeroConfig(_Block):
+    keep_bf16_shard: bool = False
+
+
+class Key(NamedTuple):
+    """One key of the block, as docs/config.md shows it."""
+
+    values: str
+    """The allowed values as JSON, separated by ", ", or a phrase ("list of strings")."""
+    default: str
+    """The default as JSON, or "required"."""
+
+
+class Fp8Config(_Block):
+    enabled: bool
+    linear: LinearConfig = Field(default_factory=LinearConfig)
+    zero: ZeroConfig = Field(default_factory=ZeroConfig)
+
+    @classmethod
+    def from_block(cls, block: Any) -> Fp8Config:
+        """The checked configuration.
+
+        Args:
+            block: value of the "fp8" key, as `json.load` returns it.
+
+        Raises:
+            ConfigError: naming every wrong key of the block, its value and the remedy.
+        """
+        if not isinstance(block, dict):
+            raise ConfigError(
+                f'fp8: expected an object such as {{"enabled": true}}, got {_as_json(block)}. {_block_remedy(block)}'
+            )
+        try:
+            return cls.model_validate(block)
+        except ValidationError as error:
+            lines = [_explain(details) for details in error.errors(include_url=False)]
+        if len(lines) == 1:
+            raise ConfigError(lines[0])
+        raise ConfigError(f'{len(lines)} errors in the "fp8" block:\n' + "\n".join(f"  {line}" for line in lines))
+
+    def check_stage(self, stage: int) -> None:
+        """Every setting can take effect under this ZeRO stage.
+
+        Raises:
+            ConfigError: `zero.keep_bf16_shard` is on, but the stage is not 3.
+        """
+        if self.zero.keep_bf16_shard and stage != 3:
+            raise ConfigError(
+                f"fp8.zero.keep_bf16_shard: expected false with zero_optimization.stage {stage}, got true. "
+                "Stages 1 and 2 hold no bf16 shard: remove the key, or use stage 3."
+            )
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """Every key by its dotted name ("fp8.linear.recipe"), in the order of the models."""
+        return dict(_walk(cls, "fp8"))
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _walk(kind, f"{prefix}.{name}")
+        else:
+            default = "required" if field.is_required() else _as_json(field.get_default())
+            yield f"{prefix}.{name}", Key(_values_of(kind), default)
+
+
+def _values_of(kind: Any) -> str:
+    if kind is bool:
+        return "true, false"
+    if get_origin(kind) is Literal:
+        return ", ".join(_as_json(value) for value in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "list of strings"
+    raise TypeError(f"{kind} has no entry here. Add one with the first key of that type.")
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=repr)
+
+
+def _explain(details: ErrorDetails) -> str:
+    """One line "<key>: expected ..., got <value>. <remedy>." for one pydantic error."""
+    path = [str(part) for part in details["loc"]]
+    key = ".".join(["fp8", *path])
+    value = details["input"]
+    if details["type"] == "extra_forbidden":
+        return f"{key}: expected a known key, got {_as_json(value)}. {_unknown_key_remedy(key)}"
+    if details["type"] == "missing":
+        return f'{key}: expected true or false, got nothing. Write "{path[-1]}": true.'
+    if value == "auto":
+        return f'{key}: expected {_expected(key, details)}, got "auto". {_auto_remedy(key)}'
+    if value in _LATER_VALUES.get(key, ()):
+        return f"{key}: expected {_expected(key, details)}, got {_as_json(value)}, {_NOT_YET}. Use one of the former."
+    return f"{key}: expected {_expected(key, details)}, got {_as_json(value)}. {_value_remedy(key, value, details)}"
+
+
+def _expected(key: str, details: ErrorDetails) -> str:
+    known = Fp8Config.keys()
+    if key in known:
+        values = known[key].values.split(", ")
+        return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+    if details["type"] == "string_too_short":
+        return "a string of at least one character"
+    return "a string" if key.startswith("fp8.linear.filter_fqns") else "an object of keys"
+
+
+def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
+    if details["type"] == "literal_error" and isinstance(value, str):
+        near = difflib.get_close_matches(value.lower(), details["ctx"]["expected"].replace("'", "").split(" or "), n=1)
+        if near:
+            return f'Did you mean "{near[0]}"?'
+    if details["type"] == "string_too_short":
+        return "An empty string is part of every name and would leave no layer to convert: remove it."
+    default = Fp8Config.keys().get(key)
+    if default is None or default.default == "required":
+        return "See docs/config.md."
+    return f"Remove the key for the default, {default.default}."
+
+
+def _auto_remedy(key: str) -> str:
+    known = Fp8Config.keys().get(key)
+    hint = "write true or false" if known and known.values == "true, false" else "write a value, or remove the key"
+    return f'"auto" is not supported: no tool fills it in inside the "fp8" block; {hint}.'
+
+
+def _block_remedy(block: Any) -> str:
+    if isinstance(block, bool):
+        return f'Write "fp8": {{"enabled": {_as_json(block)}}}.'
+    if block == "auto":
+        return '"auto" is not supported: write {"enabled": true}, or remove the key.'
+    return "See docs/config.md."
+
+
+def _unknown_key_remedy(key: str) -> str:
+    if key in _LATER_KEYS:
+        return f"The key is {_NOT_YET}: remove it."
+    known = list(Fp8Config.keys())
+    blocks = [f"fp8.{name}" for name in ("linear", "zero")]
+    parent, _, name = key.rpartition(".")
+    elsewhere = [other for other in known if other.rpartition(".")[2] == name]
+    siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]
+    near = elsewhere or difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, known, n=1)
+    if near:
+        return f"Did you mean {near[0]}?"
+    return f"Known here: {', '.join(siblings)}."

@@ -1,0 +1,133 @@
+"""install() and uninstall(): `deepspeed.initialize` wrapped, lazily and undoably. Imports neither torch nor deepspeed.
+
+The wrapper looks at the resolved configuration. Without `"fp8": {"enabled": true}` it calls stock code with the same
+arguments. With it, our engine classes stand in for DeepSpeed's for the duration of that one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_HOST = "deepspeed"
+
+
+class _PatchRecord:
+    """What is patched now, to be undone: (object, attribute, stock value), newest last."""
+
+    def __init__(self) -> None:
+        self.patches: list[tuple[Any, str, Any]] = []
+        self.finder: _DeepSpeedFinder | None = None
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        self.patches.append((target, name, getattr(target, name)))
+        setattr(target, name, value)
+
+    def undo(self) -> None:
+        while self.patches:
+            target, name, stock = self.patches.pop()
+            setattr(target, name, stock)
+
+
+RECORD = _PatchRecord()
+
+
+class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
+    """Wraps `deepspeed.initialize` right after deepspeed has been imported, whoever imports it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _HOST:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+class _PatchingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        _remove_finder()
+        _patch(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def install() -> None:
+    """`deepspeed.initialize` honours the "fp8" block from now on, or from the moment deepspeed is imported.
+
+    Calling it again changes nothing: several ways of activation may be on at once.
+    """
+    if is_installed():
+        return
+    host = sys.modules.get(_HOST)
+    if host is not None and hasattr(host, "initialize"):
+        _patch(host)
+        return
+    RECORD.finder = _DeepSpeedFinder()
+    sys.meta_path.insert(0, RECORD.finder)
+
+
+def uninstall() -> None:
+    """Every symbol of DeepSpeed is stock again.
+
+    Destroy FP8 engines first: without the patched gather, the next step of a ZeRO-1/2 one raises (its flat groups are
+    meta tensors, which no backend gathers).
+    """
+    _remove_finder()
+    RECORD.undo()
+
+
+def is_installed() -> bool:
+    """Whether `deepspeed.initialize` is wrapped, or will be on import."""
+    return bool(RECORD.patches) or RECORD.finder is not None
+
+
+def _remove_finder() -> None:
+    if RECORD.finder is not None and RECORD.finder in sys.meta_path:
+        sys.meta_path.remove(RECORD.finder)
+    RECORD.finder = None
+
+
+def _patch(host: ModuleType) -> None:
+    stock = host.initialize
+    wrapped = _wrap(stock)
+    RECORD.set(host, "initialize", wrapped)
+    # `from deepspeed import initialize` before `import fp8_ds` holds the stock function: rebind those names too.
+    for module in list(sys.modules.values()):
+        if module is host or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is stock:
+                RECORD.set(module, name, wrapped)
+
+
+def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        from fp8_ds.engine.initialize import initialize as fp8_initialize
+
+        return fp8_initialize(stock, args, kwargs)
+
+    initialize.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    return initialize

@@ -1,0 +1,5 @@
+"""Imported by `fp8_ds_autoload.pth` at the start of Python (`fp8-ds autoload on`): waits for deepspeed, nothing else."""
+
+from fp8_ds.engine.activation import install
+
+install()

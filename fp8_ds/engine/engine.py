@@ -1,0 +1,182 @@
+"""The engine mix-in: converts linears, retypes the ZeRO optimizer, and keeps checkpoints in DeepSpeed's formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger
+
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state
+from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.engine.refusals import refuse_model
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.nn.convert import Plan, apply_plan, make_plan
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
+from fp8_ds.zero.stage12 import Fp8ZeroStage12
+
+_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ZeroStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ZeroStage3,
+}
+
+
+class Fp8Engine:
+    """Mix-in before DeepSpeedEngine or PipelineEngine. Seams: fp8_ds/engine/seams.py."""
+
+    fp8: Fp8Context | None = None
+    _fp8_said_state_dict = False
+
+    def _configure_distributed_model(self: Any, model: Any) -> None:
+        """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
+        super()._configure_distributed_model(model)  # type: ignore[misc]
+        config = Fp8Config.from_block(self._config._param_dict["fp8"])
+        expert = [n for n, p in self.module.named_parameters() if getattr(p, "allreduce", True) is False]
+        refuse_model(bool(self.has_moe_layers), expert)
+        if self.client_optimizer is None and not self.optimizer_name():
+            _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
+            return
+        plan = _agree_on_plan(self.module, config.linear)
+        history = apply_plan(self.module, plan, config.linear, self.device) if plan.num_converted else None
+        modules = dict(self.module.named_modules())
+        weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
+        self.fp8 = Fp8Context(config, plan, weights, history)
+        self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
+        _say(plan.describe())
+
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        """Let DeepSpeed build its optimizer, then retype it."""
+        if self.fp8 is None:
+            return super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        _check_all_optimized(self.fp8, optimizer)
+        zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        host = type(zero)
+        if host not in _MIXINS:
+            raise UnsupportedError(
+                f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
+                'option that selects it, or turn "fp8.enabled" off.'
+            )
+        zero.__class__ = type(f"Fp8{host.__name__}", (_MIXINS[host], host), {})
+        zero.fp8_init(self.fp8)
+        return zero
+
+    def fp8_report(self: Any) -> dict[str, Any]:
+        """What FP8 does in this engine, on this rank.
+
+        Returns:
+            `gathered_bytes` (of weights, in the last finished step, own share included), `gathered_fp8_bytes` of
+            these, `num_amax_reduces` in that step, `resident_weight_bytes` and its parts, `num_fp8_weights`
+            (elements), `plan` (one line).
+        """
+        if self.fp8 is None:
+            return {"enabled": False}
+        last = self.fp8.counter.last or self.fp8.counter
+        resident = self.optimizer.fp8_resident_bytes()
+        num_weights = resident.pop("num_fp8_weights")
+        return {
+            "enabled": True,
+            "gathered_bytes": last.total,
+            "gathered_fp8_bytes": last.fp8,
+            "num_amax_reduces": last.num_amax_reduces,
+            "resident_weight_bytes": sum(resident.values()),
+            **{f"resident_{kind}_bytes": value for kind, value in resident.items()},
+            "num_fp8_weights": num_weights,
+            "plan": self.fp8.plan.describe(),
+        }
+
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self: Any, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stock save, with bf16 of the masters as `module` and our state under one key of the model file."""
+        client_state = dict(client_state or {})
+        if self.fp8 is None:
+            return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
+        client_state[CHECKPOINT_KEY] = save_state(self.fp8)
+        writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
+        with self.optimizer.fp8_export(writes):
+            return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
+
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock save of bf16 of the masters. Collective in every stage."""
+        if self.fp8 is None:
+            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+        with self.optimizer.fp8_export(ds_comm.get_rank() == 0):
+            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self.fp8 is not None and client_state is not None:
+            restore_state(self.fp8, client_state.pop(CHECKPOINT_KEY, None), _say)
+        return path, client_state
+
+    def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
+        optimizer = getattr(self, "optimizer", None)
+        if not isinstance(optimizer, Fp8ZeroStage12):
+            return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with optimizer.fp8_load():
+            return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _fp8_before_state_dict(self: Any, module: Any, prefix: str, keep_vars: bool) -> None:
+        """Say once that a plain state_dict() is no collective, and what it therefore holds in ZeRO-1/2."""
+        optimizer = getattr(self, "optimizer", None)
+        if self._fp8_said_state_dict or not isinstance(optimizer, Fp8ZeroStage12) or optimizer.fp8_is_exporting:
+            return
+        self._fp8_said_state_dict = True
+        _say(
+            "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
+            "engine.save_16bit_model give bf16 of the masters"
+        )
+
+
+class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeedEngine with FP8 ZeRO."""
+
+
+class Fp8PipelineEngine(Fp8Engine, PipelineEngine):  # type: ignore[misc]
+    """PipelineEngine with FP8 ZeRO (stage 1, what DeepSpeed allows with pipelines)."""
+
+
+def _say(line: str) -> None:
+    if ds_comm.get_rank() == 0:
+        logger.warning(line)
+
+
+def _check_all_optimized(context: Fp8Context, optimizer: Any) -> None:
+    """Each trainable FP8 weight needs a master, so it must be in a parameter group."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in context.trainable.items() if id(p) not in optimized]
+    if missing:
+        raise ConfigError(
+            f"optimizer: expected every trainable linear weight in a parameter group, {len(missing)} are in none "
+            f"({', '.join(missing[:3])}). Pass them to the optimizer, or set requires_grad to False."
+        )
+
+
+def _agree_on_plan(module: Any, config: LinearConfig) -> Plan:
+    """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some.
+
+    Weights that pipeline stages share (`tied_modules`) are never converted.
+    """
+    if not isinstance(module, PipelineModule):
+        return make_plan(module, config)
+    config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
+    try:
+        plan, error = make_plan(module, config), None
+    except ConfigError as caught:
+        plan, error = Plan(()), caught
+    found = torch.tensor([plan.num_converted], device=next(module.parameters(), torch.empty(0)).device)
+    ds_comm.all_reduce(found)
+    if error is not None and int(found) == 0:
+        raise error
+    return plan

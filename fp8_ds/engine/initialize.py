@@ -1,0 +1,69 @@
+"""One call of `deepspeed.initialize`: is FP8 wanted, is it possible, and with which engine class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fp8_ds.config import Fp8Config
+
+
+def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stock `deepspeed.initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
+
+    Raises:
+        ConfigError: the block is wrong; before any collective, on every rank.
+        UnsupportedError: the configuration asks for what FP8 ZeRO does not support, likewise.
+        SeamError: the installed DeepSpeed lacks a symbol we override.
+    """
+    config = _resolve_config(stock, args, kwargs)
+    block = config.get("fp8") if isinstance(config, dict) else None
+    if block is None or not Fp8Config.from_block(block).enabled:
+        return stock(*args, **kwargs)
+    from fp8_ds.engine.refusals import refuse_config
+    from fp8_ds.engine.seams import check_seams
+
+    refuse_config(config)
+    check_seams()
+    with _our_engines():
+        return stock(*args, **kwargs)
+
+
+def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The configuration as a dict, from wherever the caller put it; None if it is nowhere (stock will say so)."""
+    bound = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    client_args = bound.get("args")
+    candidates = [
+        bound.get("config"),
+        bound.get("config_params"),
+        getattr(client_args, "deepspeed_config", None),
+        getattr(client_args, "deepscale_config", None),
+    ]
+    config = next((candidate for candidate in candidates if candidate is not None), None)
+    if config is None or isinstance(config, dict):
+        return config
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    return load_ds_config(config)
+
+
+@contextmanager
+def _our_engines() -> Iterator[None]:
+    """`deepspeed.initialize` looks its engine classes up in the module `deepspeed` at call time: swap them there."""
+    import deepspeed
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    from fp8_ds.engine.activation import RECORD
+    from fp8_ds.engine.engine import Fp8DeepSpeedEngine, Fp8PipelineEngine
+    from fp8_ds.zero.stage12 import patched_all_gather
+
+    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+        RECORD.set(stage_1_and_2, "all_gather_dp_groups", patched_all_gather(stage_1_and_2.all_gather_dp_groups))
+    stock = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
+    deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = Fp8DeepSpeedEngine, Fp8PipelineEngine
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = stock

@@ -1,0 +1,227 @@
+"""Every symbol of DeepSpeed that we override, patch or rely on, with why, its signature, and the bodies we tested.
+
+Nothing of DeepSpeed is touched that has no row here. All rows are checked before the first FP8 engine is built: a
+missing symbol or parameter is refused (SeamError); a body that is none of the tested ones is reported once.
+`python -m fp8_ds.engine.seams` prints the table for the installed version.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.errors import SeamError
+
+TESTED_VERSIONS = ("0.18.9", "0.19.0", "0.19.8")
+"""DeepSpeed versions that the suite runs against; bodies of their symbols are in seam_hashes.json."""
+
+_HASHES = Path(__file__).with_name("seam_hashes.json")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One symbol.
+
+    Attributes:
+        module, name: where it is, `name` dotted within the module.
+        parameters: names it must accept, in this order from the start ("self" included).
+        kind: "wrap" or "swap" (module attribute replaced), "override" (mix-in method before the stock one),
+            "closure" (per-parameter attribute replaced), "rely" (called or mirrored, not replaced).
+        why: what we do there.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    kind: str
+    why: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+_ENGINE = "deepspeed.runtime.engine"
+_S12 = "deepspeed.runtime.zero.stage_1_and_2"
+_S3 = "deepspeed.runtime.zero.stage3"
+_PP = "deepspeed.runtime.zero.partition_parameters"
+_COORD = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_Z12 = "DeepSpeedZeroOptimizer"
+_Z3 = "DeepSpeedZeroOptimizer_Stage3"
+
+SEAMS = (
+    Seam("deepspeed", "initialize", ("args", "model", "optimizer"), "wrap", "reads the fp8 block"),
+    Seam("deepspeed", "DeepSpeedEngine", (), "swap", "our engine during one initialize call"),
+    Seam("deepspeed", "PipelineEngine", (), "swap", "our engine during one initialize call"),
+    Seam(
+        "deepspeed.runtime.tensor_parallel.init_utils",
+        "load_ds_config",
+        ("config",),
+        "rely",
+        "resolves a path or base64 to the same dict that stock uses",
+    ),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_distributed_model", ("self", "model"), "override", "converts linears"),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer"), "override", "retypes ZeRO"),
+    Seam(
+        _ENGINE, "DeepSpeedEngine.save_checkpoint", ("self", "save_dir", "tag", "client_state"), "override", "exports"
+    ),
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint", ("self", "load_dir", "tag"), "override", "restores our state"),
+    Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
+    Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),
+    Seam(
+        _S12,
+        "all_gather_dp_groups",
+        ("groups_flat",),
+        "wrap",
+        "the only patched function: asks the owner of an FP8 optimizer's groups; stock for all others",
+    ),
+    Seam(_S12, f"{_Z12}.step", ("self", "closure"), "override", "marks the gather of a step"),
+    Seam(_S12, f"{_Z12}.update_lp_params", ("self",), "rely", "gathers after a universal load"),
+    Seam(_S12, f"{_Z12}._update_model_bit16_weights", ("self", "group_index"), "override", "nothing to re-point"),
+    Seam(_S12, f"{_Z12}._link_all_hp_params", ("self",), "override", "fragments without a bf16 copy"),
+    Seam(_S12, f"{_Z12}._restore_from_bit16_weights", ("self",), "override", "masters from FP8 and own bf16"),
+    Seam(_S12, f"{_Z12}._load_legacy_checkpoint", ("self", "state_dict_list"), "override", "re-quantises"),
+    Seam(_S12, f"{_Z12}.offload_states", ("self", "include", "device"), "override", "moves compact buffers"),
+    Seam(_S12, f"{_Z12}.reload_states", ("self", "non_blocking"), "override", "moves compact buffers"),
+    Seam(_S12, f"{_Z12}.get_data_parallel_partitions", ("self", "tensor", "group_id"), "rely", "of the meta flat"),
+    Seam(
+        "deepspeed.utils.tensor_fragment",
+        "get_hp_fragment_mapping",
+        ("lp_param", "lp_start", "flat_hp_partition"),
+        "rely",
+        "flattens each parameter: Fp8Parameter answers with its placeholder",
+    ),
+    Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step"),
+    Seam(_S3, f"{_Z3}._post_step", ("self", "timer_names"), "override", "quantises before persistents are gathered"),
+    Seam(
+        _S3,
+        f"{_Z3}._reassign_or_swap_out_partitioned_parameters",
+        ("self", "sub_group_id"),
+        "override",
+        "copies only bf16 shards that exist",
+    ),
+    Seam(_S3, f"{_Z3}.load_state_dict", ("self", "state_dict_list"), "override", "re-quantises"),
+    Seam(_S3, f"{_Z3}._rigid_load_state_dict", ("self", "state_dict"), "rely", "writes the bf16 flat buffer"),
+    Seam(_S3, f"{_Z3}._restore_from_bit16_weights", ("self",), "override", "masters from bf16 shards"),
+    Seam(_S3, f"{_Z3}.checkpoint_event_epilogue", ("self",), "override", "persistents in FP8"),
+    Seam(_S3, f"{_Z3}.offload_states", ("self", "include", "device"), "override", "moves FP8 shards"),
+    Seam(_S3, f"{_Z3}.reload_states", ("self", "non_blocking"), "override", "moves FP8 shards"),
+    Seam(_S3, f"{_Z3}.set_grad_positions", ("self",), "rely", "where each master lies"),
+    Seam(_S3, f"{_Z3}._set_fp16_partitioned_groups_flat", ("self",), "rely", "layout of the bf16 flat buffer"),
+    Seam(
+        _PP,
+        "Init._convert_to_deepspeed_param",
+        ("self", "param"),
+        "closure",
+        "all_gather, all_gather_coalesced and partition of every parameter are replaced",
+    ),
+    Seam(_PP, "Init._partition_param", ("self", "param"), "rely", "frees data, writes ds_tensor"),
+    Seam(_PP, "free_param", ("param",), "rely", "frees data"),
+    Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
+    Seam(_PP, "GatheredParameters.__enter__", ("self",), "rely", "reads through all_gather"),
+    Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
+    Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
+)
+
+
+def find(seam: Seam) -> Any:
+    """The symbol of a row in the installed DeepSpeed, as stock has it.
+
+    Raises:
+        SeamError: it is missing, or lacks a parameter.
+    """
+    try:
+        found: Any = importlib.import_module(seam.module)
+        for part in seam.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(_missing(seam, str(error))) from error
+    found = getattr(found, "fp8_ds_stock", found)
+    if seam.parameters:
+        accepted = tuple(inspect.signature(_bare(found)).parameters)
+        if accepted[: len(seam.parameters)] != seam.parameters:
+            raise SeamError(_missing(seam, f"its parameters are {accepted}, expected {seam.parameters} first"))
+    return found
+
+
+def _missing(seam: Seam, detail: str) -> str:
+    return (
+        f"expected {seam.path} as in DeepSpeed {', '.join(TESTED_VERSIONS)}, got DeepSpeed {_version()} ({detail}). "
+        f"fp8_ds needs it ({seam.why}). Install a tested version."
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("deepspeed")
+
+
+def _bare(symbol: Any) -> Any:
+    """The function under decorators. DeepSpeed's NVTX decorator keeps it in a closure only."""
+    symbol = inspect.unwrap(symbol)
+    while getattr(symbol, "__closure__", None) and tuple(inspect.signature(symbol).parameters) == ("args", "kwargs"):
+        inner = [cell.cell_contents for cell in symbol.__closure__ if inspect.isfunction(cell.cell_contents)]
+        if len(inner) != 1:
+            break
+        symbol = inspect.unwrap(inner[0])
+    return symbol
+
+
+def body_hash(symbol: Any) -> str:
+    """First 16 hex digits of SHA-256 over the function's source without docstring, comments and white space.
+
+    Text and not a syntax tree, whose dump differs between Python versions.
+    """
+    source = textwrap.dedent(inspect.getsource(_bare(symbol)))
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    function = ast.parse(source).body[0]
+    if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        lines[docstring.lineno - 1 : docstring.end_lineno] = []
+    return hashlib.sha256("".join("".join(lines).split()).encode()).hexdigest()[:16]
+
+
+def installed_hashes() -> dict[str, str]:
+    """Path -> body hash of every function among the rows, in the installed DeepSpeed."""
+    found = {seam.path: find(seam) for seam in SEAMS}
+    return {path: body_hash(symbol) for path, symbol in found.items() if not inspect.isclass(symbol)}
+
+
+def check_seams(known: dict[str, dict[str, str]] | None = None) -> None:
+    """Afterwards every row exists with its parameters; bodies we have not tested are named in one warning.
+
+    Args:
+        known: version -> path -> hash; from seam_hashes.json if None.
+
+    Raises:
+        SeamError: a symbol or a parameter is missing.
+    """
+    hashes = installed_hashes()
+    known = json.loads(_HASHES.read_text()) if known is None else known
+    tested = [table for table in known.values()]
+    unknown = [path for path, digest in hashes.items() if all(table.get(path) != digest for table in tested)]
+    if unknown:
+        warnings.warn(
+            f"fp8_ds is tested with DeepSpeed {', '.join(TESTED_VERSIONS)}; in {_version()} these bodies differ: "
+            f"{', '.join(unknown)}. Run the fp8_ds test-suite against this version before you rely on it.",
+            stacklevel=2,
+        )
+
+
+if __name__ == "__main__":
+    print(json.dumps({_version(): installed_hashes()}, indent=2))

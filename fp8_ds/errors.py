@@ -1,0 +1,23 @@
+"""Errors a user can meet. Each message reads "<expected>, got <value>. <what to do>."."""
+
+from __future__ import annotations
+
+
+class Fp8DsError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(Fp8DsError, ValueError):
+    """The "fp8" block, or its combination with the rest of the configuration or the model, is wrong."""
+
+
+class UnsupportedError(Fp8DsError, ValueError):
+    """A DeepSpeed feature is on that FP8 ZeRO does not support; the message names the key and the remedy."""
+
+
+class NumericsError(Fp8DsError, ArithmeticError):
+    """A value that must be finite, or within a format's range, is not."""
+
+
+class SeamError(Fp8DsError, RuntimeError):
+    """A symbol of DeepSpeed that we override is missing or has another signature in the installed version."""

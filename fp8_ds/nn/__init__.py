@@ -1,0 +1,7 @@
+"""FP8 linears: the layer, its recipes, and the walk that converts a model."""
+
+from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan, make_plan
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.recipe import DelayedRecipe, TensorwiseRecipe
+
+__all__ = ["DelayedRecipe", "Fp8Linear", "LayerPlan", "Plan", "TensorwiseRecipe", "apply_plan", "make_plan"]

@@ -1,0 +1,201 @@
+"""Which linears become FP8: the plan, its text, and its application."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.formats import BY_NAME, E4M3
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.recipe import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.scaling.delayed import AmaxHistory
+
+_NUM_NAMES_SHOWN = 4
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One linear of the model: its name, its full (unsharded) weight shape, and what becomes of it, with the reason."""
+
+    fqn: str
+    out_features: int
+    in_features: int
+    converted: bool
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        return self.out_features * self.in_features
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All linears of a model in module order; the same on every rank, and kept in the checkpoint."""
+
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def num_converted(self) -> int:
+        return sum(layer.converted for layer in self.layers)
+
+    def describe(self) -> str:
+        """One line: how many linears and which share of their weights are FP8, what is not, and why."""
+        numel = sum(layer.numel for layer in self.layers)
+        numel_fp8 = sum(layer.numel for layer in self.layers if layer.converted)
+        share = 100.0 * numel_fp8 / max(numel, 1)
+        text = f"fp8: {self.num_converted} of {len(self.layers)} linears, {share:.1f} % of linear weights"
+        left = [layer for layer in self.layers if not layer.converted]
+        if not left:
+            return text
+        names = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in left[:_NUM_NAMES_SHOWN])
+        more = f", and {len(left) - _NUM_NAMES_SHOWN} more" if len(left) > _NUM_NAMES_SHOWN else ""
+        return f"{text}; bf16: {names}{more}"
+
+    def table(self) -> str:
+        """One row per linear: name, [out, in], fp8 or bf16, reason."""
+        width = max((len(layer.fqn) for layer in self.layers), default=0)
+        rows = [
+            f"{layer.fqn:<{width}}  [{layer.out_features}, {layer.in_features}]  "
+            f"{'fp8 ' if layer.converted else 'bf16'}  {layer.reason}"
+            for layer in self.layers
+        ]
+        return "\n".join([self.describe(), *rows])
+
+    def to_state(self) -> dict[str, Any]:
+        """Builtin types only, readable by `torch.load(weights_only=True)`."""
+        rows = [[e.fqn, e.out_features, e.in_features, e.converted, e.reason] for e in self.layers]
+        return {"version": _STATE_VERSION, "layers": rows}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Plan:
+        """The plan that `to_state` wrote."""
+        if state.get("version") != _STATE_VERSION:
+            raise ConfigError(
+                f"layer plan: expected version {_STATE_VERSION}, got {state.get('version')!r}. "
+                "Load the checkpoint with the fp8_ds that wrote it."
+            )
+        return cls(tuple(LayerPlan(*row) for row in state["layers"]))
+
+
+def _full_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    # deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape.
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _parameter_uses(model: nn.Module) -> Counter[int]:
+    """Number of (module, name) places that hold each Parameter, by id."""
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(p) for p in module._parameters.values() if p is not None)
+    return uses
+
+
+def _verdict(module: nn.Linear, fqns: list[str], uses: Counter[int], linear_config: LinearConfig) -> tuple[bool, str]:
+    """(converted, reason); `fqns` are all names of the module (one used twice has several)."""
+    weight = module._parameters.get("weight")
+    if type(module) is not nn.Linear:
+        return False, f"a {type(module).__name__}, not exactly nn.Linear"
+    if weight is None:
+        return False, "weight is no Parameter of its own"
+    if any(pattern in fqn for pattern in linear_config.filter_fqns for fqn in fqns):
+        return False, "filter_fqns"
+    if uses[id(weight)] > 1:
+        return False, "tied weight"
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
+    if 0 in _full_shape(weight):
+        return False, "empty"
+    if not weight.requires_grad:
+        return linear_config.frozen == "fp8", "frozen"
+    return True, "eligible"
+
+
+def make_plan(model: nn.Module, linear_config: LinearConfig) -> Plan:
+    """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
+
+    Converted is what is exactly an nn.Linear, has no name that contains one of `filter_fqns`, shares its weight with
+    no other module, and trains (or `frozen` is "fp8").
+
+    Args:
+        model: any nn.Module, also under deepspeed.zero.Init, before conversion.
+        linear_config: the "linear" block.
+
+    Raises:
+        ConfigError: no linear is left to convert, or the model is converted already.
+    """
+    names: dict[nn.Linear, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Fp8Linear):
+            raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
+        if isinstance(module, nn.Linear):
+            names.setdefault(module, []).append(fqn)
+    uses = _parameter_uses(model)
+    layers = []
+    for module, fqns in names.items():
+        converted, reason = _verdict(module, fqns, uses, linear_config)
+        weight = module._parameters.get("weight")
+        shape = (module.out_features, module.in_features) if weight is None else _full_shape(weight)
+        layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
+    plan = Plan(tuple(layers))
+    if plan.num_converted == 0:
+        found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
+        raise ConfigError(
+            f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. "
+            'Shorten "linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, or '
+            'turn "fp8.enabled" off.'
+        )
+    return plan
+
+
+def apply_plan(
+    model: nn.Module, plan: Plan, linear_config: LinearConfig, device: torch.device | str
+) -> AmaxHistory | None:
+    """Each linear that the plan converts is an Fp8Linear afterwards; the rest is untouched. All or none.
+
+    Args:
+        model: the model the plan was made for (also one rebuilt from its checkpoint).
+        plan: from `make_plan` or `Plan.from_state`.
+        linear_config: the "linear" block.
+        device: where the amax history lives, the device of training.
+
+    Returns:
+        For recipe "delayed" the history: the i-th converted layer's input in slot 2 i, its grad_output in 2 i + 1.
+        For "tensorwise" None.
+
+    Raises:
+        ConfigError: a layer of the plan is missing, is of another shape, or is converted already; nothing is changed.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = [layer for layer in plan.layers if layer.converted]
+    targets: list[nn.Linear] = []
+    for layer in chosen:
+        module = modules.get(layer.fqn)
+        if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+            found = "nothing" if module is None else f"a {type(module).__name__}"
+            raise ConfigError(
+                f"layer plan: expected an nn.Linear at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
+            )
+        shape = _full_shape(module.weight)
+        if shape != (layer.out_features, layer.in_features):
+            raise ConfigError(
+                f"layer plan: expected {layer.fqn!r} of shape {(layer.out_features, layer.in_features)}, got {shape}. "
+                "Use the plan of this model."
+            )
+        targets.append(module)
+    if linear_config.recipe == "tensorwise":
+        for module in targets:
+            Fp8Linear.from_linear(module, TensorwiseRecipe(linear_config))
+        return None
+    fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
+    history = AmaxHistory(len(fp8_max), fp8_max, device=device)
+    for i, module in enumerate(targets):
+        Fp8Linear.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1))
+    return history

@@ -1,0 +1,145 @@
+"""Fp8Linear: an nn.Linear whose three GEMMs run in FP8, around the same Parameter objects.
+
+Shape suffixes: T tokens (all leading dims), I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.formats import E4M3
+from fp8_ds.nn.recipe import TensorwiseRecipe
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import quantize, quantize_tensorwise
+
+if TYPE_CHECKING:
+    from fp8_ds.zero.payload import Fp8Payload
+
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def read_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight's E4M3 bytes as they are now.
+
+    Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
+
+    Args:
+        weight: [O, I]. With a payload holding data: these bytes, no cast. With a payload without data (a stock reader
+            has gathered the weight in bf16): the bf16 values by the payload's scale. Without a payload (no ZeRO):
+            current scaling.
+
+    Returns:
+        (weight_fp8, scale_inv): float8_e4m3fn [O, I]; float32, 0-dim, multiply to leave FP8.
+    """
+    payload: Fp8Payload | None = getattr(weight, "_fp8", None)
+    if payload is None:
+        return quantize_tensorwise(weight.detach(), E4M3)
+    if payload.data is not None:
+        return payload.data, payload.scale_inv
+    # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
+    with torch._C.DisableTorchFunctionSubclass():
+        return quantize(weight.detach(), payload.scale, E4M3), payload.scale_inv
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x W^T + b; what is kept for backward is x in FP8 (one byte per element), its scale_inv, and no weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: TensorwiseRecipe, record: bool
+    ) -> Tensor:
+        x_TI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        x_fp8, x_scale_inv = recipe.quantize_input(x_TI, record=record)
+        weight_fp8, weight_scale_inv = read_weight(weight)
+        output_TO = scaled_mm(
+            x_fp8, weight_fp8, x_scale_inv, weight_scale_inv, x.dtype, recipe.backend, use_fast_accum=True
+        )
+        if bias is not None:
+            output_TO = output_TO + bias.to(x.dtype)
+        # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
+        # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway.
+        ctx.weight = weight
+        ctx.recipe = recipe
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_shape = x.shape
+        if weight.requires_grad:
+            ctx.save_for_backward(x_fp8, x_scale_inv)
+        return output_TO.reshape(*x.shape[:-1], output_TO.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        recipe: TensorwiseRecipe = ctx.recipe
+        grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1])
+        grad_input = grad_weight = grad_bias = None
+        if needs_input or needs_weight:
+            grad_fp8, grad_scale_inv = recipe.quantize_grad_output(grad_TO)
+        if needs_input:
+            weight_fp8, weight_scale_inv = read_weight(ctx.weight)
+            grad_input = scaled_mm(
+                grad_fp8, weight_fp8.t(), grad_scale_inv, weight_scale_inv, grad_output.dtype, recipe.backend
+            ).reshape(ctx.x_shape)
+        if needs_weight:
+            x_fp8, x_scale_inv = ctx.saved_tensors
+            grad_weight = scaled_mm(
+                grad_fp8.t(), x_fp8.t(), grad_scale_inv, x_scale_inv, ctx.weight.dtype, recipe.backend
+            )
+        if needs_bias:
+            grad_bias = grad_TO.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class Fp8Linear(nn.Linear):
+    """An nn.Linear computed in FP8. Made from an existing one by `from_linear`, never constructed.
+
+    Input bf16, fp16 or fp32 [..., in_features] (under autocast: cast to its dtype first); the output has the input's
+    dtype. Gradients leave in high precision: the input's in its dtype, the weight's in the weight's.
+
+    Attributes:
+        fp8_recipe: where scales come from, gradient format, GEMM backend.
+    """
+
+    fp8_recipe: TensorwiseRecipe
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: TensorwiseRecipe) -> Fp8Linear:
+        """`module` itself, now an Fp8Linear: same object, same Parameters, hooks and state dict.
+
+        Args:
+            module: exactly an nn.Linear.
+            recipe: TensorwiseRecipe, or a DelayedRecipe with this layer's slots.
+
+        Raises:
+            ConfigError: `module` is an Fp8Linear already, or a subclass of nn.Linear with a forward of its own.
+        """
+        if type(module) is not nn.Linear:
+            raise ConfigError(
+                f"module: expected an nn.Linear, got {type(module).__name__}. A layer is converted once, and only if "
+                "its class is exactly nn.Linear."
+            )
+        module.__class__ = cls
+        assert isinstance(module, Fp8Linear)
+        module.fp8_recipe = recipe
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        if input.dtype not in _INPUT_DTYPES:
+            raise ValueError(
+                f"input: expected bfloat16, float16 or float32, got {input.dtype}. Cast it before the linear."
+            )
+        apply: Any = _LinearFunction.apply  # untyped in torch
+        output: Tensor = apply(input, self.weight, self.bias, self.fp8_recipe, torch.is_grad_enabled())
+        return output
+
+    def extra_repr(self) -> str:
+        recipe = self.fp8_recipe
+        return f"{super().extra_repr()}, fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}"

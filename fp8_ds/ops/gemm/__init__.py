@@ -1,0 +1,105 @@
+"""Products of FP8 matrices: `a @ b.T` of [M, K] and [N, K], result in high precision.
+
+The three GEMMs of a linear are named by what they make. With tokens T, input features I, output features O:
+
+    output[T, O]      = scaled_mm(x[T, I],           weight[O, I])
+    grad_input[T, I]  = scaled_mm(grad_output[T, O], weight[O, I].T)
+    grad_weight[O, I] = scaled_mm(grad_output[T, O].T, x[T, I].T)
+
+Fast accumulation keeps partial sums in the tensor core's shorter accumulator (about 14 bits on Hopper). Only `output`
+uses it: errors of a forward GEMM are averaged over the following layers, while those of `grad_weight` are sums over all
+tokens that go straight into the weights, and those of `grad_input` pile up from layer to layer. Sources: for the choice
+torchao 0.18 `torchao/float8/config.py` (gemm_config_output True, _grad_input and _grad_weight False); for the 14 bits
+the DeepSeek-V3 report (arXiv 2412.19437) section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops._register import register
+from fp8_ds.ops.gemm import reference
+from fp8_ds.ops.gemm import scaled_mm as torch_backend
+
+GemmBackend = Literal["torch", "reference"]
+BACKENDS: tuple[GemmBackend, ...] = ("torch", "reference")
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _kernel(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool, backend: str
+) -> Tensor:
+    # The dispatcher skips autocast at our op, not inside it: the reference's float32 product, and the one in which CPU
+    # `_scaled_mm` ends, would run in bf16.
+    if torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):
+            return _kernel(a, b, scale_inv_a, scale_inv_b, out_dtype, fast, backend)
+    if backend == "reference":
+        return reference.scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype)
+    return torch_backend.scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype, fast)
+
+
+def _fake(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, fast: bool, backend: str
+) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+
+
+_scaled_mm, _LIBRARY = register(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, ScalarType out_dtype, bool fast, "
+    "str backend) -> Tensor",
+    _kernel,
+    _fake,
+)
+
+
+def scaled_mm(
+    a_fp8: Tensor,
+    b_fp8: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    out_dtype: torch.dtype,
+    backend: GemmBackend = "torch",
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`(a_fp8 * scale_inv_a) @ (b_fp8 * scale_inv_b).T`.
+
+    Any M, K, N, also 0 and such that are not multiples of 16 (operands are then padded with zeros). Operands may be
+    transposed views; one that is not contiguous is copied once.
+
+    Args:
+        a_fp8: float8_e4m3fn or float8_e5m2 [M, K].
+        b_fp8: the same [N, K]; at most one of the two is e5m2 (no tensor core multiplies E5M2 by E5M2).
+        scale_inv_a: float32, 0-dim, on the operands' device; multiply to leave FP8.
+        scale_inv_b: the same for b.
+        out_dtype: bfloat16, float16 or float32.
+        backend: "torch" is `torch._scaled_mm`; "reference" de-quantises and multiplies in float32.
+        use_fast_accum: shorter accumulation, on CUDA only; see the module's text for where.
+
+    Returns:
+        `out_dtype` [M, N], contiguous, already out of FP8 (no scale left to apply).
+
+    Raises:
+        ValueError: dtypes, shapes or backend other than these.
+    """
+    if a_fp8.dtype not in _FP8_DTYPES or b_fp8.dtype not in _FP8_DTYPES or a_fp8.dtype == b_fp8.dtype == _FP8_DTYPES[1]:
+        raise ValueError(
+            f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a_fp8.dtype} and "
+            f"{b_fp8.dtype}. Quantise one operand to E4M3."
+        )
+    if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
+        raise ValueError(
+            f"a_fp8, b_fp8: expected [M, K] and [N, K], got {tuple(a_fp8.shape)} and {tuple(b_fp8.shape)}. "
+            "Both operands are given with the contracted dim last."
+        )
+    if out_dtype not in _OUT_DTYPES:
+        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
+    return _scaled_mm(  # type: ignore[no-any-return]
+        a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend
+    )

@@ -1,0 +1,47 @@
+"""The FP8 GEMM by `torch._scaled_mm` (cuBLASLt on CUDA, oneDNN or a plain loop on CPU)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""`_scaled_mm` on CUDA wants the contracted dim and the columns of the result in multiples of 16 elements.
+Source: the shape checks on mat1 and mat2 in pytorch aten/src/ATen/native/cuda (_scaled_mm_out_cuda)."""
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
+    """`x` row by row in memory, zero-padded to [num_rows, num_cols]; `x` itself where it is that already."""
+    if tuple(x.shape) == (num_rows, num_cols):
+        return x.contiguous()
+    padded = torch.zeros(num_rows, num_cols, dtype=torch.uint8, device=x.device)
+    padded[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)  # byte 0 is +0 in every FP8 format
+    return padded.view(x.dtype)
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
+    """`a @ b.T` of [M, K] and [N, K]: Hopper's FP8 GEMM reads both operands along K.
+
+    The padding is the same on CPU, which does not need it, so that CPU tests meet it.
+    """
+    num_m, num_k = a.shape
+    num_n = b.shape[0]
+    if num_m == 0 or num_n == 0 or num_k == 0:
+        # CUDA refuses empty operands, and the CPU leaves memory unset for K = 0.
+        return torch.zeros(num_m, num_n, dtype=out_dtype, device=a.device)
+    aligned_k, aligned_n = _align(num_k), _align(num_n)
+    output: Tensor = torch._scaled_mm(
+        _k_major(a, num_m, aligned_k),
+        _k_major(b, aligned_n, aligned_k).t(),
+        scale_a=scale_inv_a,
+        scale_b=scale_inv_b,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    return output if aligned_n == num_n else output[:, :num_n].contiguous()

@@ -1,0 +1,58 @@
+"""`deepspeed --module fp8_ds.run train.py ...` trains an unchanged script with fp8_ds installed."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+_USAGE = "deepspeed --module fp8_ds.run SCRIPT.py [arguments of the script]"
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The script's path and the arguments it is to see.
+
+    The launcher puts its `--local_rank=K` before everything, so before the script's name; it belongs right after.
+
+    Raises:
+        SystemExit: no script is named, the first argument is another option, or the file does not exist.
+    """
+    moved: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].replace("-", "_").startswith("__local_rank"):
+        option = rest.pop(0)
+        moved.append(option)
+        if "=" not in option and rest:
+            moved.append(rest.pop(0))
+    if not rest:
+        raise SystemExit(f"fp8_ds.run: expected a script to run, got none. Use: {_USAGE}")
+    script = rest.pop(0)
+    if script.startswith("-"):
+        raise SystemExit(
+            f"fp8_ds.run: expected a script before any option, got {script!r}. It has no options of its own: {_USAGE}"
+        )
+    if not os.path.isfile(script):
+        raise SystemExit(
+            f"fp8_ds.run: expected the path of a Python file, got {script!r} (no such file in {os.getcwd()}). "
+            f"Use: {_USAGE}"
+        )
+    return script, [*moved, *rest]
+
+
+def main() -> None:
+    script, arguments = split_arguments(sys.argv[1:])
+    import fp8_ds  # noqa: F401  (installs)
+
+    sys.argv = [script, *arguments]
+    # As `python SCRIPT.py` has it: the script's folder comes first, in place of the folder that `-m` put there.
+    folder = os.path.dirname(os.path.abspath(script))
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        sys.path[0] = folder
+    else:
+        sys.path.insert(0, folder)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

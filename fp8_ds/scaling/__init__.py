@@ -1,0 +1,10 @@
+"""From the largest magnitude of a tensor (amax) to the factor that brings it into FP8.
+
+`x_fp8 = cast(x * scale)`, `x ~ x_fp8 * scale_inv`. `current`: from the amax of this very tensor. `delayed`: from the
+amaxes of earlier steps.
+"""
+
+from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.delayed import AmaxHistory
+
+__all__ = ["AmaxHistory", "scale_from_amax"]

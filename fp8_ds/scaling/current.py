@@ -1,0 +1,34 @@
+"""The one formula that turns an amax into a scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_SCALE = 2.0**126
+"""Largest scale given: its reciprocal, 2**-126, is the smallest normal float32, so it survives flush-to-zero units."""
+
+
+def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Each amax is mapped onto `fp8_max`; elementwise, on the device, without a host synchronisation.
+
+    An amax of 0 gives scale 1. A tiny amax gives at most 2**126, never infinity. A non-finite amax gives scale 1 and
+    scale_inv NaN, so that whatever is de-quantised with it is NaN: a broken tensor is never hidden by saturation.
+
+    Args:
+        amax: largest magnitudes, >= 0, floating, any shape, any device.
+        fp8_max: largest finite value of the target format; a number, or float32 on amax's device that broadcasts
+            against amax.
+
+    Returns:
+        (scale, scale_inv): float32, the shape of amax; multiply by scale to enter FP8, by scale_inv to leave.
+    """
+    amax = amax.to(torch.float32)
+    if not isinstance(fp8_max, Tensor):
+        # Not `float / Tensor`: torch computes that as reciprocal times float, which rounds twice and overflows early.
+        fp8_max = torch.full_like(amax, fp8_max)
+    finite = torch.isfinite(amax)
+    quotient = (fp8_max / amax).clamp(max=MAX_SCALE)
+    scale = torch.where(finite & (amax > 0), quotient, torch.ones_like(amax))
+    scale_inv = torch.where(finite, scale.reciprocal(), torch.full_like(amax, float("nan")))
+    return scale, scale_inv

@@ -1,0 +1,113 @@
+"""Delayed scaling: the scale of this step comes from the amaxes of the last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.scaling.current import scale_from_amax
+
+
+class AmaxHistory:
+    """Amaxes of the last optimizer steps for many tensors (slots), and the scales that follow from them.
+
+    Between two updates the linears maximum into `amax_local`; `update` takes the vector after its MAX all-reduce, so
+    histories and scales are equal on all ranks. Until the first update (`ready` is False) there is no scale to use and
+    the linears scale by the tensor at hand. `amax_local`, `scale` and `scale_inv` keep their storage for life, so
+    views of them stay good.
+
+    Args:
+        num_slots: number of tensors watched.
+        fp8_max: largest finite value of each slot's format, `num_slots` numbers.
+        history_len: steps remembered. 16 instead of Transformer Engine's 1024: a scale that is too small for 1024
+            steps after one outlier costs more than the rare saturation that a short window risks.
+        device: where the vectors live: the linears' device.
+
+    Attributes:
+        amax_local: float32 [num_slots], maximum since the last update on this rank.
+        scale: float32 [num_slots], multiply to enter FP8.
+        scale_inv: float32 [num_slots], multiply to leave.
+        amax_history: float32 [history_len, num_slots], a ring, only finite values.
+        num_updates: updates so far, host integer.
+        ready: `num_updates > 0`, its own attribute so that a compiled graph guards on it and not on the counter.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        fp8_max: Sequence[float],
+        history_len: int = 16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if len(fp8_max) != num_slots:
+            raise ConfigError(f"fp8_max: expected {num_slots} values, one per slot, got {len(fp8_max)}. Give one each.")
+        if history_len < 1:
+            raise ConfigError(f"history_len: expected at least 1, got {history_len}. Use 16, the default.")
+        self.num_slots = num_slots
+        self.history_len = history_len
+        self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
+        self.amax_local = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.scale = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.scale_inv = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(history_len, num_slots, dtype=torch.float32, device=device)
+        self.num_updates = 0
+        self.ready = False
+
+    @torch.no_grad()
+    def update(self, amax_global: Tensor) -> None:
+        """One optimizer step is over: the scales follow the newest amaxes, and `amax_local` is zero again.
+
+        A slot whose amax is not finite keeps its scale: its history is reset to the last finite maximum, so neither
+        the NaN nor the outliers before it linger.
+
+        Args:
+            amax_global: float32 [num_slots], maximum over all ranks, on this object's device.
+        """
+        if amax_global.shape != self.amax_local.shape:
+            raise ValueError(
+                f"amax_global: expected shape {tuple(self.amax_local.shape)}, got {tuple(amax_global.shape)}. "
+                "Pass one value per slot."
+            )
+        last_maximum = self.amax_history.amax(dim=0)
+        finite = torch.isfinite(amax_global)
+        self.amax_history.mul_(finite)
+        self.amax_history[self.num_updates % self.history_len] = torch.where(finite, amax_global, last_maximum)
+        scale, scale_inv = scale_from_amax(self.amax_history.amax(dim=0), self.fp8_max)
+        self.scale.copy_(scale)
+        self.scale_inv.copy_(scale_inv)
+        self.amax_local.zero_()
+        self.num_updates += 1
+        self.ready = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and integers, readable by `torch.load(weights_only=True)`; what resumes bit for bit."""
+        return {
+            "amax_history": self.amax_history.detach().clone(),
+            "scale": self.scale.detach().clone(),
+            "scale_inv": self.scale_inv.detach().clone(),
+            "amax_local": self.amax_local.detach().clone(),
+            "num_updates": self.num_updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """This object continues where `state` was taken; the tensors are copied into the existing storage.
+
+        Raises:
+            ConfigError: the state is of another number of slots or another history length; nothing is changed then.
+        """
+        vectors = ("amax_history", "scale", "scale_inv", "amax_local")
+        for name in vectors:
+            expected, got = tuple(getattr(self, name).shape), tuple(state[name].shape)
+            if expected != got:
+                raise ConfigError(
+                    f"amax history: expected {name} of shape {expected}, got {got}. "
+                    "The checkpoint is of another layer plan; load it with the plan it was saved with."
+                )
+        for name in vectors:
+            getattr(self, name).copy_(state[name])
+        self.num_updates = int(state["num_updates"])
+        self.ready = self.num_updates > 0

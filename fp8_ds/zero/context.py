@@ -1,0 +1,37 @@
+"""Fp8Context: what the engine hands to the ZeRO mix-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fp8_ds.comm import ByteCounter
+from fp8_ds.config import Fp8Config
+from fp8_ds.nn.convert import Plan
+from fp8_ds.scaling import AmaxHistory
+
+
+@dataclass
+class Fp8Context:
+    """Args:
+    config: the checked "fp8" block.
+    plan: which linears are FP8.
+    weights: name -> Parameter of every converted weight, in module order.
+    history: amax histories of the recipe `delayed`, else None.
+    counter: bytes our gathers moved.
+    """
+
+    config: Fp8Config
+    plan: Plan
+    weights: dict[str, nn.Parameter]
+    history: AmaxHistory | None = None
+    counter: ByteCounter = field(default_factory=ByteCounter)
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.weights.items() if p.requires_grad}
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.weights.items() if not p.requires_grad}

@@ -1,0 +1,45 @@
+"""`engine.offload_states` / `reload_states` for what FP8 holds in place of DeepSpeed's bf16 weights (`lp_params`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+
+def split_lp_params(optimizer: Any, include: Any, device: Any) -> tuple[Any, bool, Any]:
+    """Take `lp_params` out of what stock code shall offload.
+
+    Returns:
+        the states left for stock, whether the weights shall be offloaded now, and the device.
+    """
+    device = OffloadDeviceEnum.cpu if device is None else device
+    wanted = set(OffloadStateTypeEnum) if include is None else set(include)
+    with_weights = OffloadStateTypeEnum.lp_params in wanted
+    already = OffloadStateTypeEnum.lp_params in optimizer.offloaded_states
+    return wanted - {OffloadStateTypeEnum.lp_params}, with_weights and not already, device
+
+
+def offload_kinds(optimizer: Any, device: Any) -> None:
+    """Move the compact buffers of ZeRO-1/2 to `device`; readers still work there, compute does not."""
+    _move(optimizer, torch.device(device.value))
+    optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
+
+
+def reload_kinds(optimizer: Any) -> None:
+    """Bring the compact buffers back and point every parameter into them again."""
+    if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
+        _move(optimizer, torch.device(get_accelerator().current_device_name()))
+        optimizer.offloaded_states.remove(OffloadStateTypeEnum.lp_params)
+
+
+def _move(optimizer: Any, device: torch.device) -> None:
+    for fp8, hp in zip(optimizer._fp8_kinds, optimizer._hp_kinds, strict=True):
+        fp8.buffer = fp8.buffer.to(device)
+        hp.buffer = hp.buffer.to(device)
+        for index, p in enumerate(fp8.params):
+            p._fp8.data = fp8.view(index)
+        for index, p in enumerate(hp.params):
+            p.data = hp.view(index)

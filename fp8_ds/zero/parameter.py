@@ -1,0 +1,143 @@
+"""Fp8Parameter: a Parameter whose nominal data is a NaN placeholder and whose readers see the true weight.
+
+DeepSpeed, autograd and optimizers need a bf16 Parameter: shape, numel, dtype, grad, hooks. Its bytes are in FP8
+elsewhere (`p._fp8`). Users and libraries read parameters whenever they like (state_dict, EMA, PEFT, logging, an
+un-converted matmul): the class below hands them de-quantised values, and sends their writes to the FP8 bytes.
+A Parameter is *retyped* (`p.__class__ = Fp8Parameter`): the object, its hooks and its place in every list stay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fp8_ds.errors import UnsupportedError
+
+# What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
+_METADATA = frozenset(
+    """size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage get_device
+    is_contiguous is_floating_point is_complex is_signed is_inference is_shared is_pinned is_tensor has_names
+    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward register_hook
+    register_post_accumulate_grad_hook record_stream
+    zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
+    __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()
+)
+# Attributes that carry values; every other attribute is metadata.
+_VALUE_GETTERS = tuple(
+    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+)
+_DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _Dequantize(torch.autograd.Function):
+    """De-quantise for a reader; its gradient goes to the Parameter unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        payload = weight._fp8  # type: ignore[attr-defined]
+        return payload.dequantize() if payload.export is None else payload.export
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def has_payload(tensor: Any) -> bool:
+    """Whether `tensor` is an FP8 weight whose bytes are here now (gathered, or ZeRO-1/2)."""
+    payload = getattr(tensor, "_fp8", None)
+    return payload is not None and (payload.data is not None or payload.export is not None)
+
+
+def _is_tracing() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._guards.TracingContext.try_get() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+class Fp8Parameter(nn.Parameter):
+    """See the module's docstring. Without a payload it behaves as `nn.Parameter`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if (name in _METADATA and func != _DATA_SET) or _is_bookkeeping(name, args, kwargs):
+                return func(*args, **kwargs)
+            if name == "__get__" and func not in _VALUE_GETTERS:
+                return func(*args, **kwargs)
+            if _is_tracing():  # dynamo and AOT trace the nominal tensor; Fp8Linear reads the payload beside it
+                return func(*args, **kwargs)
+            target = args[0] if args else None
+            if isinstance(target, Fp8Parameter) and has_payload(target):
+                if func == _DATA_SET:
+                    return _set_data(target, args[1])
+                if func == _DATA_GET:
+                    return _Dequantize.apply(target).detach()
+                if name == "flatten" and target._fp8.quiet:  # type: ignore[attr-defined]
+                    return target._fp8.placeholder.expand(target.numel())  # type: ignore[attr-defined]
+                if name.endswith("_") and not name.endswith("__"):
+                    return _write_in_place(func, target, args[1:], kwargs)
+            args, kwargs = tree_map(_as_true_value, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain Parameter with the true values: a copy has no shards, no scale and no owner."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
+
+
+def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
+    """`p.expand_as(p)` fetches the AccumulateGrad node; `p.type()` names the dtype. With other arguments both read."""
+    return (name == "expand_as" and len(args) == 2 and args[0] is args[1]) or (
+        name == "type" and len(args) == 1 and not kwargs
+    )
+
+
+def _as_true_value(x: Any) -> Any:
+    return _Dequantize.apply(x) if isinstance(x, Fp8Parameter) and has_payload(x) else x
+
+
+def _set_data(weight: Any, value: Tensor) -> None:
+    """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
+    if value.shape == weight.shape:
+        _write(weight, value)
+        return
+    weight._fp8.data = None
+    _DATA_SET(weight, value)
+
+
+def _write_in_place(func: Any, weight: Any, args: Any, kwargs: Any) -> Any:
+    """Run an in-place operator on the true value, then quantise the result. `copy_` needs no true value."""
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise RuntimeError(f"an in-place operator on the leaf {weight._fp8.name} needs torch.no_grad()")
+    args, kwargs = tree_map(_as_true_value, (args, kwargs))
+    if func == torch.Tensor.copy_:
+        source = args[0] if args else kwargs["other"]
+        _write(weight, source.expand(weight.shape))
+    else:
+        value = weight._fp8.dequantize()
+        func(value, *args, **kwargs)
+        _write(weight, value)
+    return weight
+
+
+def _write(weight: Any, value: Tensor) -> None:
+    payload = weight._fp8
+    if payload.write is None:
+        raise UnsupportedError(
+            f"FP8 weight {payload.name} cannot be written while it is gathered for compute. "
+            "Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), or use safe_set_full_fp32_param."
+        )
+    payload.write(value.detach().to(payload.scale.device))

@@ -1,0 +1,58 @@
+"""Fp8Payload: the FP8 bytes and scale that sit beside a nominal bf16 Parameter (`p._fp8`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Fp8Payload:
+    """One FP8 weight. `p._fp8` is the only attribute this package hangs on a Parameter it does not own.
+
+    Args:
+        name: the weight's name in the model, for messages.
+        scale: 0-dim float32 tensor on the weight's device, multiplies to enter FP8. Like `scale_inv` a view into
+            the ZeRO optimizer's scale vector: its value changes in place once per optimizer step.
+        scale_inv: 0-dim float32 tensor, multiplies to leave FP8: `weight ~ data.float() * scale_inv`.
+        dtype: nominal dtype of the Parameter (bf16), the dtype that readers get.
+        device: where the placeholder lives.
+
+    Attributes:
+        data: float8_e4m3fn tensor of the Parameter's full shape, contiguous, or None while the weight is
+            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters).
+        placeholder: one NaN element of `dtype`, a storage of its own; the Parameter's nominal data expands it, so
+            that whatever reads past the hooks reads NaN.
+        write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
+        export: while set, readers get this tensor (bf16 of the master) instead of de-quantised bytes.
+        quiet: while set, `flatten` returns the placeholder expanded, at zero bytes (linking of fp32 fragments).
+    """
+
+    __slots__ = ("data", "dtype", "export", "name", "placeholder", "quiet", "scale", "scale_inv", "write")
+
+    def __init__(
+        self, name: str, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        self.name = name
+        self.scale = scale
+        self.scale_inv = scale_inv
+        self.dtype = dtype
+        self.data: Tensor | None = None
+        self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device or scale.device)
+        self.write: Callable[[Tensor], None] | None = None
+        self.export: Tensor | None = None
+        self.quiet = False
+
+    def dequantize(self) -> Tensor:
+        """The weight in its nominal dtype, full shape; a new tensor.
+
+        Raises:
+            AssertionError: the weight is not gathered.
+        """
+        assert self.data is not None, f"{self.name} is not gathered"
+        return (self.data.float() * self.scale_inv).to(self.dtype)
+
+    def nominal(self, shape: torch.Size) -> Tensor:
+        """NaN of `shape` at the cost of one element."""
+        return self.placeholder.expand(shape)

@@ -1,0 +1,278 @@
+"""FP8 shards of ZeRO-3 weights, and what gathers and releases them.
+
+DeepSpeed's coordinator calls closures that zero.Init hangs on every parameter: `all_gather_coalesced` (fetch and
+prefetch), `all_gather` (readers: GatheredParameters, external parameters) and `partition` (release). It calls those of
+whichever parameter comes first in its set, so `ZeroParamHooks` replaces all three on every parameter of the module.
+Fetched weights arrive in FP8; readers get bf16 of the masters, as in stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
+from torch import Tensor
+
+from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
+from fp8_ds.formats import E4M3
+from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.payload import Fp8Payload
+from fp8_ds.zero.weights import WeightQuantizer
+
+
+class ShardedWeight:
+    """One FP8 weight of ZeRO-3 on this rank.
+
+    Attributes:
+        param: the ZeRO-3 Parameter; `param.ds_tensor` is its bf16 shard, padded to `ds_numel` elements.
+        shard: its FP8 shard, 1-D, padded likewise with zeros.
+        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard if frozen.
+        index: entry in the scale vectors.
+        keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
+    """
+
+    def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer, shard: Tensor) -> None:
+        self.param = param
+        self.index = index
+        self.shard = shard
+        self.source: Tensor = shard.new_empty(0)
+        self.keeps_bf16 = True
+        self.payload = Fp8Payload(
+            name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, param.ds_tensor.device
+        )
+        param._fp8 = self.payload
+        param.__class__ = Fp8Parameter
+
+    @property
+    def num_real(self) -> int:
+        """Elements of the shard that are not padding; 0 on ranks beyond the weight's end."""
+        rank = ds_comm.get_rank(group=self.param.ds_process_group)
+        per_rank = self.param.ds_tensor.ds_numel
+        return int(max(0, min(per_rank, self.param.ds_numel - rank * per_rank)))
+
+    def drop_bf16(self) -> None:
+        """Release the bf16 shard; what reads it past the hooks reads NaN."""
+        self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
+
+    def make_bf16(self) -> None:
+        """Make the bf16 shard from the master."""
+        bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=self.source.device)
+        bf16[: self.source.numel()].copy_(self.source)
+        self.param.ds_tensor.data = bf16
+
+    def release(self) -> None:
+        """Drop the gathered bytes, once the stream that computes with them is done."""
+        if self.payload.data is not None and not get_accelerator().is_synchronized_device():
+            self.payload.data.record_stream(get_accelerator().current_stream())
+        self.payload.data = None
+
+
+def newer(source: Tensor, bf16: Tensor) -> Tensor:
+    """`source` (hp) where it rounds to `bf16`, else `bf16`: what nobody changed keeps its full precision. 1-D."""
+    same = source.to(bf16.dtype).view(torch.int16) == bf16.view(torch.int16)
+    return torch.where(same, source.float(), bf16.float())
+
+
+class Fp8GatherHandle:
+    """An FP8 gather under way; `wait` makes its weights available. The coordinator's handle protocol."""
+
+    def __init__(self, weights: list[ShardedWeight], buffer: Tensor | None, work: Any, num_ranks: int) -> None:
+        self.weights = weights
+        self.buffer = buffer
+        self.work = work
+        self.num_ranks = num_ranks
+        self.complete = False
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self.complete:
+            return
+        if self.work is not None:
+            self.work.wait()
+        offset = 0
+        for weight in self.weights:
+            param, per_rank = weight.param, weight.shard.numel()
+            if self.buffer is None:
+                whole = as_bytes(weight.shard)
+            else:  # one weight in the buffer: a view. Several: one concatenation, a byte an element.
+                whole = self.buffer.view(self.num_ranks, -1)[:, offset : offset + per_rank].reshape(-1)
+            offset += per_rank
+            param.data = weight.payload.nominal(param.ds_shape)
+            weight.payload.data = whole[: param.ds_numel].view(E4M3.dtype).view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        if self.buffer is not None and not get_accelerator().is_synchronized_device():
+            self.buffer.record_stream(get_accelerator().current_stream())
+        self.complete = True
+
+
+class Fp8Shards:
+    """All FP8 weights of one ZeRO-3 optimizer.
+
+    Args:
+        quantizer: holds their scales.
+        counter: books the bytes gathered.
+    """
+
+    def __init__(self, quantizer: WeightQuantizer, counter: ByteCounter) -> None:
+        self.quantizer = quantizer
+        self.counter = counter
+        self.weights: list[ShardedWeight] = []
+        self._by_param: dict[int, ShardedWeight] = {}
+        self._written: set[int] = set()
+        self._ready: Any = None
+
+    def add(self, weight: ShardedWeight) -> None:
+        self.weights.append(weight)
+        self._by_param[id(weight.param)] = weight
+
+    def of(self, params: Iterable[Any]) -> list[ShardedWeight]:
+        """The FP8 weights among `params`."""
+        return [self._by_param[id(p)] for p in params if id(p) in self._by_param]
+
+    def without(self, params: Iterable[Any]) -> list[Any]:
+        """The parameters among `params` that are not FP8."""
+        return [p for p in params if id(p) not in self._by_param]
+
+    def was_written(self, weight: ShardedWeight) -> bool:
+        """Whether a user wrote the weight since the last step and its bf16 shard is kept for that."""
+        return id(weight) in self._written
+
+    def refresh(self, is_step: bool) -> None:
+        """Quantise all shards from their sources (collective); forget what users wrote into bf16."""
+        self.quantizer.refresh(is_step)
+        for weight in self.weights:
+            if id(weight) in self._written and not weight.keeps_bf16:
+                weight.drop_bf16()
+        self._written.clear()
+        self.mark_ready()
+
+    def mark_ready(self) -> None:
+        """Later gathers, on whatever stream, wait for what has been written so far."""
+        if not get_accelerator().is_synchronized_device():
+            self._ready = get_accelerator().Event()
+            self._ready.record()
+
+    def gather(self, weights: list[ShardedWeight], safe_mode: bool = False) -> Fp8GatherHandle:
+        """Start the gather of `weights`, one byte an element; they are INFLIGHT until the handle's `wait`."""
+        for weight in weights:
+            if weight.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(weight.param.ds_summary())
+            weight.param.ds_status = ZeroParamStatus.INFLIGHT
+        weights = sorted(weights, key=lambda weight: weight.param.ds_id)
+        if safe_mode:
+            assert_ints_same_as_other_ranks([weight.param.ds_id for weight in weights])
+            assert_ints_same_as_other_ranks([weight.shard.numel() for weight in weights])
+        if self._ready is not None:
+            get_accelerator().current_stream().wait_event(self._ready)
+        group = weights[0].param.ds_process_group
+        num_ranks = ds_comm.get_world_size(group=group)
+        if num_ranks == 1:
+            return Fp8GatherHandle(weights, None, None, 1)
+        shards = [as_bytes(weight.shard) for weight in weights]
+        local = shards[0] if len(shards) == 1 else torch.cat(shards)
+        buffer = local.new_empty(num_ranks * local.numel())
+        work = ds_comm.allgather_fn(buffer, local, group=group, async_op=True)
+        self.counter.fp8 += buffer.numel()
+        return Fp8GatherHandle(weights, buffer, work, num_ranks)
+
+    @contextmanager
+    def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
+        """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since the last step."""
+        made = [w for w in weights if not w.keeps_bf16 and id(w) not in self._written]
+        for weight in made:
+            weight.make_bf16()
+        try:
+            yield
+        finally:
+            for weight in made:
+                if not (keep_written and id(weight) in self._written):
+                    weight.drop_bf16()
+
+    @torch.no_grad()
+    def absorb(self, weights: list[ShardedWeight]) -> None:
+        """Bring the FP8 shards up to date with bf16 shards that a user wrote (collective over the ZeRO group).
+
+        As in stock, masters stay: the written value holds until the next optimizer step. Elements that were not
+        changed are quantised from the master, so that gathering for reading alone changes no bit.
+        """
+        values = []
+        for weight in weights:
+            bf16 = weight.param.ds_tensor.data[: weight.num_real]
+            values.append(newer(weight.source, bf16))
+        zero = torch.zeros((), device=self.quantizer.scale.device)
+        amaxes = torch.stack([torch.linalg.vector_norm(v, float("inf")) if v.numel() else zero for v in values])
+        max_reduce(self.quantizer.group, amaxes)
+        for weight, value, amax in zip(weights, values, amaxes, strict=True):
+            self.quantizer.rescale(weight.index, amax)
+            self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index)
+            if not weight.keeps_bf16 and bool((value != weight.source.float()).any()):
+                self._written.add(id(weight))
+        self.mark_ready()
+
+
+class ZeroParamHooks:
+    """The three closures of one ZeRO-3 parameter, replaced by bound methods; `remove` puts them back."""
+
+    def __init__(self, param: Any, shards: Fp8Shards) -> None:
+        self.param = param
+        self.shards = shards
+        self.stock_all_gather = param.all_gather
+        self.stock_all_gather_coalesced = param.all_gather_coalesced
+        self.stock_partition = param.partition
+        param.all_gather = self.all_gather
+        param.all_gather_coalesced = self.all_gather_coalesced
+        param.partition = self.partition
+
+    def remove(self) -> None:
+        self.param.all_gather = self.stock_all_gather
+        self.param.all_gather_coalesced = self.stock_all_gather_coalesced
+        self.param.partition = self.stock_partition
+
+    def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+        """Fetch for compute: FP8 weights in FP8, the rest as stock does."""
+        params = list(params)
+        weights, rest = self.shards.of(params), self.shards.without(params)
+        handles: list[Any] = []
+        if weights:
+            handles.append(self.shards.gather(weights, safe_mode))
+        if rest or not weights:
+            handles.append(self.stock_all_gather_coalesced(rest, safe_mode, quantize))
+            if rest and ds_comm.get_world_size(group=rest[0].ds_process_group) > 1:
+                self.shards.counter.hp += sum(p.ds_numel_aligned * p.ds_tensor.element_size() for p in rest)
+        return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
+
+    def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        """Gather for reading: bf16 of the masters. Weights that stay gathered in FP8 (persistent) are released first."""
+        params = [self.param] if param_list is None else list(param_list)
+        for weight in self.shards.of(params):
+            if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
+                self.partition([weight.param])
+        wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        with self.shards.bf16_shards(self.shards.of(wanted)):
+            return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+
+    def partition(
+        self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+    ) -> None:
+        """Release; with `has_been_updated` take over the values that a reader's bf16 weight now has."""
+        params = [self.param] if param_list is None else list(param_list)
+        weights = self.shards.of(params)
+        updated = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
+        gathered_fp8 = [w.param for w in weights if w.payload.data is not None]
+        for weight in weights:
+            weight.release()
+        if not has_been_updated or not weights:
+            self.stock_partition(params, hierarchy, has_been_updated, free_data)
+            return
+        in_fp8 = {id(p) for p in gathered_fp8}
+        if gathered_fp8:  # never written: writing into a weight gathered in FP8 raises
+            self.stock_partition(gathered_fp8, hierarchy, False, free_data)
+        with self.shards.bf16_shards(updated, keep_written=True):
+            self.stock_partition([p for p in params if id(p) not in in_fp8], hierarchy, True, free_data)
+            if updated:
+                self.shards.absorb(updated)

@@ -1,0 +1,375 @@
+"""ZeRO-1 and 2: mix-in for DeepSpeedZeroOptimizer. Weights resident in one byte, gathered in one byte.
+
+DeepSpeed builds its optimizer; then `fp8_init` takes the bf16 flat buffers away. Per parameter group two compact
+buffers remain: FP8 bytes (16-byte aligned weights) and bf16 for what is not FP8. `bit16_groups_flat` becomes a meta
+tensor of the same numel, so that stock code may still narrow it and copy into it, at zero bytes.
+Seams: fp8_ds/engine/seams.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8_ds.comm import as_bytes, gather_runs
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.quantize import quantize
+from fp8_ds.scaling import scale_from_amax
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.layout import CompactLayout, compact_layout
+from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.payload import Fp8Payload
+from fp8_ds.zero.weights import WeightQuantizer
+
+_FP8_ALIGNMENT = 16
+_HP_ALIGNMENT = 8
+_HP_FREE_BYTES = 1 << 20
+
+
+class OwnedGroups(list[Tensor]):
+    """`bit16_groups_flat` of an FP8 optimizer: the gather recognises it and asks its owner instead."""
+
+    owner: weakref.ref[Any]
+
+
+class KindBuffer:
+    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        flat_starts: list[int],
+        partition_size: int,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.group = group
+        self.shapes = [p.shape for p in params]
+        alignment = _FP8_ALIGNMENT if dtype == E4M3.dtype else _HP_ALIGNMENT
+        self.layout: CompactLayout = compact_layout(
+            flat_starts, [p.numel() for p in params], partition_size, dist.get_world_size(group), alignment
+        )
+        self.own = self.layout.fragments[dist.get_rank(group)]
+        self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+
+    def view(self, index: int) -> Tensor:
+        """Tensor `index`, full shape."""
+        slot = self.layout.slots[index]
+        return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
+
+    def gather(self, free_bytes: int = 0) -> int:
+        """Fill the other ranks' runs; returns bytes delivered."""
+        buffer = as_bytes(self.buffer) if self.buffer.element_size() == 1 else self.buffer
+        return gather_runs(self.group, buffer, self.layout.runs, free_bytes)
+
+
+class Fp8ZeroStage12:
+    """Mix-in before DeepSpeedZeroOptimizer in the class of a retyped optimizer."""
+
+    _fp8: Fp8Context
+
+    # What the host class provides (deepspeed/runtime/zero/stage_1_and_2.py).
+    bit16_groups: list[list[nn.Parameter]]
+    bit16_groups_flat: Any
+    dp_process_group: dist.ProcessGroup
+    fp8_is_exporting: bool
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
+        self._fp8 = context
+        names = {id(p): name for name, p in context.trainable.items()}
+        device = self.single_partition_of_fp32_groups[0].device
+        self._fp8_quantizer = WeightQuantizer(
+            self.dp_process_group, len(context.trainable), device, context.history, context.counter
+        )
+        self._fp8_loading = self._fp8_in_step = self.fp8_is_exporting = False
+        self._fp8_overwritten: set[int] = set()
+        owned = OwnedGroups(self.bit16_groups_flat)
+        owned.owner = weakref.ref(self)
+        self.bit16_groups_flat = owned
+        self._fp8_kinds, self._hp_kinds = [], []
+        first = 0
+        for i in range(len(self.bit16_groups)):
+            first += self._fp8_init_group(i, names, first)
+        for name, p in context.frozen.items():
+            _freeze(name, p)
+        self._fp8_set_shards()
+        self._fp8_refresh(is_step=False)
+
+    def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
+        """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights."""
+        flat: Tensor = self.bit16_groups_flat[i]
+        params, starts = self.round_robin_bit16_groups[i], _flat_offsets(self, i)
+        is_fp8 = [id(p) in names for p in params]
+        size, group, device = int(self.partition_size[i]), self.real_dp_process_group[i], flat.device
+
+        def kind(fp8: bool, dtype: torch.dtype) -> KindBuffer:
+            chosen = [k for k, here in enumerate(is_fp8) if here == fp8]
+            return KindBuffer([params[k] for k in chosen], [starts[k] for k in chosen], size, group, dtype, device)
+
+        hp = kind(False, flat.dtype)
+        for index, p in enumerate(hp.params):
+            hp.view(index).copy_(p.data)
+            p.data = hp.view(index)
+        for p in self.bit16_groups[i]:
+            if getattr(p, "_hp_mapping", None) is not None:
+                p._hp_mapping.lp_fragment = None
+        payloads = []
+        for p, here in zip(params, is_fp8, strict=True):
+            if not here:
+                continue
+            slot = first + len(payloads)
+            quantizer = self._fp8_quantizer
+            payload = Fp8Payload(
+                names[id(p)], quantizer.scale[slot], quantizer.scale_inv[slot], flat.dtype, flat.device
+            )
+            p._fp8 = payload
+            p.data = payload.nominal(p.shape)
+            p.__class__ = Fp8Parameter
+            payloads.append(payload)
+        self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
+        self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
+        del flat
+        fp8 = kind(True, E4M3.dtype)
+        for index, payload in enumerate(payloads):
+            payload.data = fp8.view(index)
+            payload.write = _Writer(self, i, index, first + index)
+        self._fp8_kinds.append(fp8)
+        self._hp_kinds.append(hp)
+        return len(payloads)
+
+    def _fp8_set_shards(self: Any) -> None:
+        """Tell the quantiser which master elements this rank quantises into which bytes."""
+        sources: list[Tensor | None] = []
+        shards: list[Tensor | None] = []
+        for i, kind in enumerate(self._fp8_kinds):
+            own = {fragment.index: fragment for fragment in kind.own}
+            for index in range(len(kind.params)):
+                fragment = own.get(index)
+                if fragment is None:
+                    sources.append(None)
+                    shards.append(None)
+                    continue
+                master = self.single_partition_of_fp32_groups[i].detach()
+                sources.append(master.narrow(0, fragment.partition_start, fragment.numel))
+                shards.append(kind.buffer.narrow(0, fragment.compact_start, fragment.numel))
+        self._fp8_quantizer.set_shards(sources, shards)
+
+    @torch.no_grad()
+    def _fp8_refresh(self: Any, is_step: bool) -> None:
+        """Make weights on all ranks those of the masters: quantise, copy bf16, gather both. Collective."""
+        counter = self._fp8.counter
+        self._fp8_quantizer.refresh(is_step)
+        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            master = self.single_partition_of_fp32_groups[i].detach()
+            if hp.own:
+                torch._foreach_copy_(
+                    [hp.buffer.narrow(0, f.compact_start, f.numel) for f in hp.own],
+                    [master.narrow(0, f.partition_start, f.numel) for f in hp.own],
+                )
+            counter.fp8 += fp8.gather()
+            counter.hp += hp.gather(_HP_FREE_BYTES)
+        if is_step:
+            counter.end_step()
+        self._fp8_overwritten.clear()
+
+    def step(self: Any, closure: Any = None) -> None:
+        """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched."""
+        self._fp8_in_step = True
+        try:
+            super().step(closure)  # type: ignore[misc]
+        finally:
+            self._fp8_in_step = False
+        if self.overflow and self._fp8.history is not None:
+            self._fp8.history.amax_local.zero_()
+
+    def _update_model_bit16_weights(self: Any, group_index: int) -> None:
+        """Nothing: parameters point into the compact buffers for good."""
+
+    def _link_all_hp_params(self: Any) -> None:
+        """Link fp32 fragments as stock does, without a bf16 copy of each weight behind `lp_fragment`."""
+        payloads = [p._fp8 for p in self._fp8.trainable.values()]
+        for payload in payloads:
+            payload.quiet = True
+        try:
+            super()._link_all_hp_params()  # type: ignore[misc]
+        finally:
+            for payload in payloads:
+                payload.quiet = False
+        for group in self.bit16_groups:
+            for p in group:
+                if getattr(p, "_hp_mapping", None) is not None:
+                    p._hp_mapping.lp_fragment = None
+        self._fp8_set_shards()
+
+    @torch.no_grad()
+    def _restore_from_bit16_weights(self: Any) -> None:
+        """Masters from the model's weights, where the model's weights are the newer (a module-only load).
+
+        An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
+        has set its master already; one written by the user is de-quantised.
+        """
+        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            master = self.single_partition_of_fp32_groups[i].data
+            for f in fp8.own:
+                payload = fp8.params[f.index]._fp8
+                if id(payload) in self._fp8_overwritten:
+                    piece = payload.data.view(-1).narrow(0, f.tensor_start, f.numel)
+                    master.narrow(0, f.partition_start, f.numel).copy_(piece.float() * payload.scale_inv)
+            for f in hp.own:
+                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
+                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+        self._fp8_refresh(is_step=False)
+
+    def _load_legacy_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        super()._load_legacy_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_refresh(is_step=False)
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """Offload as stock does; of the weights (`lp_params`) the FP8 and bf16 compact buffers."""
+        from fp8_ds.zero.offload import offload_kinds, split_lp_params
+
+        include, with_weights, device = split_lp_params(self, include, device)
+        super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
+        if with_weights:
+            offload_kinds(self, device)
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        from fp8_ds.zero.offload import reload_kinds
+
+        super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
+        reload_kinds(self)
+        self._fp8_set_shards()
+
+    @contextmanager
+    def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
+        """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
+
+        Args:
+            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent.
+        """
+        payloads: list[Fp8Payload] = []
+        self.fp8_is_exporting = True
+        try:
+            for i, kind in enumerate(self._fp8_kinds):
+                for index, p in enumerate(kind.params):
+                    full = self._fp8_gather_master(i, index)
+                    p._fp8.export = full.cpu() if wanted else torch.empty_like(full, device="meta")
+                    payloads.append(p._fp8)
+            yield
+        finally:
+            self.fp8_is_exporting = False
+            for payload in payloads:
+                payload.export = None
+
+    @contextmanager
+    def fp8_load(self: Any) -> Iterator[None]:
+        """While inside, what is written into an FP8 weight also becomes its master."""
+        self._fp8_loading = True
+        try:
+            yield
+        finally:
+            self._fp8_loading = False
+
+    def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
+        """bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
+        kind = self._fp8_kinds[i]
+        slot = kind.layout.slots[index]
+        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
+        master = self.single_partition_of_fp32_groups[i].detach()
+        for f in kind.own:
+            if f.index == index:
+                full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
+        gather_runs(kind.group, full, kind.layout.runs_of(index))
+        return full.view(kind.shapes[index])
+
+    def fp8_resident_bytes(self: Any) -> dict[str, int]:
+        """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
+        return {
+            "fp8": sum(kind.buffer.numel() for kind in self._fp8_kinds),
+            "hp": sum(kind.buffer.numel() * kind.buffer.element_size() for kind in self._hp_kinds),
+            "num_fp8_weights": sum(kind.layout.num_weights for kind in self._fp8_kinds),
+        }
+
+
+class _Writer:
+    """`payload.write` of one weight: somebody wrote the Parameter; keep its bytes, and on a load its master, true."""
+
+    def __init__(self, owner: Any, group_index: int, index: int, slot: int) -> None:
+        self.owner = weakref.ref(owner)
+        self.group_index, self.index, self.slot = group_index, index, slot
+
+    @torch.no_grad()
+    def __call__(self, value: Tensor) -> None:
+        owner = self.owner()
+        assert owner is not None
+        kind, quantizer = owner._fp8_kinds[self.group_index], owner._fp8_quantizer
+        payload = kind.params[self.index]._fp8
+        flat = value.contiguous().view(-1)
+        quantizer.rescale(self.slot, torch.linalg.vector_norm(flat.float(), float("inf")))
+        quantizer.quantize_into(payload.data.view(-1), flat, self.slot)
+        if not owner._fp8_loading:
+            owner._fp8_overwritten.add(id(payload))
+            return
+        master = owner.single_partition_of_fp32_groups[self.group_index].data
+        for f in kind.own:
+            if f.index == self.index:
+                piece = flat.narrow(0, f.tensor_start, f.numel)
+                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+
+
+def _flat_offsets(optimizer: Any, i: int) -> list[int]:
+    """First element of each parameter of group `i` in the flat group, in flat order.
+
+    DeepSpeed keeps them since 0.19 (parameters may be padded to 16 bytes); before, they lie without gaps.
+    """
+    offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if offsets is not None:
+        return list(offsets[i])
+    starts, end = [], 0
+    for p in optimizer.round_robin_bit16_groups[i]:
+        starts.append(end)
+        end += p.numel()
+    return starts
+
+
+def _freeze(name: str, p: Any) -> None:
+    """Store a frozen weight in FP8: every rank has all of it, so no collective and no owner."""
+    scale, scale_inv = scale_from_amax(torch.linalg.vector_norm(p.data.float(), float("inf")), E4M3.max)
+    payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
+    payload.data = quantize(p.data, scale, E4M3)
+
+    @torch.no_grad()
+    def write(value: Tensor) -> None:
+        new_scale, new_scale_inv = scale_from_amax(torch.linalg.vector_norm(value.float(), float("inf")), E4M3.max)
+        scale.copy_(new_scale)
+        scale_inv.copy_(new_scale_inv)
+        assert payload.data is not None
+        payload.data.copy_(quantize(value, scale, E4M3))
+
+    payload.write = write
+    p._fp8 = payload
+    p.data = payload.nominal(p.shape)
+    p.__class__ = Fp8Parameter
+
+
+def patched_all_gather(stock: Any) -> Any:
+    """`all_gather_dp_groups` that asks the owner of an FP8 optimizer's groups, and is stock for all others."""
+
+    def all_gather_dp_groups(groups_flat: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(groups_flat, OwnedGroups):
+            owner = groups_flat.owner()
+            assert owner is not None
+            return owner._fp8_refresh(is_step=owner._fp8_in_step)
+        return stock(groups_flat, *args, **kwargs)
+
+    all_gather_dp_groups.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    return all_gather_dp_groups

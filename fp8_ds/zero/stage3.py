@@ -1,0 +1,250 @@
+"""ZeRO-3: mix-in for DeepSpeedZeroOptimizer_Stage3. FP8 shards, gathered in one byte, released after use.
+
+Two forms. With `keep_bf16_shard` DeepSpeed's bf16 shard (2 bytes/N) stays beside the FP8 shard, and every stock reader
+of shards works on it. Without it (the default) the masters are the only high-precision copy: the bf16 shard of an FP8
+weight is made from its master when a stock reader asks, and dropped again. What is not FP8 keeps its bf16 shard.
+Seams: fp8_ds/engine/seams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
+
+from fp8_ds.formats import E4M3
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.offload import split_lp_params
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
+from fp8_ds.zero.weights import WeightQuantizer
+
+
+class Fp8ZeroStage3:
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3 in the class of a retyped optimizer."""
+
+    _fp8: Fp8Context
+    _fp8_shards: Fp8Shards
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
+        self._fp8 = context
+        device = self.fp32_partitioned_groups_flat[0].device
+        for p in context.weights.values():
+            if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                p.partition()  # type: ignore[attr-defined]
+        quantizer = WeightQuantizer(
+            self.dp_process_group, len(context.weights), device, context.history, context.counter
+        )
+        self._fp8_shards = shards = Fp8Shards(quantizer, context.counter)
+        sizes = [p.ds_tensor.ds_numel for p in context.weights.values()]  # type: ignore[attr-defined]
+        starts = _aligned_starts(sizes)
+        self._fp8_flat = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
+        for index, (name, p) in enumerate(context.weights.items()):
+            shard = self._fp8_flat.narrow(0, starts[index], sizes[index])
+            weight = ShardedWeight(name, p, index, quantizer, shard)
+            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not p.requires_grad
+            shards.add(weight)
+        self._fp8_flat_is_live = True
+        self._fp8_set_sources()
+        self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
+        if not context.config.zero.keep_bf16_shard:
+            self._fp8_drop_flat()
+        self._fp8_refresh(is_step=False)
+
+    def _fp8_set_sources(self: Any) -> None:
+        """Point every weight at its master elements (again, after a reload has moved them)."""
+        weights = self._fp8_shards.weights
+        for weight in weights:
+            if weight.param.requires_grad:
+                group, offset, _ = self.grad_position[self.get_param_id(weight.param)]
+                master = self.fp32_partitioned_groups_flat[group].detach()
+                weight.source = master.narrow(0, offset, weight.num_real)
+            else:
+                weight.source = weight.param.ds_tensor.data[: weight.num_real]
+        self._fp8_shards.quantizer.set_shards(
+            [weight.source for weight in weights], [weight.shard[: weight.num_real] for weight in weights]
+        )
+
+    def _fp8_refresh(self: Any, is_step: bool) -> None:
+        self._fp8_shards.refresh(is_step)
+
+    # --- the bf16 flat buffer, where it is not kept ---
+
+    def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
+        """bf16 shards of sub-group `group` that are not FP8, and their masters."""
+        bf16, masters, offset = [], [], 0
+        master = self.fp32_partitioned_groups_flat[group].detach()
+        for p in self.fp16_groups[group]:
+            numel = p.ds_tensor.ds_numel
+            if not self._fp8_shards.of([p]):
+                bf16.append(p.ds_tensor.data)
+                masters.append(master.narrow(0, offset, numel))
+            offset += numel
+        return bf16, masters
+
+    def _fp8_drop_flat(self: Any) -> None:
+        """Move what is not FP8 out of the bf16 flat buffer, and leave a meta tensor in its place."""
+        for i, group in enumerate(self.fp16_groups):
+            for p in self._fp8_shards.without(group):
+                p.ds_tensor.data = p.ds_tensor.data.clone()
+            flat = self.fp16_partitioned_groups_flat[i]
+            self.fp16_partitioned_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
+        for weight in self._fp8_shards.weights:
+            if not weight.keeps_bf16:
+                weight.drop_bf16()
+        self.lp_param_buffer = torch.empty(0, dtype=self.lp_param_buffer.dtype, device=self._fp8_flat.device)
+        self._fp8_flat_is_live = False
+
+    @contextmanager
+    def _fp8_bf16_flat(self: Any) -> Iterator[None]:
+        """While inside, the bf16 flat buffer exists as stock code left it, filled from the masters."""
+        if self._fp8_flat_is_live:
+            yield
+            return
+        numels = [flat.numel() for flat in self.fp16_partitioned_groups_flat]
+        self.lp_param_buffer = self.lp_param_buffer.new_empty(sum(numels))
+        for i, flat in enumerate(self.lp_param_buffer.split(numels)):
+            flat.copy_(self.fp32_partitioned_groups_flat[i].detach())
+            self.fp16_partitioned_groups_flat[i] = flat
+            pieces = flat.split([p.ds_tensor.ds_numel for p in self.fp16_groups[i]])
+            for p, piece in zip(self.fp16_groups[i], pieces, strict=True):
+                p.ds_tensor.data = piece
+        self._fp8_flat_is_live = True
+        try:
+            yield
+        finally:
+            self._fp8_drop_flat()
+
+    # --- what the host calls ---
+
+    def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
+        """After the update of one sub-group: bf16 shards from masters, for those that have one."""
+        if self._fp8_flat_is_live:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)  # type: ignore[misc]
+            return
+        bf16, masters = self._fp8_hp_shards(sub_group_id)
+        if bf16:
+            torch._foreach_copy_(bf16, masters)
+
+    def _post_step(self: Any, timer_names: Any) -> None:
+        self._fp8_refresh(is_step=True)
+        with self._fp8_persistent_in_fp8():
+            super()._post_step(timer_names)  # type: ignore[misc]
+        self._fp8.counter.end_step()
+
+    def checkpoint_event_epilogue(self: Any) -> None:
+        with self._fp8_persistent_in_fp8():
+            super().checkpoint_event_epilogue()  # type: ignore[misc]
+
+    @contextmanager
+    def _fp8_persistent_in_fp8(self: Any) -> Iterator[None]:
+        """Stock code inside gathers the persistent parameters in bf16; those in FP8 are gathered in FP8 after it."""
+        everything = self.persistent_parameters
+        self.persistent_parameters = self._fp8_shards.without(everything)
+        try:
+            yield
+        finally:
+            self.persistent_parameters = everything
+        missing = [
+            w for w in self._fp8_shards.of(everything) if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        ]
+        if missing:
+            self._fp8_shards.gather(missing).wait()
+
+    def step(self: Any, closure: Any = None) -> None:
+        super().step(closure)  # type: ignore[misc]
+        if self.overflow and self._fp8.history is not None:
+            self._fp8.history.amax_local.zero_()
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self._fp8_bf16_flat():
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_refresh(is_step=False)
+
+    @torch.no_grad()
+    def _restore_from_bit16_weights(self: Any) -> None:
+        """Masters from bf16 shards where these are the newer; a weight that nobody wrote keeps its precision."""
+        shards = self._fp8_shards
+        for i in range(len(self.fp16_groups)):
+            bf16, masters = self._fp8_hp_shards(i)
+            for piece, master in zip(bf16, masters, strict=True):
+                master.copy_(newer(master, piece))
+        for weight in shards.weights:
+            if weight.param.requires_grad and (self._fp8_flat_is_live or shards.was_written(weight)):
+                weight.source.copy_(newer(weight.source, weight.param.ds_tensor.data[: weight.num_real]))
+        if not self._fp8_in_load:
+            self._fp8_refresh(is_step=False)
+
+    @property
+    def _fp8_in_load(self: Any) -> bool:
+        """Whether stock code runs inside `_fp8_bf16_flat`, whose caller refreshes."""
+        return self._fp8_flat_is_live and not self._fp8.config.zero.keep_bf16_shard
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """Offload as stock does; of the weights (`lp_params`) the FP8 shards and the bf16 shards that exist."""
+        include, with_weights, device = split_lp_params(self, include, device)
+        super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
+        if with_weights:
+            self._fp8_move_shards(torch.device(device.value))
+            self.offloaded_states.add(OffloadStateTypeEnum.lp_params)
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            self._fp8_move_shards(torch.device(get_accelerator().current_device_name()))
+            self.offloaded_states.remove(OffloadStateTypeEnum.lp_params)
+        super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
+        self._fp8_set_sources()
+
+    def _fp8_move_shards(self: Any, device: torch.device) -> None:
+        """Move FP8 and bf16 shards to `device`, keeping every view into the buffer it was a view of."""
+        moved = self._fp8_flat.to(device)
+        for weight in self._fp8_shards.weights:
+            weight.shard = moved.narrow(0, weight.shard.storage_offset(), weight.shard.numel())
+        self._fp8_flat = moved
+        if self._fp8_flat_is_live:
+            buffer = self.lp_param_buffer.to(device)
+            numels = [flat.numel() for flat in self.fp16_partitioned_groups_flat]
+            for i, flat in enumerate(buffer.split(numels)):
+                self.fp16_partitioned_groups_flat[i] = flat
+                pieces = flat.split([p.ds_tensor.ds_numel for p in self.fp16_groups[i]])
+                for p, piece in zip(self.fp16_groups[i], pieces, strict=True):
+                    p.ds_tensor.data = piece
+            self.lp_param_buffer = buffer
+            return
+        for p in self._fp8_shards.without(p for group in self.fp16_groups for p in group):
+            p.ds_tensor.data = p.ds_tensor.data.to(device)
+
+    @contextmanager
+    def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
+        """Nothing to do: stock exports of ZeRO-3 gather bf16 of the masters."""
+        yield
+
+    def fp8_resident_bytes(self: Any) -> dict[str, int]:
+        """Bytes this rank holds outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""
+        parameters = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
+        bf16 = {p.ds_tensor.untyped_storage().data_ptr(): p.ds_tensor.untyped_storage().nbytes() for p in parameters}
+        persistent = sum(
+            p.ds_numel * (1 if self._fp8_shards.of([p]) else p.element_size())
+            for p in parameters
+            if p.ds_persist and p.ds_status == ZeroParamStatus.AVAILABLE
+        )
+        return {
+            "fp8": self._fp8_flat.numel(),
+            "hp": sum(bf16.values()),
+            "persistent": persistent,
+            "num_fp8_weights": sum(p.ds_numel for p in parameters if self._fp8_shards.of([p])),
+        }
+
+
+def _aligned_starts(sizes: list[int], alignment: int = 16) -> list[int]:
+    """Start of each shard, a multiple of `alignment`; the end of the last one behind them."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // alignment) * alignment)
+    return starts

@@ -1,0 +1,52 @@
+"""What several test folders share: the place of the repository, and the deepspeed launcher on two gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before any test imports deepspeed, whose choice of accelerator is final.
+if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def cpu_environment() -> dict[str, str]:
+    """os.environ for a launcher on CPU, where `ninja` and this checkout are found."""
+    env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return env
+
+
+@pytest.fixture
+def launch(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
+    """launch(script, *arguments, ranks=2, module=False) -> all output of `deepspeed`; fails with it when ranks fail."""
+
+    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = 300) -> str:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port"]
+        command += [str(port), *(["--module"] if module else []), str(script), *map(str, arguments)]
+        result = subprocess.run(
+            command, stdout=-1, stderr=-2, text=True, env=cpu_environment, cwd=tmp_path, timeout=timeout, check=False
+        )
+        assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
+        return result.stdout
+
+    return run

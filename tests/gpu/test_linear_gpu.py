@@ -1,0 +1,237 @@
+"""FP8 linears on CUDA: the torch backend (cuBLASLt) against the reference, and the claims of the CPU tests again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise
+from fp8_ds.scaling import AmaxHistory, scale_from_amax
+from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.zero.payload import Fp8Payload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+FORMATS = [E4M3, E5M2]
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def float32_stays_float32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def fp8_of(linear, **keys):
+    return Fp8Linear.from_linear(copy.deepcopy(linear), TensorwiseRecipe(LinearConfig(**keys)))
+
+
+def delayed_of(linear):
+    history = AmaxHistory(2, [E4M3.max, E5M2.max], device="cuda")
+    recipe = DelayedRecipe(LinearConfig(recipe="delayed"), history, 0, 1)
+    return Fp8Linear.from_linear(copy.deepcopy(linear), recipe), history
+
+
+def attach_payload(linear):
+    weight = linear.weight
+    weight_fp8, scale_inv = quantize_tensorwise(weight.detach(), E4M3)
+    vector = torch.zeros(7, device="cuda")  # the optimizer's scale vector: the view starts at an odd element
+    vector[3] = scale_inv
+    payload = Fp8Payload("weight", 1 / scale_inv, vector[3], weight.dtype)
+    payload.data = weight_fp8
+    weight.data = torch.full((1, 1), NAN, dtype=weight.dtype, device="cuda").expand(weight.shape)
+    weight._fp8 = payload
+
+
+def run(function, linear, x, grad_output):
+    linear.zero_grad()
+    x = x.clone().requires_grad_()
+    output = function(x)
+    output.backward(grad_output)
+    return output.detach(), x.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
+
+
+def inputs(shape_x, shape_grad, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, grad_output = torch.randn(shape_x, generator=generator), torch.randn(shape_grad, generator=generator) * 1e-5
+    return x.to("cuda", dtype), grad_output.to("cuda", dtype)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MANY_SCALES)
+def test_cuda_quantises_to_the_same_bytes_as_cpu(fmt, dtype, family):
+    x = many_scales(family, 129, 67).to(dtype)
+    on_cpu, on_cuda = quantize_tensorwise(x, fmt), quantize_tensorwise(x.cuda(), fmt)
+    for a, b in zip(on_cpu, on_cuda, strict=True):
+        assert_bitwise(a, b.cpu())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_cuda_casts_edges_as_cpu(fmt):
+    tiny = fmt.smallest_subnormal
+    x = [0.0, -0.0, tiny, tiny / 2, 0.51 * tiny, 1.5 * tiny, fmt.max, fmt.max * 1.01, 1e30, -1e30, float("inf"), NAN]
+    x = torch.tensor(x)
+    one = torch.ones(())
+    got = quantize(x.cuda(), one.cuda(), fmt).cpu()
+    assert_bitwise(got[:-1], quantize(x, one, fmt)[:-1])
+    assert got[-1:].float().isnan().all()
+
+
+def test_cuda_scales_equal_cpu_bitwise():
+    generator = torch.Generator().manual_seed(0)
+    random_amax = torch.randn(1000, generator=generator).mul(20).exp()
+    values = torch.cat([random_amax, torch.tensor([0.0, 2.0**-149, 1e-30, 3e38, float("inf"), NAN])])
+    for a, b in zip(scale_from_amax(values, E4M3.max), scale_from_amax(values.cuda(), E4M3.max), strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_quantising_never_waits_for_the_device():
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    module, history = delayed_of(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            module(x).sum().backward()
+            history.update(history.amax_local)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize(("fmt_a", "fmt_b"), PAIRS)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 16, 16), (3, 1, 1), (31, 250, 7), (512, 1024, 256)])
+@pytest.mark.parametrize("fast", [False, True])
+def test_gemm_agrees_with_the_reference(fmt_a, fmt_b, out_dtype, shape, fast):
+    num_m, num_k, num_n = shape
+    generator = torch.Generator().manual_seed(0)
+    a, scale_inv_a = quantize_tensorwise(torch.randn(num_m, num_k, generator=generator).cuda(), fmt_a)
+    b, scale_inv_b = quantize_tensorwise(torch.randn(num_n, num_k, generator=generator).cuda(), fmt_b)
+    expected = scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, "reference")
+    got = scaled_mm(a, b, scale_inv_a, scale_inv_b, out_dtype, "torch", use_fast_accum=fast)
+    assert got.dtype == out_dtype and got.shape == (num_m, num_n)
+    # Hopper adds products with about 14 bits, fast or not between promotions, and bf16 keeps 8: measured against the
+    # sum of magnitudes, to which accumulation errors are relative.
+    magnitude = scaled_mm(a.float().abs().to(a.dtype), b.float().abs().to(b.dtype), scale_inv_a, scale_inv_b,
+                          torch.float32, "reference")  # fmt: skip
+    tolerance = (2.0**-8 if out_dtype == torch.bfloat16 else 0.0) + 2.0**-10
+    assert ((got.float() - expected).abs() <= tolerance * magnitude).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
+def test_empty_operands_give_zeros(shape):
+    num_m, num_k, num_n = shape
+    a = torch.empty(num_m, num_k, dtype=E4M3.dtype, device="cuda")
+    b = torch.empty(num_n, num_k, dtype=E4M3.dtype, device="cuda")
+    one = torch.ones((), device="cuda")
+    assert torch.equal(scaled_mm(a, b, one, one, torch.bfloat16).cpu(), torch.zeros(num_m, num_n, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_poisoned_scale_inv_poisons_the_whole_product(fast):
+    a, scale_inv = quantize_tensorwise(torch.randn(32, 32, device="cuda"), E4M3)
+    poison = torch.tensor(NAN, device="cuda")
+    assert scaled_mm(a, a, scale_inv, poison, torch.bfloat16, use_fast_accum=fast).isnan().all()
+
+
+@pytest.mark.parametrize(("grad_dtype", "bounds"), [("e5m2", (28.2, 24.2, 24.2)), ("e4m3", (28.2, 28.2, 28.0))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(512, 256, 192), (509, 250, 183)])
+@pytest.mark.parametrize("with_payload", [True, False])
+def test_three_gemms_keep_24_db(grad_dtype, bounds, dtype, dims, with_payload):
+    """The same bounds as on CPU (tests/unit/nn/test_linear.py says where they come from)."""
+    tokens, in_features, out_features = dims
+    torch.manual_seed(0)
+    linear = nn.Linear(in_features, out_features).cuda()
+    x, grad_output = inputs((tokens, in_features), (tokens, out_features), torch.float32)
+    expected = run(linear, linear, x, grad_output)
+    module = fp8_of(linear.to(dtype), grad_dtype=grad_dtype)
+    if with_payload:
+        attach_payload(module)
+    got = run(module, module, x.to(dtype), grad_output.to(dtype))
+    for ref, value, bound in zip(expected, got, bounds, strict=False):
+        assert value.dtype == dtype
+        assert 40 > sqnr_db(ref, value) >= bound
+    assert sqnr_db(expected[3], got[3]) >= 45
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32), (1, 32), (2, 3, 32), (32,)])
+def test_any_batch_shape(recipe, shape):
+    linear = nn.Linear(32, 10).cuda().bfloat16()
+    module = fp8_of(linear) if recipe == "tensorwise" else delayed_of(linear)[0]
+    x, grad_output = inputs(shape, (*shape[:-1], 10), torch.bfloat16)
+    results = run(module, module, x, grad_output)
+    for result, expected in zip(results, run(linear, linear, x, grad_output), strict=True):
+        assert result.shape == expected.shape and result.isfinite().all()
+    if 0 in shape:
+        assert (results[2] == 0).all() and (results[3] == 0).all()
+
+
+def test_delayed_steps_follow_the_history():
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 192).cuda().bfloat16()
+    module, history = delayed_of(linear)
+    for step in range(3):
+        x, grad_output = inputs((512, 256), (512, 192), torch.bfloat16, seed=step)
+        expected, got = run(linear, linear, x, grad_output), run(module, module, x, grad_output)
+        assert history.amax_local.tolist() == [amax(x).item(), amax(grad_output).item()]
+        history.update(history.amax_local)
+    for ref, value in zip(expected[:3], got, strict=False):
+        assert sqnr_db(ref, value) >= 24
+
+
+def test_delayed_does_not_hide_an_infinity():
+    x = torch.randn(16, 16, device="cuda")
+    x[3, 3] = float("inf")
+    one = torch.ones((), device="cuda")
+    x_fp8, scale_inv = quantize_delayed(x, one, one.clone(), one.clone(), E4M3, record=True)
+    assert (x_fp8.float() * scale_inv).isnan().all()
+
+
+def test_peak_memory_of_a_saved_input_is_one_byte_per_element():
+    linear = nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+    kept = []
+    for module in (linear, fp8_of(linear)):
+        x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        module(x * 1).sum().backward()  # workspaces
+        module.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        output = module(x * 1)
+        kept.append(torch.cuda.memory_allocated() - before - output.numel() * 2)
+        del output
+    assert kept[0] >= 8192 * 1024 * 2
+    assert kept[1] <= 0.55 * kept[0]
+
+
+@pytest.mark.parametrize("with_payload", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("dims", [(64, 48), (33, 17)])
+def test_compiled_equals_eager(with_payload, dtype, recipe, dims):
+    in_features, out_features = dims
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = nn.Linear(in_features, out_features).cuda().to(dtype)
+    module, history = (fp8_of(linear), None) if recipe == "tensorwise" else delayed_of(linear)
+    if history is not None:
+        history.update(torch.tensor([2.0, 4.0], device="cuda"))
+    if with_payload:
+        attach_payload(module)
+    x, grad_output = inputs((2, 5, in_features), (2, 5, out_features), dtype)
+    expected = run(module, module, x, grad_output)
+    got = run(torch.compile(module, fullgraph=True), module, x, grad_output)
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        assert_bitwise(a, b)
+    torch.testing.assert_close(got[3], expected[3])  # the bias sum is inductor's own, in its order

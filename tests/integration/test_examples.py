@@ -1,0 +1,77 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., str]
+TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_train_stays_short_enough_to_read(root: Path) -> None:
+    assert len((root / "examples/deepspeed/train.py").read_text().splitlines()) <= 150
+
+
+def test_splits_share_no_file_and_batches_depend_on_seed_and_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    import data
+
+    train, held_out = data.read_stdlib("train"), data.read_stdlib("held_out")
+    assert len(held_out) > 100_000
+    assert len(train) > 3 * len(held_out)
+    assert bytes(held_out[:200].numpy()) not in bytes(train.numpy())
+    first = data.sample_batch(train, 2, 16, seed=0, index=0)
+    assert first.shape == (2, 17)
+    assert first.equal(data.sample_batch(train, 2, 16, seed=0, index=0))
+    assert not first.equal(data.sample_batch(train, 2, 16, seed=0, index=1))
+    assert not first.equal(data.sample_batch(train, 2, 16, seed=1, index=0))
+
+
+@pytest.mark.launcher
+def test_training_resumes_bit_exactly(root: Path, launch: Launch, tmp_path: Path) -> None:
+    script, config = root / "examples/deepspeed/train.py", root / "configs/ds_zero3_fp8.json"
+    common = ("--deepspeed_config", config, *TINY, "--steps", 4, "--save", tmp_path / "ckpt", "--save-every", 2)
+    output = launch(script, *common, "--log", tmp_path / "whole.jsonl")
+    assert "held-out loss" in output
+    whole = read_log(tmp_path / "whole.jsonl")
+    assert [record["step"] for record in whole] == [0, 1, 2, 3, 4]
+    assert {"step", "loss", "lr", "tokens_per_s"} == set(whole[0])
+
+    (tmp_path / "ckpt/latest").write_text("global_step2")
+    launch(script, *common, "--resume", "--log", tmp_path / "resumed.jsonl")
+    resumed = read_log(tmp_path / "resumed.jsonl")
+    assert [record["step"] for record in resumed] == [2, 3, 4]
+    assert [record["loss"] for record in resumed[:2]] == [record["loss"] for record in whole[2:4]]
+    assert resumed[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+
+
+@pytest.mark.launcher
+def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
+    command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "3"]
+    command += ["--seq-len", "64", "--ranks", "2", "--out", str(tmp_path)]
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=400, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert "held-out loss" in result.stdout
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    fp8, bf16 = (json.loads((tmp_path / f"{name}.report.json").read_text()) for name in ("FP8", "bf16"))
+    # Half, but for embedding, head and norms, which stay bf16 (a quarter of so small a model).
+    assert fp8["gathered_bytes"] < 0.7 * bf16["gathered_bytes"]
+    assert fp8["num_params"] == bf16["num_params"]
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", ["ds_zero1_fp8", "ds_zero2_fp8", "ds_zero3_fp8", "ds_zero3_bf16"])
+def test_every_config_trains(root: Path, launch: Launch, tmp_path: Path, name: str) -> None:
+    config, log = root / f"configs/{name}.json", tmp_path / "log.jsonl"
+    launch(root / "examples/deepspeed/train.py", "--deepspeed_config", config, *TINY, "--steps", 30, "--log", log)
+    *steps, last = read_log(log)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert last["held_out_loss"] < steps[0]["loss"] - 0.5

@@ -1,0 +1,101 @@
+import json
+import os
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8_ds.cli import autoload
+from fp8_ds.cli.app import app
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["autoload", *arguments])
+    return result.exit_code, result.output
+
+
+def run_json(command: str, folder: Path) -> tuple[int, dict[str, object]]:
+    code, output = run(command, "--json", "--site-dir", str(folder))
+    return code, json.loads(output)
+
+
+def test_on_writes_one_file_and_off_removes_it(tmp_path: Path) -> None:
+    file = str(tmp_path / autoload.PTH_NAME)
+    assert run_json("status", tmp_path) == (1, {"autoload": "off", "changed": False, "file": file})
+    assert run_json("on", tmp_path) == (0, {"autoload": "on", "changed": True, "file": file})
+    assert [path.name for path in tmp_path.iterdir()] == [autoload.PTH_NAME]
+    assert run_json("status", tmp_path) == (0, {"autoload": "on", "changed": False, "file": file})
+    assert run_json("off", tmp_path) == (0, {"autoload": "off", "changed": True, "file": file})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doing_it_twice_changes_nothing(tmp_path: Path) -> None:
+    run_json("on", tmp_path)
+    assert run_json("on", tmp_path)[1]["changed"] is False
+    run_json("off", tmp_path)
+    assert run_json("off", tmp_path) == (
+        0,
+        {"autoload": "off", "changed": False, "file": str(tmp_path / autoload.PTH_NAME)},
+    )
+
+
+def test_the_file_of_another_version_is_reported_and_renewed(tmp_path: Path) -> None:
+    (tmp_path / autoload.PTH_NAME).write_text("import fp8_ds.older\n")
+    code, output = run("status", "--site-dir", str(tmp_path))
+    assert code == 1
+    assert "outdated" in output
+    assert "fp8-ds autoload on" in output
+    assert run_json("on", tmp_path)[1]["changed"] is True
+    assert autoload.state(tmp_path) == "on"
+
+
+def test_a_folder_that_cannot_be_written_is_exit_code_3(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    code, output = run_json("on", missing)
+    assert code == 3
+    assert str(missing) in str(output["error"])
+    assert run("on", "--site-dir", str(missing))[0] == 3
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    assert run("maybe")[0] == 2
+
+
+def start_python(site_dir: Path, packages: Path | None, code: str) -> subprocess.CompletedProcess[str]:
+    """A Python that treats `site_dir` as a site folder, as start-up does, and sees `packages` only."""
+    start = f"import site, sys; sys.path[:0] = {[str(packages)] if packages else []!r}\n"
+    # -S: no site-packages at all, so this environment's fp8_ds is out of sight.
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", f"{start}site.addsitedir({str(site_dir)!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=site_dir, check=False)
+
+
+def test_the_line_loads_fp8_ds_when_python_starts(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    (packages / "fp8_ds/engine").mkdir(parents=True)
+    for name in ("fp8_ds/__init__.py", "fp8_ds/engine/__init__.py"):
+        (packages / name).touch()
+    (packages / "fp8_ds/engine/autoload.py").write_text("print('loaded')")
+    folder = tmp_path / "site"
+    folder.mkdir()
+    autoload.turn_on(folder)
+    result = start_python(folder, packages, "")
+    assert (result.stdout, result.stderr, result.returncode) == ("loaded\n", "", 0)
+
+
+def test_a_python_without_fp8_ds_starts_in_silence(tmp_path: Path) -> None:
+    autoload.turn_on(tmp_path)
+    result = start_python(tmp_path, None, "print('alive')")
+    assert (result.stdout, result.stderr, result.returncode) == ("alive\n", "", 0)
+
+
+def test_the_default_folder_is_one_that_python_reads_at_start() -> None:
+    assert autoload.default_site_dir() in [Path(folder) for folder in site.getsitepackages()]
+
+
+@pytest.mark.parametrize("command", ["on", "off", "status"])
+def test_every_command_has_json(command: str) -> None:
+    assert "--json" in run(command, "--help")[1]

@@ -1,0 +1,194 @@
+"""The plan: which linears convert, what is printed, and that applying it is all or nothing."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, Plan, apply_plan, make_plan
+
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self, tie=False):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(32, 50, bias=False)
+        if tie:
+            self.lm_head.weight = self.embed.weight
+
+
+def reasons(plan):
+    return {layer.fqn: layer.reason for layer in plan.layers if not layer.converted}
+
+
+def converted(plan):
+    return [layer.fqn for layer in plan.layers if layer.converted]
+
+
+BLOCKS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+
+
+def test_default_converts_all_but_the_head():
+    plan = make_plan(Model(), LinearConfig())
+    assert converted(plan) == BLOCKS
+    assert reasons(plan) == {"lm_head": "filter_fqns"}
+    assert plan.num_converted == 4
+    assert plan.describe() == "fp8: 4 of 5 linears, 83.7 % of linear weights; bf16: lm_head (filter_fqns)"
+    assert "blocks.1.down  [32, 64]  fp8   eligible" in plan.table()
+
+
+def test_filter_matches_substrings():
+    plan = make_plan(Model(), LinearConfig(filter_fqns=("blocks.0", "head")))
+    assert converted(plan) == BLOCKS[2:]
+
+
+def test_long_lists_are_cut_in_the_line_and_whole_in_the_table():
+    plan = make_plan(nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)]), LinearConfig(filter_fqns=("1",)))
+    assert plan.describe() == "fp8: 9 of 12 linears, 75.0 % of linear weights; bf16: 1 (filter_fqns), " \
+        "10 (filter_fqns), 11 (filter_fqns)"  # fmt: skip
+    plan = make_plan(nn.Sequential(*[nn.Linear(16, 16) for _ in range(20)]), LinearConfig(filter_fqns=("1",)))
+    assert plan.describe().endswith("12 (filter_fqns), and 7 more")
+    assert len(plan.table().splitlines()) == 21
+
+
+def test_tied_head_is_never_converted():
+    plan = make_plan(Model(tie=True), LinearConfig(filter_fqns=()))
+    assert reasons(plan) == {"lm_head": "tied weight"}
+
+
+def test_two_linears_with_one_weight_are_never_converted():
+    model = Model()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    plan = make_plan(model, LinearConfig())
+    assert reasons(plan) == {
+        "blocks.0.up": "tied weight", "blocks.1.up": "tied weight", "lm_head": "filter_fqns"
+    }  # fmt: skip
+
+
+def test_one_module_under_two_names_converts_once_and_obeys_the_filter_by_either():
+    model = nn.ModuleDict({"first": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+    model["again"] = model["first"]
+    plan = make_plan(model, LinearConfig(filter_fqns=()))
+    assert converted(plan) == ["first", "other"]
+    apply_plan(model, plan, LinearConfig(), "cpu")
+    assert type(model["again"]) is Fp8Linear
+    model = nn.ModuleDict({"first": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+    model["again"] = model["first"]
+    assert reasons(make_plan(model, LinearConfig(filter_fqns=("again",)))) == {"first": "filter_fqns"}
+
+
+@pytest.mark.parametrize(("frozen", "expected"), [("bf16", BLOCKS[1:]), ("fp8", BLOCKS)])
+def test_frozen_weights_follow_the_key(frozen, expected):
+    model = Model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    plan = make_plan(model, LinearConfig(frozen=frozen))
+    assert converted(plan) == expected
+    assert plan.layers[0].reason == "frozen"
+
+
+def test_subclasses_of_linear_are_left_alone_and_named():
+    class Lora(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": Lora(16, 16), "c": nn.MultiheadAttention(16, 2)})
+    plan = make_plan(model, LinearConfig())
+    assert converted(plan) == ["a"]
+    assert reasons(plan)["b"] == "a Lora, not exactly nn.Linear"
+    assert "c.out_proj" in reasons(plan)
+
+
+def test_empty_weights_and_integer_weights_are_left_alone():
+    model = nn.ModuleDict(
+        {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 16), "d": nn.Linear(4, 4)}
+    )
+    model["b"].weight = nn.Parameter(torch.zeros(0, 16))
+    model["c"].weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
+    del model["d"].weight
+    model["d"].weight = torch.zeros(4, 4)  # as torch.nn.utils.weight_norm leaves it
+    plan = make_plan(model, LinearConfig())
+    assert reasons(plan) == {"b": "empty", "c": "dtype int8", "d": "weight is no Parameter of its own"}
+
+
+def test_sharded_parameters_are_planned_by_their_true_shape():
+    model = nn.Sequential(nn.Linear(16, 48))
+    weight = model[0].weight
+    weight.ds_shape = weight.shape
+    weight.data = torch.empty(0)
+    plan = make_plan(model, LinearConfig())
+    assert (plan.layers[0].out_features, plan.layers[0].in_features) == (48, 16)
+    apply_plan(model, plan, LinearConfig(), "cpu")
+    assert type(model[0]) is Fp8Linear
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [(Model(), "blocks.0.up (filter_fqns)"), (nn.Sequential(nn.ReLU()), "no nn.Linear at all")],
+)
+def test_nothing_to_convert_is_an_error_that_says_what_was_found(model, found):
+    with pytest.raises(ConfigError) as error:
+        make_plan(model, LinearConfig(filter_fqns=("blocks", "lm_head")))
+    assert found in str(error.value) and "filter_fqns" in str(error.value)
+
+
+def test_apply_retypes_what_the_plan_says_and_nothing_else():
+    model = Model()
+    parameters = dict(model.named_parameters())
+    assert apply_plan(model, make_plan(model, LinearConfig()), LinearConfig(), "cpu") is None
+    types = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert types == {**dict.fromkeys(BLOCKS, Fp8Linear), "lm_head": nn.Linear}
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+
+
+def test_delayed_gives_each_layer_its_two_slots():
+    model, config = Model(), LinearConfig(recipe="delayed", grad_dtype="e5m2")
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    assert history.num_slots == 8
+    assert history.fp8_max.tolist() == [448.0, 57344.0] * 4
+    recipes = [model.get_submodule(fqn).fp8_recipe for fqn in BLOCKS]
+    assert all(isinstance(recipe, DelayedRecipe) and recipe.history is history for recipe in recipes)
+    assert [(recipe.slot_x, recipe.slot_grad) for recipe in recipes] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert set(history.state_dict()) & set(model.state_dict()) == set()
+
+
+def test_applying_twice_raises():
+    model = Model()
+    plan = make_plan(model, LinearConfig())
+    apply_plan(model, plan, LinearConfig(), "cpu")
+    with pytest.raises(ConfigError, match="once"):
+        apply_plan(model, plan, LinearConfig(), "cpu")
+    with pytest.raises(ConfigError, match="once"):
+        make_plan(model, LinearConfig())
+
+
+@pytest.mark.parametrize("break_it", ["shape", "missing"])
+def test_a_plan_of_another_model_changes_nothing(break_it):
+    plan = make_plan(Model(), LinearConfig())
+    other = Model()
+    if break_it == "shape":
+        other.blocks[1].down = nn.Linear(64, 48)
+    else:
+        del other.blocks[1]
+    with pytest.raises(ConfigError, match=r"blocks\.1"):
+        apply_plan(other, plan, LinearConfig(), "cpu")
+    assert not any(isinstance(module, Fp8Linear) for module in other.modules())
+
+
+def test_plan_survives_a_weights_only_checkpoint():
+    plan = make_plan(Model(), LinearConfig())
+    file = io.BytesIO()
+    torch.save(plan.to_state(), file)
+    file.seek(0)
+    assert Plan.from_state(torch.load(file, weights_only=True)) == plan
+    with pytest.raises(ConfigError, match="version"):
+        Plan.from_state({"version": 99, "layers": []})

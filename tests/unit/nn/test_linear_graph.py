@@ -1,0 +1,167 @@
+"""Fp8Linear inside checkpointing and torch.compile: the same bits, no graph break."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.testing import assert_bitwise
+from fp8_ds.zero.payload import Fp8Payload
+
+
+def make(recipe="tensorwise", with_payload=False, dtype=torch.float32, in_features=48, out_features=40):
+    torch.manual_seed(0)
+    linear = nn.Linear(in_features, out_features).to(dtype)
+    config = LinearConfig(recipe=recipe)
+    history = None
+    if recipe == "tensorwise":
+        Fp8Linear.from_linear(linear, TensorwiseRecipe(config))
+    else:
+        history = AmaxHistory(2, [E4M3.max, E5M2.max])
+        Fp8Linear.from_linear(linear, DelayedRecipe(config, history, 0, 1))
+    if with_payload:
+        set_payload(linear, linear.weight.detach())
+    return linear, history
+
+
+def set_payload(linear, values):
+    weight_fp8, scale_inv = quantize_tensorwise(values, E4M3)
+    payload = Fp8Payload("weight", 1 / scale_inv, scale_inv, linear.weight.dtype)
+    payload.data = weight_fp8
+    linear.weight.data = torch.full((1, 1), float("nan"), dtype=linear.weight.dtype).expand(linear.weight.shape)
+    linear.weight._fp8 = payload
+
+
+def run(function, linear, x):
+    linear.zero_grad()
+    x = x.clone().requires_grad_()
+    output = function(x)
+    output.square().sum().backward()
+    return output.detach(), x.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
+
+
+def assert_all_bitwise(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert_bitwise(a, b)
+        assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("with_payload", [True, False])
+def test_checkpointing_gives_the_same_bits(use_reentrant, recipe, with_payload):
+    linear, history = make(recipe, with_payload)
+    x = torch.randn(6, 48)
+    expected = run(linear, linear, x)
+    recorded = None
+    if history is not None:
+        recorded = history.amax_local.clone()
+        history.amax_local.zero_()
+    got = run(lambda x: checkpoint(linear, x, use_reentrant=use_reentrant), linear, x)
+    assert_all_bitwise(got, expected)
+    if history is not None:
+        assert_bitwise(history.amax_local, recorded)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_reads_the_bytes_of_the_recomputation(use_reentrant):
+    """Forward's gathered bytes are gone when the recomputation and the backward run."""
+    linear, _ = make(with_payload=True)
+    x = torch.randn(6, 48)
+    expected = run(linear, linear, x)
+    linear.zero_grad()
+    x = x.clone().requires_grad_()
+    output = checkpoint(linear, x, use_reentrant=use_reentrant)
+    payload = linear.weight._fp8
+    regathered = payload.data.clone()
+    payload.data.view(torch.uint8).fill_(0x7F)
+    payload.data = regathered
+    output.square().sum().backward()
+    assert_all_bitwise((output.detach(), x.grad, linear.weight.grad, linear.bias.grad), expected)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("with_payload", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_compiled_equals_eager_without_graph_breaks(with_payload, dtype, recipe):
+    # fullgraph=True raises at the first graph break.
+    linear, history = make(recipe, with_payload, dtype)
+    x = torch.randn(2, 3, 48, dtype=dtype)
+    if history is not None:
+        history.update(torch.tensor([2.0, 4.0]))
+    expected = run(linear, linear, x)
+    recorded = None if history is None else history.amax_local.clone()
+    if history is not None:
+        history.amax_local.zero_()
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    assert_all_bitwise(run(compiled, linear, x), expected)
+    if history is not None:
+        assert_bitwise(history.amax_local, recorded)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_follows_new_bytes_without_recompiling():
+    """A step later the payload holds other bytes in another tensor under another scale."""
+    linear, _ = make(with_payload=True)
+    x = torch.randn(6, 48)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    before = run(compiled, linear, x)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    new_values = torch.randn(40, 48)
+    for _ in range(2):
+        payload = linear.weight._fp8
+        payload.data, scale_inv = quantize_tensorwise(new_values, E4M3)
+        payload.scale_inv.copy_(scale_inv)
+        after = run(compiled, linear, x)
+        assert_all_bitwise(after, run(linear, linear, x))
+        assert not torch.equal(before[0], after[0])
+        new_values = new_values * 3
+        before = after
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_delayed_compiles_twice_at_most_over_many_steps():
+    """Once before and once after the first update; the step counter is no guard."""
+    linear, history = make("delayed")
+    eager = copy.deepcopy(linear)
+    eager_history = eager.fp8_recipe.history
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    for _ in range(5):
+        x = torch.randn(6, 48)
+        assert_all_bitwise(run(compiled, linear, x), run(eager, eager, x))
+        history.update(history.amax_local)
+        eager_history.update(eager_history.amax_local)
+        assert_bitwise(history.scale, eager_history.scale)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_under_autocast_equals_eager():
+    linear, _ = make()
+
+    def forward(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear(x)
+
+    x = torch.randn(6, 48)
+    expected = run(forward, linear, x)
+    got = run(torch.compile(forward, backend="aot_eager", fullgraph=True), linear, x)
+    assert_all_bitwise(got, expected)
+    assert got[0].dtype == torch.bfloat16

@@ -1,0 +1,119 @@
+"""FP8 GEMM: both backends against float64, and the rules of CUDA held on CPU."""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.gemm import BACKENDS, scaled_mm
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing import assert_bitwise
+
+SHAPES = [(32, 64, 48), (17, 33, 5), (1, 16, 16), (3, 1, 1), (16, 250, 7)]
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+
+
+def operands(num_m, num_k, num_n, fmt_a=E4M3, fmt_b=E4M3):
+    generator = torch.Generator().manual_seed(num_m * 1000 + num_k)
+    a, scale_inv_a = quantize_tensorwise(torch.randn(num_m, num_k, generator=generator), fmt_a)
+    b, scale_inv_b = quantize_tensorwise(torch.randn(num_n, num_k, generator=generator) * 3, fmt_b)
+    return a, b, scale_inv_a, scale_inv_b
+
+
+def truth(a, b, scale_inv_a, scale_inv_b):
+    return (a.double() * scale_inv_a.double()) @ (b.double() * scale_inv_b.double()).t()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("fmt_a", "fmt_b"), PAIRS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_product_is_exact_up_to_accumulation_and_output_rounding(backend, fmt_a, fmt_b, shape, out_dtype):
+    args = operands(*shape, fmt_a, fmt_b)
+    got = scaled_mm(*args, out_dtype, backend)
+    expected = truth(*args)
+    assert got.dtype == out_dtype and got.shape == (shape[0], shape[2]) and got.is_contiguous()
+    tolerance = 2.0**-8 if out_dtype == torch.bfloat16 else 1e-6
+    magnitude = truth(args[0].float().abs(), args[1].float().abs(), *args[2:])
+    assert ((got.double() - expected).abs() <= tolerance * magnitude).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transposed_views_are_read_as_matrices_not_as_memory(backend):
+    a, b, scale_inv_a, scale_inv_b = operands(20, 36, 28)
+    a_view, b_view = a.t().contiguous().t(), b.t().contiguous().t()
+    assert not a_view.is_contiguous() and not b_view.is_contiguous()
+    got = scaled_mm(a_view, b_view, scale_inv_a, scale_inv_b, torch.float32, backend)
+    assert_bitwise(got, scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 0, 0)])
+def test_empty_operands_give_zeros(monkeypatch, backend, shape):
+    num_m, num_k, num_n = shape
+    # CUDA refuses these, the CPU gives unset memory for K = 0 (zeros, on a lucky day).
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: pytest.fail("reached _scaled_mm"))
+    a, b = torch.empty(num_m, num_k, dtype=E4M3.dtype), torch.empty(num_n, num_k, dtype=E4M3.dtype)
+    got = scaled_mm(a, b, torch.ones(()), torch.ones(()), torch.float32, backend)
+    assert torch.equal(got, torch.zeros(num_m, num_n))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_poisoned_scale_inv_poisons_the_whole_product(backend, which):
+    args = list(operands(4, 16, 16))
+    args[which] = torch.tensor(float("nan"))
+    assert scaled_mm(*args, torch.bfloat16, backend).isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_does_not_reach_inside(backend):
+    args = operands(16, 64, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = scaled_mm(*args, torch.float32, backend)
+    assert_bitwise(got, scaled_mm(*args, torch.float32, backend))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch_backend_keeps_the_rules_of_cuda(monkeypatch, shape):
+    """CPU accepts any size and layout; what cuBLASLt wants is checked here at the call."""
+    calls = []
+    original = torch._scaled_mm
+
+    def strict(mat1, mat2, **kwargs):
+        assert mat1.stride() == (mat1.shape[1], 1)
+        assert mat2.stride() == (1, mat2.shape[0])
+        assert mat1.shape[1] % 16 == 0 and mat2.shape[1] % 16 == 0
+        assert kwargs["scale_a"].numel() == kwargs["scale_b"].numel() == 1
+        calls.append(kwargs["use_fast_accum"])
+        return original(mat1, mat2, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", strict)
+    a, b, scale_inv_a, scale_inv_b = operands(*shape)
+    scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, "torch", use_fast_accum=True)
+    scaled_mm(a.t().contiguous().t(), b, scale_inv_a, scale_inv_b, torch.float32, "torch")
+    assert calls == [True, False]
+
+
+def test_wrong_arguments_are_refused():
+    a, b, scale_inv_a, scale_inv_b = operands(16, 16, 16)
+    e5m2 = b.to(torch.float32).to(E5M2.dtype)
+    with pytest.raises(ValueError, match="Quantise one operand to E4M3"):
+        scaled_mm(e5m2, e5m2, scale_inv_a, scale_inv_b, torch.float32)
+    with pytest.raises(ValueError, match="float8"):
+        scaled_mm(a.float(), b, scale_inv_a, scale_inv_b, torch.float32)
+    with pytest.raises(ValueError, match=r"\[M, K\]"):
+        scaled_mm(a, b[:, :8], scale_inv_a, scale_inv_b, torch.float32)
+    with pytest.raises(ValueError, match="out_dtype"):
+        scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float64)
+    with pytest.raises(ValueError, match="backend"):
+        scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, "te")
+
+
+def test_op_passes_opcheck():
+    args = operands(17, 33, 5)
+    for backend in BACKENDS:
+        torch.library.opcheck(
+            torch.ops.fp8_ds.scaled_mm.default,
+            (*args, torch.bfloat16, False, backend),
+            test_utils="test_faketensor",  # test_schema multiplies its inputs, which float8 on CPU cannot
+        )

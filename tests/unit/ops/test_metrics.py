@@ -1,0 +1,55 @@
+"""The yardsticks that the other tests trust."""
+
+import math
+
+import pytest
+import torch
+
+from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+
+
+def test_sqnr_of_a_one_percent_error_is_40_db():
+    x = torch.randn(100)
+    assert sqnr_db(x, x * 1.01) == pytest.approx(40.0, abs=1e-3)
+    assert sqnr_db(x, x) == math.inf
+
+
+def test_sqnr_of_nan_or_of_noise_on_nothing_is_minus_infinity():
+    assert sqnr_db(torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])) == -math.inf
+    assert sqnr_db(torch.zeros(3), torch.ones(3)) == -math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bitwise_sees_one_changed_element(dtype):
+    a = torch.ones(3, 4).to(dtype)
+    b = a.clone()
+    assert_bitwise(a, b)
+    b.view(torch.uint8).reshape(-1)[-1] ^= 1
+    with pytest.raises(AssertionError, match="1 of 12"):
+        assert_bitwise(a, b)
+
+
+def test_bitwise_tells_zeros_and_dtypes_apart_and_nan_equal():
+    nan = torch.tensor([float("nan")])
+    assert_bitwise(nan, nan.clone())
+    for other in (torch.tensor([-0.0]), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, 1)):
+        with pytest.raises(AssertionError):
+            assert_bitwise(torch.zeros(1), other)
+
+
+def test_families_differ_in_range_along_the_axis_they_name():
+    def spread(rms):
+        return (rms.max() / rms.min()).log2().item()
+
+    rms = {family: many_scales(family, 64, 48).square() for family in MANY_SCALES}
+    assert spread(rms["per_row"].mean(1)) > 8
+    assert spread(rms["per_column"].mean(0)) > 8
+    tiles = rms["per_tile"].reshape(4, 16, 3, 16).mean((1, 3))
+    assert spread(tiles) > 6
+    columns = rms["outlier_channel"].mean(0).sqrt()
+    assert (columns > 50).sum() == 1 and columns.median() < 2
+
+
+def test_inputs_repeat_for_the_same_seed_only():
+    assert_bitwise(many_scales("per_tile", 20, 30, 5), many_scales("per_tile", 20, 30, 5))
+    assert not torch.equal(many_scales("per_tile", 20, 30, 5), many_scales("per_tile", 20, 30, 6))

@@ -1,0 +1,132 @@
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fp8_ds.config import Fp8Config
+from fp8_ds.errors import ConfigError
+
+
+def test_enabled_alone_is_the_pinned_setting() -> None:
+    assert Fp8Config.from_block({"enabled": True}).model_dump() == {
+        "enabled": True,
+        "linear": {
+            "recipe": "tensorwise",
+            "grad_dtype": "e5m2",
+            "backend": "torch",
+            "filter_fqns": ("lm_head",),
+            "frozen": "bf16",
+        },
+        "zero": {"keep_bf16_shard": False},
+    }
+
+
+def test_a_full_block_of_json_is_accepted() -> None:
+    text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
+               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"}, "zero": {"keep_bf16_shard": true}}"""
+    config = Fp8Config.from_block(json.loads(text))
+    assert config.enabled is False
+    assert config.linear.filter_fqns == ("lm_head", "layers.0.")
+    assert config.zero.keep_bf16_shard
+
+
+def test_an_empty_filter_converts_the_head_too() -> None:
+    assert Fp8Config.from_block({"enabled": True, "linear": {"filter_fqns": []}}).linear.filter_fqns == ()
+
+
+def on(**linear: Any) -> dict[str, Any]:
+    return {"enabled": True, "linear": linear}
+
+
+# block, the key the message must start with, and what else it must say (the value, the remedy)
+ERRORS: dict[str, tuple[Any, str, list[str]]] = {
+    "block is a bool": (True, "fp8:", ["got true", '"fp8": {"enabled": true}']),
+    "block is auto": ("auto", "fp8:", ['"auto" is not supported']),
+    "block is null": (None, "fp8:", ["got null"]),
+    "block is a list": ([], "fp8:", ["got []"]),
+    "enabled missing": ({}, "fp8.enabled:", ["got nothing", '"enabled": true']),
+    "enabled is a string": ({"enabled": "true"}, "fp8.enabled:", ['got "true"', "true or false"]),
+    "enabled is a number": ({"enabled": 1}, "fp8.enabled:", ["got 1", "true or false"]),
+    "enabled is null": ({"enabled": None}, "fp8.enabled:", ["got null"]),
+    "enabled is auto": ({"enabled": "auto"}, "fp8.enabled:", ['"auto" is not supported', "write true or false"]),
+    "typo in a block": ({"enabled": True, "linaer": {}}, "fp8.linaer:", ["Did you mean fp8.linear?"]),
+    "typo in a key": (on(recipie="tensorwise"), "fp8.linear.recipie:", ["Did you mean fp8.linear.recipe?"]),
+    "key one level too high": ({"enabled": True, "recipe": "delayed"}, "fp8.recipe:", ["fp8.linear.recipe?"]),
+    "key in the wrong block": (on(keep_bf16_shard=True), "fp8.linear.keep_bf16_shard:", ["fp8.zero.keep_bf16_shard?"]),
+    "nothing close": ({"enabled": True, "zero": {"qqq": 1}}, "fp8.zero.qqq:", ["got 1", "fp8.zero.keep_bf16_shard"]),
+    "typo in a value": (on(recipe="tensorwize"), "fp8.linear.recipe:", ['Did you mean "tensorwise"?', '"delayed"']),
+    "upper case": (on(grad_dtype="E5M2"), "fp8.linear.grad_dtype:", ['Did you mean "e5m2"?']),
+    "unlike any value": (on(grad_dtype="int8"), "fp8.linear.grad_dtype:", ['got "int8"', '"e5m2" or "e4m3"']),
+    "a value that is auto": (on(recipe="auto"), "fp8.linear.recipe:", ['"auto" is not supported']),
+    "a block that is auto": ({"enabled": True, "linear": "auto"}, "fp8.linear:", ['"auto" is not supported']),
+    "a block that is a list": ({"enabled": True, "zero": []}, "fp8.zero:", ["an object of keys", "got []"]),
+    "bool as a string": ({"enabled": True, "zero": {"keep_bf16_shard": "false"}}, "fp8.zero.keep_bf16_shard:", []),
+    "filter is a string": (on(filter_fqns="lm_head"), "fp8.linear.filter_fqns:", ["list of strings"]),
+    "filter is auto": (on(filter_fqns="auto"), "fp8.linear.filter_fqns:", ['"auto" is not supported']),
+    "filter holds a number": (on(filter_fqns=["a", 3]), "fp8.linear.filter_fqns.1:", ["a string", "got 3"]),
+    "filter holds nothing": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:", ["at least one character"]),
+    "a later value": (on(recipe="blockwise"), "fp8.linear.recipe:", ["not available in this version"]),
+    "a later backend": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
+    "a value that is a list": (on(recipe=["tensorwise"]), "fp8.linear.recipe:", ['got ["tensorwise"]']),
+}
+
+
+@pytest.mark.parametrize(("block", "key", "fragments"), ERRORS.values(), ids=ERRORS)
+def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, fragments: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fp8Config.from_block(block)
+    message = str(caught.value)
+    assert message.startswith(key)
+    assert ", got " in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer", "tensor_parallel", "attention", "activations", "schedule", "guard", "monitor"]
+)
+def test_a_block_of_a_later_version_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^fp8\.{name}: .*not available in this version"):
+        Fp8Config.from_block({"enabled": True, name: {}})
+
+
+@pytest.mark.parametrize(("block", "key"), [("linear", "layer_choice"), ("zero", "reduce_scatter")])
+def test_a_key_of_a_later_version_is_refused(block: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^fp8\.{block}\.{key}: .*not available in this version"):
+        Fp8Config.from_block({"enabled": True, block: {key: "x"}})
+
+
+def test_one_error_names_every_wrong_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fp8Config.from_block({"enabled": "yes", "linear": {"recipe": "auto"}, "zero": {"shard": 1}})
+    message = str(caught.value)
+    assert message.startswith("3 errors")
+    for key in ("fp8.enabled:", "fp8.linear.recipe:", "fp8.zero.shard:"):
+        assert key in message
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bf16_shard_without_stage_3_is_refused(stage: int) -> None:
+    config = Fp8Config.from_block({"enabled": True, "zero": {"keep_bf16_shard": True}})
+    config.check_stage(3)
+    Fp8Config(enabled=True).check_stage(stage)
+    with pytest.raises(ConfigError, match=rf"^fp8\.zero\.keep_bf16_shard: .*stage {stage}, got true"):
+        config.check_stage(stage)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Fp8Config(enabled=True).enabled = False  # type: ignore[misc]
+
+
+def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
+    # fp8_ds/__init__ is the library's door and may import more; the config module must not.
+    code = (
+        "import importlib.util, sys, types; spec = importlib.util.find_spec('fp8_ds');"
+        "package = types.ModuleType('fp8_ds'); package.__path__ = spec.submodule_search_locations;"
+        "sys.modules['fp8_ds'] = package; import fp8_ds.config;"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
