@@ -100,6 +100,5 @@ def scaled_mm(
         raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
-    return _scaled_mm(  # type: ignore[no-any-return]
-        a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend
-    )
+    output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
+    return output

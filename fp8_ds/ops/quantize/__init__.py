@@ -82,7 +82,8 @@ def amax(x: Tensor) -> Tensor:
     Returns:
         float32, 0-dim; 0 for an empty tensor; NaN or infinity if `x` holds one.
     """
-    return _amax(x)  # type: ignore[no-any-return]
+    measured: Tensor = _amax(x)
+    return measured
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
@@ -99,7 +100,8 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
         `fmt.dtype`, shape of `x`. Values beyond +-fmt.max (infinities too) become +-fmt.max; NaN stays NaN.
     """
     _check_scale(scale)
-    return _quantize(x, scale, _dtype_of(fmt), fmt.max)  # type: ignore[no-any-return]
+    x_fp8: Tensor = _quantize(x, scale, _dtype_of(fmt), fmt.max)
+    return x_fp8
 
 
 def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
@@ -113,7 +115,8 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): `fmt.dtype` of the shape of `x`; float32, 0-dim, multiply to leave FP8, NaN if `x` holds a
         NaN or an infinity.
     """
-    return _quantize_tensorwise(x, _dtype_of(fmt), fmt.max)  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, _dtype_of(fmt), fmt.max)
+    return result
 
 
 def quantize_delayed(
@@ -133,9 +136,9 @@ def quantize_delayed(
         (x_fp8, scale_inv): as in `quantize_tensorwise`; the scale_inv is the one given, or NaN if `x` is not finite.
     """
     _check_scale(scale)
-    return _quantize_delayed(  # type: ignore[no-any-return]
-        x, scale, scale_inv, amax_local, record, _dtype_of(fmt), fmt.max
-    )
+    dtype = _dtype_of(fmt)
+    result: tuple[Tensor, Tensor] = _quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fmt.max)
+    return result
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:

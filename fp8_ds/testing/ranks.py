@@ -1,0 +1,159 @@
+"""RankPool: processes that stay up and run test functions as the ranks of one gloo group.
+
+A process start with torch and deepspeed costs 5 to 20 seconds; a pool pays it once per world size. Functions are
+named by file and qualified name, so that a test module need not be importable; results and arguments are pickled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_POLL_SECONDS = 0.05
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds every rank's traceback."""
+
+
+def _load(path: str) -> ModuleType:
+    name = f"_ranks_{abs(hash(path))}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(Path(path).parent))
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+
+    torch.set_num_threads(1)
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    while True:
+        request = pipe.recv_bytes()
+        if not request:
+            break
+        path, qualname, args, kwargs = pickle.loads(request)
+        try:
+            function: Any = _load(path)
+            for part in qualname.split("."):
+                function = getattr(function, part)
+            answer = (True, function(*args, **kwargs))
+        except BaseException:  # the parent re-raises it
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+class RankPool:
+    """`world_size` processes in one gloo group (or NCCL, if DS_ACCELERATOR says cuda).
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds that one call may take; then all ranks are killed and the next call starts new ones.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 300.0) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._log = tempfile.NamedTemporaryFile(prefix=f"ranks{world_size}-", suffix=".log", delete=False)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; returns the results by rank.
+
+        Raises:
+            RankError: a rank raised or died, or the call took longer than the time-out.
+        """
+        if not self._processes:
+            self._start()
+        path = str(Path(sys.modules[function.__module__].__file__ or "").resolve())
+        request = pickle.dumps((path, function.__qualname__, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(request)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout
+        while len(answers) < self.world_size:
+            for rank, pipe in enumerate(self._pipes):
+                if rank in answers or not pipe.poll(0):
+                    continue
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    answers[rank] = (False, f"rank {rank} died; its log is {self._log.name}")
+            failed = [rank for rank, (ok, _) in answers.items() if not ok]
+            if failed:
+                # Peers may hang in a collective: give them a moment, then start anew.
+                deadline = min(deadline, time.monotonic() + 5.0)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        missing = sorted(set(range(self.world_size)) - set(answers))
+        errors = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
+        if missing:
+            self.close()
+            errors.append(f"ranks {missing} did not answer within {self.timeout} s and were killed")
+        elif any(not process.is_alive() for process in self._processes):
+            self.close()
+        if errors:
+            raise RankError("\n".join(errors))
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, self.world_size, port, theirs, self._log.name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """End the ranks; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []

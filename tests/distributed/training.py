@@ -1,0 +1,160 @@
+"""A small language model and a training loop that every distributed test shares. Runs inside the ranks of a pool."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH, MICRO_BATCH = 96, 32, 4
+
+
+class Block(nn.Module):
+    """Norm and a two-linear MLP with a residual. `hidden` not a multiple of 16 makes ragged shards."""
+
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TinyLM(nn.Module):
+    """Embedding, blocks, head. Returns the mean cross-entropy of predicting the next token."""
+
+    def __init__(
+        self, width: int = 64, hidden: int = 192, num_blocks: int = 3, bias: bool = True, checkpointing: str = ""
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, hidden, bias) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            if self.checkpointing:
+                reentrant = self.checkpointing == "reentrant"
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            else:
+                x = block(x)
+        logits = self.lm_head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def ds_config(stage: int, fp8: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
+    """A complete configuration; `fp8=None` is stock bf16, `{}` the default FP8. Persistent parameters: none but tiny."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1_000_000,
+    }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if fp8 is not None:
+        config["fp8"] = {"enabled": True, **fp8}
+    for key, value in overrides.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            config[key] = {**config[key], **value}
+        else:
+            config[key] = value
+    return copy.deepcopy(config)
+
+
+def build(config: dict[str, Any], model: dict[str, Any] | None = None, seed: int = 0, **kwargs: Any) -> Any:
+    """An engine over a seeded TinyLM; `kwargs` go to deepspeed.initialize (`model_parameters` unless `optimizer`)."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    torch.manual_seed(seed)
+    net = TinyLM(**(model or {}))
+    if "optimizer" not in kwargs:
+        kwargs["model_parameters"] = list(net.parameters())
+    return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
+
+
+def destroy(engine: Any) -> None:
+    """Free an engine so that the pool's process can build the next one."""
+    engine.destroy()
+    del engine
+    gc.collect()
+
+
+def micro_batches(step: int, num: int, seed: int = 1234) -> list[Tensor]:
+    """`num` micro-batches [MICRO_BATCH, LENGTH + 1] of a learnable sequence (affine modulo, with noise)."""
+    generator = torch.Generator().manual_seed(seed + step)
+    batches = []
+    for _ in range(num):
+        start = torch.randint(0, VOCABULARY, (MICRO_BATCH, 1), generator=generator)
+        stride = torch.randint(1, 4, (MICRO_BATCH, 1), generator=generator)
+        tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+        noise = torch.rand(tokens.shape, generator=generator) < 0.05
+        batches.append(torch.where(noise, torch.randint(0, VOCABULARY, tokens.shape, generator=generator), tokens))
+    return batches
+
+
+def train(engine: Any, num_steps: int, first_step: int = 0) -> list[float]:
+    """Train on the same global batch whatever the world size: rank r takes its share of the micro-batches of a step.
+
+    Returns:
+        The mean loss over all micro-batches of each step, the same on all ranks.
+    """
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    accumulation = engine.gradient_accumulation_steps()
+    losses = []
+    for step in range(first_step, first_step + num_steps):
+        batches = micro_batches(step, accumulation * world)
+        total = torch.zeros(())
+        for batch in batches[rank * accumulation : (rank + 1) * accumulation]:
+            loss = engine(batch.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float().cpu()
+        total = total.to(engine.device)
+        dist.all_reduce(total)
+        losses.append(float(total) / (accumulation * world))
+    return losses
+
+
+def fp8_state(engine: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """name -> (FP8 bytes as uint8 [out, in], scale_inv) of every FP8 weight; ZeRO-3 weights are gathered for it."""
+    found = {}
+    for name, p in engine.fp8.weights.items():
+        payload = p._fp8
+        if hasattr(p, "ds_id"):
+            shards = engine.optimizer._fp8_shards
+            if payload.data is None:
+                shards.gather(shards.of([p])).wait()
+            data = payload.data.clone()
+            p.partition()
+        else:
+            data = payload.data.clone()
+        found[name] = (data.view(torch.uint8).cpu(), payload.scale_inv.clone().cpu())
+    return found
+
+
+def full_masters(engine: Any) -> dict[str, Tensor]:
+    """name -> fp32 master, full shape, of every trainable parameter. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {
+        name: safe_get_full_fp32_param(p).clone().cpu()
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
