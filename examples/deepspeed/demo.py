@@ -144,9 +144,7 @@ def main() -> None:
     results = {name: run(name, args, ranks) for name in RUNS}
     console.print(comparison(results))
     if not num_gpus:
-        console.print(
-            "No CPU multiplies FP8: here tokens/s shows the cost of emulation. Bytes and losses are as on a GPU."
-        )
+        console.print("On CPU torch emulates FP8 GEMMs: compare losses and bytes here, and tokens/s on a GPU.")
     plot(results, args.out / "loss.png")
     console.print(f"Loss curves: {args.out / 'loss.png'}")
 

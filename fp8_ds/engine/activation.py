@@ -65,6 +65,10 @@ class _PatchingLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own loader: pickling, reloading and reading resources see no trace of ours.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         _remove_finder()
         _patch(module)

@@ -15,7 +15,7 @@ from deepspeed.utils import logger
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state
 from fp8_ds.config import Fp8Config, LinearConfig
-from fp8_ds.engine.refusals import refuse_model
+from fp8_ds.engine.refusals import TENSOR_PARALLEL
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import Plan, apply_plan, make_plan
 from fp8_ds.zero.context import Fp8Context
@@ -36,10 +36,10 @@ class Fp8Engine:
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
         """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
+        if self.autotp_size() > 1:
+            raise TENSOR_PARALLEL.error(f"{self.autotp_size()} ranks")
         super()._configure_distributed_model(model)  # type: ignore[misc]
         config = Fp8Config.from_block(self._config._param_dict["fp8"])
-        expert = [n for n, p in self.module.named_parameters() if getattr(p, "allreduce", True) is False]
-        refuse_model(bool(self.has_moe_layers), expert)
         if self.client_optimizer is None and not self.optimizer_name():
             _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
             return

@@ -20,13 +20,19 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     config = _resolve_config(stock, args, kwargs)
     block = config.get("fp8") if isinstance(config, dict) else None
-    if block is None or not Fp8Config.from_block(block).enabled:
+    if block is None:
         return stock(*args, **kwargs)
-    from fp8_ds.engine.refusals import refuse_config
-    from fp8_ds.engine.seams import check_seams
+    fp8 = Fp8Config.from_block(block)
+    if not fp8.enabled:
+        return stock(*args, **kwargs)
+    from fp8_ds.engine.refusals import refuse_config, refuse_model, zero_stage
 
     refuse_config(config)
-    check_seams()
+    fp8.check_stage(zero_stage(config))
+    model = inspect.signature(stock).bind_partial(*args, **kwargs).arguments.get("model")
+    if model is not None:  # stock says so
+        refuse_model(model)
+    _apply_patches()
     with _our_engines():
         return stock(*args, **kwargs)
 
@@ -49,18 +55,27 @@ def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return load_ds_config(config)
 
 
+def _apply_patches() -> None:
+    """Every seam is checked, then the one function that has to be patched is. Once per `install()`."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    from fp8_ds.engine.activation import RECORD
+    from fp8_ds.engine.seams import check_seams
+    from fp8_ds.zero.stage12 import patched_all_gather
+
+    if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+        return
+    check_seams()
+    RECORD.set(stage_1_and_2, "all_gather_dp_groups", patched_all_gather(stage_1_and_2.all_gather_dp_groups))
+
+
 @contextmanager
 def _our_engines() -> Iterator[None]:
     """`deepspeed.initialize` looks its engine classes up in the module `deepspeed` at call time: swap them there."""
     import deepspeed
-    from deepspeed.runtime.zero import stage_1_and_2
 
-    from fp8_ds.engine.activation import RECORD
     from fp8_ds.engine.engine import Fp8DeepSpeedEngine, Fp8PipelineEngine
-    from fp8_ds.zero.stage12 import patched_all_gather
 
-    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
-        RECORD.set(stage_1_and_2, "all_gather_dp_groups", patched_all_gather(stage_1_and_2.all_gather_dp_groups))
     stock = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
     deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = Fp8DeepSpeedEngine, Fp8PipelineEngine
     try:

@@ -22,14 +22,43 @@ def _block(config: Config, *path: str) -> Mapping[str, Any]:
     return config
 
 
-def _zero(config: Config, key: str) -> Any:
-    return _block(config, "zero_optimization").get(key)
+def _zero(config: Config, *names: str) -> Any:
+    """The first of the spellings `names` that `zero_optimization` has."""
+    block = _block(config, "zero_optimization")
+    return next((block[name] for name in names if name in block), None)
+
+
+def _bf16(config: Config) -> Mapping[str, Any]:
+    """The bf16 block; "bfloat16" is its old name, read only where "bf16" is absent."""
+    return _block(config, "bf16" if config.get("bf16") is not None else "bfloat16")
+
+
+def _is_on(value: Any) -> bool:
+    """Whether DeepSpeed's pydantic models read `value` as true. "auto" that nobody filled in is the default, false."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "t", "yes", "y", "on", "1")
+    return bool(value)
+
+
+def _number(value: Any, default: int) -> int:
+    """`value` as DeepSpeed reads it; the default for null, "auto" and what its own check will refuse."""
+    try:
+        return default if value is None else int(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def zero_stage(config: Config) -> int:
+    """The ZeRO stage that DeepSpeed will use, 0 for none. `"zero_optimization": true` is an old way to say stage 1."""
+    if config.get("zero_optimization") is True:
+        return 1
+    return _number(_zero(config, "stage"), 0)
 
 
 def _offloads(key: str) -> Callable[[Config], bool]:
     def found(config: Config) -> bool:
-        device = _block(config, "zero_optimization", key).get("device", "none")
-        return str(getattr(device, "value", device)) != "none"
+        device = _block(config, "zero_optimization", key).get("device")
+        return device not in (None, "auto") and str(getattr(device, "value", device)) != "none"
 
     return found
 
@@ -47,31 +76,31 @@ class Refusal:
 REFUSALS = (
     Refusal(
         "zero_optimization.stage: 0",
-        lambda c: int(_zero(c, "stage") or 0) == 0,
+        lambda c: zero_stage(c) == 0,
         "without ZeRO there are no sharded masters to quantise from",
         'Set "zero_optimization": {"stage": 1}; on one GPU it costs nothing.',
     ),
     Refusal(
         "fp16.enabled: true",
-        lambda c: bool(_block(c, "fp16").get("enabled")),
+        lambda c: _is_on(_block(c, "fp16").get("enabled")),
         "the loss scale of fp16 and FP8 gradient scales contradict each other",
         'Set "bf16": {"enabled": true} and remove "fp16".',
     ),
     Refusal(
         "bf16.enabled: false",
-        lambda c: not (_block(c, "bf16") or _block(c, "bfloat16")).get("enabled"),
+        lambda c: not _is_on(_bf16(c).get("enabled")),
         "the nominal dtype of FP8 weights, activations and gradients is bf16",
         'Set "bf16": {"enabled": true}.',
     ),
     Refusal(
         "bf16.bf16_master_weights_and_grads: true",
-        lambda c: bool(_block(c, "bf16").get("bf16_master_weights_and_grads")),
+        lambda c: _is_on(_bf16(c).get("bf16_master_weights_and_grads")),
         "FP8 weights are quantised from fp32 masters",
         'Remove "bf16_master_weights_and_grads".',
     ),
     Refusal(
         "bf16.bf16_optimizer_states: true",
-        lambda c: bool(_block(c, "bf16").get("bf16_optimizer_states")),
+        lambda c: _is_on(_bf16(c).get("bf16_optimizer_states")),
         "bf16 moments rounded to nearest stall, and are not tested with FP8 weights",
         'Remove "bf16_optimizer_states".',
     ),
@@ -83,9 +112,15 @@ REFUSALS = (
     ),
     Refusal(
         "zero_optimization.cpu_offload: true",
-        lambda c: bool(_zero(c, "cpu_offload")),
+        lambda c: _is_on(_zero(c, "cpu_offload")),
         "masters on the CPU are quantised where the GPU cannot read them",
         'Remove "cpu_offload".',
+    ),
+    Refusal(
+        "zero_optimization.cpu_offload_param: true",
+        lambda c: _is_on(_zero(c, "cpu_offload_param")),
+        "FP8 shards live on the device that gathers them",
+        'Remove "cpu_offload_param".',
     ),
     Refusal(
         "zero_optimization.offload_param.device",
@@ -95,63 +130,63 @@ REFUSALS = (
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload: true",
-        lambda c: bool(_block(c, "zero_optimization", "offload_optimizer").get("super_offload")),
+        lambda c: _is_on(_block(c, "zero_optimization", "offload_optimizer").get("super_offload")),
         "SuperOffload has an optimizer class of its own",
         'Remove "super_offload" and "offload_optimizer".',
     ),
     Refusal(
         "zero_optimization.zenflow",
-        lambda c: _zero(c, "zenflow") is not None,
+        lambda c: _zero(c, "zenflow") not in (None, "auto"),
         "ZenFlow has optimizer classes of its own that update selected columns",
         'Remove "zenflow".',
     ),
     Refusal(
         "zero_optimization.zero_hpz_partition_size",
-        lambda c: int(_zero(c, "zero_hpz_partition_size") or 1) > 1,
+        lambda c: _number(_zero(c, "zero_hpz_partition_size"), 1) > 1,
         "the secondary bf16 shards of hpZ would be gathered instead of FP8",
         'Remove "zero_hpz_partition_size"; an FP8 gather already moves half the bytes.',
     ),
     Refusal(
         "zero_optimization.zero_quantized_weights: true",
-        lambda c: bool(_zero(c, "zero_quantized_weights")),
+        lambda c: _is_on(_zero(c, "zero_quantized_weights")),
         "qwZ and FP8 both decide how weights travel",
         'Remove "zero_quantized_weights": FP8 moves as few bytes, with one scale a weight.',
     ),
     Refusal(
         "zero_optimization.zero_quantized_gradients: true",
-        lambda c: bool(_zero(c, "zero_quantized_gradients")),
+        lambda c: _is_on(_zero(c, "zero_quantized_gradients")),
         "qgZ is not tested with FP8 weights",
         'Remove "zero_quantized_gradients".',
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights: true",
-        lambda c: bool(_zero(c, "zero_quantized_nontrainable_weights")),
+        lambda c: _is_on(_zero(c, "zero_quantized_nontrainable_weights")),
         "INT8 shards of frozen weights and FP8 both decide how weights are stored",
         'Remove it; "fp8": {"linear": {"frozen": "fp8"}} stores frozen linears in FP8.',
     ),
     Refusal(
         "zero_optimization.mics_shard_size",
-        lambda c: int(_zero(c, "mics_shard_size") or -1) > 0,
+        lambda c: _number(_zero(c, "mics_shard_size"), -1) > 0,
         "MiCS shards within sub-groups with an optimizer class of its own",
         'Remove "mics_shard_size".',
     ),
     Refusal(
-        "zero_optimization.use_all_reduce_for_fetch_params: true",
-        lambda c: bool(_zero(c, "use_all_reduce_for_fetch_params") or c.get("use_all_reduce_for_fetch_params")),
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params: true",
+        lambda c: _is_on(_zero(c, "stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
         "an all-reduce cannot sum FP8 shards",
-        'Remove "use_all_reduce_for_fetch_params".',
+        'Remove "stage3_use_all_reduce_for_fetch_params".',
     ),
     Refusal(
         "zero_optimization.elastic_checkpoint: true",
-        lambda c: bool(_zero(c, "elastic_checkpoint")),
+        lambda c: _is_on(_zero(c, "elastic_checkpoint")),
         "elastic checkpoints are deprecated and not tested with FP8",
         'Remove "elastic_checkpoint"; use universal checkpoints to change the world size.',
     ),
     Refusal(
         "data_types.grad_accum_dtype: fp32 with stage 1",
         lambda c: (
-            int(_zero(c, "stage") or 0) == 1
-            and str(_block(c, "data_types").get("grad_accum_dtype", "")).lower() in ("fp32", "float32", "torch.float32")
+            zero_stage(c) == 1
+            and str(_block(c, "data_types").get("grad_accum_dtype")) in ("fp32", "float32", "float", "torch.float32")
         ),
         "DeepSpeed then builds BF16_Optimizer, which is not a ZeRO-1 optimizer",
         'Use "stage": 2, or "grad_accum_dtype": "bf16".',
@@ -164,19 +199,19 @@ REFUSALS = (
     ),
     Refusal(
         "hybrid_engine.enabled: true",
-        lambda c: bool(_block(c, "hybrid_engine").get("enabled")),
+        lambda c: _is_on(_block(c, "hybrid_engine").get("enabled")),
         "the hybrid engine swaps in inference kernels that read bf16 weights",
         'Remove "hybrid_engine".',
     ),
     Refusal(
         "compile.deepcompile: true",
-        lambda c: bool(_block(c, "compile").get("deepcompile")),
+        lambda c: _is_on(_block(c, "compile").get("deepcompile")),
         "DeepCompile gathers bf16 shards from C++",
         'Remove "deepcompile"; engine.compile() with torch.compile works.',
     ),
     Refusal(
         "tensor_parallel.autotp_size",
-        lambda c: int(_block(c, "tensor_parallel").get("autotp_size") or 0) > 1,
+        lambda c: _number(_block(c, "tensor_parallel").get("autotp_size"), 0) > 1,
         "AutoTP's layers are not nn.Linear and would stay bf16",
         'Remove "tensor_parallel" in this version.',
     ),
@@ -187,6 +222,47 @@ REFUSALS = (
         'Remove "expert_parallel".',
     ),
 )
+
+
+@dataclass(frozen=True)
+class ModelRefusal:
+    """What is refused for the model's sake: what it is, why, and what to do instead."""
+
+    what: str
+    reason: str
+    remedy: str
+
+    def error(self, found: str) -> UnsupportedError:
+        return UnsupportedError(f'"fp8" is enabled for {self.what}, got {found}: {self.reason}. {self.remedy}')
+
+
+EXPERTS = ModelRefusal(
+    "a model with expert-parallel parameters (`deepspeed.moe`)",
+    "DeepSpeed reduces them over expert groups, with an optimizer group each",
+    'Turn "fp8.enabled" off for this model.',
+)
+DUAL_PIPE = ModelRefusal(
+    "a DualPipeVModule",
+    "its engine class is not one that FP8 ZeRO extends",
+    "Use deepspeed.pipe.PipelineModule with ZeRO stage 1.",
+)
+TENSOR_PARALLEL = ModelRefusal(
+    "a model that `deepspeed.tp_model_init` split",
+    "AutoTP's layers are not nn.Linear and would stay bf16",
+    "Remove the call in this version.",
+)
+MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, TENSOR_PARALLEL)
+
+
+def markdown_tables() -> tuple[str, str]:
+    """The rows of REFUSALS and of MODEL_REFUSALS, as docs/refusals.md shows them."""
+    keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
+    models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
+    return _markdown("Key", keys), _markdown("Model", models)
+
+
+def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:
+    return "\n".join([f"| {first} | Why | Instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def refuse_config(config: Config) -> None:
@@ -201,19 +277,20 @@ def refuse_config(config: Config) -> None:
         raise UnsupportedError(f'"fp8" is enabled together with what it does not support:\n{rows}')
 
 
-def refuse_model(has_moe_layers: bool, parameter_names: list[str]) -> None:
-    """Nothing happens if the model has no expert-parallel parameters.
-
-    Args:
-        has_moe_layers: what the engine found.
-        parameter_names: parameters marked for expert groups (`allreduce = False`).
+def refuse_model(model: Any) -> None:
+    """Nothing happens if FP8 ZeRO supports this kind of model. Reads classes and names only; before any collective.
 
     Raises:
-        UnsupportedError: it has.
+        UnsupportedError: it has expert-parallel parameters, or is a DualPipeVModule.
     """
-    if has_moe_layers or parameter_names:
-        some = ", ".join(parameter_names[:3]) or "deepspeed.moe layers"
-        raise UnsupportedError(
-            f"model: expected no expert-parallel parameters, got {some}. DeepSpeed reduces them over expert groups "
-            'with an optimizer group each. Turn "fp8.enabled" off for models with deepspeed.moe layers.'
-        )
+    import deepspeed
+
+    if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
+        raise DUAL_PIPE.error(type(model).__name__)
+    experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
+    if experts:
+        raise EXPERTS.error(", ".join(experts[:3]))
+
+
+if __name__ == "__main__":
+    print("\n\n".join(markdown_tables()))

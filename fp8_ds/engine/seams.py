@@ -2,7 +2,8 @@
 
 Nothing of DeepSpeed is touched that has no row here. All rows are checked before the first FP8 engine is built: a
 missing symbol or parameter is refused (SeamError); a body that is none of the tested ones is reported once.
-`python -m fp8_ds.engine.seams` prints the table for the installed version.
+`python -m fp8_ds.engine.seams` prints the hashes of the installed version; with `--update` it merges them into
+seam_hashes.json. Do that once the suite passes there, and add the version to TESTED_VERSIONS (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import io
 import json
+import sys
 import textwrap
 import tokenize
 import warnings
@@ -213,8 +215,7 @@ def check_seams(known: dict[str, dict[str, str]] | None = None) -> None:
     """
     hashes = installed_hashes()
     known = json.loads(_HASHES.read_text()) if known is None else known
-    tested = [table for table in known.values()]
-    unknown = [path for path, digest in hashes.items() if all(table.get(path) != digest for table in tested)]
+    unknown = [path for path, digest in hashes.items() if all(table.get(path) != digest for table in known.values())]
     if unknown:
         warnings.warn(
             f"fp8_ds is tested with DeepSpeed {', '.join(TESTED_VERSIONS)}; in {_version()} these bodies differ: "
@@ -223,5 +224,17 @@ def check_seams(known: dict[str, dict[str, str]] | None = None) -> None:
         )
 
 
+def update_hashes(path: Path = _HASHES) -> None:
+    """The file at `path` holds the installed version's hashes, beside those of the other versions."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[_version()] = installed_hashes()
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 if __name__ == "__main__":
-    print(json.dumps({_version(): installed_hashes()}, indent=2))
+    if sys.argv[1:] == ["--update"]:
+        update_hashes()
+    elif sys.argv[1:]:
+        raise SystemExit(f"expected --update or nothing, got {sys.argv[1:]}. See the top of {__file__}.")
+    else:
+        print(json.dumps({_version(): installed_hashes()}, indent=1, sort_keys=True))

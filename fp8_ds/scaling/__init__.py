@@ -4,7 +4,7 @@
 amaxes of earlier steps.
 """
 
-from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.current import scale_from_amax, scale_vector
 from fp8_ds.scaling.delayed import AmaxHistory
 
-__all__ = ["AmaxHistory", "scale_from_amax"]
+__all__ = ["AmaxHistory", "scale_from_amax", "scale_vector"]

@@ -32,3 +32,11 @@ def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tens
     scale = torch.where(finite & (amax > 0), quotient, torch.ones_like(amax))
     scale_inv = torch.where(finite, scale.reciprocal(), torch.full_like(amax, float("nan")))
     return scale, scale_inv
+
+
+def scale_vector(num: int, device: torch.device | str) -> Tensor:
+    """Ones, float32 [num], one every 16 bytes: cuBLASLt reads a scale through a pointer that must be so aligned.
+
+    Source: a 0-dim view at another offset gives CUBLAS_STATUS_NOT_SUPPORTED (torch 2.11 + CUDA 13.0, H200).
+    """
+    return torch.ones(num, 4, dtype=torch.float32, device=device)[:, 0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.current import scale_from_amax, scale_vector
 
 
 class AmaxHistory:
@@ -51,8 +51,8 @@ class AmaxHistory:
         self.history_len = history_len
         self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
         self.amax_local = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.scale = torch.ones(num_slots, dtype=torch.float32, device=device)
-        self.scale_inv = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.scale = scale_vector(num_slots, device)
+        self.scale_inv = scale_vector(num_slots, device)
         self.amax_history = torch.zeros(history_len, num_slots, dtype=torch.float32, device=device)
         self.num_updates = 0
         self.ready = False

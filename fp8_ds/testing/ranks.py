@@ -63,6 +63,8 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path
     import torch
 
     torch.set_num_threads(1)
+    if os.environ["DS_ACCELERATOR"] == "cuda":
+        torch.cuda.set_device(rank)
     import deepspeed
 
     deepspeed.init_distributed(verbose=False)

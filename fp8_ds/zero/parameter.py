@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8_ds.errors import UnsupportedError
 
@@ -26,10 +26,11 @@ _METADATA = frozenset(
     zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
     __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()
 )
-# Attributes that carry values; every other attribute is metadata.
-_VALUE_GETTERS = tuple(
-    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+_IN_PLACE_DUNDERS = frozenset(
+    f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
 )
+# Attributes that carry values; every other attribute is metadata.
+_VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -82,8 +83,9 @@ class Fp8Parameter(nn.Parameter):
                     return _Dequantize.apply(target).detach()
                 if name == "flatten" and target._fp8.quiet:  # type: ignore[attr-defined]
                     return target._fp8.placeholder.expand(target.numel())  # type: ignore[attr-defined]
-                if name.endswith("_") and not name.endswith("__"):
-                    return _write_in_place(func, target, args[1:], kwargs)
+            written = _written_by(name, args, kwargs)
+            if written:
+                return _write_in_place(func, written, args, kwargs)
             args, kwargs = tree_map(_as_true_value, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -118,19 +120,37 @@ def _set_data(weight: Any, value: Tensor) -> None:
     _DATA_SET(weight, value)
 
 
-def _write_in_place(func: Any, weight: Any, args: Any, kwargs: Any) -> Any:
-    """Run an in-place operator on the true value, then quantise the result. `copy_` needs no true value."""
-    if torch.is_grad_enabled() and weight.requires_grad:
-        raise RuntimeError(f"an in-place operator on the leaf {weight._fp8.name} needs torch.no_grad()")
-    args, kwargs = tree_map(_as_true_value, (args, kwargs))
-    if func == torch.Tensor.copy_:
-        source = args[0] if args else kwargs["other"]
-        _write(weight, source.expand(weight.shape))
+def _written_by(name: str, args: Any, kwargs: Any) -> list[Any]:
+    """The FP8 weights that a function of this name writes into: `out=`, or the first argument of `add_` and its like.
+
+    The first argument may be a list (`_foreach_add_`) and may come by keyword (`nn.init.constant_`).
+    """
+    if kwargs.get("out") is not None:
+        target = kwargs["out"]
+    elif name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")):
+        target = args[0] if args else next(iter(kwargs.values()), None)
     else:
-        value = weight._fp8.dequantize()
-        func(value, *args, **kwargs)
-        _write(weight, value)
-    return weight
+        return []
+    return [x for x in tree_leaves(target) if isinstance(x, Fp8Parameter) and has_payload(x)]
+
+
+def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> Any:
+    """Run a writing function on the true values, then quantise the results. `copy_` needs no true value."""
+    for weight in weights:
+        if torch.is_grad_enabled() and weight.requires_grad and getattr(func, "__module__", "") != "torch.nn.init":
+            raise RuntimeError(f"an in-place operator on the leaf {weight._fp8.name} needs torch.no_grad()")
+    if func == torch.Tensor.copy_:
+        source = args[1] if len(args) > 1 else kwargs["other"]
+        _write(weights[0], _as_true_value(source).expand(weights[0].shape))
+        return weights[0]
+    values = {id(weight): weight._fp8.dequantize() for weight in weights}
+    owners = {id(value): weight for weight, value in zip(weights, values.values(), strict=True)}
+    args, kwargs = tree_map(lambda x: values[id(x)] if id(x) in values else _as_true_value(x), (args, kwargs))
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    for weight in weights:
+        _write(weight, values[id(weight)])
+    return tree_map(lambda x: owners.get(id(x), x), result)
 
 
 def _write(weight: Any, value: Tensor) -> None:

@@ -37,11 +37,10 @@ class ShardedWeight:
         keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
     """
 
-    def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer, shard: Tensor) -> None:
+    def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
         self.param = param
         self.index = index
-        self.shard = shard
-        self.source: Tensor = shard.new_empty(0)
+        self.shard = self.source = torch.empty(0)
         self.keeps_bf16 = True
         self.payload = Fp8Payload(
             name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, param.ds_tensor.device
@@ -253,6 +252,10 @@ class ZeroParamHooks:
             if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
                 self.partition([weight.param])
         wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        for p in wanted:
+            num_ranks = ds_comm.get_world_size(group=p.ds_process_group)
+            if num_ranks > 1:
+                self.shards.counter.hp += num_ranks * p.ds_tensor.ds_numel * p.element_size()
         with self.shards.bf16_shards(self.shards.of(wanted)):
             return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
 

@@ -245,8 +245,8 @@ class Fp8ZeroStage12:
     def reload_states(self: Any, non_blocking: bool = False) -> None:
         from fp8_ds.zero.offload import reload_kinds
 
+        reload_kinds(self)  # first: stock code would move its flat buffer, which is a meta tensor here
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
-        reload_kinds(self)
         self._fp8_set_shards()
 
     @contextmanager

@@ -42,20 +42,26 @@ class Fp8ZeroStage3:
             self.dp_process_group, len(context.weights), device, context.history, context.counter
         )
         self._fp8_shards = shards = Fp8Shards(quantizer, context.counter)
-        sizes = [p.ds_tensor.ds_numel for p in context.weights.values()]  # type: ignore[attr-defined]
-        starts = _aligned_starts(sizes)
-        self._fp8_flat = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
         for index, (name, p) in enumerate(context.weights.items()):
-            shard = self._fp8_flat.narrow(0, starts[index], sizes[index])
-            weight = ShardedWeight(name, p, index, quantizer, shard)
+            weight = ShardedWeight(name, p, index, quantizer)
             weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not p.requires_grad
             shards.add(weight)
         self._fp8_flat_is_live = True
+        if not context.config.zero.keep_bf16_shard:
+            self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
+        self._fp8_make_shards(device)
         self._fp8_set_sources()
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
-        if not context.config.zero.keep_bf16_shard:
-            self._fp8_drop_flat()
         self._fp8_refresh(is_step=False)
+
+    def _fp8_make_shards(self: Any, device: torch.device) -> None:
+        """One FP8 buffer for all weights, each shard at a multiple of 16 bytes."""
+        weights = self._fp8_shards.weights
+        sizes = [weight.param.ds_tensor.ds_numel for weight in weights]
+        starts = _aligned_starts(sizes)
+        self._fp8_flat = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
+        for weight, start, size in zip(weights, starts, sizes, strict=False):
+            weight.shard = self._fp8_flat.narrow(0, start, size)
 
     def _fp8_set_sources(self: Any) -> None:
         """Point every weight at its master elements (again, after a reload has moved them)."""
@@ -88,18 +94,32 @@ class Fp8ZeroStage3:
             offset += numel
         return bf16, masters
 
-    def _fp8_drop_flat(self: Any) -> None:
-        """Move what is not FP8 out of the bf16 flat buffer, and leave a meta tensor in its place."""
+    def _fp8_drop_flat(self: Any, remake: bool = False) -> None:
+        """Leave a meta tensor in place of the bf16 flat buffer; what is not FP8 gets bf16 shards of its own.
+
+        Args:
+            remake: make these from the masters once the flat buffer is gone, which never holds both; else copy them.
+        """
         for i, group in enumerate(self.fp16_groups):
             for p in self._fp8_shards.without(group):
-                p.ds_tensor.data = p.ds_tensor.data.clone()
+                p.ds_tensor.data = p.ds_tensor.data.new_empty(0) if remake else p.ds_tensor.data.clone()
             flat = self.fp16_partitioned_groups_flat[i]
             self.fp16_partitioned_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
         for weight in self._fp8_shards.weights:
             if not weight.keeps_bf16:
                 weight.drop_bf16()
-        self.lp_param_buffer = torch.empty(0, dtype=self.lp_param_buffer.dtype, device=self._fp8_flat.device)
+        device = self.fp32_partitioned_groups_flat[0].device
+        self.lp_param_buffer = torch.empty(0, dtype=self.lp_param_buffer.dtype, device=device)
         self._fp8_flat_is_live = False
+        if not remake:
+            return
+        for i, group in enumerate(self.fp16_groups):
+            master, offset = self.fp32_partitioned_groups_flat[i].detach(), 0
+            for p in group:
+                numel = p.ds_tensor.ds_numel
+                if not self._fp8_shards.of([p]):
+                    p.ds_tensor.data = master.narrow(0, offset, numel).to(p.dtype)
+                offset += numel
 
     @contextmanager
     def _fp8_bf16_flat(self: Any) -> Iterator[None]:

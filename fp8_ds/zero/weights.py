@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_ds.comm import ByteCounter, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.scaling import AmaxHistory, scale_from_amax
+from fp8_ds.scaling import AmaxHistory, scale_from_amax, scale_vector
 
 _CHUNK = 1 << 24
 """Elements quantised at a time: bounds the fp32 temporary to 64 MiB."""
@@ -47,8 +47,8 @@ class WeightQuantizer:
         self.group = group
         self.history = history
         self.counter = counter
-        self.scale = torch.ones(num_weights, device=device)
-        self.scale_inv = torch.ones(num_weights, device=device)
+        self.scale = scale_vector(num_weights, device)
+        self.scale_inv = scale_vector(num_weights, device)
         num_history = 0 if history is None else history.amax_local.numel()
         self._amax = torch.zeros(num_weights + num_history, device=device)
         self._sources: list[Tensor] = []

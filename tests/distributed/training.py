@@ -14,30 +14,50 @@ VOCABULARY, LENGTH, MICRO_BATCH = 96, 32, 4
 
 
 class Block(nn.Module):
-    """Norm and a two-linear MLP with a residual. `hidden` not a multiple of 16 makes ragged shards."""
+    """Norm and a two-linear MLP with a residual. `hidden` not a multiple of 16 makes ragged shards.
 
-    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+    `external` reads the second weight in a matmul of its own, past the module that owns it.
+    """
+
+    def __init__(self, width: int, hidden: int, bias: bool, external: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=False)
+        self.external = external
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        h = F.gelu(self.up(self.norm(x)))
+        return x + (F.linear(h, self.down.weight) if self.external else self.down(h))
 
 
 class TinyLM(nn.Module):
-    """Embedding, blocks, head. Returns the mean cross-entropy of predicting the next token."""
+    """Embedding, blocks, head. Returns the mean cross-entropy of predicting the next token.
+
+    `tiny` adds a linear of 5 weights, of which some rank of 4 owns none in ZeRO-3. `frozen` is a name prefix.
+    """
 
     def __init__(
-        self, width: int = 64, hidden: int = 192, num_blocks: int = 3, bias: bool = True, checkpointing: str = ""
+        self,
+        width: int = 64,
+        hidden: int = 192,
+        num_blocks: int = 3,
+        bias: bool = True,
+        checkpointing: str = "",
+        external: bool = False,
+        tiny: bool = False,
+        frozen: str = "",
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, hidden, bias) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width, hidden, bias, external) for _ in range(num_blocks))
+        self.tiny = nn.Linear(1, 5, bias=False) if tiny else None
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
         self.checkpointing = checkpointing
+        if frozen:
+            for name, p in self.named_parameters():
+                p.requires_grad_(not name.startswith(frozen))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
@@ -47,12 +67,14 @@ class TinyLM(nn.Module):
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
             else:
                 x = block(x)
+        if self.tiny is not None:
+            x = x + self.tiny(x.mean(-1, keepdim=True)).sum(-1, keepdim=True)
         logits = self.lm_head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def ds_config(stage: int, fp8: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    """A complete configuration; `fp8=None` is stock bf16, `{}` the default FP8. Persistent parameters: none but tiny."""
+    """A complete configuration; `fp8=None` is stock bf16, `{}` the default FP8. No parameter is persistent."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": 1,
@@ -83,7 +105,7 @@ def build(config: dict[str, Any], model: dict[str, Any] | None = None, seed: int
     torch.manual_seed(seed)
     net = TinyLM(**(model or {}))
     if "optimizer" not in kwargs:
-        kwargs["model_parameters"] = list(net.parameters())
+        kwargs["model_parameters"] = [p for p in net.parameters() if p.requires_grad]
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
 
 
@@ -158,3 +180,27 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
         for name, p in engine.module.named_parameters()
         if p.requires_grad
     }
+
+
+def expected_fp8(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(bytes as uint8, scale_inv) that a weight with this fp32 master must have: the definition, in three lines."""
+    from fp8_ds.formats import E4M3
+    from fp8_ds.ops.quantize import quantize
+    from fp8_ds.scaling import scale_from_amax
+
+    scale, scale_inv = scale_from_amax(master.abs().max(), E4M3.max)
+    return quantize(master, scale, E4M3).view(torch.uint8), scale_inv
+
+
+def assert_fp8_equals(left: dict[str, tuple[Tensor, Tensor]], right: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Two results of `fp8_state` have the same names, bytes and scales."""
+    assert left.keys() == right.keys() and left
+    for name, (data, scale_inv) in left.items():
+        assert torch.equal(data, right[name][0]), name
+        assert torch.equal(scale_inv, right[name][1]), name
+
+
+def assert_fp8_follows_masters(state: dict[str, tuple[Tensor, Tensor]], masters: dict[str, Tensor]) -> None:
+    """FP8 bytes and scales are those of quantising the (trainable) masters, bitwise."""
+    checked = {name: expected_fp8(masters[name]) for name in state if name in masters}
+    assert_fp8_equals({name: state[name] for name in checked}, checked)

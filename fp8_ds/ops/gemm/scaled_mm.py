@@ -23,6 +23,11 @@ def _k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
     return padded.view(x.dtype)
 
 
+def _aligned(scale_inv: Tensor) -> Tensor:
+    """`scale_inv` where cuBLASLt can read it: a view off the 16-byte grid is copied (see `scale_vector`)."""
+    return scale_inv if scale_inv.data_ptr() % 16 == 0 else scale_inv.clone()
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
@@ -39,8 +44,8 @@ def scaled_mm(
     output: Tensor = torch._scaled_mm(
         _k_major(a, num_m, aligned_k),
         _k_major(b, aligned_n, aligned_k).t(),
-        scale_a=scale_inv_a,
-        scale_b=scale_inv_b,
+        scale_a=_aligned(scale_inv_a),
+        scale_b=_aligned(scale_inv_b),
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )

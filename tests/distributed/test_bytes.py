@@ -1,0 +1,120 @@
+"""What goes over the wire, and what stays on a rank: counted by a dispatch mode that sees every collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from fp8_ds.comm import count_collectives
+
+pytestmark = pytest.mark.distributed
+
+MODEL = {"width": 64, "hidden": 256, "num_blocks": 3}
+NUM_LAYERS = 6
+
+
+def traffic(stage: int, fp8: dict[str, Any] | None, **zero: Any) -> dict[str, Any]:
+    """Collectives of the third step (ZeRO-3 prefetches by the trace of the first), and our own counters of it."""
+    config = training.ds_config(stage, fp8, zero_optimization=zero)
+    engine = training.build(config, MODEL)
+    training.train(engine, 2)
+    with count_collectives() as count:
+        training.train(engine, 1, first_step=2)
+    result = {
+        "records": count.records,
+        "gather_bytes": count.gather_bytes,
+        "num_all": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "report": engine.fp8_report() if fp8 is not None else {},
+        "persistent": len(getattr(engine.optimizer, "persistent_parameters", ())),
+    }
+    if fp8 is not None:
+        result["weights"] = {n: getattr(p, "ds_numel", p.numel()) for n, p in engine.fp8.weights.items()}
+        result["storage_bytes"] = storage_bytes(engine)
+    training.destroy(engine)
+    return result
+
+
+def storage_bytes(engine: Any) -> int:
+    """Bytes of the distinct storages behind all FP8 weights of this rank, placeholders included."""
+    storages = {}
+    for p in engine.fp8.weights.values():
+        payload = p._fp8
+        for tensor in (payload.data, payload.placeholder, payload.scale, payload.scale_inv):
+            if tensor is not None:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        with torch._C.DisableTorchFunctionSubclass():
+            storages[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def of(records: list[tuple[str, int, torch.dtype]], dtype: torch.dtype, *names: str) -> list[int]:
+    return [numel for name, numel, found in records if found == dtype and name in names]
+
+
+@pytest.mark.parametrize(("recipe", "num_history"), [("tensorwise", 0), ("delayed", 2 * NUM_LAYERS)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_amax_reduce_a_step_carries_every_weight(ranks: Any, stage: int, recipe: str, num_history: int) -> None:
+    ours = ranks(2).run(traffic, stage, {"linear": {"recipe": recipe}})[0]
+    stock = ranks(2).run(traffic, stage, None)[0]
+    extra = of(ours["records"], torch.float32, "all_reduce")
+    for numel in of(stock["records"], torch.float32, "all_reduce"):  # the loss of our loop, the gradient norm
+        extra.remove(numel)
+    assert extra == [NUM_LAYERS + num_history]
+    assert ours["report"]["num_amax_reduces"] == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gather_moves_one_byte_per_weight(ranks: Any, stage: int, world_size: int) -> None:
+    for ours in ranks(world_size).run(traffic, stage, {}):
+        num_weights = sum(ours["weights"].values())
+        in_bytes = sum(of(ours["records"], torch.uint8, "all_gather", "broadcast"))
+        assert 1.0 <= in_bytes / num_weights <= 1.02
+        assert ours["report"]["gathered_fp8_bytes"] == in_bytes
+        assert ours["report"]["gathered_bytes"] == ours["gather_bytes"]
+    stock = ranks(world_size).run(traffic, stage, None)[0]
+    assert 1.99 <= stock["gather_bytes"] / stock["num_all"] <= 2.02
+    assert not of(stock["records"], torch.uint8, "all_gather", "broadcast")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_fetch_of_stage_3_moves_one_byte_per_weight(ranks: Any, world_size: int) -> None:
+    eager_release = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    for ours in ranks(world_size).run(traffic, 3, {}, stage3_param_persistence_threshold=0, **eager_release):
+        num_weights = sum(ours["weights"].values())
+        in_bytes = sum(of(ours["records"], torch.uint8, "all_gather"))
+        assert 1.0 <= in_bytes / (2 * num_weights) <= 1.02  # forward and backward
+        assert ours["report"]["gathered_fp8_bytes"] == in_bytes
+        assert ours["report"]["gathered_bytes"] == ours["gather_bytes"]
+        hp_weights = ours["num_all"] - num_weights  # a linear weight that travels in bf16 would show here
+        assert sum(of(ours["records"], torch.bfloat16, "all_gather")) <= 2.1 * hp_weights
+    stock = ranks(world_size).run(traffic, 3, None, stage3_param_persistence_threshold=0, **eager_release)[0]
+    assert 1.9 <= stock["gather_bytes"] / (2 * stock["num_all"]) <= 2.1
+
+
+def test_persistent_weights_are_gathered_in_fp8_once_a_step(ranks: Any) -> None:
+    for ours in ranks(2).run(traffic, 3, {}, stage3_param_persistence_threshold=100_000):
+        num_weights = sum(ours["weights"].values())
+        assert ours["persistent"] > NUM_LAYERS
+        in_bytes = sum(of(ours["records"], torch.uint8, "all_gather"))
+        assert 1.0 <= in_bytes / num_weights <= 1.02
+        assert ours["report"]["gathered_fp8_bytes"] == in_bytes
+        assert ours["report"]["gathered_bytes"] == ours["gather_bytes"]
+        assert ours["report"]["resident_persistent_bytes"] <= 1.02 * num_weights + 2.02 * (
+            ours["num_all"] - num_weights
+        )
+        bf16 = of(ours["records"], torch.bfloat16, "all_gather")
+        assert sum(bf16) <= 1.1 * (ours["num_all"] - num_weights)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_resident_weights_take_one_byte(ranks: Any, stage: int) -> None:
+    for ours in ranks(2).run(traffic, stage, {}):
+        num_weights = sum(ours["weights"].values())
+        assert ours["report"]["num_fp8_weights"] == num_weights
+        assert ours["report"]["resident_fp8_bytes"] <= 1.05 * num_weights
+        assert num_weights <= ours["storage_bytes"] <= 1.05 * num_weights
+        assert ours["report"]["resident_hp_bytes"] <= 2.05 * (ours["num_all"] - num_weights)

@@ -1,0 +1,237 @@
+"""Partial loads, as stock does them; our state in a checkpoint; frozen weights; pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_checkpoint as base
+import torch
+import training
+from torch import Tensor
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = ({"load_module_only": True}, {"load_optimizer_states": False})
+
+
+def masters_after(folder: str, stage: int, fp8: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """(masters before, masters after the load, loss then) of an engine that has trained on other weights."""
+    engine = base.build(stage, fp8, seed=1)
+    training.train(engine, 1)
+    own = training.full_masters(engine)
+    path, _ = engine.load_checkpoint(folder, **options)
+    assert path is not None
+    masters = training.full_masters(engine)
+    if fp8 is not None and not (stage == 3 and "load_module_only" in options):
+        base.assert_bytes_follow_masters(engine)
+    loss = training.train(engine, 1)[0]
+    training.destroy(engine)
+    return own, masters, loss
+
+
+def partial_loads(folder: str, stage: int, fp8: dict[str, Any], writer_fp8: dict[str, Any] | None) -> list[Any]:
+    writer = base.build(stage, writer_fp8)
+    training.train(writer, 2)
+    saved = training.full_masters(writer)
+    writer.save_checkpoint(folder)
+    training.destroy(writer)
+    return [saved, *[[masters_after(folder, stage, kind, o) for kind in (None, fp8)] for o in OPTIONS]]
+
+
+def rounded(masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.bfloat16().float() for name, value in masters.items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "writer"),
+    [(1, {}, {}), (2, {}, None), (3, {}, {}), (3, {}, None), (3, base.KEPT, base.KEPT)],
+    ids=["1", "2-stock-file", "3", "3-stock-file", "3-kept"],
+)
+def test_partial_loads_leave_the_masters_that_stock_leaves(
+    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], writer: dict[str, Any] | None
+) -> None:
+    saved, *loads = ranks(2).run(partial_loads, str(tmp_path), stage, fp8, writer)[0]
+    for options, ((stock_own, stock, stock_loss), (our_own, ours, our_loss)) in zip(OPTIONS, loads, strict=True):
+        nothing_loaded = stage == 3 and "load_module_only" in options  # stock's file has no weights there
+        base.assert_same(stock, rounded(stock_own if nothing_loaded else saved))
+        # In stage 3 an element that already rounds to the loaded value keeps its fp32 master.
+        base.assert_same(rounded(ours) if stage == 3 else ours, rounded(our_own) if nothing_loaded else stock)
+        assert our_loss == pytest.approx(stock_loss, rel=0.02)
+
+
+# --- our state ---
+
+
+def our_state(folder: str, stage: int) -> None:
+    import logging
+
+    import torch.distributed as dist
+    from deepspeed.utils import logger
+    from fp8_ds.checkpoint.state import CHECKPOINT_KEY
+    from fp8_ds.errors import ConfigError
+
+    engine = base.build(stage, base.DELAYED)
+    training.train(engine, 2)
+    scales = {name: scale_inv for name, (_, scale_inv) in training.fp8_state(engine).items()}
+    engine.save_checkpoint(folder)
+    training.destroy(engine)
+
+    rank = dist.get_rank()
+    prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+    file = Path(folder) / f"global_step2/{prefix}mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    alone = Path(folder) / f"alone{rank}.pt"
+    torch.save(content[CHECKPOINT_KEY], alone)
+    state = torch.load(alone, weights_only=True)
+    base.assert_same(state["scale_inv"], scales)
+    assert state["history"]["num_updates"] == 2
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    fewer = {"linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "blocks.1"]}}
+    engine = base.build(stage, fewer, seed=1)
+    engine.load_checkpoint(folder)
+    said = [line for line in said if "layers differ" in line or "histories start" in line]
+    assert len(said) == (2 if rank == 0 else 0), said
+    if rank == 0:
+        assert "2 back in bf16 ['blocks.1.down', 'blocks.1.up']" in said[0]
+    base.assert_bytes_follow_masters(engine)
+    training.train(engine, 1)
+    training.destroy(engine)
+    logger.removeHandler(handler)
+
+    if rank == 0 or stage == 3:
+        content[CHECKPOINT_KEY]["version"] = 99
+        torch.save(content, file)
+    dist.barrier()
+    engine = base.build(stage, base.DELAYED, seed=1)
+    with pytest.raises(ConfigError, match="expected version 1, got 99"):
+        engine.load_checkpoint(folder)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_our_state_loads_weights_only_says_what_differs_and_refuses_other_versions(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2).run(our_state, str(tmp_path), stage)
+
+
+# --- frozen weights ---
+
+
+def frozen_engine(stage: int, frozen: str, seed: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(seed)
+    net = training.TinyLM(**base.MODEL)
+    for name, p in net.named_parameters():
+        p.requires_grad_(not name.startswith("blocks.0"))
+    config = training.ds_config(
+        stage, {"linear": {"frozen": frozen}}, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True}
+    )
+    return deepspeed.initialize(model=net, config=config, model_parameters=[p for p in net.parameters() if p.requires_grad])[0]
+
+
+def frozen_values(engine: Any) -> dict[str, Tensor]:
+    import deepspeed
+
+    found = {}
+    for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                found[name] = p.detach().clone().cpu()
+    return found
+
+
+def frozen(folder: str, stage: int, kind: str, exclude: bool) -> None:
+    engine = frozen_engine(stage, kind, seed=0)
+    losses = training.train(engine, 2)
+    before, values = training.fp8_state(engine), frozen_values(engine)
+    assert len(before) == (4 if kind == "fp8" else 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=exclude)
+    losses = training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+
+    again = frozen_engine(stage, kind, seed=0 if exclude else 1)
+    again.load_checkpoint(folder, load_module_strict=not exclude)
+    base.assert_same(frozen_values(again), values)
+    loaded = training.fp8_state(again)
+    base.assert_same({name: data for name, (data, _) in loaded.items()}, {name: data for name, (data, _) in before.items()})
+    base.assert_same({name: inv for name, (_, inv) in loaded.items()}, {name: inv for name, (_, inv) in before.items()})
+    assert training.train(again, 2, first_step=2) == losses
+    training.destroy(again)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "exclude"),
+    [(1, "fp8", False), (2, "fp8", True), (3, "fp8", False), (3, "fp8", True), (1, "bf16", False), (3, "bf16", True)],
+)
+def test_frozen_weights_resume_bit_for_bit_saved_or_excluded(
+    ranks: Any, tmp_path: Path, stage: int, kind: str, exclude: bool
+) -> None:
+    ranks(2).run(frozen, str(tmp_path), stage, kind, exclude)
+
+
+# --- pipelines ---
+
+
+class Step(torch.nn.Module):
+    """A linear with an activation, one pipeline layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(self.linear(x))
+
+
+def pipeline_engine(num_stages: int, seed: int) -> Any:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    torch.manual_seed(seed)
+    layers = [LayerSpec(Step, 16, 72), LayerSpec(Step, 72, 32), LayerSpec(Step, 32, 48), LayerSpec(Step, 48, 16)]
+    net = PipelineModule(layers, num_stages=num_stages, loss_fn=torch.nn.functional.mse_loss, base_seed=seed)
+    config = training.ds_config(1, {}, gradient_accumulation_steps=2)
+    return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+
+
+def pipeline_batches(step: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return iter([(torch.randn(4, 16, generator=generator).bfloat16(), torch.ones(4, 16).bfloat16()) for _ in range(2)])
+
+
+def pipeline(folder: str, num_stages: int) -> None:
+    from fp8_ds.engine.engine import Fp8PipelineEngine
+
+    engine = pipeline_engine(num_stages, seed=0)
+    assert isinstance(engine, Fp8PipelineEngine)
+    for step in range(2):
+        engine.train_batch(pipeline_batches(step))
+    before = base.snapshot(engine)
+    engine.save_checkpoint(folder)
+    losses = [float(engine.train_batch(pipeline_batches(step))) for step in (2, 3)]
+    training.destroy(engine)
+
+    again = pipeline_engine(num_stages, seed=1)
+    again.load_checkpoint(folder)
+    base.assert_same(base.snapshot(again), before)
+    assert [float(again.train_batch(pipeline_batches(step))) for step in (2, 3)] == losses
+    training.destroy(again)
+
+    saved = torch.load(f"{folder}/global_step2/layer_{0 if num_stages == 1 else engine.stage_id * 2:02d}-model_states.pt")
+    name = next(name for name in before if name.startswith("master.") and name.endswith("weight"))
+    assert torch.equal(saved["linear.weight"], before[name].bfloat16())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(
+    ranks: Any, tmp_path: Path, num_stages: int
+) -> None:
+    ranks(2).run(pipeline, str(tmp_path), num_stages)

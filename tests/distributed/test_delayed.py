@@ -1,0 +1,125 @@
+"""Recipe "delayed" in every stage, gradients that are not finite, frozen weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = pytest.mark.distributed
+
+DELAYED = {"linear": {"recipe": "delayed"}}
+
+
+def history_of(engine: Any) -> dict[str, Any]:
+    return {key: value for key, value in engine.fp8.history.state_dict().items()}
+
+
+def delayed_run(stage: int) -> dict[str, Any]:
+    engine = training.build(training.ds_config(stage, DELAYED, gradient_accumulation_steps=2))
+    losses = training.train(engine, 6)
+    result = {"losses": losses, "history": history_of(engine), "state": training.fp8_state(engine)}
+    result["masters"] = training.full_masters(engine)
+    engine.eval()
+    with torch.no_grad():
+        engine(training.micro_batches(9, 1)[0] * 0 + torch.distributed.get_rank())
+    result["after_eval"] = history_of(engine)
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_delayed_histories_are_equal_on_all_ranks(ranks: Any, stage: int) -> None:
+    results = ranks(2).run(delayed_run, stage)
+    first = results[0]["history"]
+    assert first["num_updates"] == 6
+    rows = first["amax_history"][:6]
+    assert bool((rows > 0).all()) and len({tuple(row.tolist()) for row in rows}) == 6
+    for result in results:
+        for key in ("amax_history", "scale", "scale_inv", "num_updates"):
+            assert torch.equal(torch.as_tensor(result["history"][key]), torch.as_tensor(first[key])), key
+            # Evaluation reads scales and records nothing, though every rank evaluated something else.
+            assert torch.equal(torch.as_tensor(result["after_eval"][key]), torch.as_tensor(first[key])), key
+        assert not result["after_eval"]["amax_local"].any()
+        training.assert_fp8_follows_masters(result["state"], result["masters"])
+    assert results[0]["losses"][-1] < 0.9 * results[0]["losses"][0]
+
+
+def broken_gradient(stage: int, fp8: dict[str, Any], value: float, check: bool) -> dict[str, Any]:
+    """Three good steps, one with a gradient that is not finite on rank 0, one good step."""
+    config = training.ds_config(stage, fp8, bf16={"enabled": True, "check_grad_overflow": check})
+    engine = training.build(config)
+    training.train(engine, 3)
+
+    def snapshot() -> dict[str, Any]:
+        taken = {"state": training.fp8_state(engine), "masters": training.full_masters(engine)}
+        return taken | ({"history": history_of(engine)} if engine.fp8.history is not None else {})
+
+    before = snapshot()
+    broken = engine.module.blocks[1].norm.bias
+    is_on = torch.distributed.get_rank() == 0
+    handle = broken.register_hook(lambda grad: grad * value if is_on else grad)
+    training.train(engine, 1, first_step=3)
+    handle.remove()
+    after, skipped = snapshot(), engine.skipped_steps
+    losses = training.train(engine, 1, first_step=4)
+    training.destroy(engine)
+    return {"before": before, "after": after, "skipped": skipped, "loss": losses[0]}
+
+
+@pytest.mark.parametrize("fp8", [{}, DELAYED], ids=["tensorwise", "delayed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradient_that_is_not_finite_skips_the_step_and_leaves_every_bit(
+    ranks: Any, stage: int, fp8: dict[str, Any]
+) -> None:
+    value = float("inf") if stage == 2 else float("nan")
+    for result in ranks(2).run(broken_gradient, stage, fp8, value, True):
+        assert result["skipped"] == 1
+        before, after = result["before"], result["after"]
+        training.assert_fp8_equals(before["state"], after["state"])
+        for name, master in before["masters"].items():
+            assert torch.equal(master, after["masters"][name]), name
+        for key, value_before in before.get("history", {}).items():
+            assert torch.equal(torch.as_tensor(value_before), torch.as_tensor(after["history"][key])), key
+        assert result["loss"] == pytest.approx(4.0, abs=1.0)  # training goes on
+
+
+def frozen_run(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    import deepspeed
+
+    engine = training.build(training.ds_config(stage, fp8), {"frozen": "blocks.1"})
+    frozen = engine.module.blocks[1].up.weight
+    losses = training.train(engine, 4)
+    result: dict[str, Any] = {"losses": losses}
+    if fp8 is not None:
+        result |= {
+            "fp8": sorted(engine.fp8.weights),
+            "state": training.fp8_state(engine),
+            "masters": training.full_masters(engine),
+            "num_resident": engine.fp8_report()["num_fp8_weights"],
+        }
+    with deepspeed.zero.GatheredParameters([frozen] if stage == 3 else []):
+        result["frozen"] = frozen.detach().float().clone()
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_layers_stay_bf16_or_become_fp8_as_asked(ranks: Any, stage: int) -> None:
+    stock = ranks(2).run(frozen_run, stage, None)[0]
+    bf16, *_ = ranks(2).run(frozen_run, stage, {})
+    fp8s = ranks(2).run(frozen_run, stage, {"linear": {"frozen": "fp8"}})
+    trainable = {f"blocks.{i}.{name}.weight" for i in (0, 2) for name in ("up", "down")}
+    frozen = {f"blocks.1.{name}.weight" for name in ("up", "down")}
+    assert set(bf16["fp8"]) == trainable and set(fp8s[0]["fp8"]) == trainable | frozen
+    assert torch.equal(bf16["frozen"], stock["frozen"])
+    data, scale_inv = training.expected_fp8(stock["frozen"])
+    for result in fp8s:
+        got = result["state"]["blocks.1.up.weight"]
+        assert torch.equal(got[0], data) and torch.equal(got[1], scale_inv)
+        training.assert_fp8_follows_masters(result["state"], result["masters"])
+    for result in (bf16, fp8s[0]):
+        assert result["losses"][-1] < result["losses"][0]
+        assert max(abs(a - b) for a, b in zip(result["losses"], stock["losses"], strict=True)) < 0.03

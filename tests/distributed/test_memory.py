@@ -1,0 +1,56 @@
+"""FP8 never holds more than stock: not while the engine is made, and not in a step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from fp8_ds.testing.memory import PeakMemory
+
+pytestmark = pytest.mark.distributed
+
+MODEL = {"width": 256, "hidden": 1024, "num_blocks": 4, "bias": False}
+
+
+# Buckets of a size that does not hide the weights: DeepSpeed's defaults are 1 GB.
+BUCKETS = {"reduce_bucket_size": 300_000, "allgather_bucket_size": 300_000, "stage3_prefetch_bucket_size": 300_000}
+
+
+def peaks(stage: int, fp8: dict[str, Any] | None) -> tuple[float, float, float]:
+    """Peaks of initialize and of a step, and what rests between steps, in bytes per parameter."""
+    gc.collect()
+    with PeakMemory() as memory:
+        engine = training.build(training.ds_config(stage, fp8, zero_optimization=BUCKETS), MODEL)
+        at_initialize = memory.peak
+        training.train(engine, 2)
+        gc.collect()
+        memory.peak, resting = memory.live, memory.live
+        training.train(engine, 1, first_step=2)
+    in_step = memory.peak
+    num_params = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    training.destroy(engine)
+    return at_initialize / num_params, in_step / num_params, resting / num_params
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_peaks_of_initialize_and_step_are_at_most_those_of_stock(ranks: Any, stage: int) -> None:
+    ours, stock = ranks(2).run(peaks, stage, {}), ranks(2).run(peaks, stage, None)
+    for (initialize, step, resting), (stock_initialize, stock_step, stock_resting) in zip(ours, stock, strict=True):
+        assert 4 < stock_initialize < 12  # the tracker sees masters, and no constant hides the weights
+        assert initialize <= stock_initialize
+        assert step <= stock_step
+        # A byte a weight less beside masters; in ZeRO-3 on 2 ranks half of that.
+        assert resting <= stock_resting - (0.9 if stage < 3 else 0.45)
+
+
+def test_keeping_the_bf16_shard_costs_the_fp8_shard_and_no_more(ranks: Any) -> None:
+    ours, stock = ranks(2).run(peaks, 3, {"zero": {"keep_bf16_shard": True}}), ranks(2).run(peaks, 3, None)
+    for (initialize, step, resting), (stock_initialize, stock_step, stock_resting) in zip(ours, stock, strict=True):
+        shard = 1 / 2  # a byte a weight, on 2 ranks
+        assert initialize <= stock_initialize + shard
+        assert step <= stock_step + shard
+        assert resting <= stock_resting + shard

@@ -1,0 +1,176 @@
+"""Ways of running a model that change how its weights are made, fetched or kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = pytest.mark.distributed
+
+
+def result_of(engine: Any, num_steps: int = 4) -> dict[str, Any]:
+    first = training.fp8_state(engine)
+    result = {"first": first, "losses": training.train(engine, num_steps), "last": training.fp8_state(engine)}
+    result["masters"] = training.full_masters(engine)
+    training.destroy(engine)
+    return result
+
+
+def with_zero_init(how: str, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """A ZeRO-3 engine over the seeded TinyLM: made whole, converted by zero.Init, or made under it and then filled."""
+    import deepspeed
+
+    config = training.ds_config(3, fp8)
+    torch.manual_seed(0)
+    net = training.TinyLM()
+    if how in ("converted", "converted in fp32"):
+        net = net.bfloat16() if how == "converted" else net
+        deepspeed.zero.Init(module=net, config_dict_or_path=config, dtype=torch.bfloat16)
+    elif how == "filled":
+        whole = {name: p.detach() for name, p in net.named_parameters()}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            net = training.TinyLM()
+        for name, p in net.named_parameters():
+            assert p.ds_numel == whole[name].numel() and p.numel() == 0
+            with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
+                p.copy_(whole[name] if torch.distributed.get_rank() == 0 else torch.zeros(()))
+    engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+    start = training.full_masters(engine)
+    if fp8 is not None:
+        return result_of(engine) | {"start": start}
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return {"losses": losses, "start": start}
+
+
+@pytest.mark.parametrize("how", ["converted", "filled"])
+def test_zero_init_gives_the_weights_of_a_whole_model(ranks: Any, how: str) -> None:
+    whole = ranks(2).run(with_zero_init, "whole", {})
+    for ours, theirs in zip(ranks(2).run(with_zero_init, how, {}), whole, strict=True):
+        training.assert_fp8_equals(ours["first"], theirs["first"])
+        assert ours["losses"] == theirs["losses"]
+
+
+def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock(ranks: Any) -> None:
+    stock = ranks(2).run(with_zero_init, "converted in fp32", None)
+    for ours, theirs in zip(ranks(2).run(with_zero_init, "converted in fp32", {}), stock, strict=True):
+        assert all(torch.equal(ours["start"][name], master) for name, master in theirs["start"].items())
+        training.assert_fp8_follows_masters(ours["first"], ours["start"])
+        assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 0.02
+
+
+def with_checkpointing(stage: int, kind: str) -> list[float]:
+    engine = training.build(training.ds_config(stage, {}), {"checkpointing": kind})
+    return result_of(engine)["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_activation_checkpointing_changes_no_loss(ranks: Any, stage: int) -> None:
+    plain = ranks(2).run(with_checkpointing, stage, "")[0]
+    for kind in ("reentrant", "non-reentrant"):
+        assert ranks(2).run(with_checkpointing, stage, kind)[0] == plain, kind
+
+
+def with_compile(stage: int, compiles: bool, fp8: dict[str, Any]) -> dict[str, Any]:
+    torch._dynamo.reset()
+    engine = training.build(training.ds_config(stage, fp8), {"num_blocks": 2})
+    if compiles:
+        engine.compile(backend="aot_eager")
+    result = result_of(engine)
+    result["is_compiled"] = engine.is_compiled
+    torch._dynamo.reset()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+        pytest.param(3, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_engine_trains_as_eager(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    eager = ranks(2).run(with_compile, stage, False, fp8)[0]
+    for compiled in ranks(2).run(with_compile, stage, True, fp8):
+        assert compiled["is_compiled"] and not eager["is_compiled"]
+        assert compiled["losses"] == pytest.approx(eager["losses"], abs=5e-3)
+        training.assert_fp8_follows_masters(compiled["last"], compiled["masters"])
+
+
+OFFLOADABLE = {1: ("lp_params", "hp_params", "optim_states"), 2: ("lp_params", "hp_params"), 3: ("lp_params",)}
+
+
+def with_offload(stage: int, fp8: dict[str, Any], states: tuple[str, ...], offloads: bool) -> dict[str, Any]:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    engine = training.build(training.ds_config(stage, fp8))
+    losses = training.train(engine, 2)
+    if offloads:
+        before = [p._fp8.data.data_ptr() for p in engine.fp8.weights.values()] if stage < 3 else []
+        engine.offload_states(include=[OffloadStateTypeEnum(name) for name in states])
+        assert {state.value for state in engine.optimizer.offloaded_states} == set(states)
+        engine.reload_states()
+        assert not engine.optimizer.offloaded_states
+        assert len(before) == len(set(before))
+    losses += training.train(engine, 2, first_step=2)
+    result = {"losses": losses, "last": training.fp8_state(engine), "masters": training.full_masters(engine)}
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [(1, {}), (2, {}), (3, {}), (3, {"zero": {"keep_bf16_shard": True}})],
+    ids=["1", "2", "3", "3 kept"],
+)
+def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    states = OFFLOADABLE[stage]
+    plain = ranks(2).run(with_offload, stage, fp8, states, False)
+    for ours, theirs in zip(ranks(2).run(with_offload, stage, fp8, states, True), plain, strict=True):
+        assert ours["losses"] == theirs["losses"]
+        training.assert_fp8_equals(ours["last"], theirs["last"])
+        training.assert_fp8_follows_masters(ours["last"], ours["masters"])
+
+
+def persistent_training(threshold: int, fp8: dict[str, Any] | None) -> list[float]:
+    zero = {"stage3_param_persistence_threshold": threshold}
+    engine = training.build(training.ds_config(3, fp8, zero_optimization=zero, gradient_accumulation_steps=2))
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return losses
+
+
+def test_persistent_weights_train_bit_for_bit_as_sharded_ones(ranks: Any) -> None:
+    sharded = ranks(2).run(persistent_training, 0, {})[0]
+    assert ranks(2).run(persistent_training, 100_000, {})[0] == sharded
+    assert ranks(2).run(persistent_training, 100_000, None)[0] != sharded  # FP8 computes with them
+
+
+def accumulating(stage: int, accumulation: int) -> tuple[int, list[float]]:
+    engine = training.build(training.ds_config(stage, {}, gradient_accumulation_steps=accumulation))
+    scale_inv = next(iter(engine.fp8.weights.values()))._fp8.scale_inv
+    changes, before = 0, scale_inv.clone()
+    losses = []
+    for step in range(3):
+        for batch in training.micro_batches(step, accumulation):
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+            changes += int(not torch.equal(scale_inv, before))
+            before = scale_inv.clone()
+    training.destroy(engine)
+    return changes, losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_change_at_accumulation_boundaries_only(ranks: Any, stage: int) -> None:
+    for changes, losses in ranks(2).run(accumulating, stage, 3):
+        assert changes == 3
+        assert len(losses) == 9

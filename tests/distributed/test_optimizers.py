@@ -1,0 +1,157 @@
+"""Learning-rate schedulers, client optimizers, and engines whose optimizer does not fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = pytest.mark.distributed
+
+SCHEDULERS = {
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 4e-3, "cycle_first_step_size": 2, "decay_lr_rate": 0.1},
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 3e-3, "warmup_num_steps": 3},
+    "WarmupDecayLR": {"total_num_steps": 6, "warmup_min_lr": 0.0, "warmup_max_lr": 3e-3, "warmup_num_steps": 2},
+    "WarmupCosineLR": {"total_num_steps": 6, "warmup_min_ratio": 0.1, "warmup_num_steps": 2},
+}
+SMALL = {"width": 32, "hidden": 64, "num_blocks": 1}
+
+
+def rates(stage: int, kind: str, fp8: dict[str, Any] | None) -> tuple[list[Any], list[float]]:
+    """(learning rate and betas after each of 5 steps, losses)."""
+    scheduler = {"type": kind, "params": SCHEDULERS[kind]}
+    engine = training.build(training.ds_config(stage, fp8, scheduler=scheduler), SMALL)
+    seen, losses = [], []
+    for step in range(5):
+        losses += training.train(engine, 1, first_step=step)
+        seen.append((engine.get_lr(), [group["betas"] for group in engine.optimizer.param_groups]))
+    training.destroy(engine)
+    return seen, losses
+
+
+def compare_rates(stages: dict[str, int]) -> dict[str, Any]:
+    return {kind: (rates(stage, kind, {}), rates(stage, kind, None)) for kind, stage in stages.items()}
+
+
+@pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_every_scheduler_gives_the_rates_of_stock(ranks: Any, shift: int) -> None:
+    stages = {kind: 1 + (i + shift) % 3 for i, kind in enumerate(SCHEDULERS)}
+    for kind, ((ours, losses), (stock, stock_losses)) in ranks(2).run(compare_rates, stages)[0].items():
+        assert ours == stock, kind
+        assert len({str(rate) for rate in ours}) > 2, kind  # it does schedule
+        assert max(abs(a - b) for a, b in zip(losses, stock_losses, strict=True)) < 0.02, kind
+
+
+def client_run(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = training.TinyLM(**SMALL)
+    decays = [p for p in net.parameters() if p.dim() > 1]
+    others = [p for p in net.parameters() if p.dim() == 1]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
+    client = torch.optim.AdamW(groups, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1.0 / (1 + step))
+    group_list = client.param_groups
+    config = training.ds_config(stage, fp8)
+    del config["optimizer"]
+    engine, optimizer, _, _ = deepspeed.initialize(model=net, optimizer=client, config=config)
+    same_list = client.param_groups is group_list and optimizer.param_groups is group_list
+    losses, seen = [], []
+    for step in range(5):
+        losses += training.train(engine, 1, first_step=step)
+        scheduler.step()
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    result = {
+        "same_list": same_list,
+        "rates": seen,
+        "losses": losses,
+        "decay": [group["weight_decay"] for group in optimizer.param_groups],
+    }
+    if fp8 is not None:
+        result |= {"state": training.fp8_state(engine), "masters": training.full_masters(engine)}
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_client_optimizer_with_two_groups_and_its_scheduler(ranks: Any, stage: int) -> None:
+    ours, stock = ranks(2).run(client_run, stage, {})[0], ranks(2).run(client_run, stage, None)[0]
+    assert ours["same_list"] == stock["same_list"] is True
+    assert ours["rates"] == stock["rates"] and ours["rates"][0] == [pytest.approx(1.5e-3), pytest.approx(5e-4)]
+    assert ours["decay"] == [0.1, 0.0]
+    assert max(abs(a - b) for a, b in zip(ours["losses"], stock["losses"], strict=True)) < 0.02
+    training.assert_fp8_follows_masters(ours["state"], ours["masters"])
+
+
+def initialize_error(stage: int, case: str) -> str:
+    """Type and text of what deepspeed.initialize raises on this rank."""
+    import deepspeed
+
+    net = training.TinyLM(**SMALL)
+    params = list(net.parameters())
+    fp8: dict[str, Any] = {}
+    if case == "weight in no group":
+        params = [p for p in params if p is not net.blocks[0].up.weight]
+    else:
+        fp8 = {"linear": {"filter_fqns": ["blocks", "lm_head"]}}
+    try:
+        deepspeed.initialize(model=net, model_parameters=params, config=training.ds_config(stage, fp8))
+    except Exception as error:  # the type is what is asserted
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_trainable_weight_in_no_parameter_group_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
+    for text in ranks(2).run(initialize_error, stage, "weight in no group"):
+        assert text.startswith("ConfigError: optimizer: expected every trainable linear weight in a parameter group")
+        assert "blocks.0.up.weight" in text
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_model_without_an_eligible_linear_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
+    for text in ranks(2).run(initialize_error, stage, "no eligible linear"):
+        assert text.startswith("ConfigError: fp8: expected at least one linear to convert")
+
+
+def without_optimizer() -> tuple[str, bool, list[str], bool]:
+    """A reference model at stage 3: (engine class, whether FP8, notices, whether its loss is that of stock)."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    notices: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            notices.append(record.getMessage())
+
+    handler = Keep()
+    logger.addHandler(handler)
+    losses = []
+    try:
+        for fp8 in ({}, None):
+            config = training.ds_config(3, fp8)
+            del config["optimizer"]
+            torch.manual_seed(0)
+            engine = deepspeed.initialize(model=training.TinyLM(**SMALL), config=config)[0]
+            with torch.no_grad():
+                losses.append(float(engine(training.micro_batches(0, 1)[0])))
+            if fp8 is not None:
+                kind, is_fp8 = type(engine).__name__, engine.fp8_report()["enabled"]
+            training.destroy(engine)
+    finally:
+        logger.removeHandler(handler)
+    return kind, is_fp8, [line for line in notices if "fp8" in line], losses[0] == losses[1]
+
+
+def test_engine_without_optimizer_stays_bf16_and_says_so(ranks: Any) -> None:
+    results = ranks(2).run(without_optimizer)
+    for rank, (kind, is_fp8, notices, same_loss) in enumerate(results):
+        assert (kind, is_fp8, same_loss) == ("Fp8DeepSpeedEngine", False, True)
+        assert len(notices) == (1 if rank == 0 else 0)
+    assert "no optimizer" in results[0][2][0] and "stays bf16" in results[0][2][0]

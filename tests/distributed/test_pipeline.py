@@ -1,0 +1,76 @@
+"""PipelineEngine with ZeRO-1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, HIDDEN = 64, 160
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, training.VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def data(accumulation: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for step in range(1_000_000):
+        for tokens in training.micro_batches(step, accumulation):
+            yield tokens[:, :-1], tokens[:, 1:]
+
+
+def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8) -> dict[str, Any]:
+    """Two stages: "balanced" has two blocks in each, "lopsided" none in the second."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.utils import groups
+
+    import fp8_ds  # noqa: F401
+
+    layers = [LayerSpec(nn.Embedding, training.VOCABULARY, WIDTH)]
+    layers += [LayerSpec(training.Block, WIDTH, HIDDEN, True) for _ in range(4 if bounds == "balanced" else 2)]
+    if bounds == "lopsided":
+        layers += [LayerSpec(nn.LayerNorm, WIDTH), LayerSpec(nn.LayerNorm, WIDTH)]
+    layers.append(LayerSpec(Head))
+    torch.manual_seed(0)
+    net = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", base_seed=7)
+    config = training.ds_config(1, fp8, gradient_accumulation_steps=2)
+    engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+    batches = data(2)
+    losses = [float(engine.train_batch(batches)) for _ in range(num_steps)]
+    result: dict[str, Any] = {"losses": losses, "engine": type(engine).__name__}
+    if fp8 is not None:
+        result["num_weights"] = len(engine.fp8.weights)
+        result["report"] = engine.fp8_report()
+        if engine.fp8.weights:
+            training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
+    training.destroy(engine)
+    groups.mpu = None  # stock leaves the pipeline's grid behind, for the next engine of this process to trip over
+    return result
+
+
+@pytest.mark.parametrize(("bounds", "num_weights"), [("balanced", (4, 4)), ("lopsided", (4, 0))])
+def test_pipeline_trains_in_fp8_as_stock_does(ranks: Any, bounds: str, num_weights: tuple[int, int]) -> None:
+    ours, stock = ranks(2).run(pipeline, {}, bounds), ranks(2).run(pipeline, None, bounds)
+    assert tuple(result["num_weights"] for result in ours) == num_weights
+    assert {result["engine"] for result in ours} == {"Fp8PipelineEngine"}
+    for result, other in zip(ours, stock, strict=True):
+        assert result["losses"][-1] < 0.95 * result["losses"][0]
+        assert max(abs(a - b) for a, b in zip(result["losses"], other["losses"], strict=True)) < 0.03

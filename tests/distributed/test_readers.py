@@ -1,0 +1,237 @@
+"""Who reads and writes weights past the engine: GatheredParameters, safe_* functions, other modules, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+
+pytestmark = pytest.mark.distributed
+
+KEEP = [{"zero": {"keep_bf16_shard": False}}, {"zero": {"keep_bf16_shard": True}}]
+KEEP_IDS = ["no bf16 shard", "bf16 shard"]
+
+
+def max_difference(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def gathered_reading(fp8: dict[str, Any], reads: bool, threshold: int) -> dict[str, Any]:
+    import deepspeed
+
+    zero = {"stage3_param_persistence_threshold": threshold}
+    engine = training.build(training.ds_config(3, fp8, zero_optimization=zero))
+    result: dict[str, Any] = {"wrong": []}
+    losses = training.train(engine, 2)
+    if reads:
+        masters = training.full_masters(engine)
+        params = dict(engine.module.named_parameters())
+        for chosen in (list(params), ["blocks.0.up.weight"], list(engine.fp8.weights)):
+            with deepspeed.zero.GatheredParameters([params[name] for name in chosen]):
+                for name in chosen:
+                    if not torch.equal(params[name].detach().clone(), masters[name].bfloat16()):
+                        result["wrong"].append(name)
+        with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):  # may write, but does not
+            pass
+    losses += training.train(engine, 3, first_step=2)
+    result |= {"losses": losses, "state": training.fp8_state(engine)}
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000], ids=["sharded", "persistent"])
+@pytest.mark.parametrize("fp8", KEEP, ids=KEEP_IDS)
+def test_gathered_parameters_read_bf16_of_masters_and_change_nothing(
+    ranks: Any, fp8: dict[str, Any], threshold: int
+) -> None:
+    read = ranks(2).run(gathered_reading, fp8, True, threshold)
+    plain = ranks(2).run(gathered_reading, fp8, False, threshold)
+    for with_reading, without in zip(read, plain, strict=True):
+        assert with_reading["wrong"] == []
+        assert with_reading["losses"] == without["losses"]
+        training.assert_fp8_equals(with_reading["state"], without["state"])
+
+
+def gathered_writing(fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """Rank 0 zeroes `down` of every block, so that the blocks add nothing; other ranks write what must be ignored."""
+    import deepspeed
+
+    engine = training.build(training.ds_config(3, fp8, optimizer={"params": {"lr": 0.0, "torch_adam": True}}))
+    batch = training.micro_batches(0, 1)[0]
+    weights = [block.down.weight for block in engine.module.blocks]
+    state = training.fp8_state(engine) if fp8 is not None else {}
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(engine(batch))
+
+    before = loss()
+    with deepspeed.zero.GatheredParameters(weights, modifier_rank=0), torch.no_grad():
+        for weight in weights:
+            weight.mul_(0.0 if torch.distributed.get_rank() == 0 else 7.0)
+    with deepspeed.zero.GatheredParameters(weights[:1]):
+        reads_back = bool((weights[0] == 0).all())
+    written = loss()
+    training.train(engine, 1)
+    after_step = loss()
+    result = {"losses": (before, written, after_step), "reads_back": reads_back}
+    if fp8 is not None:
+        training.assert_fp8_equals(training.fp8_state(engine), state)
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("fp8", KEEP, ids=KEEP_IDS)
+def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks: Any, fp8: dict[str, Any]) -> None:
+    stock = ranks(2).run(gathered_writing, None)
+    for ours, theirs in zip(ranks(2).run(gathered_writing, fp8), stock, strict=True):
+        before, written, after_step = ours["losses"]
+        assert ours["reads_back"]
+        assert written == theirs["losses"][1] != before  # no FP8 value but zero is left in the blocks
+        assert after_step == before
+        assert theirs["losses"][2] == theirs["losses"][0]  # as in stock
+
+
+def safe_functions(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    from deepspeed import utils
+
+    config = training.ds_config(stage, fp8, optimizer={"params": {"lr": 1e-3, "torch_adam": True}})
+    config["gradient_clipping"] = 0.0
+    engine = training.build(config)
+    name = "blocks.1.up.weight"
+    weight = dict(engine.module.named_parameters())[name]
+    result: dict[str, Any] = {"first": utils.safe_get_full_fp32_param(weight).clone()}
+
+    def backward(step: int) -> None:
+        engine.backward(engine(training.micro_batches(step, 2)[torch.distributed.get_rank()]))
+
+    backward(0)
+    result["grad"] = utils.safe_get_full_grad(weight).float().clone()
+    if stage == 3:
+        result["local_grad"] = utils.safe_get_local_grad(weight).float().clone()
+        result["local_param"] = utils.safe_get_local_fp32_param(weight).clone()
+    engine.step()
+    result["moments"] = utils.safe_get_full_optimizer_state(weight, "exp_avg").clone()
+    if stage == 3:
+        result["local_moments"] = utils.safe_get_local_optimizer_state(weight, "exp_avg").clone()
+    value = torch.linspace(-3, 5, weight.ds_numel if stage == 3 else weight.numel()).view_as(result["first"])
+    utils.safe_set_full_fp32_param(weight, value)
+    for key in ("exp_avg", "exp_avg_sq"):
+        utils.safe_set_full_optimizer_state(weight, torch.full_like(value, 0.5), key)
+    result["set_moments"] = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq").clone()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    backward(1)
+    engine.step()
+    result["set"] = (utils.safe_get_full_fp32_param(weight).clone(), value)
+    if fp8 is not None:
+        result["fp8"] = training.fp8_state(engine)[name]
+    if stage == 3:
+        utils.safe_set_local_fp32_param(weight, torch.full_like(result["local_param"], 2.0))
+        utils.safe_set_local_optimizer_state(weight, torch.full_like(result["local_param"], 0.25), "exp_avg")
+        result["local_set"] = bool((utils.safe_get_full_fp32_param(weight) == 2.0).all())
+        result["local_set"] &= bool((utils.safe_get_full_optimizer_state(weight, "exp_avg") == 0.25).all())
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_safe_functions_see_masters_gradients_and_states(ranks: Any, stage: int) -> None:
+    from fp8_ds.testing import sqnr_db
+
+    stock = ranks(2).run(safe_functions, stage, None)
+    for ours, theirs in zip(ranks(2).run(safe_functions, stage, {}), stock, strict=True):
+        assert torch.equal(ours["first"], theirs["first"])
+        for key in ("grad", "moments", *(("local_grad", "local_moments") if stage == 3 else ())):
+            assert ours[key].shape == theirs[key].shape and sqnr_db(theirs[key], ours[key]) > 15, key
+        if stage == 3:
+            assert torch.equal(ours["local_param"], theirs["local_param"])
+            assert ours["local_set"] is theirs["local_set"] is True
+        assert bool((ours["set_moments"] == 0.5).all())
+        got, value = ours["set"]
+        assert torch.equal(got, value)
+        data, scale_inv = training.expected_fp8(value)
+        assert torch.equal(ours["fp8"][0], data) and torch.equal(ours["fp8"][1], scale_inv)
+
+
+def external(stage: int, fp8: dict[str, Any] | None, is_external: bool, threshold: int = 0) -> list[float]:
+    zero = {"stage3_param_persistence_threshold": threshold} if stage == 3 else {}
+    config = training.ds_config(stage, fp8, zero_optimization=zero)
+    engine = training.build(config, {"external": is_external})
+    losses = training.train(engine, 6)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int) -> None:
+    ours = ranks(2).run(external, stage, {}, True)[0]
+    assert max_difference(ours, ranks(2).run(external, stage, {}, False)[0]) < 0.02
+    assert max_difference(ours, ranks(2).run(external, stage, None, True)[0]) < 0.02
+    assert ours[-1] < 0.9 * ours[0]
+
+
+def test_external_use_of_a_persistent_weight_is_the_same(ranks: Any) -> None:
+    persistent = ranks(2).run(external, 3, {}, True, 100_000)[0]
+    assert max_difference(persistent, ranks(2).run(external, 3, None, True, 100_000)[0]) < 0.02
+
+
+def evaluating(stage: int, fp8: dict[str, Any], evaluates: bool) -> dict[str, Any]:
+    engine = training.build(training.ds_config(stage, fp8))
+    batch = training.micro_batches(77, 1)[0]
+    losses, evaluated = training.train(engine, 2), []
+    if evaluates:
+        evaluated.append(float(engine(batch)))  # training mode, no backward after it
+        with torch.no_grad():
+            evaluated.append(float(engine(batch)))
+        engine.eval()
+        with torch.no_grad():
+            evaluated.append(float(engine(batch)))
+        with torch.inference_mode():
+            evaluated.append(float(engine(batch)))
+        engine.train()
+    losses += training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return {"losses": losses, "evaluated": evaluated}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, stage: int) -> None:
+    ours, plain = ranks(2).run(evaluating, stage, {}, True), ranks(2).run(evaluating, stage, {}, False)
+    for with_evaluation, without in zip(ours, plain, strict=True):
+        assert len(set(with_evaluation["evaluated"])) == 1
+        assert with_evaluation["losses"] == without["losses"]
+
+
+def reads_of_users(stage: int) -> dict[str, float]:
+    """What loggers, moving averages and exporters do between steps of ZeRO-1/2."""
+    engine = training.build(training.ds_config(stage, {}))
+    training.train(engine, 2)
+    state = training.fp8_state(engine)
+    average = {n: torch.zeros(p.shape) for n, p in engine.module.named_parameters()}
+    for name, p in engine.module.named_parameters():
+        average[name].lerp_(p.data.float(), 1.0)
+    plain = engine.module.state_dict()
+    wrong = 0.0
+    for name, (data, scale_inv) in state.items():
+        true = (data.view(torch.float8_e4m3fn).float() * scale_inv).bfloat16()
+        p = dict(engine.module.named_parameters())[name]
+        x = torch.ones(1, p.shape[1], dtype=torch.bfloat16)
+        for got, expected in (
+            (plain[name], true),
+            (average[name].bfloat16(), true),
+            (F.linear(x, p).detach(), F.linear(x, true)),
+        ):
+            wrong += float((got - expected).abs().sum())
+    nan = sum(int(tensor.isnan().sum()) for tensor in plain.values())
+    training.destroy(engine)
+    return {"wrong": wrong, "nan": nan, "num": len(state)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_users_read_true_values_between_steps(ranks: Any, stage: int) -> None:
+    for result in ranks(2).run(reads_of_users, stage):
+        assert result == {"wrong": 0.0, "nan": 0, "num": 6}

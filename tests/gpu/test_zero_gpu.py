@@ -1,0 +1,124 @@
+"""FP8 ZeRO on GPUs with NCCL: streams, prefetch and overlap_comm must not change a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+MODEL = {"width": 512, "hidden": 2048, "num_blocks": 6}
+STEPS = 8
+
+
+def run(stage: int, overlap: bool, fp8: dict[str, Any] | None, accumulation: int, synchronous: bool = False) -> Any:
+    """Losses, bytes before and after, masters, our counters; `synchronous` waits for the device after every module."""
+    import os
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    zero = {"stage": stage, "overlap_comm": overlap}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 3_000_000}
+        zero |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4_000_000}
+    config = training.ds_config(
+        stage, fp8, gradient_accumulation_steps=accumulation, zero_optimization=zero
+    )
+    engine = training.build(config, MODEL)
+    if synchronous:
+        for module in engine.module.modules():
+            module.register_forward_hook(lambda *_: torch.cuda.synchronize())
+            module.register_full_backward_hook(lambda *_: torch.cuda.synchronize())
+    first = training.fp8_state(engine) if fp8 is not None else {}
+    losses = training.train(engine, STEPS)
+    state = training.fp8_state(engine) if fp8 is not None else {}
+    masters = training.full_masters(engine)
+    report = engine.fp8_report() if fp8 is not None else {}
+    training.destroy(engine)
+    torch.cuda.empty_cache()
+    return losses, first, state, masters, report
+
+
+def assert_bytes_follow_masters(result: Any) -> None:
+    from fp8_ds.formats import E4M3
+    from fp8_ds.ops.quantize import quantize
+    from fp8_ds.scaling import scale_from_amax
+
+    _, _, state, masters, _ = result
+    assert state
+    for name, (data, scale_inv) in state.items():
+        scale, expected_inv = scale_from_amax(masters[name].abs().max(), E4M3.max)
+        expected = quantize(masters[name], scale, E4M3).view(torch.uint8)
+        assert torch.equal(scale_inv, expected_inv) and torch.equal(data, expected), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_those_of_the_masters_on_all_ranks(gpu_ranks: Any, stage: int, world_size: int) -> None:
+    results = gpu_ranks(world_size).run(run, stage, True, {}, 2)
+    for result in results:
+        assert_bytes_follow_masters(result)
+        assert result[0] == results[0][0] and result[0][-1] < result[0][0]
+        assert result[4]["num_amax_reduces"] == 1
+    if world_size > 1 and stage < 3:
+        assert 1.0 <= results[0][4]["gathered_fp8_bytes"] / results[0][4]["num_fp8_weights"] <= 1.02
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overlap_and_prefetch_change_no_bit(gpu_ranks: Any, stage: int) -> None:
+    asynchronous = gpu_ranks(2).run(run, stage, True, {}, 2)[0]
+    again = gpu_ranks(2).run(run, stage, True, {}, 2)[0]
+    synchronous = gpu_ranks(2).run(run, stage, False, {}, 2, True)[0]
+    assert asynchronous[0] == again[0] == synchronous[0]
+    for name, master in synchronous[3].items():
+        assert torch.equal(master, asynchronous[3][name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_start_from_the_bytes_of_one_and_stay_close(gpu_ranks: Any, stage: int) -> None:
+    one = gpu_ranks(1).run(run, stage, True, {}, 2)[0]
+    two = gpu_ranks(2).run(run, stage, True, {}, 1)[0]
+    for name, (data, scale_inv) in one[1].items():
+        assert torch.equal(data, two[1][name][0]) and torch.equal(scale_inv, two[1][name][1]), name
+    assert max(abs(a - b) for a, b in zip(one[0], two[0], strict=True)) < 0.02
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_and_with_the_bf16_shard_are_bit_equal(gpu_ranks: Any, world_size: int) -> None:
+    without = gpu_ranks(world_size).run(run, 3, True, {}, 2)[0]
+    kept = gpu_ranks(world_size).run(run, 3, True, {"zero": {"keep_bf16_shard": True}}, 2)[0]
+    assert without[0] == kept[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_losses_are_those_of_bf16(gpu_ranks: Any, stage: int, recipe: str) -> None:
+    fp8 = gpu_ranks(1).run(run, stage, True, {"linear": {"recipe": recipe}}, 2)[0][0]
+    stock = gpu_ranks(1).run(run, stage, True, None, 2)[0][0]
+    assert max(abs(a - b) / b for a, b in zip(fp8, stock, strict=True)) < 0.02
+
+
+def save_and_resume(stage: int, folder: str) -> Any:
+    def engine() -> Any:
+        return training.build(training.ds_config(stage, {"linear": {"recipe": "delayed"}}), MODEL)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    whole = engine()
+    training.train(whole, 3)
+    whole.save_checkpoint(folder, tag="three")
+    expected = training.train(whole, 3, first_step=3)
+    training.destroy(whole)
+    resumed = engine()
+    resumed.load_checkpoint(folder, tag="three")
+    losses = training.train(resumed, 3, first_step=3)
+    training.destroy(resumed)
+    return expected, losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resuming_is_bit_exact(gpu_ranks: Any, stage: int, tmp_path: Any) -> None:
+    expected, losses = gpu_ranks(1).run(save_and_resume, stage, str(tmp_path))[0]
+    assert expected == losses

@@ -1,0 +1,53 @@
+"""How uneven runs are gathered is decided by the bytes it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8_ds.comm import ByteCounter, gather_method, gathered_bytes
+from fp8_ds.zero.layout import Run
+
+
+def runs(*numels: int, gap: int = 0) -> list[Run]:
+    found, start = [], 0
+    for rank, numel in enumerate(numels):
+        if numel:
+            found.append(Run(rank, start, start + numel))
+        start += numel + gap
+    return found
+
+
+@pytest.mark.parametrize(
+    ("numels", "method", "num_bytes"),
+    [
+        ((8, 8, 8, 8), "even", 32),
+        ((100, 100, 100, 98), "padded", 400),  # 400 <= 1.02 * 398
+        ((100, 100, 100, 80), "broadcast", 380),
+        ((0, 50, 50, 50), "broadcast", 150),
+        ((7,), "none", 0),
+        ((0, 0), "none", 0),
+    ],
+)
+def test_method_follows_the_waste(numels: tuple[int, ...], method: str, num_bytes: int) -> None:
+    assert gather_method(runs(*numels), len(numels), 1) == method
+    assert gathered_bytes(runs(*numels), len(numels), 1) == num_bytes
+
+
+def test_equal_runs_with_holes_between_are_not_gathered_in_place() -> None:
+    assert gather_method(runs(8, 8, gap=8), 2, 1) == "padded"
+
+
+def test_small_volume_is_padded_whatever_the_waste() -> None:
+    uneven = runs(100, 1, 0, 0)
+    assert gather_method(uneven, 4, 2, free_bytes=800) == "padded"
+    assert gathered_bytes(uneven, 4, 2, free_bytes=800) == 800
+    assert gather_method(uneven, 4, 2, free_bytes=799) == "broadcast"
+    assert gathered_bytes(uneven, 4, 2, free_bytes=799) == 202
+
+
+def test_counter_keeps_the_finished_step_and_starts_anew() -> None:
+    counter = ByteCounter()
+    counter.fp8, counter.hp, counter.num_amax_reduces = 5, 7, 1
+    counter.end_step()
+    assert counter.last is not None and (counter.last.total, counter.last.num_amax_reduces) == (12, 1)
+    assert counter.total == 0 and counter.num_amax_reduces == 0

@@ -1,0 +1,249 @@
+"""An FP8 weight is a Parameter to whoever reads it, writes it, copies it or saves it; underneath is NaN."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.quantize import quantize
+from fp8_ds.scaling import scale_from_amax
+from fp8_ds.zero.parameter import Fp8Parameter, has_payload
+from fp8_ds.zero.payload import Fp8Payload
+
+SHAPE = (6, 10)
+
+
+def retype(p: Any, writable: bool = True) -> Tensor:
+    """Give `p` a payload as ZeRO-1/2 does; returns the true value that readers must see."""
+    scale, scale_inv = scale_from_amax(p.data.float().abs().max(), E4M3.max)
+    payload = Fp8Payload("w", scale, scale_inv, p.dtype)
+    payload.data = quantize(p.data, scale, E4M3)
+
+    def write(value: Tensor) -> None:
+        new_scale, new_scale_inv = scale_from_amax(value.float().abs().max(), E4M3.max)
+        payload.scale.copy_(new_scale)
+        payload.scale_inv.copy_(new_scale_inv)
+        payload.data = quantize(value, payload.scale, E4M3)
+
+    payload.write = write if writable else None
+    p._fp8 = payload
+    p.data = payload.nominal(p.shape)
+    p.__class__ = Fp8Parameter
+    return payload.dequantize()
+
+
+@pytest.fixture
+def weight() -> Any:
+    torch.manual_seed(0)
+    return nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
+
+
+def test_metadata_is_that_of_the_nominal_parameter(weight: Any) -> None:
+    retype(weight)
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad
+    assert (weight.shape, weight.numel(), weight.dtype, weight.dim()) == (SHAPE, 60, torch.bfloat16, 2)
+    assert weight.size(0) == 6 and weight.device.type == "cpu" and weight.element_size() == 2
+    assert weight.type() == "torch.BFloat16Tensor" and weight.untyped_storage().nbytes() == 2
+    assert torch.zeros_like(weight).isnan().sum() == 0 and len(weight) == 6
+    assert weight.grad is None and weight.untyped_storage().data_ptr() == weight.data_ptr()
+
+
+READERS = {
+    "linear": lambda p: F.linear(torch.ones(3, 10, dtype=p.dtype), p),
+    "matmul": lambda p: torch.ones(3, 6, dtype=p.dtype) @ p,
+    "reflected": lambda p: 2 * p,
+    "add": lambda p: p + 1,
+    "sum": lambda p: p.sum(),
+    "float": lambda p: p.float(),
+    "to": lambda p: p.to(torch.float32),
+    "type_as_cast": lambda p: p.type(torch.float32),
+    "transpose": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "view": lambda p: p.view(-1),
+    "flatten": lambda p: p.flatten(),
+    "reshape": lambda p: p.reshape(10, 6),
+    "index": lambda p: p[2:4, ::2],
+    "norm": lambda p: torch.linalg.vector_norm(p.float()),
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "data": lambda p: p.data,
+    "cat": lambda p: torch.cat([p, p]),
+    "expand_as_another": lambda p: p.expand_as(torch.empty(2, *SHAPE)),
+    "out_of_foreach": lambda p: torch._foreach_mul([p.detach()], 2.0)[0],
+    "item": lambda p: torch.tensor(p[0, 0].item()),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "iter": lambda p: torch.stack(list(p)),
+    "numpy": lambda p: torch.from_numpy(p.detach().float().numpy()),
+    "copy_from": lambda p: torch.zeros(SHAPE).copy_(p.detach()),
+    "isfinite": lambda p: torch.isfinite(p),
+    "compare": lambda p: p > 0,
+    "state_dict": lambda p: _holding(p).state_dict()["w"],
+}
+
+
+def _holding(p: Any) -> nn.Module:
+    module = nn.Module()
+    module.w = p
+    return module
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reader_sees_the_true_value(weight: Any, reader: str) -> None:
+    true = nn.Parameter(retype(weight))
+    got, expected = READERS[reader](weight), READERS[reader](true)
+    assert got.dtype == expected.dtype and torch.equal(got.detach(), expected.detach())
+    assert not (got.is_floating_point() and got.isnan().any())
+    assert type(got) is Tensor
+
+
+def test_gradient_of_a_reader_reaches_the_parameter(weight: Any) -> None:
+    true = nn.Parameter(retype(weight))
+    x = torch.randn(4, 10, dtype=torch.bfloat16)
+    for p in (weight, true):
+        (F.linear(x, p).float().square().sum() + p.float().pow(3).sum()).backward()
+    assert weight.grad.dtype == torch.bfloat16 and torch.equal(weight.grad, true.grad)
+
+
+def test_hook_on_the_accumulated_gradient_fires_once(weight: Any) -> None:
+    retype(weight)
+    seen = []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    assert type(node).__name__ == "AccumulateGrad"
+    node.register_hook(lambda *_: seen.append("node"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
+    (weight.sum() + weight.mean()).backward()
+    assert seen == ["node", True] or seen == [True, "node"]
+
+
+def test_bypassing_the_hook_reads_nan(weight: Any) -> None:
+    retype(weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.detach().isnan().all()
+        assert F.linear(torch.ones(1, 10, dtype=torch.bfloat16), weight).isnan().all()
+
+
+WRITERS = {
+    "copy_": lambda p, value: p.copy_(value),
+    "copy_broadcast": lambda p, value: p.copy_(value[:1]),
+    "add_": lambda p, value: p.add_(value),
+    "mul_": lambda p, value: p.mul_(2.0),
+    "iadd": lambda p, value: p.__iadd__(value),
+    "lerp_": lambda p, value: p.lerp_(value, 0.5),
+    "zero_": lambda p, value: p.zero_(),
+    "fill_": lambda p, value: p.fill_(3.0),
+    "init": lambda p, value: nn.init.constant_(p, 0.25),
+    "normal_": lambda p, value: (torch.manual_seed(3), nn.init.normal_(p)),
+    "copy_of_float": lambda p, value: p.copy_(value.float()),
+    "foreach": lambda p, value: torch._foreach_add_([p], [value]),
+    "foreach_copy": lambda p, value: torch._foreach_copy_([p], [value]),
+    "out": lambda p, value: torch.mul(value, 3.0, out=p),
+    "masked": lambda p, value: p.masked_fill_(value > 0, 0.5),
+    "with_itself": lambda p, value: p.add_(p),
+    "setitem": lambda p, value: p.__setitem__(slice(0, 2), 1.0),
+    "data": lambda p, value: setattr(p, "data", value),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_write_becomes_the_new_fp8_bytes(weight: Any, writer: str) -> None:
+    true = retype(weight).clone()
+    value = torch.randn(SHAPE, dtype=torch.bfloat16)
+    expected = nn.Parameter(true)
+    with torch.no_grad():
+        result = WRITERS[writer](weight, value)
+        assert not isinstance(result, Tensor) or result is weight
+        WRITERS[writer](expected, value)
+    scale, scale_inv = scale_from_amax(expected.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.scale_inv, scale_inv)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(expected.detach(), scale, E4M3).view(torch.uint8))
+    assert weight.untyped_storage().nbytes() == 2  # still the placeholder
+
+
+def test_load_state_dict_writes(weight: Any) -> None:
+    retype(weight)
+    _holding(weight).load_state_dict({"w": torch.full(SHAPE, 2.0)})
+    assert (weight.detach() == 2.0).all()
+
+
+def test_moving_average_of_weights_follows_them(weight: Any) -> None:
+    true = retype(weight)
+    average = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    average.lerp_(weight.data, 1.0)
+    assert torch.equal(average, true)
+
+
+def test_in_place_on_a_leaf_that_requires_grad_needs_no_grad(weight: Any) -> None:
+    retype(weight)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        weight.add_(1.0)
+
+
+def test_write_into_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
+    retype(weight, writable=False)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="GatheredParameters"):
+        weight.add_(1.0)
+
+
+def test_data_of_another_shape_releases_the_bytes(weight: Any) -> None:
+    retype(weight)
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # what deepspeed's free_param does
+    assert not has_payload(weight) and weight.numel() == 0
+
+
+def test_deepcopy_is_a_plain_parameter_with_true_values(weight: Any) -> None:
+    true = retype(weight)
+    module = _holding(weight)
+    module.tied = weight
+    copied = copy.deepcopy(module)
+    assert type(copied.w) is nn.Parameter and copied.w is copied.tied and copied.w.requires_grad
+    assert torch.equal(copied.w.detach(), true)
+    with torch.no_grad():
+        copied.w.zero_()
+    assert torch.equal(weight.detach(), true)
+
+
+def test_pickled_module_holds_plain_parameters_with_true_values(weight: Any) -> None:
+    true = retype(weight)
+    file = io.BytesIO()
+    torch.save(nn.ParameterDict({"w": weight}), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)["w"]
+    assert type(loaded) is nn.Parameter and torch.equal(loaded.detach(), true)
+    file = io.BytesIO()
+    torch.save(_holding(weight).state_dict(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["w"], true)
+
+
+def test_export_takes_the_place_of_the_bytes(weight: Any) -> None:
+    retype(weight)
+    master = torch.randn(SHAPE, dtype=torch.bfloat16)
+    weight._fp8.export = master
+    assert torch.equal(weight.detach(), master) and torch.equal(weight.data, master)
+    weight._fp8.export = None
+    assert not torch.equal(weight.detach(), master)
+
+
+def test_repr_shows_values_not_nan(weight: Any) -> None:
+    retype(weight)
+    assert "nan" not in repr(weight)
+
+
+def test_weight_gathered_in_bf16_by_a_stock_reader_behaves_as_a_plain_parameter(weight: Any) -> None:
+    retype(weight)
+    gathered = torch.randn(SHAPE, dtype=torch.bfloat16)
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = gathered
+    assert torch.equal(weight.detach(), gathered) and weight.data.data_ptr() == gathered.data_ptr()
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert torch.equal(weight.detach(), gathered)
