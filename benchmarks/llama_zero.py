@@ -42,9 +42,12 @@ def ds_config(stage: int, fp8: dict[str, Any] | None, cpu: bool) -> dict[str, An
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, **({"torch_adam": True} if cpu else {})},
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, **({"torch_adam": True} if cpu else {})},
         },
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 10}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 20, "warmup_type": "linear"},
+        },
         "zero_optimization": {"stage": stage, "overlap_comm": True},
         "steps_per_print": 1_000_000,
     }
@@ -59,7 +62,7 @@ def run_arm(args: argparse.Namespace, name: str, config: dict[str, Any]) -> dict
         config_path, out = Path(folder, "ds.json"), Path(folder, "out.json")
         config_path.write_text(json.dumps(config))
         worker = [str(HERE / "llama_zero_worker.py"), "--deepspeed_config", str(config_path), "--out", str(out)]
-        worker += [f"--{key}={getattr(args, key)}" for key in ("steps", "seq", "layers", "hidden")]
+        worker += [f"--{key}={getattr(args, key)}" for key in ("steps", "seq", "layers", "hidden", "dither")]
         launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.gpus), *worker]
         start = time.monotonic()
         done = subprocess.run(launch, stdout=-1, stderr=-2, text=True, check=False, timeout=args.arm_timeout)
@@ -120,6 +123,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", default=["fp8 tensorwise"], choices=list(FP8_ARMS))
+    parser.add_argument("--dither", type=int, default=0, choices=[0, 1], help="masters start off the bf16 grid")
     parser.add_argument("--arm-timeout", type=float, default=200)
     parser.add_argument("--budget", type=float, default=570, help="seconds; arms that would start later are left out")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -130,7 +134,7 @@ def main() -> None:
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     start, results, left_out = time.monotonic(), [], []
-    stem = f"{datetime.date.today():%Y-%m-%d}-llama-zero-{args.gpus}gpu"
+    stem = f"{datetime.date.today():%Y-%m-%d}-llama-zero-{args.gpus}gpu{'-dither' if args.dither else ''}"
     args.out.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:
         for name in ["stock bf16", *args.arms]:

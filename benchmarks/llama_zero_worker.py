@@ -30,6 +30,22 @@ def byte_stream() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def dither_masters(model: torch.nn.Module) -> None:
+    """Move every fp32 master by up to half a bf16 step, the same in all arms; the bf16 weights stay what they are.
+
+    DeepSpeed makes masters from bf16 weights, so they start exactly on the bf16 grid, and the tiny updates of a
+    warm-up do not reach bf16 weights until they add up to half a step. FP8 weights have no such dead zone.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    generator = torch.Generator(device=get_accelerator().current_device_name()).manual_seed(5)
+    for parameter in model.parameters():
+        master = safe_get_full_fp32_param(parameter)
+        noise = torch.rand(master.shape, generator=generator, device=master.device) - 0.5
+        step = torch.exp2(torch.floor(torch.log2(master.abs().clamp_min(1e-30))) - 7)
+        safe_set_full_fp32_param(parameter, master + 0.98 * noise * step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
@@ -38,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--dither", type=int, default=0, help="1: start masters off the bf16 grid, see dither_masters")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
 
@@ -64,6 +81,8 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     del model
     gc.collect()
+    if args.dither:
+        dither_masters(engine.module)
     init_peak = get_accelerator().max_memory_allocated()
     get_accelerator().reset_peak_memory_stats()
 

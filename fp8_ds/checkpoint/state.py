@@ -50,9 +50,10 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
             "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
         )
-    saved = Plan.from_state(state["plan"])
-    if saved != context.plan:
-        before = {row.fqn for row in saved.layers if row.converted}
+    converted = [row.fqn for row in Plan.from_state(state["plan"]).layers if row.converted]
+    same_layers = converted == [row.fqn for row in context.plan.layers if row.converted]
+    if not same_layers:
+        before = set(converted)
         now = {row.fqn for row in context.plan.layers if row.converted}
         say(
             "fp8: the layers differ from the checkpoint's: "
@@ -62,7 +63,7 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
     history = state["history"]
     if context.history is None:
         return
-    if history is None or saved != context.plan:
+    if history is None or not same_layers:
         say("fp8: amax histories start anew (the checkpoint has none for these layers)")
         return
     context.history.load_state_dict(history)

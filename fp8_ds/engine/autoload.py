@@ -1,4 +1,4 @@
-"""Imported by `fp8_ds_autoload.pth` at the start of Python (`fp8-ds autoload on`): waits for deepspeed, nothing else."""
+"""Imported by `fp8_ds_autoload.pth` when Python starts (`fp8-ds autoload on`): waits for deepspeed, nothing else."""
 
 from fp8_ds.engine.activation import install
 

@@ -65,6 +65,7 @@ class Fp8Engine:
             )
         zero.__class__ = type(f"Fp8{host.__name__}", (_MIXINS[host], host), {})
         zero.fp8_init(self.fp8)
+        _start_count_anew(self.fp8)
         return zero
 
     def fp8_report(self: Any) -> dict[str, Any]:
@@ -116,6 +117,7 @@ class Fp8Engine:
         """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self.fp8 is not None and client_state is not None:
+            _start_count_anew(self.fp8)
             restore_state(self.fp8, client_state.pop(CHECKPOINT_KEY, None), _say)
         return path, client_state
 
@@ -139,17 +141,23 @@ class Fp8Engine:
         )
 
 
-class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):  # type: ignore[misc]
+class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):
     """DeepSpeedEngine with FP8 ZeRO."""
 
 
-class Fp8PipelineEngine(Fp8Engine, PipelineEngine):  # type: ignore[misc]
+class Fp8PipelineEngine(Fp8Engine, PipelineEngine):
     """PipelineEngine with FP8 ZeRO (stage 1, what DeepSpeed allows with pipelines)."""
 
 
 def _say(line: str) -> None:
     if ds_comm.get_rank() == 0:
         logger.warning(line)
+
+
+def _start_count_anew(context: Fp8Context) -> None:
+    """What `initialize` or a load gathered belongs to no step."""
+    context.counter.end_step()
+    context.counter.last = None
 
 
 def _check_all_optimized(context: Fp8Context, optimizer: Any) -> None:

@@ -6,6 +6,7 @@ named by file and qualified name, so that a test module need not be importable; 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -66,7 +67,11 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path
     if os.environ["DS_ACCELERATOR"] == "cuda":
         torch.cuda.set_device(rank)
     import deepspeed
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  (imports torch's compiler; ZeRO does so later)
 
+    # Every engine built or destroyed collects garbage: do not scan 1.5 million objects of torch's compiler each time.
+    gc.collect()
+    gc.freeze()
     deepspeed.init_distributed(verbose=False)
     while True:
         request = pipe.recv_bytes()
@@ -96,7 +101,8 @@ class RankPool:
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._log = tempfile.NamedTemporaryFile(prefix=f"ranks{world_size}-", suffix=".log", delete=False)
+        descriptor, self._log_path = tempfile.mkstemp(prefix=f"ranks{world_size}-", suffix=".log")
+        os.close(descriptor)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; returns the results by rank.
@@ -119,7 +125,7 @@ class RankPool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    answers[rank] = (False, f"rank {rank} died; its log is {self._log.name}")
+                    answers[rank] = (False, f"rank {rank} died; its log is {self._log_path}")
             failed = [rank for rank, (ok, _) in answers.items() if not ok]
             if failed:
                 # Peers may hang in a collective: give them a moment, then start anew.
@@ -144,7 +150,7 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, self.world_size, port, theirs, self._log.name), daemon=True
+                target=_rank_main, args=(rank, self.world_size, port, theirs, self._log_path), daemon=True
             )
             process.start()
             theirs.close()

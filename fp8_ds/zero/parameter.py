@@ -24,14 +24,28 @@ _METADATA = frozenset(
     __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward register_hook
     register_post_accumulate_grad_hook record_stream
     zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
-    __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()
+    __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
 )
 _IN_PLACE_DUNDERS = frozenset(
-    f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
+_ACCESSORS = ("__get__", "__set__")
 # Attributes that carry values; every other attribute is metadata.
 _VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in a tensor of its own; its gradient goes to the Parameter unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        storage = weight.untyped_storage()
+        return weight.new_empty(0).set_(storage, weight.storage_offset(), weight.size(), weight.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class _Dequantize(torch.autograd.Function):
@@ -43,7 +57,7 @@ class _Dequantize(torch.autograd.Function):
         return payload.dequantize() if payload.export is None else payload.export
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -86,7 +100,8 @@ class Fp8Parameter(nn.Parameter):
             written = _written_by(name, args, kwargs)
             if written:
                 return _write_in_place(func, written, args, kwargs)
-            args, kwargs = tree_map(_as_true_value, (args, kwargs))
+            convert = _as_true_value if _is_writer(name, kwargs) or name in _ACCESSORS else _as_kept_value
+            args, kwargs = tree_map(convert, (args, kwargs))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -111,6 +126,17 @@ def _as_true_value(x: Any) -> Any:
     return _Dequantize.apply(x) if isinstance(x, Fp8Parameter) and has_payload(x) else x
 
 
+def _as_kept_value(x: Any) -> Any:
+    """As `_as_true_value`; a weight that a stock reader has gathered in bf16 becomes an alias for autograd to keep.
+
+    Kept for backward as itself it would be NaN there: by then ZeRO-3 may have fetched it again, in FP8.
+    """
+    if not isinstance(x, Fp8Parameter) or has_payload(x):
+        return _as_true_value(x)
+    is_gathered = getattr(x, "_fp8", None) is not None and x.numel() > 0
+    return _Alias.apply(x) if is_gathered and x.requires_grad and torch.is_grad_enabled() else x
+
+
 def _set_data(weight: Any, value: Tensor) -> None:
     """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
     if value.shape == weight.shape:
@@ -120,17 +146,21 @@ def _set_data(weight: Any, value: Tensor) -> None:
     _DATA_SET(weight, value)
 
 
+def _is_writer(name: str, kwargs: Any) -> bool:
+    is_in_place = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or kwargs.get("out") is not None
+
+
 def _written_by(name: str, args: Any, kwargs: Any) -> list[Any]:
     """The FP8 weights that a function of this name writes into: `out=`, or the first argument of `add_` and its like.
 
     The first argument may be a list (`_foreach_add_`) and may come by keyword (`nn.init.constant_`).
     """
-    if kwargs.get("out") is not None:
-        target = kwargs["out"]
-    elif name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")):
-        target = args[0] if args else next(iter(kwargs.values()), None)
-    else:
+    if not _is_writer(name, kwargs):
         return []
+    target = kwargs.get("out")
+    if target is None:
+        target = args[0] if args else next(iter(kwargs.values()), None)
     return [x for x in tree_leaves(target) if isinstance(x, Fp8Parameter) and has_payload(x)]
 
 

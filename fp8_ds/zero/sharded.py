@@ -20,7 +20,6 @@ from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
 from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
-from fp8_ds.formats import E4M3
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import WeightQuantizer
@@ -102,7 +101,7 @@ class Fp8GatherHandle:
                 whole = self.buffer.view(self.num_ranks, -1)[:, offset : offset + per_rank].reshape(-1)
             offset += per_rank
             param.data = weight.payload.nominal(param.ds_shape)
-            weight.payload.data = whole[: param.ds_numel].view(E4M3.dtype).view(param.ds_shape)
+            weight.payload.data = whole[: param.ds_numel].view(torch.float8_e4m3fn).view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         if self.buffer is not None and not get_accelerator().is_synchronized_device():
             self.buffer.record_stream(get_accelerator().current_stream())
@@ -181,7 +180,7 @@ class Fp8Shards:
 
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
-        """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since the last step."""
+        """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since."""
         made = [w for w in weights if not w.keeps_bf16 and id(w) not in self._written]
         for weight in made:
             weight.make_bf16()
@@ -246,7 +245,7 @@ class ZeroParamHooks:
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        """Gather for reading: bf16 of the masters. Weights that stay gathered in FP8 (persistent) are released first."""
+        """Gather for reading: bf16 of the masters. Weights that are gathered in FP8 (persistent) are released first."""
         params = [self.param] if param_list is None else list(param_list)
         for weight in self.shards.of(params):
             if weight.payload.data is not None and not weight.param.ds_active_sub_modules:

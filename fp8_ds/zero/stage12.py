@@ -95,7 +95,8 @@ class Fp8ZeroStage12:
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
         self.bit16_groups_flat = owned
-        self._fp8_kinds, self._hp_kinds = [], []
+        self._fp8_kinds: list[KindBuffer] = []
+        self._hp_kinds: list[KindBuffer] = []
         first = 0
         for i in range(len(self.bit16_groups)):
             first += self._fp8_init_group(i, names, first)
@@ -122,7 +123,7 @@ class Fp8ZeroStage12:
         for p in self.bit16_groups[i]:
             if getattr(p, "_hp_mapping", None) is not None:
                 p._hp_mapping.lp_fragment = None
-        payloads = []
+        payloads: list[Fp8Payload] = []
         for p, here in zip(params, is_fp8, strict=True):
             if not here:
                 continue
@@ -138,6 +139,7 @@ class Fp8ZeroStage12:
         self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
         del flat
+        assert E4M3.dtype is not None
         fp8 = kind(True, E4M3.dtype)
         for index, payload in enumerate(payloads):
             payload.data = fp8.view(index)

@@ -171,9 +171,7 @@ class Fp8ZeroStage3:
             yield
         finally:
             self.persistent_parameters = everything
-        missing = [
-            w for w in self._fp8_shards.of(everything) if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        ]
+        missing = [w for w in self._fp8_shards.of(everything) if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
             self._fp8_shards.gather(missing).wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ DELAYED = {"linear": {"recipe": "delayed"}}
 
 
 def history_of(engine: Any) -> dict[str, Any]:
-    return {key: value for key, value in engine.fp8.history.state_dict().items()}
+    return dict(engine.fp8.history.state_dict())
 
 
 def delayed_run(stage: int) -> dict[str, Any]:
@@ -84,6 +85,13 @@ def test_gradient_that_is_not_finite_skips_the_step_and_leaves_every_bit(
         for key, value_before in before.get("history", {}).items():
             assert torch.equal(torch.as_tensor(value_before), torch.as_tensor(after["history"][key])), key
         assert result["loss"] == pytest.approx(4.0, abs=1.0)  # training goes on
+
+
+@pytest.mark.parametrize("stage", [1, 2])  # stage 3 checks always
+def test_unchecked_gradient_that_is_not_finite_shows_as_nan(ranks: Any, stage: int) -> None:
+    for result in ranks(2).run(broken_gradient, stage, {}, float("nan"), False):
+        assert result["skipped"] == 0
+        assert math.isnan(result["loss"])  # as in stock: FP8's saturation does not hide it
 
 
 def frozen_run(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:

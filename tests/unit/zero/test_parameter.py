@@ -247,3 +247,24 @@ def test_weight_gathered_in_bf16_by_a_stock_reader_behaves_as_a_plain_parameter(
     with torch.no_grad():
         weight.add_(1.0)
     assert torch.equal(weight.detach(), gathered)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x, p: x * p, lambda x, p: x @ p.T, lambda x, p: x @ p.t()], ids=["mul", "T", "t"]
+)
+def test_backward_of_a_reader_survives_a_fetch_in_fp8_in_between(weight: Any, use: Any) -> None:
+    retype(weight)
+    gathered, payload_data = torch.randn(SHAPE, dtype=torch.bfloat16), weight._fp8.data
+    true = nn.Parameter(gathered.clone())
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = gathered  # ZeRO-3: gathered by an external reader in the forward
+    x = torch.randn(SHAPE, dtype=torch.bfloat16, requires_grad=True)
+    reference = x.detach().clone().requires_grad_()
+    loss = use(x, weight).float().square().sum()
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = weight._fp8.nominal(weight.shape)  # released, and fetched for the backward
+    weight._fp8.data = payload_data
+    loss.backward()
+    use(reference, true).float().square().sum().backward()
+    assert torch.equal(x.grad, reference.grad) and torch.equal(weight.grad, true.grad)

@@ -1,0 +1,68 @@
+"""What cannot work raises on every rank, and before any rank waits for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+from torch import nn
+
+pytestmark = pytest.mark.distributed
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "UnsupportedError", "offload_optimizer"),
+    ({"zero_optimization": {"stage": 0}}, "UnsupportedError", "zero_optimization.stage: 0"),
+    ({"fp8": {"linear": {"recipe": "auto"}}}, "ConfigError", "fp8.linear.recipe"),
+    ({"fp8": {"no_such_key": 1}}, "ConfigError", "fp8.no_such_key"),
+    ({"fp8": {"zero": {"keep_bf16_shard": True}}}, "ConfigError", "fp8.zero.keep_bf16_shard"),
+]
+
+
+def configured(change: dict[str, Any]) -> dict[str, Any]:
+    return training.ds_config(1, change.get("fp8", {}), **{key: value for key, value in change.items() if key != "fp8"})
+
+
+def refused(config: dict[str, Any], model: nn.Module) -> tuple[str, str, int]:
+    """(error, message, collectives issued until then)."""
+    import deepspeed
+
+    import fp8_ds
+    from fp8_ds.comm import count_collectives
+
+    with count_collectives() as count:
+        try:
+            deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+        except fp8_ds.UnsupportedError as error:
+            return "UnsupportedError", str(error), sum(count.calls.values())
+        except fp8_ds.ConfigError as error:
+            return "ConfigError", str(error), sum(count.calls.values())
+    return "nothing", "", sum(count.calls.values())
+
+
+def raise_on_every_rank() -> list[tuple[str, str, int]]:
+    import torch.distributed as dist
+
+    found = []
+    for change, _, _ in WRONG:
+        found.append(refused(configured(change), nn.Linear(16, 16)))
+    model = nn.Linear(16, 16)
+    model.weight.allreduce = False  # type: ignore[assignment]
+    found.append(refused(training.ds_config(1, {}), model))
+    assert [count for _, _, count in found] == [0] * len(found)
+    # One rank alone: a collective before the error would wait for the other, who is at the next one already.
+    if dist.get_rank() == 0:
+        refused(configured(WRONG[0][0]), model)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert float(ones) == 2
+    return found
+
+
+def test_a_refused_configuration_raises_on_all_ranks_before_any_collective(ranks: Any) -> None:
+    expected = [*((error, key) for _, error, key in WRONG), ("UnsupportedError", "expert-parallel")]
+    for found in ranks(2).run(raise_on_every_rank):
+        assert [error for error, _, _ in found] == [error for error, _ in expected]
+        for (_, message, _), (_, key) in zip(found, expected, strict=True):
+            assert key in message

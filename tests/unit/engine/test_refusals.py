@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_model, zero_stage
+from fp8_ds.errors import UnsupportedError
+
+GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
+
+
+def merged(change: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(GOOD)
+    for key, value in change.items():
+        both = isinstance(value, dict) and isinstance(config.get(key), dict)
+        config[key] = {**config[key], **value} if both else value
+    return config
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+# Row -> configurations that it refuses, each merged into GOOD.
+TRIGGERS: dict[str, list[dict[str, Any]]] = {
+    "zero_optimization.stage: 0": [
+        zero(stage=0),
+        zero(stage="0"),
+        zero(stage="auto"),
+        zero(stage=None),
+        {"zero_optimization": False},
+        {"zero_optimization": None},
+    ],
+    "fp16.enabled: true": [{"fp16": {"enabled": True}}, {"fp16": {"enabled": "True"}}],
+    "bf16.enabled: false": [
+        {"bf16": {"enabled": False}},
+        {"bf16": {"enabled": "false"}},
+        {"bf16": {"enabled": "auto"}},
+        {"bf16": None},
+        {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
+    ],
+    "bf16.bf16_master_weights_and_grads: true": [
+        {"bf16": {"bf16_master_weights_and_grads": True}},
+        {"bf16": None, "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    ],
+    "bf16.bf16_optimizer_states: true": [{"bf16": {"bf16_optimizer_states": True}}],
+    "zero_optimization.offload_optimizer.device": [
+        zero(offload_optimizer={"device": "cpu"}),
+        zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}),
+    ],
+    "zero_optimization.cpu_offload: true": [zero(cpu_offload=True)],
+    "zero_optimization.cpu_offload_param: true": [zero(cpu_offload_param=True)],
+    "zero_optimization.offload_param.device": [zero(stage=3, offload_param={"device": "cpu"})],
+    "zero_optimization.offload_optimizer.super_offload: true": [
+        zero(stage=3, offload_optimizer={"device": "none", "super_offload": True})
+    ],
+    "zero_optimization.zenflow": [zero(zenflow={"topk_ratio": 0.05})],
+    "zero_optimization.zero_hpz_partition_size": [
+        zero(stage=3, zero_hpz_partition_size=2),
+        zero(stage=3, zero_hpz_partition_size="8"),
+    ],
+    "zero_optimization.zero_quantized_weights: true": [zero(stage=3, zero_quantized_weights=True)],
+    "zero_optimization.zero_quantized_gradients: true": [zero(stage=3, zero_quantized_gradients="true")],
+    "zero_optimization.zero_quantized_nontrainable_weights: true": [
+        zero(stage=3, zero_quantized_nontrainable_weights=True)
+    ],
+    "zero_optimization.mics_shard_size": [zero(stage=3, mics_shard_size=2)],
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params: true": [
+        zero(stage=3, stage3_use_all_reduce_for_fetch_params=True),
+        zero(stage=3, use_all_reduce_for_fetch_params=True),
+    ],
+    "zero_optimization.elastic_checkpoint: true": [zero(elastic_checkpoint=True)],
+    "data_types.grad_accum_dtype: fp32 with stage 1": [
+        {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": dtype}}
+        for dtype in ("fp32", "float32", "float", "torch.float32", torch.float32)
+    ]
+    + [{"zero_optimization": True, "data_types": {"grad_accum_dtype": "fp32"}}],
+    "torch_autocast.enabled: true": [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}],
+    "hybrid_engine.enabled: true": [{"hybrid_engine": {"enabled": True}}],
+    "compile.deepcompile: true": [{"compile": {"deepcompile": True}}],
+    "tensor_parallel.autotp_size": [{"tensor_parallel": {"autotp_size": 2}}],
+    "expert_parallel.enabled: true": [{"expert_parallel": {"enabled": True}}],
+}
+
+
+def test_every_row_has_a_configuration_that_triggers_it() -> None:
+    assert sorted(TRIGGERS) == sorted(row.key for row in REFUSALS)
+
+
+@pytest.mark.parametrize(
+    ("key", "change"), [(key, change) for key, changes in TRIGGERS.items() for change in changes], ids=str
+)
+def test_a_refused_configuration_names_its_key_and_remedy_alone(key: str, change: dict[str, Any]) -> None:
+    row = next(row for row in REFUSALS if row.key == key)
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_config(merged(change))
+    reasons = str(caught.value).splitlines()[1:]
+    assert f"  {row.key}: {row.reason}. {row.remedy}" in reasons
+    assert len(reasons) == 1, reasons
+
+
+AUTO = {
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "data_types": {"grad_accum_dtype": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "auto", "super_offload": "auto"},
+        "zero_hpz_partition_size": "auto",
+        "mics_shard_size": "auto",
+        "zenflow": "auto",
+        "reduce_bucket_size": "auto",
+        "zero_quantized_weights": "auto",
+    },
+    "hybrid_engine": {"enabled": "auto"},
+    "tensor_parallel": {"autotp_size": "auto"},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"bf16": None, "bfloat16": {"enabled": True}},
+        {"bf16": {"enabled": "true"}},
+        {"zero_optimization": True},
+        zero(stage=1),
+        zero(stage="2"),
+        zero(offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
+        zero(offload_optimizer=None, offload_param=None, zenflow=None, cpu_offload=None),
+        zero(stage=3, zero_hpz_partition_size=1, mics_shard_size=-1, zero_quantized_weights="false"),
+        {"fp16": {"enabled": False}, "hybrid_engine": {"enabled": False}, "torch_autocast": {"enabled": False}},
+        {"fp16": None, "compile": {}, "tensor_parallel": {"autotp_size": 1}},
+        {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
+        AUTO,
+    ],
+    ids=str,
+)
+def test_off_values_old_spellings_and_auto_are_not_refused(change: dict[str, Any]) -> None:
+    refuse_config(merged(change))
+
+
+def test_the_off_value_none_of_an_enum_is_not_refused() -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    refuse_config(merged(zero(offload_param={"device": OffloadDeviceEnum.none})))
+    with pytest.raises(UnsupportedError, match="offload_param"):
+        refuse_config(merged(zero(offload_param={"device": OffloadDeviceEnum.cpu})))
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_config({"fp16": {"enabled": True}})
+    assert len(str(caught.value).splitlines()) == 4  # no stage, fp16, no bf16
+
+
+@pytest.mark.parametrize("value", [True, 1, "1", {"stage": 1}, {"stage": "1"}])
+def test_stage_is_read_as_deepspeed_reads_it(value: Any) -> None:
+    stage = value if isinstance(value, (bool, dict)) else {"stage": value}
+    assert zero_stage({"zero_optimization": stage}) == 1
+
+
+def test_experts_are_refused_by_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refuse_model(model)
+    model[1].weight.allreduce = False  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"expert-parallel.*got 1\.weight.*Turn \"fp8\.enabled\" off"):
+        refuse_model(model)
+
+
+def test_a_pipeline_class_without_an_fp8_engine_is_refused() -> None:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    with pytest.raises(UnsupportedError, match=r"DualPipeVModule.*Use deepspeed\.pipe\.PipelineModule"):
+        refuse_model(DualPipeVModule.__new__(DualPipeVModule))
+
+
+def test_the_page_shows_exactly_the_rows() -> None:
+    page = (Path(__file__).parents[3] / "docs/refusals.md").read_text()
+    shown = [block for block in page.strip().split("\n\n") if block.startswith("|")]
+    assert shown == list(markdown_tables())
