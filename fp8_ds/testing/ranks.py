@@ -67,7 +67,7 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path
     if os.environ["DS_ACCELERATOR"] == "cuda":
         torch.cuda.set_device(rank)
     import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  (imports torch's compiler; ZeRO does so later)
+    import deepspeed.runtime.zero.muon.original_muon
 
     # Every engine built or destroyed collects garbage: do not scan 1.5 million objects of torch's compiler each time.
     gc.collect()
