@@ -17,7 +17,7 @@ from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine.refusals import TENSOR_PARALLEL
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.convert import Plan, apply_plan, make_plan
+from fp8_ds.nn.convert import Plan, apply_plan, make_plan, revert
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
@@ -55,7 +55,7 @@ class Fp8Engine:
         """Let DeepSpeed build its optimizer, then retype it."""
         if self.fp8 is None:
             return super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
-        _check_all_optimized(self.fp8, optimizer)
+        self._fp8_leave_unoptimized(optimizer)
         zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         host = type(zero)
         if host not in _MIXINS:
@@ -63,10 +63,25 @@ class Fp8Engine:
                 f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
                 'option that selects it, or turn "fp8.enabled" off.'
             )
+        if not self.fp8.weights and not isinstance(self, PipelineEngine):
+            self.fp8 = None
+            return zero
         zero.__class__ = type(f"Fp8{host.__name__}", (_MIXINS[host], host), {})
         zero.fp8_init(self.fp8)
         _start_count_anew(self.fp8)
         return zero
+
+    def _fp8_leave_unoptimized(self: Any, optimizer: Any) -> None:
+        """An FP8 weight is quantised from a master; trainable weights in no parameter group have none and stay bf16."""
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in self.fp8.trainable.items() if id(p) not in optimized]
+        if not left:
+            return
+        fqns = [name.removesuffix(".weight") for name in left]
+        self.fp8.plan = revert(self.module, self.fp8.plan, fqns, "in no parameter group")
+        for name in left:
+            del self.fp8.weights[name]
+        _say(self.fp8.plan.describe())
 
     def fp8_report(self: Any) -> dict[str, Any]:
         """What FP8 does in this engine, on this rank.
@@ -158,17 +173,6 @@ def _start_count_anew(context: Fp8Context) -> None:
     """What `initialize` or a load gathered belongs to no step."""
     context.counter.end_step()
     context.counter.last = None
-
-
-def _check_all_optimized(context: Fp8Context, optimizer: Any) -> None:
-    """Each trainable FP8 weight needs a master, so it must be in a parameter group."""
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in context.trainable.items() if id(p) not in optimized]
-    if missing:
-        raise ConfigError(
-            f"optimizer: expected every trainable linear weight in a parameter group, {len(missing)} are in none "
-            f"({', '.join(missing[:3])}). Pass them to the optimizer, or set requires_grad to False."
-        )
 
 
 def _agree_on_plan(module: Any, config: LinearConfig) -> Plan:

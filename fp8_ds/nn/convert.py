@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -199,3 +199,24 @@ def apply_plan(
     for i, module in enumerate(targets):
         Fp8Linear.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1))
     return history
+
+
+def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
+    """The layers `fqns` are nn.Linear again, with the same Parameters; the plan says why.
+
+    Args:
+        model: to which `plan` was applied, before training.
+        plan: the plan that was applied.
+        fqns: converted layers of it.
+        reason: why they stay bf16.
+
+    Returns:
+        The plan with these layers in bf16.
+    """
+    for fqn in fqns:
+        module = model.get_submodule(fqn)
+        assert isinstance(module, Fp8Linear), fqn
+        del module.fp8_recipe
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+    rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
+    return Plan(tuple(rows))

@@ -17,7 +17,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.ops.gemm import GemmBackend
 from fp8_ds.ops.quantize import quantize_delayed, quantize_tensorwise, record_amax
-from fp8_ds.scaling.delayed import AmaxHistory
+from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
 
 
 class TensorwiseRecipe:
@@ -55,17 +55,14 @@ class DelayedRecipe(TensorwiseRecipe):
     def __init__(self, linear_config: LinearConfig, history: AmaxHistory, slot_x: int, slot_grad: int) -> None:
         super().__init__(linear_config)
         self.history = history
-        self.slot_x = slot_x
-        self.slot_grad = slot_grad
+        self.slot_x = history.slot(slot_x)
+        self.slot_grad = history.slot(slot_grad)
 
-    def _quantize(self, x: Tensor, slot: int, fmt: Float8Format, record: bool) -> tuple[Tensor, Tensor]:
-        history = self.history
-        if history.ready:
-            return quantize_delayed(
-                x, history.scale[slot], history.scale_inv[slot], history.amax_local[slot], fmt, record=record
-            )
+    def _quantize(self, x: Tensor, slot: AmaxSlot, fmt: Float8Format, record: bool) -> tuple[Tensor, Tensor]:
+        if self.history.ready:
+            return quantize_delayed(x, slot.scale, slot.scale_inv, slot.amax_local, fmt, record=record)
         if record:
-            record_amax(x, history.amax_local[slot])
+            record_amax(x, slot.amax_local)
         return quantize_tensorwise(x, fmt)
 
     def quantize_input(self, x: Tensor, *, record: bool) -> tuple[Tensor, Tensor]:

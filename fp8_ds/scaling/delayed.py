@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,18 @@ from torch import Tensor
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.scaling.current import scale_from_amax, scale_vector
+
+
+@dataclass(frozen=True)
+class AmaxSlot:
+    """One tensor's entries of an AmaxHistory: 0-dim float32 views with version counters of their own.
+
+    With a shared counter, one linear recording its amax would invalidate what another has kept for backward.
+    """
+
+    amax_local: Tensor
+    scale: Tensor
+    scale_inv: Tensor
 
 
 class AmaxHistory:
@@ -56,6 +69,10 @@ class AmaxHistory:
         self.amax_history = torch.zeros(history_len, num_slots, dtype=torch.float32, device=device)
         self.num_updates = 0
         self.ready = False
+
+    def slot(self, index: int) -> AmaxSlot:
+        """The entries of tensor `index`; good for the life of this object."""
+        return AmaxSlot(self.amax_local.data[index], self.scale.data[index], self.scale_inv.data[index])
 
     @torch.no_grad()
     def update(self, amax_global: Tensor) -> None:

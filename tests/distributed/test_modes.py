@@ -92,14 +92,7 @@ def with_compile(stage: int, compiles: bool, fp8: dict[str, Any]) -> dict[str, A
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(1, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
-        pytest.param(
-            3,
-            {"linear": {"recipe": "delayed"}},
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.xfail(strict=True, reason="AOT keeps amax_local, one vector for all layers, for backward"),
-            ],
-        ),
+        pytest.param(3, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_engine_trains_as_eager(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:

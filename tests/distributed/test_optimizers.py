@@ -88,17 +88,13 @@ def test_client_optimizer_with_two_groups_and_its_scheduler(ranks: Any, stage: i
     training.assert_fp8_follows_masters(ours["state"], ours["masters"])
 
 
-def initialize_error(stage: int, case: str) -> str:
+def initialize_error(stage: int) -> str:
     """Type and text of what deepspeed.initialize raises on this rank."""
     import deepspeed
 
     net = training.TinyLM(**SMALL)
     params = list(net.parameters())
-    fp8: dict[str, Any] = {}
-    if case == "weight in no group":
-        params = [p for p in params if p is not net.blocks[0].up.weight]
-    else:
-        fp8 = {"linear": {"filter_fqns": ["blocks", "lm_head"]}}
+    fp8 = {"linear": {"filter_fqns": ["blocks", "lm_head"]}}
     try:
         deepspeed.initialize(model=net, model_parameters=params, config=training.ds_config(stage, fp8))
     except Exception as error:  # the type is what is asserted
@@ -106,16 +102,42 @@ def initialize_error(stage: int, case: str) -> str:
     return "no error"
 
 
+def weights_in_no_group(stage: int, num_left: int) -> Any:
+    """Train with the first `num_left` up-projections in no parameter group; (plan, losses, class and values of one)."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = training.TinyLM()
+    linears = [m for m in net.modules() if type(m) is torch.nn.Linear]
+    ups = [block.up for block in net.blocks][:num_left] if num_left < 9 else linears
+    left = {id(linear.weight) for linear in ups}
+    params = [p for p in net.parameters() if id(p) not in left]
+    before = ups[0].weight.detach().clone()
+    engine = deepspeed.initialize(model=net, model_parameters=params, config=training.ds_config(stage, {}))[0]
+    report, losses = engine.fp8_report(), training.train(engine, 3)
+    with deepspeed.zero.GatheredParameters([ups[0].weight], enabled=stage == 3):
+        after = ups[0].weight.detach().clone()
+    same = torch.equal(after, before.bfloat16())
+    name = type(net.blocks[0].up).__name__
+    training.destroy(engine)
+    return report, losses, name, same
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_trainable_weight_in_no_parameter_group_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
-    for text in ranks(2).run(initialize_error, stage, "weight in no group"):
-        assert text.startswith("ConfigError: optimizer: expected every trainable linear weight in a parameter group")
-        assert "blocks.0.up.weight" in text
+def test_trainable_weights_in_no_parameter_group_stay_bf16_and_unchanged(ranks: Any, stage: int) -> None:
+    for report, losses, name, same in ranks(2).run(weights_in_no_group, stage, 2):
+        assert "4 of 7 linears" in report["plan"] and "in no parameter group" in report["plan"]
+        assert name == "Linear" and same and losses[-1] < losses[0]
+
+
+def test_an_optimizer_of_other_parameters_only_leaves_a_stock_engine(ranks: Any) -> None:
+    for report, losses, name, same in ranks(2).run(weights_in_no_group, 3, 9):
+        assert report == {"enabled": False} and name == "Linear" and same and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_model_without_an_eligible_linear_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
-    for text in ranks(2).run(initialize_error, stage, "no eligible linear"):
+    for text in ranks(2).run(initialize_error, stage):
         assert text.startswith("ConfigError: fp8: expected at least one linear to convert")
 
 

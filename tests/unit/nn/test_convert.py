@@ -157,7 +157,8 @@ def test_delayed_gives_each_layer_its_two_slots():
     assert history.fp8_max.tolist() == [448.0, 57344.0] * 4
     recipes = [model.get_submodule(fqn).fp8_recipe for fqn in BLOCKS]
     assert all(isinstance(recipe, DelayedRecipe) and recipe.history is history for recipe in recipes)
-    assert [(recipe.slot_x, recipe.slot_grad) for recipe in recipes] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    scales = [history.scale[index].data_ptr() for index in range(8)]
+    assert [slot.scale.data_ptr() for recipe in recipes for slot in (recipe.slot_x, recipe.slot_grad)] == scales
     assert set(history.state_dict()) & set(model.state_dict()) == set()
 
 
