@@ -12,9 +12,11 @@ import argparse
 import datetime
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,18 @@ ROOT = HERE.parent
 ARMS = {"bf16": "ds_zero3_bf16", "fp8": "ds_zero3_fp8"}
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def train_once(arm: str, seed: int, args: argparse.Namespace) -> tuple[list[float], float]:
     """Losses by step and the held-out loss of one run of examples/deepspeed/train.py."""
     log = args.out / f".parity-{arm}-{seed}.jsonl"
     script = ROOT / "examples/deepspeed/train.py"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.ranks), str(script)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.ranks)]
+    command += ["--master_port", str(free_port()), str(script)]
     command += ["--deepspeed_config", str(ROOT / f"configs/{ARMS[arm]}.json"), "--log", str(log)]
     command += ["--size", args.size, "--steps", str(args.steps), "--seed", str(seed), "--held-out-batches", "32"]
     command += ["--seq-len", str(args.seq_len)]
@@ -41,7 +50,10 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> tuple[list[floa
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Both arms for every seed; relative differences of the held-out loss, FP8 minus bf16."""
-    runs = {arm: {seed: train_once(arm, seed, args) for seed in args.seeds} for arm in ARMS}
+    jobs = [(arm, seed) for seed in args.seeds for arm in ARMS]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        done = dict(zip(jobs, pool.map(lambda job: train_once(*job, args), jobs), strict=True))
+    runs = {arm: {seed: done[arm, seed] for seed in args.seeds} for arm in ARMS}
     relative = [(runs["fp8"][s][1] - runs["bf16"][s][1]) / runs["bf16"][s][1] for s in args.seeds]
     return {
         "held_out": {arm: {str(s): run[1] for s, run in by_seed.items()} for arm, by_seed in runs.items()},
@@ -74,6 +86,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--size", default="small")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, on the same devices")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     import torch

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 PASSING = ("passed", "xfailed", "xpassed")
+COMPARISON_FAILURE = re.compile(
+    r"^AssertionError: "
+    r"(FP16 model state |Tensor-likes are not close|Gradients differ for parameter |Parameter .* mismatch)"
+)
 
 
 @dataclass
@@ -27,6 +31,8 @@ class Outcome:
         num_fp8_engines: engines that hold at least one FP8 weight.
         num_forced_not_fp8: `initialize` calls that got the "fp8" block and gave no such engine (refusals too).
         not_forced: why the other calls did not get the block, with counts.
+        num_forgiven: comparisons, of all ranks, that failed as upstream wrote them and were tried at FP8's rounding.
+        max_relative_error: the largest relative L2 error of those comparisons, passed or not.
     """
 
     outcome: str
@@ -36,10 +42,17 @@ class Outcome:
     num_fp8_engines: int = 0
     num_forced_not_fp8: int = 0
     not_forced: dict[str, int] = field(default_factory=dict)
+    num_forgiven: int = 0
+    max_relative_error: float = 0.0
 
     @property
     def is_good(self) -> bool:
         return self.outcome in PASSING
+
+    @property
+    def is_comparison_failure(self) -> bool:
+        """Whether the test failed because values differ, and for no other reason such as a refusal."""
+        return self.outcome == "failed" and COMPARISON_FAILURE.search(self.message) is not None
 
 
 def _one_outcome(phases: list[dict[str, Any]]) -> tuple[str, str]:
@@ -70,7 +83,10 @@ def parse_events(lines: Iterable[str], persistence: str, unfinished: str) -> dic
         seconds = round(sum(part["seconds"] for part in parts), 1)
         outcome = Outcome(name, seconds, " ".join(message.split())[:300], persistence)
         for engine in finished.get(test, []):
-            if not engine["forced"]:
+            if "relative_error" in engine:
+                outcome.num_forgiven += 1
+                outcome.max_relative_error = round(max(outcome.max_relative_error, engine["relative_error"]), 4)
+            elif not engine["forced"]:
                 outcome.not_forced[engine["why"]] = outcome.not_forced.get(engine["why"], 0) + 1
             elif engine["num_fp8"]:
                 outcome.num_fp8_engines += 1
@@ -124,6 +140,12 @@ class OutcomeStore:
                     del self.tests[test]
             self.file_hashes[file] = hash_of_file
             self.tests.update(outcomes)
+            self.save()
+
+    def remove(self, tests: Iterable[str]) -> None:
+        with self._lock:
+            for test in tests:
+                self.tests.pop(test, None)
             self.save()
 
     def save(self) -> None:

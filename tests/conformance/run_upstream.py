@@ -1,9 +1,12 @@
 """Runs DeepSpeed's own tests once with the stock engine and once with FP8 forced on, and writes docs/conformance.md.
 
-    python tests/conformance/run_upstream.py --tests DIR [--list first|second] [--only FILE] [--stock-only]
+    python tests/conformance/run_upstream.py --tests DIR [--list first|second] [--only FILE] [--differing]
 
 DIR is the `tests` folder of a DeepSpeed checkout at the installed version, away from the rest of the checkout.
-The exit status is 1 if no engine was FP8, or if a test that stock passes fails in our arm with no row in reasons.toml.
+A test that stock passes and that fails in our arm because values differ is run once more with FP8 forced on and with
+comparisons that forgive FP8's rounding (rounding.py).
+The exit status is 1 if no engine was FP8, or if a test that stock passes fails in our arm with no row in reasons.toml,
+or with a row that wants that last run to pass, and it does not.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from outcomes import Outcome, OutcomeStore, file_hash, installed_versions, parse_events, select  # noqa: E402
-from report import render, unexplained  # noqa: E402
+from report import Arms, differing, needs_rounding_run, render, unexplained  # noqa: E402
 
 MAX_SECOND_LIST = 200
 
@@ -63,9 +66,12 @@ class Runner:
             )
         return tests
 
-    def run(self, file: str, tests: list[str], force: bool, persistence: str) -> dict[str, Outcome]:
+    def run(
+        self, file: str, tests: list[str], force: bool, persistence: str, rounding: str = "bf16"
+    ) -> dict[str, Outcome]:
         """The outcome of each of `tests`, all of one file; a hang or crash costs that test and the rest goes on."""
         outcomes: dict[str, Outcome] = {}
+        name = f"{file}.{'fp8' if force else 'stock'}.{rounding}"
         while remaining := [test for test in tests if test not in outcomes]:
             with tempfile.TemporaryDirectory(prefix="conformance_") as scratch:
                 selected = Path(scratch) / "select.json"
@@ -73,9 +79,10 @@ class Runner:
                 environment = {
                     "FP8_DS_CONFORMANCE_SELECT": str(selected),
                     "FP8_DS_CONFORMANCE_PERSISTENCE": persistence,
+                    "FP8_DS_CONFORMANCE_ROUNDING": rounding,
                     "FP8_DS_FORCE": "1" if force else "0",
                 }
-                events, hang = self._pytest(Path(scratch), [file], environment, f"{file}.{'fp8' if force else 'stock'}")
+                events, hang = self._pytest(Path(scratch), [file], environment, name)
             found = parse_events(events, persistence, "hang" if hang else "crash")
             if not found:
                 found = {test: Outcome("error", message="pytest ended before the test") for test in remaining}
@@ -85,7 +92,8 @@ class Runner:
     def _pytest(self, scratch: Path, args: list[str], extra: dict[str, str], name: str) -> tuple[list[str], bool]:
         """The recorder's lines, and whether pytest had to be ended because nothing happened any more."""
         shutil.copy(HERE / "shim.py", scratch / "sitecustomize.py")
-        shutil.copy(HERE / "recorder.py", scratch / "fp8_ds_conformance_recorder.py")
+        for plugin in ("recorder", "rounding"):
+            shutil.copy(HERE / f"{plugin}.py", scratch / f"fp8_ds_conformance_{plugin}.py")
         results = scratch / "results.jsonl"
         results.touch()
         environment = os.environ | {
@@ -146,14 +154,47 @@ def run_stock(runner: Runner, file: str, tests: list[str], store: OutcomeStore) 
     store.add(outcomes, file, fingerprint)
 
 
-def run_ours(runner: Runner, file: str, tests: list[str], stock: OutcomeStore, store: OutcomeStore) -> None:
+def run_ours(
+    runner: Runner, file: str, tests: list[str], stock: OutcomeStore, store: OutcomeStore, rounding: str
+) -> None:
     """Runs every one of `tests` with FP8 forced on, each with the persistence threshold that its stock run had."""
     outcomes: dict[str, Outcome] = {}
     for persistence in ("none", "default"):
         chosen = [test for test in tests if stock.tests[test].persistence == persistence]
         if chosen:
-            outcomes.update(runner.run(file, chosen, force=True, persistence=persistence))
+            outcomes.update(runner.run(file, chosen, force=True, persistence=persistence, rounding=rounding))
     store.add(outcomes, file, file_hash(runner.tests / file))
+
+
+def run_all(runner: Runner, arms: Arms, chosen: dict[str, list[str]], arguments: argparse.Namespace) -> None:
+    """`arms` hold the outcomes of `chosen` (file -> node ids), each arm's as far as `arguments` ask for it."""
+    if arguments.differing:
+        wanted = set(differing(arms.stock, arms.ours))
+        chosen = {file: [test for test in tests if test in wanted] for file, tests in chosen.items()}
+        chosen = {file: tests for file, tests in chosen.items() if tests}
+
+    def run_file(item: tuple[str, list[str]]) -> None:
+        file, tests = item
+        start = time.time()
+        run_stock(runner, file, tests, arms.stock)
+        if not arguments.stock_only:
+            run_ours(runner, file, tests, arms.stock, arms.ours, "bf16")
+        print(f"{file}: {len(tests)} tests, {time.time() - start:.0f} s", flush=True)
+
+    def run_file_at_rounding(item: tuple[str, list[str]]) -> None:
+        file, tests = item
+        start = time.time()
+        needed = [test for test in tests if needs_rounding_run(test, arms)]
+        arms.rounded.remove(tests)
+        if needed:
+            run_ours(runner, file, needed, arms.stock, arms.rounded, "fp8")
+            print(f"{file}: {len(needed)} tests at FP8's rounding, {time.time() - start:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(run_file, chosen.items()))
+        # After all of our arm, because both write the same file.
+        if not arguments.stock_only:
+            list(pool.map(run_file_at_rounding, chosen.items()))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -162,6 +203,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", choices=("first", "second"), help="one list of selection.toml; default: both")
     parser.add_argument("--only", help="run only files whose path contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="files run at the same time")
+    parser.add_argument(
+        "--differing", action="store_true", help="run only tests whose stored outcomes differ between the arms"
+    )
     parser.add_argument(
         "--stock-only", action="store_true", help="compute the missing part of the stock baseline, no more"
     )
@@ -194,28 +238,22 @@ def main(argv: list[str] | None = None) -> int:
     selection = tomllib.loads((HERE / "selection.toml").read_text())
     reasons = tomllib.loads((HERE / "reasons.toml").read_text()).get("reason", [])
     runner = Runner(arguments.tests.resolve(), arguments.test_timeout, arguments.logs)
-    stock = OutcomeStore(arguments.baseline_cache, installed_versions())
-    ours = OutcomeStore(arguments.ours, installed_versions())
-    stock.upstream = arguments.upstream or stock.upstream
+    arms = Arms(
+        stock=OutcomeStore(arguments.baseline_cache, installed_versions()),
+        ours=OutcomeStore(arguments.ours, installed_versions()),
+        rounded=OutcomeStore(arguments.ours, f"{installed_versions()} comparisons at FP8's rounding"),
+    )
+    arms.stock.upstream = arguments.upstream or arms.stock.upstream
     if not arguments.no_run:
-
-        def run_file(item: tuple[str, list[str]]) -> None:
-            file, tests = item
-            start = time.time()
-            run_stock(runner, file, tests, stock)
-            if not arguments.stock_only:
-                run_ours(runner, file, tests, stock, ours)
-            print(f"{file}: {len(tests)} tests, {time.time() - start:.0f} s", flush=True)
-
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(run_file, plan(selection, arguments, runner).items()))
-    arguments.out.write_text(render(selection, stock, ours, reasons))
+        run_all(runner, arms, plan(selection, arguments, runner), arguments)
+    arguments.out.write_text(render(selection, arms, reasons))
     if arguments.stock_only:
         return 0
-    differences = unexplained(stock, ours, reasons)
+    differences = unexplained(arms, reasons)
     for test in differences:
-        print(f"unexplained: {test}: {ours.tests[test].outcome}: {ours.tests[test].message}")
-    num_engines = sum(outcome.num_fp8_engines for outcome in ours.tests.values())
+        outcome = arms.rounded.tests.get(test, arms.ours.tests[test])
+        print(f"unexplained: {test}: {outcome.outcome}: {outcome.message}")
+    num_engines = sum(outcome.num_fp8_engines for outcome in arms.ours.tests.values())
     print(f"{num_engines} engines were FP8; {len(differences)} differences without a reason")
     return 1 if differences or not num_engines else 0
 

@@ -20,6 +20,7 @@ import report  # noqa: E402
 import run_upstream  # noqa: E402
 import shim  # noqa: E402
 from outcomes import Outcome, OutcomeStore  # noqa: E402
+from report import Arms  # noqa: E402
 
 
 def events(
@@ -75,6 +76,13 @@ def test_only_engines_with_fp8_weights_count_as_engaged() -> None:
     ]
     outcome = outcomes.parse_events(events("f.py::a", ("call", "passed"), engines=engines), "none", "hang")["f.py::a"]
     assert (outcome.num_fp8_engines, outcome.num_forced_not_fp8, outcome.not_forced) == (1, 1, {"offload": 2})
+    assert outcome.num_forgiven == 0
+
+
+def test_largest_error_of_the_forgiven_comparisons_is_kept() -> None:
+    lines = [{"forced": True, "num_fp8": 1}, {"relative_error": 0.05}, {"relative_error": 0.0712345}]
+    outcome = outcomes.parse_events(events("f.py::a", ("call", "failed"), engines=lines), "none", "hang")["f.py::a"]
+    assert (outcome.num_fp8_engines, outcome.num_forgiven, outcome.max_relative_error) == (1, 2, 0.0712)
 
 
 def test_selection_keeps_any_of_keep_and_none_of_drop() -> None:
@@ -93,10 +101,30 @@ def test_committed_selection_is_sound() -> None:
             re.compile(pattern)
 
 
+def committed_reasons() -> list[dict[str, Any]]:
+    return run_upstream.tomllib.loads((HERE / "reasons.toml").read_text())["reason"]
+
+
 def test_committed_reasons_name_tests_and_a_reason() -> None:
-    for row in run_upstream.tomllib.loads((HERE / "reasons.toml").read_text())["reason"]:
-        assert {"tests", "reason"} <= set(row) <= {"tests", "message", "reason", "refusal"}
+    for row in committed_reasons():
+        assert {"tests", "reason"} <= set(row) <= {"tests", "message", "reason", "refusal", "rounding"}
+        assert not ("refusal" in row and "rounding" in row)
         re.compile(row["tests"] + row.get("message", ""))
+
+
+def test_committed_refusals_are_rows_of_the_page_of_refusals() -> None:
+    page = (HERE.parents[1] / "docs" / "refusals.md").read_text()
+    refusals = [row["refusal"] for row in committed_reasons() if "refusal" in row]
+    assert refusals
+    for refusal in refusals:
+        assert f"\n| {refusal} | " in page
+
+
+def test_committed_rounding_rows_name_only_comparison_failures() -> None:
+    """Otherwise a refusal or a crash could pass for rounding: the row has to want a failure that is run again."""
+    for row in committed_reasons():
+        for message in ("UnsupportedError: no", "ConfigError: no", "RuntimeError: no", "AssertionError: 3 != 4"):
+            assert not (row.get("rounding") and re.search(row.get("message", ""), message))
 
 
 def test_store_returns_what_it_saved_and_keeps_other_versions(tmp_path: Path) -> None:
@@ -121,54 +149,129 @@ def test_changed_upstream_file_makes_its_outcomes_unknown(tmp_path: Path) -> Non
     assert sorted(store.tests) == ["a.py::u", "b.py::t"]
 
 
-def stores(tmp_path: Path) -> tuple[OutcomeStore, OutcomeStore]:
-    stock, ours = (
-        OutcomeStore(tmp_path / "stock.json", "deepspeed-1"),
-        OutcomeStore(tmp_path / "ours.json", "deepspeed-1"),
+def test_removed_outcomes_stay_away(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path / "ours.json", "key")
+    store.add({"a.py::t": Outcome("passed"), "a.py::u": Outcome("passed")}, "a.py", "hash")
+    store.remove(["a.py::t", "a.py::never_ran"])
+    assert set(OutcomeStore(tmp_path / "ours.json", "key").tests) == {"a.py::u"}
+
+
+MISMATCH = "AssertionError: Gradients differ for parameter w"
+
+
+def arms_of(tmp_path: Path) -> Arms:
+    arms = Arms(
+        stock=OutcomeStore(tmp_path / "stock.json", "deepspeed-1"),
+        ours=OutcomeStore(tmp_path / "ours.json", "deepspeed-1"),
+        rounded=OutcomeStore(tmp_path / "ours.json", "deepspeed-1 rounded"),
     )
-    stock.tests = {
+    arms.stock.tests = {
         "unit/a.py::same": Outcome("passed"),
         "unit/a.py::refused": Outcome("passed"),
         "unit/a.py::broken": Outcome("passed"),
+        "unit/a.py::rounds": Outcome("passed"),
         "unit/a.py::both_fail": Outcome("failed", message="stock | says"),
         "unit/a.py::skip": Outcome("skipped", message="no GPU"),
     }
-    ours.tests = {
+    arms.ours.tests = {
         "unit/a.py::same": Outcome("passed", num_fp8_engines=7),
         "unit/a.py::refused": Outcome("failed", message="UnsupportedError: MoE", num_forced_not_fp8=2),
         "unit/a.py::broken": Outcome("failed", message="ValueError: MoE"),
-        "unit/a.py::both_fail": Outcome("error"),
+        "unit/a.py::rounds": Outcome("failed", message=MISMATCH),
+        "unit/a.py::both_fail": Outcome("failed", message=MISMATCH),
         "unit/a.py::skip": Outcome("skipped"),
     }
-    return stock, ours
+    arms.rounded.tests = {"unit/a.py::rounds": Outcome("passed", num_forgiven=4, max_relative_error=0.051)}
+    return arms
 
 
-REASONS = [{"tests": "refused|broken", "message": "UnsupportedError", "reason": "Experts.", "refusal": "MoE"}]
+REASONS: list[dict[str, Any]] = [
+    {"tests": "refused|broken", "message": "UnsupportedError", "reason": "Experts.", "refusal": "MoE"},
+    {"tests": "rounds", "message": "Gradients differ", "reason": "Against bf16.", "rounding": True},
+]
+SELECTION = {"first": [{"file": "unit/a.py"}], "second": []}
 
 
 def test_reason_holds_only_for_the_failure_it_names(tmp_path: Path) -> None:
-    assert report.unexplained(*stores(tmp_path), REASONS) == ["unit/a.py::broken"]
+    assert report.unexplained(arms_of(tmp_path), REASONS) == ["unit/a.py::broken"]
+
+
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        None,
+        Outcome("failed", message=MISMATCH, num_forgiven=4, max_relative_error=2.0),
+        Outcome("hang"),
+        Outcome("skipped", num_forgiven=4),
+        Outcome("passed", num_forgiven=0),
+    ],
+)
+def test_rounding_explains_nothing_unless_forgiving_it_makes_the_test_pass(
+    rounded: Outcome | None, tmp_path: Path
+) -> None:
+    arms = arms_of(tmp_path)
+    arms.rounded.tests = {} if rounded is None else {"unit/a.py::rounds": rounded}
+    assert report.unexplained(arms, REASONS) == ["unit/a.py::broken", "unit/a.py::rounds"]
+    page = report.render(SELECTION, arms, REASONS)
+    assert "| `a.py` | 4 / 1 / 1 / 0 | 1 / 4 / 1 / 0 | 1 / 4 / 1 / 0 | 7 | 2 |" in page
+    assert "| **above the bound of FP8's rounding**: Against bf16. |  |" in page
+    assert "| **above the bound of FP8's rounding** | Against bf16. | 1 |" in page
+
+
+def test_second_run_is_for_values_that_differ_from_a_stock_that_passes(tmp_path: Path) -> None:
+    arms = arms_of(tmp_path)
+    arms.stock.tests["unit/a.py::not_run"] = Outcome("passed")
+    assert [test for test in arms.stock.tests if report.needs_rounding_run(test, arms)] == ["unit/a.py::rounds"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (Outcome("failed", message=MISMATCH), True),
+        (Outcome("failed", message="AssertionError: Tensor-likes are not close! 1 / 2"), True),
+        (Outcome("failed", message="AssertionError: FP16 model state tensor([[0.1"), True),
+        (Outcome("failed", message="AssertionError: Parameter linear.weight mismatch at step 1"), True),
+        (Outcome("passed", message=MISMATCH), False),
+        (Outcome("hang", message=MISMATCH), False),
+        (Outcome("failed", message="AssertionError: Parameter w not partitioned after backward"), False),
+        (Outcome("failed", message="AssertionError: 3 != 4"), False),
+        (Outcome("failed", message="UnsupportedError: Gradients differ for parameter"), False),
+        (Outcome("failed", message="ConfigError: AssertionError: Gradients differ for parameter"), False),
+    ],
+)
+def test_only_values_that_differ_are_a_comparison_failure(outcome: Outcome, expected: bool) -> None:
+    assert outcome.is_comparison_failure is expected
 
 
 def test_test_skipped_by_ours_alone_is_a_difference_to_explain(tmp_path: Path) -> None:
-    stock, ours = stores(tmp_path)
-    ours.tests["unit/a.py::same"] = Outcome("skipped")
-    assert "unit/a.py::same" in report.unexplained(stock, ours, REASONS)
+    arms = arms_of(tmp_path)
+    arms.ours.tests["unit/a.py::same"] = Outcome("skipped")
+    assert "unit/a.py::same" in report.unexplained(arms, REASONS)
 
 
 def test_failure_of_stock_alone_needs_no_reason(tmp_path: Path) -> None:
-    stock, ours = stores(tmp_path)
-    ours.tests["unit/a.py::both_fail"] = Outcome("passed")
-    page = report.render({"first": [{"file": "unit/a.py"}], "second": []}, stock, ours, REASONS)
-    assert "| `a.py::both_fail` | failed | passed | Only stock fails: see below. |" in page
+    arms = arms_of(tmp_path)
+    arms.ours.tests["unit/a.py::both_fail"] = Outcome("passed")
+    assert "unit/a.py::both_fail" not in report.unexplained(arms, REASONS)
+    page = report.render(SELECTION, arms, REASONS)
+    assert "| `a.py::both_fail` | failed | passed |  | Only stock fails: see below. |" in page
 
 
-def test_page_shows_both_arms_engines_and_reasons(tmp_path: Path) -> None:
-    page = report.render({"first": [{"file": "unit/a.py"}], "second": []}, *stores(tmp_path), REASONS)
-    assert "| `a.py` | 3 / 1 / 1 / 0 | 1 / 3 / 1 / 0 | 7 | 2 |" in page
-    assert "| `a.py::refused` | passed | failed | Experts. | MoE |" in page
-    assert "| `a.py::broken` | passed | failed | **no reason given**: ValueError: MoE |" in page
+def test_page_shows_all_arms_engines_and_reasons(tmp_path: Path) -> None:
+    page = report.render(SELECTION, arms_of(tmp_path), REASONS)
+    assert "| `a.py` | 4 / 1 / 1 / 0 | 1 / 4 / 1 / 0 | 2 / 3 / 1 / 0 | 7 | 2 |" in page
+    assert "| `a.py::refused` | passed | failed |  | Experts. | MoE |" in page
+    assert "| `a.py::broken` | passed | failed |  | **no reason given**: ValueError: MoE |" in page
+    assert "| `a.py::rounds` | passed | failed | passed, error 0.051 | Against bf16. |  |" in page
     assert "stock \\| says" in page
+
+
+def test_page_counts_the_differences_of_each_class(tmp_path: Path) -> None:
+    page = report.render(SELECTION, arms_of(tmp_path), REASONS)
+    assert "| FP8's rounding, no refusal | Against bf16. | 1 |" in page
+    assert "| refusal | Experts. | 1 |" in page
+    assert "| **without a reason** |  | 1 |" in page
+    assert "| **all** |  | 3 |" in page
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -236,6 +339,32 @@ def test_forced_initialize_adds_the_block_and_leaves_the_users_dict(
     assert json.dumps(config) == before
     line = json.loads((tmp_path / "engines").read_text())
     assert line["forced"] == force and line.get("num_fp8", 0) == int(force)
+
+
+def test_only_the_run_at_fp8_rounding_forgives(tmp_path: Path) -> None:
+    """Runs a real pytest: upstream's helpers, as `unit.common` finds them, with the shim as sitecustomize."""
+    unit = tmp_path / "unit"
+    unit.mkdir()
+    (unit / "__init__.py").touch()
+    (unit / "common.py").write_text("import torch\n")
+    (tmp_path / "test_small.py").write_text(
+        "import torch, unit.common\n"
+        "a = torch.tensor([1.0, 2.0])\n"
+        "def test_rounds(): assert torch.allclose(a * 1.05, a) or torch.testing.assert_close(a * 1.05, a)\n"
+        "def test_close(): torch.testing.assert_close(a * 1.05, a)\n"
+        "def test_wrong(): torch.testing.assert_close(-a, a)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    runner = run_upstream.Runner(tmp_path, timeout=60, logs=tmp_path / "logs")
+    tests = [f"test_small.py::test_{name}" for name in ("rounds", "close", "wrong")]
+    found = {
+        mode: runner.run("test_small.py", tests, force=False, persistence="none", rounding=mode)
+        for mode in ("bf16", "fp8")
+    }
+    assert [found["bf16"][test].outcome for test in tests] == ["failed"] * 3
+    assert [found["fp8"][test].outcome for test in tests] == ["passed", "passed", "failed"]
+    assert [found["fp8"][test].num_forgiven for test in tests] == [1, 1, 1]
+    assert [found["fp8"][test].max_relative_error for test in tests] == [0.05, 0.05, 2.0]
 
 
 def test_crash_costs_one_test_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""What comparisons at FP8's rounding let pass, and what they still refuse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "conformance"))
+
+import rounding
+
+ERRORS: list[dict[str, Any]] = []
+ASSERT_CLOSE = rounding.forgiving_assert_close(torch.testing.assert_close, ERRORS.append)
+ALLCLOSE = rounding.forgiving_allclose(torch.allclose, ERRORS.append)
+
+
+def passes_assert_close(actual: Any, expected: Any, **kwargs: Any) -> bool:
+    try:
+        ASSERT_CLOSE(actual, expected, **kwargs)
+    except AssertionError:
+        return False
+    return True
+
+
+BOTH = pytest.mark.parametrize("passes", [passes_assert_close, ALLCLOSE], ids=["assert_close", "allclose"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+def gradient(dtype: torch.dtype) -> torch.Tensor:
+    """Normal values times a scale per row from 1e-6 to 1e3, as a gradient has them; shape (16, 32)."""
+    scale = torch.logspace(-6, 3, 16)[:, None]
+    return (torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+
+
+def quantized(tensor: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    scale = torch.finfo(fp8).max / tensor.float().abs().max()
+    return ((tensor.float() * scale).to(fp8).float() / scale).to(tensor.dtype)
+
+
+@BOTH
+@DTYPES
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_tensor_quantised_to_fp8_passes_though_it_fails_strictly(
+    passes: Callable[..., bool], dtype: torch.dtype, fp8: torch.dtype
+) -> None:
+    tensor = gradient(dtype)
+    assert not torch.allclose(quantized(tensor, fp8), tensor, rtol=1.6e-2)
+    assert passes(quantized(tensor, fp8), tensor)
+    assert passes(tensor, quantized(tensor, fp8))
+
+
+def zero_half(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[:, ::2] = 0
+    return tensor
+
+
+def with_one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_fill(0, torch.tensor([3]), value)
+
+    return change
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "wrong sign": torch.neg,
+    "zeroed half": zero_half,
+    "factor 2": lambda tensor: 2 * tensor,
+    "half": lambda tensor: tensor / 2,
+    "NaN": with_one(float("nan")),
+    "inf": with_one(float("inf")),
+    "zeros": torch.zeros_like,
+    "shuffled": lambda tensor: tensor.roll(1, dims=1),
+    "three quantisation steps": lambda tensor: tensor * 1.2,
+}
+
+
+@BOTH
+@DTYPES
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_wrong_tensor_fails(
+    passes: Callable[..., bool], dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor], ours_first: bool
+) -> None:
+    right = gradient(dtype)
+    pair = (change(right), right) if ours_first else (right, change(right))
+    assert not passes(*pair)
+
+
+@BOTH
+def test_same_infinities_and_forgiven_rest_pass(passes: Callable[..., bool]) -> None:
+    right = gradient(torch.float32)
+    right[0, 0] = float("inf")
+    assert passes(torch.where(right.isfinite(), right * 1.05, right), right)
+    assert not passes(torch.where(right.isfinite(), right * 1.05, -right), right)
+
+
+@BOTH
+def test_nan_on_both_sides_passes_only_where_upstream_says_so(passes: Callable[..., bool]) -> None:
+    right = gradient(torch.float32)
+    right[0, 0] = float("nan")
+    assert passes(right * 1.05, right, equal_nan=True)
+    assert not passes(right * 1.05, right)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
+def test_integers_and_booleans_are_compared_strictly(passes: Callable[..., bool], dtype: torch.dtype) -> None:
+    right = (torch.arange(1, 1001) % 997).to(dtype)
+    wrong = right.clone()
+    wrong[5] = 0  # a relative L2 error far below 1/8
+    assert passes(right, right.clone())
+    assert not passes(wrong, right)
+
+
+@BOTH
+def test_exact_comparisons_stay_exact(passes: Callable[..., bool]) -> None:
+    right = gradient(torch.float32)
+    assert passes(right, right.clone(), rtol=0.0, atol=0.0)
+    assert not passes(right * (1 + 1e-6), right, rtol=0.0, atol=0.0)
+
+
+@BOTH
+def test_shape_is_never_broadcast(passes: Callable[..., bool]) -> None:
+    assert not passes(torch.full((4, 8), 1.05), torch.ones(8))
+
+
+def test_numbers_and_other_dtypes_are_compared_strictly() -> None:
+    assert not passes_assert_close(1.05, 1.0)
+    assert not passes_assert_close([torch.tensor(1.05)], [torch.tensor(1.0)])
+    right = gradient(torch.float32)
+    assert not passes_assert_close((right * 1.05).bfloat16(), right)
+
+
+def test_only_comparisons_that_fail_strictly_are_recorded() -> None:
+    ERRORS.clear()
+    right = gradient(torch.float32)
+    assert passes_assert_close(right, right) and ALLCLOSE(right, right)
+    assert ERRORS == []
+    assert passes_assert_close(right * 1.05, right) and not ALLCLOSE(right * 3, right)
+    assert [error["relative_error"] for error in ERRORS] == pytest.approx([0.05, 2.0], rel=1e-4)
+
+
+def test_error_is_relative_to_the_expected_tensor() -> None:
+    assert rounding.relative_l2_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == 0.75
+    assert rounding.relative_l2_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert rounding.relative_l2_error(torch.ones(2), torch.zeros(2)) == float("inf")
