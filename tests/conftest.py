@@ -46,6 +46,8 @@ def launch(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str
         result = subprocess.run(
             command, stdout=-1, stderr=-2, text=True, env=cpu_environment, cwd=tmp_path, timeout=timeout, check=False
         )
+        for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # 66 MiB per rank
+            leftover.unlink(missing_ok=True)
         assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
         return result.stdout
 

@@ -13,17 +13,18 @@ from outcomes import Outcome, OutcomeStore
 COLUMNS = ("pass", "fail", "skip", "xfail")
 ROUNDED = "ours, comparisons at FP8's rounding"
 ABOUT_ROUNDING = """\
-*Ours, comparisons at FP8's rounding.* Some of these tests compare our gradients or weights with bf16 arithmetic at bf16's
-tolerance or tighter, which FP8 cannot meet: it keeps 3 bits of a number (2 of a gradient) where bf16 keeps 7. Such a
-test *is* counted as failed under *ours*. It is then run once more, with FP8 forced on in the same way, and with another
-comparison (`tests/conformance/rounding.py`): where `torch.testing.assert_close` or `torch.allclose` misses its
-tolerance, two floating-point tensors of one shape and dtype still count as equal if NaN and infinities are in the same
-places and the relative L2 error ‖a - b‖ / ‖b‖ is at most 1/8, one step of E4M3. All else in the test stays as it is: exact
-comparisons, states, counts, errors. So the second run shows that the right values are in the right place (a wrong sign,
-a factor of 2, a missing half or a NaN fails); it does not show bf16's precision, and a small part of a large tensor could
-be wrong unseen. *error* in the table of differences is the largest relative L2 error of the comparisons that missed
-upstream's tolerance, over all ranks. Such a difference is no refusal: the configuration is supported. The tables of
-files count these tests under this column by their second run, all others as under *ours*.""".splitlines()
+*Ours, comparisons at FP8's rounding.* Some of these tests compare our gradients or weights with bf16 arithmetic
+at bf16's tolerance or tighter, which FP8 cannot meet: it keeps 3 bits of a number (2 of a gradient) where bf16
+keeps 7. Such a test *is* counted as failed under *ours*. It is then run once more, with FP8 forced on in the
+same way, and with another comparison (`tests/conformance/rounding.py`): where `torch.testing.assert_close` or
+`torch.allclose` misses its tolerance, two floating-point tensors of one shape and dtype still count as equal if
+NaN and infinities are in the same places and the relative L2 error ‖a - b‖ / ‖b‖ is at most 1/8, one step of
+E4M3. All else in the test stays as it is: exact comparisons, states, counts, errors. So the second run shows
+that the right values are in the right place (a wrong sign, a factor of 2, a missing half or a NaN fails); it
+does not show bf16's precision, and a small part of a large tensor could be wrong unseen. *error* in the table
+of differences is the largest relative L2 error of the comparisons that missed upstream's tolerance, over all
+ranks. Such a difference is no refusal: the configuration is supported. The tables of files count these tests
+under this column by their second run, all others as under *ours*.""".splitlines()
 
 
 @dataclass(frozen=True)
