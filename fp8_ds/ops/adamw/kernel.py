@@ -1,0 +1,421 @@
+"""The device code of `triton.TritonStep`; the same bits as `reference`.
+
+Nothing is fused (`enable_fp_fusion=False`), roots and quotients are correctly rounded, subnormals are kept. PTX is true
+on NVIDIA's GPUs: blocks of ptx.py stand for the plain formulas beside them, which Triton's interpreter runs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.formats import E4M3, E4M4
+from fp8_ds.ops.adamw import ptx
+from fp8_ds.ops.adamw.shards import Hyper
+from fp8_ds.optim import moments, rounding
+
+_GROUP = tl.constexpr(moments.GROUP)
+_M_MAX = tl.constexpr(E4M3.max)
+_ROOT_MAX = tl.constexpr(E4M4.max)
+_TINY = tl.constexpr(moments.TINY)
+_TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
+_SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
+_UP = tl.constexpr(2.0**120)
+_DOWN = tl.constexpr(2.0**-120)
+_RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
+_ROOT_AND_RECIPROCAL = tl.constexpr(ptx.ROOT_AND_RECIPROCAL)
+_DECODE_E4M4 = tl.constexpr(ptx.DECODE_E4M4)
+_ENCODE_E4M4 = tl.constexpr(ptx.ENCODE_E4M4)
+_DECODE_E4M11 = tl.constexpr(ptx.DECODE_E4M11)
+_ENCODE_E4M11 = tl.constexpr(ptx.ENCODE_E4M11)
+_STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
+
+_WEYL = tl.constexpr(rounding.WEYL)
+_MIX_1 = tl.constexpr(rounding.MIX_1)
+_MIX_2 = tl.constexpr(rounding.MIX_2)
+
+_LR = tl.constexpr(int(Hyper.LR))
+_BETA1 = tl.constexpr(int(Hyper.BETA1))
+_BETA2 = tl.constexpr(int(Hyper.BETA2))
+_ONE_MINUS_BETA1 = tl.constexpr(int(Hyper.ONE_MINUS_BETA1))
+_ONE_MINUS_BETA2 = tl.constexpr(int(Hyper.ONE_MINUS_BETA2))
+_EPS = tl.constexpr(int(Hyper.EPS))
+_DECAY = tl.constexpr(int(Hyper.DECAY))
+_INV_BIAS1 = tl.constexpr(int(Hyper.INV_BIAS1))
+_INV_SQRT_BIAS2 = tl.constexpr(int(Hyper.INV_SQRT_BIAS2))
+_BOUND = tl.constexpr(int(Hyper.BOUND))
+_HYPER_WIDTH = tl.constexpr(int(Hyper.WIDTH))
+
+COLUMNS = ("hi", "lo", "m", "v", "m_scale", "v_scale", "numel", "start", "param_id", "group", "scale", "first_block")
+"""Of the table of pieces of shards, int64 [num_pieces, TABLE_WIDTH]."""
+
+_HI, _LO, _M, _V, _M_SCALE, _V_SCALE, _NUMEL, _START, _PARAM_ID, _GROUP_ROW, _SCALE, _FIRST_BLOCK = (
+    tl.constexpr(column) for column in range(len(COLUMNS))
+)
+TABLE_WIDTH = tl.constexpr(16)
+
+
+@triton.jit
+def _mix(x):
+    """`rounding.mix` in uint32."""
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 15)) * _MIX_2
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _hash(pair, first, twist):
+    """`rounding.noise` before it is cut: uint32 numbers of pairs of elements to 32 random bits for each.
+
+    `twist` is `second ^ (second >> 15)`: the second key is mixed in after the shift, not before.
+    """
+    x = pair * _WEYL + first
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 15) ^ twist) * _MIX_2
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _group_scale_inv(amax, MAX: tl.constexpr, TINY: tl.constexpr, PTX: tl.constexpr):
+    """`moments.group_scale_inv` and its inverse, 0 for a group of zeros."""
+    is_zero = amax < TINY
+    if PTX:
+        # A quotient by a constant, corrected by its exact remainder: correctly rounded for every mantissa (tested).
+        quotient = amax * (1.0 / MAX)
+        quotient = tl.fma(tl.fma(quotient, -MAX, amax), 1.0 / MAX, quotient)
+    else:
+        quotient = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    scale_inv = ((quotient.to(tl.int32, bitcast=True) + 0x10) & ~0x1F).to(tl.float32, bitcast=True)
+    divisor = tl.where(is_zero, 1.0, scale_inv)
+    if PTX:
+        scale = tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [divisor], tl.float32, is_pure=True, pack=1)
+    else:
+        scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), divisor)
+    return tl.where(is_zero, 0.0, scale_inv), tl.where(is_zero, 0.0, scale)
+
+
+@triton.jit
+def _to_8_bits(x, DROP_BITS: tl.constexpr):
+    """Magnitude bits of a float8 of bias 7 that keeps all but DROP_BITS of float32's mantissa; to nearest even."""
+    bits = (x * _DOWN).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return (bits + (1 << (DROP_BITS - 1)) - 1 + ((bits >> DROP_BITS) & 1)) >> DROP_BITS
+
+
+@triton.jit
+def _encode_e4m3(x, PTX: tl.constexpr):
+    """E4M3 codes of numbers within its range. Triton's interpreter casts to FP8 without carries into the exponent."""
+    if PTX:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = (_to_8_bits(x, 20) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _decode_root(code, scale_inv, PTX: tl.constexpr):
+    if PTX:
+        value = tl.inline_asm_elementwise(_DECODE_E4M4, "=f,=f,=f,=f,r", [code], tl.float32, is_pure=True, pack=4)
+        root = value * (scale_inv * 256.0)[:, None]
+    else:
+        root = ((code.to(tl.int32) << 19).to(tl.float32, bitcast=True) * _UP) * scale_inv[:, None]
+    return root
+
+
+@triton.jit
+def _encode_root(x, PTX: tl.constexpr):
+    if PTX:
+        code = tl.inline_asm_elementwise(_ENCODE_E4M4, "=r,r,r,r,r", [x * _DOWN], tl.uint8, is_pure=True, pack=4)
+    else:
+        code = _to_8_bits(x, 19).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _root_and_reciprocal(v, factor, eps, PTX: tl.constexpr):
+    """`root = sqrt(v)` and `1 / (root * factor + eps)`."""
+    if PTX:
+        factor = tl.zeros(v.shape, tl.float32) + factor
+        eps = tl.zeros(v.shape, tl.float32) + eps
+        root, reciprocal = tl.inline_asm_elementwise(
+            _ROOT_AND_RECIPROCAL,
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [v, factor, eps],
+            (tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        root = tl.sqrt_rn(v)
+        reciprocal = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), root * factor + eps)
+    return root, reciprocal
+
+
+@triton.jit
+def _decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, PTX: tl.constexpr):
+    """The master over scale_inv and over 2**120: its bits, where float32 has them."""
+    if PTX and LO_BITS == 8:
+        raw = tl.inline_asm_elementwise(_DECODE_E4M11, "=f,=f,=f,=f,r,r", [hi, lo], tl.float32, is_pure=True, pack=4)
+    else:
+        code = hi.to(tl.int32)
+        bits = (((code & 0x7F) << LO_BITS) + lo.to(tl.int32)) << DROP_BITS
+        raw = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return raw
+
+
+@triton.jit
+def _encode_master(
+    w, random, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, MAX_MAG: tl.constexpr, HI_BITS: tl.constexpr
+):
+    """Codes of float32 numbers as integers: (high, low, magnitude). `random`: of `_hash`; None: to nearest even."""
+    bits = w.to(tl.int32, bitcast=True)
+    mag = bits & 0x7FFFFFFF
+    if random is not None:
+        mask: tl.constexpr = (1 << DROP_BITS) - 1
+        mag += tl.interleave((random & mask).to(tl.int32), ((random >> 16) & mask).to(tl.int32))
+    else:
+        mag += (1 << (DROP_BITS - 1)) - 1 + ((mag >> DROP_BITS) & 1)
+    mag = tl.minimum(mag >> DROP_BITS, MAX_MAG)
+    hi = (mag + (1 << (LO_BITS - 1))) >> LO_BITS
+    sign = (bits >> (32 - HI_BITS)) & (1 << (HI_BITS - 1))
+    # The low bits of the magnitude, read as signed, are what it exceeds the high part by.
+    return hi | sign, mag, mag
+
+
+# Compiled once whatever these are: strides, and tensors that may be views of others.
+@triton.jit(
+    do_not_specialize=["first_block", "seed_key", "scale_inv_stride", "next_scale_inv_stride"],
+    do_not_specialize_on_alignment=["hyper", "step", "grad_scale", "skip", "scale_inv", "next_scale_inv", "amax"],
+)
+def adamw_kernel(
+    table,
+    grads,
+    block_pieces,
+    first_block,
+    hyper,
+    step,
+    grad_scale,
+    skip,
+    scale_inv,
+    scale_inv_stride,
+    next_scale_inv,
+    next_scale_inv_stride,
+    amax,
+    seed_key,
+    GRAD_DTYPE: tl.constexpr,
+    LO_BITS: tl.constexpr,
+    DROP_BITS: tl.constexpr,
+    MAX_MAG: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    PTX: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    """Args: as `StepInputs`, and what `triton._Kind` holds. One program for each of its blocks that has a gradient."""
+    if tl.load(skip) != 0:
+        return
+    block = tl.program_id(0) + first_block
+    piece = tl.load(block_pieces + block)
+    grad_address = tl.load(grads + piece)
+    if grad_address == 0:
+        return
+
+    row = table + piece * TABLE_WIDTH
+    numel = tl.load(row + _NUMEL)
+    start = tl.load(row + _START)
+    head = start % _GROUP
+    m_ptr = tl.load(row + _M).to(tl.pointer_type(tl.uint8))
+    v_ptr = tl.load(row + _V).to(tl.pointer_type(tl.uint8))
+    m_scale_ptr = tl.load(row + _M_SCALE).to(tl.pointer_type(tl.float32))
+    v_scale_ptr = tl.load(row + _V_SCALE).to(tl.pointer_type(tl.float32))
+    grad_ptr = grad_address.to(tl.pointer_type(GRAD_DTYPE))
+    if IS_FP8:
+        hi_ptr = tl.load(row + _HI).to(tl.pointer_type(tl.uint8))
+    elif LO_BITS == 0:
+        hi_ptr = tl.load(row + _HI).to(tl.pointer_type(tl.float32))
+    else:
+        hi_ptr = tl.load(row + _HI).to(tl.pointer_type(tl.int16))
+    if LO_BITS == 16:
+        lo_ptr = tl.load(row + _LO).to(tl.pointer_type(tl.int16))
+    else:
+        lo_ptr = tl.load(row + _LO).to(tl.pointer_type(tl.int8))
+
+    group_row = tl.load(row + _GROUP_ROW)
+    numbers = hyper + group_row * _HYPER_WIDTH
+    lr = tl.load(numbers + _LR)
+    beta1 = tl.load(numbers + _BETA1)
+    beta2 = tl.load(numbers + _BETA2)
+    one_minus_beta1 = tl.load(numbers + _ONE_MINUS_BETA1)
+    one_minus_beta2 = tl.load(numbers + _ONE_MINUS_BETA2)
+    eps = tl.load(numbers + _EPS)
+    decay = tl.load(numbers + _DECAY)
+    inv_bias1 = tl.load(numbers + _INV_BIAS1)
+    inv_sqrt_bias2 = tl.load(numbers + _INV_SQRT_BIAS2)
+    bound = tl.load(numbers + _BOUND)
+    grad_factor = tl.load(grad_scale)
+    if IS_FP8:
+        scale_index = tl.load(row + _SCALE)
+        old_scale_inv = tl.load(scale_inv + scale_index * scale_inv_stride)
+        new_scale_inv = tl.load(next_scale_inv + scale_index * next_scale_inv_stride)
+        new_scale = tl.div_rn(1.0, new_scale_inv)
+        # The weight is worked on in units of its new scale_inv. All these factors are powers of two: nothing rounds.
+        ratio = old_scale_inv * new_scale
+        has_rest = ratio > 64.0
+        rest = tl.where(has_rest, ratio * (1.0 / 64.0), 1.0)
+        raise_by = tl.where(has_rest, 64.0, ratio) * _UP
+        lr = lr * new_scale
+        if DECOUPLED:
+            raise_by = raise_by * decay
+        else:
+            decay = decay * new_scale_inv
+    if STOCHASTIC:
+        first = _mix(seed_key.to(tl.uint32) + tl.load(step + group_row).to(tl.uint32))
+        first = _mix(first + tl.load(row + _PARAM_ID).to(tl.uint32))
+        second = _mix(first ^ 0xC2B2AE35)
+        twist = second ^ (second >> 15)
+
+    num_groups = (head + numel + _GROUP - 1) // _GROUP
+    begin = (block - tl.load(row + _FIRST_BLOCK)) * (ROWS * NUM_TILES)
+    end = tl.minimum(begin + ROWS * NUM_TILES, num_groups)
+    largest = tl.zeros([ROWS, 8], tl.int32)
+    group = begin
+    while group < end:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, _GROUP)
+        offset = group * _GROUP
+        num_rows = tl.minimum(num_groups - group, ROWS).to(tl.int32)
+        row_mask = rows < num_rows
+        pad_mask = row_mask[:, None] & (columns >= 0)[None, :]
+        if not IS_EDGE:
+            # Rows beyond the last group work on that one and store nothing: no load needs a mask.
+            rows = tl.minimum(rows, num_rows - 1)
+        lanes = rows[:, None] * _GROUP + columns[None, :]
+        m_at = m_ptr + offset
+        v_at = v_ptr + offset
+        lo_at = lo_ptr + offset
+        hi_at = hi_ptr + (offset - head)
+        grad_at = grad_ptr + (offset - head)
+        if VECTORS >= 1:
+            m_at = tl.multiple_of(m_at, 16)
+            v_at = tl.multiple_of(v_at, 16)
+            lo_at = tl.multiple_of(lo_at, 16)
+        if VECTORS >= 2:
+            hi_at = tl.multiple_of(hi_at, 16)
+            grad_at = tl.multiple_of(grad_at, 16)
+        if IS_EDGE:
+            mask = (lanes >= head - offset) & (lanes < head + numel - offset)
+            grad = tl.load(grad_at + lanes, mask, 0.0)
+            hi = tl.load(hi_at + lanes, mask, 0)
+            if LO_BITS > 0:
+                lo = tl.load(lo_at + lanes, mask, 0)
+            m_code = tl.load(m_at + lanes, mask, 0)
+            root_code = tl.load(v_at + lanes, mask, 0)
+        else:
+            mask = pad_mask
+            grad = tl.load(grad_at + lanes)
+            hi = tl.load(hi_at + lanes)
+            if LO_BITS > 0:
+                lo = tl.load(lo_at + lanes)
+            m_code = tl.load(m_at + lanes)
+            root_code = tl.load(v_at + lanes)
+        load_mask = row_mask if IS_EDGE else None
+        m_scale_inv = tl.load(m_scale_ptr + group + rows, load_mask)
+        root_scale_inv = tl.load(v_scale_ptr + group + rows, load_mask)
+
+        if IS_FP8:
+            w = _decode_fp8_master(hi, lo, LO_BITS, DROP_BITS, PTX) * raise_by
+            if has_rest:
+                w = w * rest
+        elif LO_BITS == 0:
+            w = hi
+        else:
+            code = hi.to(tl.int32)
+            mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
+            w = ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
+        g = grad.to(tl.float32) * grad_factor
+        if not DECOUPLED:
+            g = g + w * decay
+        m_old = m_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * m_scale_inv[:, None]
+        root_old = _decode_root(root_code, root_scale_inv, PTX)
+        m = beta1 * m_old + one_minus_beta1 * g
+        v = beta2 * (root_old * root_old) + one_minus_beta2 * (g * g)
+        v = tl.maximum(v, _SMALLEST_V)
+        root, reciprocal = _root_and_reciprocal(v, inv_sqrt_bias2, eps, PTX)
+        update = (m * inv_bias1) * reciprocal
+        update = tl.maximum(update, -bound, propagate_nan=tl.PropagateNan.ALL)
+        update = tl.minimum(update, bound, propagate_nan=tl.PropagateNan.ALL)
+        if DECOUPLED and not IS_FP8:
+            w = w * decay
+        w = w - lr * update
+
+        if LO_BITS == 0:
+            tl.store(hi_at + lanes, w, mask)
+        else:
+            random = None
+            if STOCHASTIC:
+                # Elements count from the weight's first; groups of 128 do too, so a pair never crosses a shard's head.
+                pairs = rows[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
+                pair = pairs.to(tl.uint32) + ((start - head + offset) >> 1).to(tl.uint32)
+                random = _hash(pair, first, twist)
+            if IS_FP8:
+                w = w * _DOWN
+                if PTX and LO_BITS == 8 and VECTORS >= 2 and not IS_EDGE:  # elements of a pack are neighbours then
+                    new_hi, new_lo, mag = tl.inline_asm_elementwise(
+                        _ENCODE_E4M11,
+                        "=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+                        [w, tl.interleave(random, random)],
+                        (tl.uint8, tl.int8, tl.int32),
+                        is_pure=True,
+                        pack=4,
+                    )
+                else:
+                    new_hi, new_lo, mag = _encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 8)
+                    mag = mag << (24 - LO_BITS)
+                if IS_EDGE:
+                    mag = tl.where(mask, mag, 0)
+                # In a thread's registers. Rows that repeat the last one may have read it after its update.
+                mag = tl.max(tl.reshape(mag, [ROWS, 8, _GROUP // 8]), 2)
+                largest = tl.maximum(largest, tl.where(row_mask[:, None], mag, 0))
+                tl.store(hi_at + lanes, new_hi.to(tl.uint8), mask)
+            else:
+                new_hi, new_lo, mag = _encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 16)
+                tl.store(hi_at + lanes, new_hi.to(tl.int16), mask)
+            tl.store(lo_at + lanes, new_lo.to(tl.int16 if LO_BITS == 16 else tl.int8), mask)
+
+        m_scale_inv, m_scale = _group_scale_inv(tl.max(tl.abs(m), 1), _M_MAX, _TINY, PTX)
+        if IS_EDGE:
+            root = tl.where(mask, root, 0.0)
+        root_scale_inv, root_scale = _group_scale_inv(tl.max(root, 1), _ROOT_MAX, _TINY_ROOT, PTX)
+        tl.store(m_at + lanes, _encode_e4m3(m * m_scale[:, None], PTX), pad_mask)
+        tl.store(v_at + lanes, _encode_root(root * root_scale[:, None], PTX), pad_mask)
+        if PTX:
+            # By all threads that hold the group, the same value: tl.store would pass it through shared memory.
+            tl.inline_asm_elementwise(
+                _STORE_SCALES,
+                "=r,l,f,l,f,r",
+                [
+                    (m_scale_ptr + group + rows).to(tl.int64),
+                    m_scale_inv,
+                    (v_scale_ptr + group + rows).to(tl.int64),
+                    root_scale_inv,
+                    row_mask.to(tl.int32),
+                ],
+                tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.store(m_scale_ptr + group + rows, m_scale_inv, row_mask)
+            tl.store(v_scale_ptr + group + rows, root_scale_inv, row_mask)
+        group += ROWS
+
+    if IS_FP8:
+        mag = tl.max(largest) >> (24 - LO_BITS)
+        value = ((mag << DROP_BITS).to(tl.float32, bitcast=True) * _UP) * new_scale_inv
+        # Floats that are not negative compare as their bits do.
+        at = (amax + scale_index).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(at, value.to(tl.int32, bitcast=True), sem="relaxed")

@@ -1,0 +1,153 @@
+"""PTX of the Adam kernel: four elements at a time, bytes unpacked and packed in registers.
+
+What Triton makes of the same formulas takes half as many instructions again, and the step is bound by them. Every block
+gives the bits of the plain formulas beside it in triton.py, which the interpreter and other GPUs than NVIDIA's run.
+"""
+
+from __future__ import annotations
+
+
+def _each(template: str) -> str:
+    """`template` four times, with # as the number of the element."""
+    return "\n".join(template.replace("#", str(index)) for index in range(4))
+
+
+def _operands(text: str, **first: int) -> str:
+    """`text` with the names of operands, %name0 to %name3, as four numbers of operands from `first[name]` on."""
+    for name, start in first.items():
+        for index in reversed(range(4)):
+            text = text.replace(f"%{name}{index}", f"${start + index}")
+    return text
+
+
+RECIPROCAL = "rcp.rn.f32 $0, $1;"
+
+DECODE_E4M4 = """{
+.reg .b32 a, b;
+.reg .f16 h<4>;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 a, a, 6;
+shl.b32 b, b, 6;
+mov.b32 {h0, h1}, a;
+mov.b32 {h2, h3}, b;
+cvt.f32.f16 $0, h0;
+cvt.f32.f16 $1, h1;
+cvt.f32.f16 $2, h2;
+cvt.f32.f16 $3, h3;
+}"""
+"""Codes of E4M4 are the upper bits of float16 numbers, 2**8 smaller: bias 15 instead of 7."""
+
+ENCODE_E4M4 = _operands(
+    """{
+.reg .b32 t<4>, odd<4>, a, b;
+"""
+    + _each("bfe.u32 odd#, %x#, 19, 1;\nadd.u32 t#, %x#, odd#;\nadd.u32 t#, t#, 0x3ffff;")
+    + """
+prmt.b32 a, t0, t1, 0x7632;
+prmt.b32 b, t2, t3, 0x7632;
+shr.u32 a, a, 3;
+shr.u32 b, b, 3;
+prmt.b32 $0, a, b, 0x6420;
+}""",
+    x=1,
+)
+"""Codes are bits 19 to 26 of the number over 2**120, rounded to nearest even."""
+
+DECODE_E4M11 = """{
+.reg .b32 a, b, t<4>;
+prmt.b32 a, $5, $4, 0x5140;
+prmt.b32 b, $5, $4, 0x7362;
+xor.b32 a, a, 0x00800080;
+xor.b32 b, b, 0x00800080;
+sub.u32 a, a, 0x00800080;
+sub.u32 b, b, 0x00800080;
+shl.b32 t0, a, 16;
+shl.b32 t2, b, 16;
+shr.s32 t0, t0, 4;
+shr.s32 t1, a, 4;
+shr.s32 t2, t2, 4;
+shr.s32 t3, b, 4;
+and.b32 t0, t0, 0x87fff000;
+and.b32 t1, t1, 0x87fff000;
+and.b32 t2, t2, 0x87fff000;
+and.b32 t3, t3, 0x87fff000;
+mov.b32 $0, t0;
+mov.b32 $1, t1;
+mov.b32 $2, t2;
+mov.b32 $3, t3;
+}"""
+"""Sign and magnitude of two masters in one register: the low byte is signed, no borrow leaves the magnitude. The
+shifts copy the sign into the upper exponent bits, which are masked: the value is 2**120 smaller then."""
+
+ENCODE_E4M11 = _operands(
+    """{
+.reg .b32 s<4>, n<4>, a, b, c, d;
+.reg .f32 f<4>;
+"""
+    + _each("mov.b32 f#, %w#;\nabs.f32 f#, f#;\nmin.f32 f#, f#, 0f07E7F000;\nmov.b32 s#, f#;")
+    + """
+shl.b32 n1, $10, 4;
+shl.b32 n3, $12, 4;
+and.b32 n1, n1, 0xfff0fff0;
+and.b32 n3, n3, 0xfff0fff0;
+and.b32 n0, n1, 0xffff;
+and.b32 n2, n3, 0xffff;
+shr.u32 n1, n1, 16;
+shr.u32 n3, n3, 16;
+"""
+    + _each("mad.lo.u32 s#, s#, 16, n#;\nmov.b32 %u#, s#;\nlop3.b32 s#, s#, %w#, 0x7fffffff, 0xe4;")
+    + """
+prmt.b32 a, s0, s1, 0x7632;
+prmt.b32 b, s2, s3, 0x7632;
+add.u32 c, a, 0x00800080;
+add.u32 d, b, 0x00800080;
+prmt.b32 $0, c, d, 0x7531;
+prmt.b32 $1, a, b, 0x6420;
+}""",
+    u=2,
+    w=6,
+)
+"""Saturates, adds the random bits below the master's last, and packs. Magnitudes come out in bits 16 to 30.
+
+0x07E7F000 is the largest master, `MasterFormat.max_mag`, where float32 has it: capped before the random bits are added,
+it stays the largest after. Elements 0 and 1 take the low and the high half of one hash, 2 and 3 of another."""
+
+ROOT_AND_RECIPROCAL = _operands(
+    """{
+.reg .f32 y<4>, h<4>, r<4>, b<4>, e<4>;
+"""
+    + "\n".join(
+        _each(line)
+        for line in (
+            "rsqrt.approx.ftz.f32 y#, %v#;",
+            "mul.rn.ftz.f32 r#, %v#, y#;",
+            "mul.rn.ftz.f32 h#, y#, 0f3F000000;",
+            "neg.f32 e#, r#;",
+            "fma.rn.f32 e#, e#, r#, %v#;",
+            "fma.rn.f32 %root#, e#, h#, r#;",
+            "mul.rn.f32 b#, %root#, %factor#;",
+            "add.rn.f32 b#, b#, %eps#;",
+            "rcp.approx.ftz.f32 y#, b#;",
+            "neg.f32 b#, b#;",
+            "fma.rn.f32 e#, b#, y#, 0f3F800000;",
+            "fma.rn.f32 %reciprocal#, y#, e#, y#;",
+        )
+    )
+    + "\n}",
+    root=0,
+    reciprocal=4,
+    v=8,
+    factor=12,
+    eps=16,
+)
+"""Root and reciprocal, correctly rounded: ptxas' own sequences for numbers that need no care, without its branches.
+Squares from 2**-101 on and divisors in [2**-126, 2**126] are such (tested over all mantissas on the GPU)."""
+
+STORE_SCALES = """{
+.reg .pred inside;
+setp.ne.b32 inside, $5, 0;
+@inside st.global.f32 [$1], $2;
+@inside st.global.f32 [$3], $4;
+mov.b32 $0, 0;
+}"""

@@ -1,0 +1,102 @@
+"""One Adam step on FP8 moments and split masters in plain torch; the kernel gives the same bits.
+
+Every product, sum, quotient and root is rounded to float32 once, to nearest: nothing is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
+from fp8_ds.optim.masters import decode, encode
+from fp8_ds.optim.moments import (
+    GROUP,
+    SMALLEST_V,
+    dequantize_m,
+    dequantize_root,
+    from_groups,
+    quantize_m,
+    quantize_root,
+    to_groups,
+)
+from fp8_ds.optim.rounding import noise
+
+
+def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor], inputs: StepInputs) -> None:
+    """Every shard is updated in place: hi, lo, m, v, their scales, and `inputs.amax`.
+
+    Args:
+        shards: on one device.
+        grads: bf16 or float32, 1-D [shard.numel], one per shard.
+    """
+    if int(inputs.skip) != 0:
+        return
+    for shard, grad in zip(shards, grads, strict=True):
+        if shard.numel:
+            _step_shard(shard, grad, inputs)
+
+
+def _step_shard(shard: AdamShard, grad: Tensor, inputs: StepInputs) -> None:
+    row = inputs.hyper[shard.group]
+    g = grad.float() * inputs.grad_scale
+    w = read_master(shard, inputs.scale_inv)
+    if not inputs.decoupled:
+        g = g + w * row[Hyper.DECAY]
+    m_old, root_old = read_moments(shard)
+    m = row[Hyper.BETA1] * m_old + row[Hyper.ONE_MINUS_BETA1] * g
+    v = row[Hyper.BETA2] * (root_old * root_old) + row[Hyper.ONE_MINUS_BETA2] * (g * g)
+    root = v.clamp(min=SMALLEST_V).double().sqrt().float()  # torch's float32 root is not correctly rounded on CPU
+    reciprocal = 1.0 / (root * row[Hyper.INV_SQRT_BIAS2] + row[Hyper.EPS])
+    update = (m * row[Hyper.INV_BIAS1]) * reciprocal
+    update = torch.minimum(torch.maximum(update, -row[Hyper.BOUND]), row[Hyper.BOUND])
+    if inputs.decoupled:
+        w = w * row[Hyper.DECAY]
+    w = w - row[Hyper.LR] * update
+    write_moments(shard, m, root)
+    write_master(shard, w, inputs)
+
+
+def read_master(shard: AdamShard, scale_inv: Tensor) -> Tensor:
+    """float32 [numel]: the master weights of the shard; the master itself where it is float32."""
+    if shard.lo is None:
+        return shard.hi
+    lo = from_groups(shard.lo.view(-1, GROUP), shard.numel, shard.start)
+    return decode(shard.hi, lo, shard.fmt, scale_inv[shard.scale_index] if shard.fmt.is_fp8 else None)
+
+
+def write_master(shard: AdamShard, value: Tensor, inputs: StepInputs) -> None:
+    if shard.lo is None:
+        shard.hi.copy_(value)
+        return
+    fmt = shard.fmt
+    bits = None
+    if fmt.stochastic:
+        step = int(inputs.step[shard.group])
+        bits = noise(inputs.seed, step, shard.param_id, shard.start, shard.numel, fmt.drop_bits, value.device)
+    scale_inv = inputs.next_scale_inv[shard.scale_index] if fmt.is_fp8 else None
+    hi, lo = encode(value, fmt, scale_inv, bits)
+    shard.hi.copy_(hi)
+    from_groups(shard.lo.view(-1, GROUP), shard.numel, shard.start).copy_(lo)
+    if fmt.is_fp8:
+        amax = inputs.amax[shard.scale_index]
+        amax.copy_(torch.maximum(amax, decode(hi, lo, fmt, scale_inv).abs().max()))
+
+
+def read_moments(shard: AdamShard) -> tuple[Tensor, Tensor]:
+    """(m, sqrt(v)): float32 [numel]."""
+    m = dequantize_m(shard.m.view(-1, GROUP), shard.m_scale_inv)
+    root = dequantize_root(shard.v.view(-1, GROUP), shard.v_scale_inv)
+    return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)
+
+
+def write_moments(shard: AdamShard, m: Tensor, root: Tensor) -> None:
+    for value, quantize, codes, scale_inv in (
+        (m, quantize_m, shard.m, shard.m_scale_inv),
+        (root, quantize_root, shard.v, shard.v_scale_inv),
+    ):
+        new_codes, new_scale_inv = quantize(to_groups(value, shard.start))
+        codes.view(-1, GROUP).copy_(new_codes)
+        scale_inv.copy_(new_scale_inv)

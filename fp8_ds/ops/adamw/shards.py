@@ -1,0 +1,102 @@
+"""What one optimizer step works on: shards of weights, and the few numbers of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fp8_ds.optim.masters import MasterFormat
+
+
+class Hyper(IntEnum):
+    """Columns of the hyperparameter rows, float32 [num_param_groups, 16] on the device."""
+
+    LR = 0
+    BETA1 = 1
+    BETA2 = 2
+    ONE_MINUS_BETA1 = 3
+    ONE_MINUS_BETA2 = 4
+    EPS = 5
+    DECAY = 6
+    """AdamW: `1 - lr * weight_decay`, multiplies the weight. Adam (L2): weight_decay, adds weight to gradient."""
+    INV_BIAS1 = 7
+    """`1 / (1 - beta1**t)`"""
+    INV_SQRT_BIAS2 = 8
+    """`1 / sqrt(1 - beta2**t)`"""
+    BOUND = 9
+    """R_t: the update is clamped to it."""
+    WIDTH = 16
+
+
+@dataclass
+class AdamShard:
+    """Contiguous elements `[start, start + numel)` of one weight, with their master and moments.
+
+    Args:
+        name: of the weight, for messages.
+        numel: elements.
+        start: first element, counted from the weight's own first. Groups of 128 and rounding noise follow it.
+        param_id: number of the weight, the same on all ranks and in all runs: for rounding noise.
+        group: row of the hyperparameters.
+        scale_index: entry in the scale vectors; 0 where the format has no scale.
+        fmt: format of the master.
+        hi: `fmt.hi_dtype` [numel], contiguous: the compute weight, or the float32 master (fp32).
+
+    Attributes:
+        lo: `fmt.lo_dtype` [num_groups * 128], element i at `start % 128 + i`; None for fp32. Like all that follow it.
+        m, v: uint8 [num_groups * 128], E4M3 codes, and E4M4 codes of sqrt(v).
+        m_scale_inv, v_scale_inv: float32 [num_groups].
+    """
+
+    name: str
+    numel: int
+    start: int
+    param_id: int
+    group: int
+    scale_index: int
+    fmt: MasterFormat
+    hi: Tensor
+    lo: Tensor | None = None
+    m: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    v: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    m_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0))
+    v_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def head(self) -> int:
+        """Elements of the first group that belong to the shard before this one."""
+        return self.start % 128
+
+    @property
+    def num_groups(self) -> int:
+        return -(-(self.head + self.numel) // 128)
+
+
+@dataclass
+class StepInputs:
+    """The numbers of one step; all tensors on the shards' device, read there: the host never waits.
+
+    Args:
+        hyper: float32 [num_param_groups, 16], columns as `Hyper`.
+        step: int64 [num_param_groups], count of updates including this one.
+        grad_scale: float32, 0-dim: gradients are multiplied by it (clipping, averaging).
+        skip: int32, 0-dim: anything but 0 leaves every byte as it is.
+        scale_inv: float32 [num_weights], any stride: powers of two the masters are stored with.
+        next_scale_inv: the same, to store them with now.
+        amax: float32 [num_weights], contiguous: maximumed with the new masters' magnitudes. Entries are >= 0.
+        seed: of the rounding noise.
+        decoupled: AdamW (weight decay on the weight) or Adam (on the gradient).
+    """
+
+    hyper: Tensor
+    step: Tensor
+    grad_scale: Tensor
+    skip: Tensor
+    scale_inv: Tensor
+    next_scale_inv: Tensor
+    amax: Tensor
+    seed: int = 0
+    decoupled: bool = True

@@ -1,0 +1,311 @@
+"""Adam on FP8 moments and split masters in one Triton launch per kind of shard; the same bits as `reference`.
+
+A program takes `num_tiles` tiles of `rows` groups of 128 elements of one shard, found through a map from blocks to
+pieces of shards and a table of addresses. Everything that changes from step to step is read on the device, so a step
+can be captured in a CUDA graph. The gradients' addresses are the exception: they are copied when they change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8_ds.ops.adamw.kernel import COLUMNS, TABLE_WIDTH, adamw_kernel
+from fp8_ds.ops.adamw.shards import AdamShard, StepInputs
+from fp8_ds.optim import moments, rounding
+from fp8_ds.optim.masters import MasterFormat
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kind of shard is cut: programs of `num_tiles` tiles of `rows` groups, each by `num_warps` warps.
+
+    Args:
+        max_registers: per thread, or None for the compiler's choice.
+    """
+
+    rows: int
+    num_tiles: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+LAUNCHES = {
+    "e4m11": Launch(4, 4, 1),
+    "e4m19": Launch(4, 8, 1),
+    "bf16_8": Launch(4, 8, 1),
+    "fp32": Launch(4, 8, 1),
+}
+"""By master format; measured by `benchmarks/optimizer_step.py --launches sweep` on an H200. 16 one-byte elements a thread
+are one vector. With one warp a program, reductions over a group stay in it, and many programs hide each other's waiting."""
+
+_EDGE = Launch(4, 1, 4)
+
+_GRAD_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_ALIGNMENT = 16
+
+
+class _Addresses:
+    """Gradients' addresses on the device, one slot per piece; those that take no part are 0.
+
+    They are copied when they change, from a pinned buffer that no pending copy reads. Where a CUDA graph was captured
+    with them, they stay as they are for as long as the step lives.
+    """
+
+    def __init__(self, num_pieces: int, device: torch.device) -> None:
+        self.device = device
+        self.current: list[int] = [0] * num_pieces
+        self.on_device = torch.zeros(num_pieces, dtype=torch.int64, device=device)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._captured: list[Tensor] = []
+
+    def update(self, addresses: list[int]) -> Tensor:
+        """`addresses` on the device: int64 [num_pieces].
+
+        Raises:
+            RuntimeError: they changed, and a CUDA graph is being captured.
+        """
+        if self.device.type != "cuda":
+            self.on_device = torch.tensor(addresses, dtype=torch.int64)
+            return self.on_device
+        capturing = torch.cuda.is_current_stream_capturing()
+        if addresses != self.current:
+            if capturing:
+                raise RuntimeError(
+                    "grads: expected those of the last step while a CUDA graph is captured, got tensors at other "
+                    "addresses. Make one step with the same gradient tensors before the capture."
+                )
+            if self._is_captured():
+                self.on_device = torch.empty_like(self.on_device)
+            buffer, event = self._free_buffer()
+            buffer.copy_(torch.tensor(addresses, dtype=torch.int64))
+            self.on_device.copy_(buffer, non_blocking=True)
+            event.record()
+            self.current = addresses
+        if capturing and not self._is_captured():
+            self._captured.append(self.on_device)
+        return self.on_device
+
+    def _is_captured(self) -> bool:
+        return any(captured is self.on_device for captured in self._captured)
+
+    def _free_buffer(self) -> tuple[Tensor, torch.cuda.Event]:
+        for buffer, event in self._pinned:
+            if event.query():
+                return buffer, event
+        self._pinned.append((torch.empty(len(self.current), dtype=torch.int64, pin_memory=True), torch.cuda.Event()))
+        return self._pinned[-1]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements `[offset, offset + numel)` of a shard: whole groups, or the elements of one group at an end."""
+
+    position: int
+    shard: AdamShard
+    offset: int
+    numel: int
+
+    @property
+    def is_edge(self) -> bool:
+        return (self.shard.start + self.offset) % moments.GROUP != 0 or self.numel % moments.GROUP != 0
+
+    @property
+    def num_groups(self) -> int:
+        return moments.num_groups(self.numel, self.shard.start + self.offset)
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        shard = self.shard
+        group = (shard.head + self.offset) // moments.GROUP
+        first = group * moments.GROUP
+        return {
+            "hi": shard.hi.data_ptr() + self.offset * shard.hi.element_size(),
+            "lo": 0 if shard.lo is None else shard.lo.data_ptr() + first * shard.lo.element_size(),
+            "m": shard.m.data_ptr() + first,
+            "v": shard.v.data_ptr() + first,
+            "m_scale": shard.m_scale_inv.data_ptr() + group * 4,
+            "v_scale": shard.v_scale_inv.data_ptr() + group * 4,
+        }
+
+    @property
+    def vectors(self) -> int:
+        """2 if all its tensors lie at multiples of 16 bytes, 1 if lo and the moments do, else 0."""
+        addresses = self.addresses
+        if self.is_edge or any(addresses[name] % _ALIGNMENT for name in ("lo", "m", "v")):
+            return 0
+        return 1 if addresses["hi"] % _ALIGNMENT else 2
+
+    def table_row(self, first_block: int) -> list[int]:
+        shard = self.shard
+        values = self.addresses | {
+            "numel": self.numel,
+            "start": shard.start + self.offset,
+            "param_id": shard.param_id,
+            "group": shard.group,
+            "scale": shard.scale_index,
+            "first_block": first_block,
+        }
+        row = [values[column] for column in COLUMNS]
+        return row + [0] * (TABLE_WIDTH.value - len(row))
+
+
+def _pieces(position: int, shard: AdamShard) -> Iterator[_Piece]:
+    """A shard cut where its first whole group begins and where its last one ends."""
+    head = min(-shard.start % moments.GROUP, shard.numel)
+    whole = (shard.numel - head) // moments.GROUP * moments.GROUP
+    for offset, numel in ((0, head), (head, whole), (head + whole, shard.numel - head - whole)):
+        if numel:
+            yield _Piece(position, shard, offset, numel)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Pieces of one master format that one variant of the kernel takes, in the order of the optimizer.
+
+    Args:
+        fmt: their format.
+        is_edge: whether they are parts of a group, or whole groups.
+        vectors: as `_Piece.vectors`.
+        pieces: of the shards.
+        table: int64 [num_pieces, 16] on the device, columns as `COLUMNS`.
+        block_pieces: int32 [num_blocks] on the device: the piece that a block works on.
+        first_blocks: of each piece, and num_blocks at the end.
+        addresses: of the gradients, for each gradient dtype and alignment.
+    """
+
+    fmt: MasterFormat
+    is_edge: bool
+    vectors: int
+    pieces: tuple[_Piece, ...]
+    table: Tensor
+    block_pieces: Tensor
+    first_blocks: tuple[int, ...]
+    addresses: dict[tuple[torch.dtype, int], _Addresses]
+
+    @property
+    def launch(self) -> Launch:
+        return _EDGE if self.is_edge else LAUNCHES[self.fmt.name]
+
+
+class TritonStep:
+    """`AdamStep` through `adamw_kernel`: a launch per master format, gradient dtype and alignment.
+
+    Args:
+        shards: on one CUDA device, or on CPU under Triton's interpreter; their tensors stay where they are.
+
+    Raises:
+        ValueError: on CPU without the interpreter.
+    """
+
+    def __init__(self, shards: Sequence[AdamShard]) -> None:
+        self.shards = tuple(shards)
+        self.device = shards[0].hi.device if shards else torch.device("cpu")
+        if self.shards and self.device.type != "cuda" and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"backend='triton': expected shards on CUDA, got {self.device}. Take backend='reference', or set "
+                "TRITON_INTERPRET=1 before triton is imported."
+            )
+        kinds: dict[tuple[str, bool, int], list[_Piece]] = {}
+        for position, shard in enumerate(self.shards):
+            for piece in _pieces(position, shard):
+                kinds.setdefault((shard.fmt.name, piece.is_edge, piece.vectors), []).append(piece)
+        self._kinds = [_build(pieces, self.device) for pieces in kinds.values()]
+
+    def __call__(self, grads: Sequence[Tensor | None], inputs: StepInputs) -> None:
+        for shard, grad in zip(self.shards, grads, strict=True):
+            _check_grad(shard, grad, self.device)
+        for kind in self._kinds:
+            variants: dict[tuple[torch.dtype, int], list[int]] = {}
+            for slot, piece in enumerate(kind.pieces):
+                grad = grads[piece.position]
+                if grad is not None:
+                    address = grad.data_ptr() + piece.offset * grad.element_size()
+                    vectors = min(kind.vectors, 1) if address % _ALIGNMENT else kind.vectors
+                    variants.setdefault((grad.dtype, vectors), [0] * len(kind.pieces))[slot] = address
+            for variant, addresses in variants.items():
+                self._launch(kind, variant, addresses, inputs)
+
+    def _launch(self, kind: _Kind, variant: tuple[torch.dtype, int], addresses: list[int], inputs: StepInputs) -> None:
+        grad_dtype, vectors = variant
+        if variant not in kind.addresses:
+            kind.addresses[variant] = _Addresses(len(kind.pieces), self.device)
+        grads = kind.addresses[variant].update(addresses)
+        active = [slot for slot, address in enumerate(addresses) if address]
+        first_block = kind.first_blocks[active[0]]
+        num_blocks = kind.first_blocks[active[-1] + 1] - first_block
+        fmt, launch = kind.fmt, kind.launch
+        options = {} if launch.max_registers is None else {"maxnreg": launch.max_registers}
+        adamw_kernel[(num_blocks,)](
+            kind.table,
+            grads,
+            kind.block_pieces,
+            first_block,
+            inputs.hyper,
+            inputs.step,
+            inputs.grad_scale,
+            inputs.skip,
+            inputs.scale_inv,
+            inputs.scale_inv.stride(0),
+            inputs.next_scale_inv,
+            inputs.next_scale_inv.stride(0),
+            inputs.amax,
+            _seed_key(inputs.seed),
+            GRAD_DTYPE=_GRAD_DTYPES[grad_dtype],
+            LO_BITS=fmt.lo_bits,
+            DROP_BITS=fmt.drop_bits,
+            MAX_MAG=fmt.max_mag if fmt.is_split else 0,
+            STOCHASTIC=fmt.stochastic,
+            IS_FP8=fmt.is_fp8,
+            DECOUPLED=inputs.decoupled,
+            IS_EDGE=kind.is_edge,
+            VECTORS=vectors,
+            PTX=self.device.type == "cuda" and torch.version.hip is None,
+            ROWS=launch.rows,
+            NUM_TILES=launch.num_tiles,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,
+            **options,
+        )
+
+
+def _build(pieces: list[_Piece], device: torch.device) -> _Kind:
+    first = pieces[0]
+    fmt, is_edge = first.shard.fmt, first.is_edge
+    launch = _EDGE if is_edge else LAUNCHES[fmt.name]
+    num_blocks = [-(-piece.num_groups // (launch.rows * launch.num_tiles)) for piece in pieces]
+    first_blocks = [0, *itertools.accumulate(num_blocks)]
+    rows = [piece.table_row(block) for piece, block in zip(pieces, first_blocks, strict=False)]
+    of_blocks = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), torch.tensor(num_blocks))
+    return _Kind(
+        fmt=fmt,
+        is_edge=is_edge,
+        vectors=first.vectors,
+        pieces=tuple(pieces),
+        table=torch.tensor(rows, dtype=torch.int64).to(device),
+        block_pieces=of_blocks.to(device),
+        first_blocks=tuple(first_blocks),
+        addresses={},
+    )
+
+
+def _check_grad(shard: AdamShard, grad: Tensor | None, device: torch.device) -> None:
+    if grad is None:
+        return
+    if grad.dtype not in _GRAD_DTYPES or grad.device != device or grad.shape != (shard.numel,) or grad.stride() != (1,):
+        raise ValueError(
+            f"grads: expected bf16 or float32 [{shard.numel}], contiguous, on {device} for {shard.name}, got "
+            f"{grad.dtype} {tuple(grad.shape)} with strides {grad.stride()} on {grad.device}. Pass grad.view(-1)."
+        )
+
+
+def _seed_key(seed: int) -> int:
+    """What `rounding.keys` makes of the seed alone, as a signed 32-bit number."""
+    key = rounding.mix((seed & 0xFFFFFFFF) ^ 0x85EBCA6B)
+    return key - (1 << 32) if key >= 1 << 31 else key

@@ -1,0 +1,180 @@
+"""AdamCore: one Adam step over all shards, by whoever owns the gradients (a torch optimizer, or ZeRO)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, prepare
+from fp8_ds.optim.states import Flat, allocate_moments, has_moments
+from fp8_ds.scaling.predicted import PredictedScales, check_betas, update_bound
+
+_NUM_CONSTANTS = 5
+
+
+class AdamCore:
+    """Counts, hyperparameters, scales and shards.
+
+    Args:
+        flats: what the optimizer sees as parameters, in rows 0, 1, ...
+        row_groups: for each row the index of its parameter group.
+        scales: of the FP8 masters, None where there are none.
+        device: of the shards.
+        decoupled: AdamW, or Adam (L2).
+        seed: of the rounding noise.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        row_groups: Sequence[int],
+        scales: PredictedScales | None,
+        device: torch.device,
+        decoupled: bool,
+        seed: int,
+    ) -> None:
+        self.flats = list(flats)
+        self.shards: list[AdamShard] = [piece.shard for flat in flats for piece in flat.pieces]
+        self.scales = scales or PredictedScales(0, device)
+        self.device = device
+        self.decoupled = decoupled
+        self.seed = seed
+        self.step_count = torch.zeros(len(flats), dtype=torch.int64, device=device)
+        self._row_groups = torch.tensor(list(row_groups), dtype=torch.long, device=device)
+        self._host_constants: tuple[tuple[float, ...], ...] = ()
+        self._constants = torch.zeros(0)
+        self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
+        self._one = torch.ones((), device=device)
+        self._prepared: dict[tuple[int, ...], Any] = {}
+        self._weight_rows = torch.zeros(self.scales.num, dtype=torch.long, device=device)
+        self._weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
+        for shard in self.shards:
+            if shard.fmt.is_split and shard.fmt.is_fp8:
+                self._weight_rows[shard.scale_index] = shard.group
+
+    def set_weight_rows(self, rows: Sequence[int | None]) -> None:
+        """Row of every FP8 weight, those that this rank holds nothing of included. None: a frozen one, never moved."""
+        self._weight_rows = torch.tensor([row or 0 for row in rows], dtype=torch.long, device=self.device)
+        self._weight_moves = torch.tensor([row is not None for row in rows], device=self.device)
+
+    @property
+    def has_moments(self) -> bool:
+        return all(map(has_moments, self.shards))
+
+    def allocate(self) -> None:
+        """Moments of zeros where there are none yet."""
+        for shard in self.shards:
+            if not has_moments(shard):
+                allocate_moments(shard, self.device)
+
+    def moved(self) -> None:
+        """Tensors of shards lie elsewhere now: tables of their addresses are made anew."""
+        self._prepared.clear()
+
+    @torch.no_grad()
+    def begin(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        *,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        moves: Tensor | None = None,
+    ) -> StepInputs:
+        """Count the step, and find its numbers and the next scales, all on the device.
+
+        Args:
+            grad_scale: float32, 0-dim, gradients are multiplied by it; None: 1.
+            skip: int32, 0-dim, nothing happens unless it is 0; None: 0.
+            moves: bool [num_rows], rows that take part; None: all.
+        """
+        constants = self._device_constants(param_groups)  # first: it may raise, and nothing has changed then
+        self.allocate()
+        skip = self._no_skip if skip is None else skip
+        taken = skip == 0
+        self.step_count += taken if moves is None else (taken & moves)
+        hyper = self._hyper(constants)
+        scales = self.scales
+        if scales.num:
+            rows = hyper.index_select(0, self._weight_rows)
+            decay = rows[:, Hyper.DECAY] if self.decoupled else torch.ones_like(rows[:, 0])
+            weight_moves = self._weight_moves & taken
+            if moves is not None:
+                weight_moves = weight_moves & moves.index_select(0, self._weight_rows)
+            scales.predict(rows[:, Hyper.LR], decay, rows[:, Hyper.BOUND], weight_moves)
+        return StepInputs(
+            hyper=hyper,
+            step=self.step_count,
+            grad_scale=self._one if grad_scale is None else grad_scale,
+            skip=skip,
+            scale_inv=scales.previous_scale_inv,
+            next_scale_inv=scales.next_scale_inv,
+            amax=scales.measured,
+            seed=self.seed,
+            decoupled=self.decoupled,
+        )
+
+    @torch.no_grad()
+    def run(self, grads: Sequence[Tensor | None], inputs: StepInputs, chosen: Sequence[int] | None = None) -> None:
+        """Update shards.
+
+        Args:
+            grads: 1-D, one per shard (None: leave it), or per chosen shard.
+            inputs: of `begin`.
+            chosen: indices of the shards; None: all.
+        """
+        key = tuple(chosen) if chosen is not None else (-1,)
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self.shards if chosen is None else [self.shards[i] for i in chosen])
+        self._prepared[key](grads, inputs)
+
+    def end(self) -> None:
+        """All shards are updated: their scales are in force, and their amaxes travel."""
+        if self.scales.num:
+            self.scales.commit()
+        self.scales.start_reduce()
+
+    def _hyper(self, constants: Tensor) -> Tensor:
+        """float32 [num_rows, 16] from float64 [num_groups, 5]."""
+        constants = constants.index_select(0, self._row_groups)
+        lr, beta1, beta2, eps, weight_decay = constants.unbind(1)
+        t = self.step_count.clamp(min=1).double()
+        columns = {
+            Hyper.LR: lr,
+            Hyper.BETA1: beta1,
+            Hyper.BETA2: beta2,
+            Hyper.ONE_MINUS_BETA1: 1 - beta1,
+            Hyper.ONE_MINUS_BETA2: 1 - beta2,
+            Hyper.EPS: eps,
+            Hyper.DECAY: 1 - lr * weight_decay if self.decoupled else weight_decay,
+            Hyper.INV_BIAS1: (1 - beta1**t).reciprocal(),
+            Hyper.INV_SQRT_BIAS2: (1 - beta2**t).rsqrt(),
+            Hyper.BOUND: update_bound(t, beta1, beta2),
+        }
+        unused = [torch.zeros_like(lr)] * (Hyper.WIDTH - len(columns))
+        return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
+
+    def _device_constants(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
+        """float64 [num_groups, 5]; copied to the device when a number has changed. A tensor lr is read there."""
+        host = tuple(_constants_of(group) for group in param_groups)
+        if host != self._host_constants:
+            for group in param_groups:
+                check_betas(*group["betas"])
+            table = torch.tensor(host, dtype=torch.float64)
+            if self.device.type == "cuda":
+                table = table.pin_memory()
+            self._constants = table.to(self.device, non_blocking=True)
+            self._host_constants = host
+        for index, group in enumerate(param_groups):
+            if isinstance(group["lr"], Tensor):
+                self._constants[index, 0].copy_(group["lr"], non_blocking=True)
+        return self._constants
+
+
+def _constants_of(group: dict[str, Any]) -> tuple[float, ...]:
+    lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
+    values = (lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+    assert len(values) == _NUM_CONSTANTS
+    return values

@@ -1,0 +1,168 @@
+"""The shards of an optimizer: moments, dense float32 form, and where they lie in DeepSpeed's flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.masters import decode, encode
+from fp8_ds.optim.moments import (
+    GROUP,
+    dequantize_m,
+    dequantize_root,
+    from_groups,
+    quantize_m,
+    quantize_root,
+    to_groups,
+)
+
+CHUNK = 1 << 24
+"""Elements converted at a time, a multiple of 128: bounds the float32 temporaries to 64 MiB each."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names that torch's Adam gives the moments in a state_dict."""
+
+
+@dataclass
+class Piece:
+    """A shard within a flat tensor: it covers elements `[offset, offset + shard.numel)`."""
+
+    offset: int
+    shard: AdamShard
+
+
+@dataclass
+class Flat:
+    """A tensor that the optimizer sees as one parameter, and the shards it is made of; gaps are padding.
+
+    Args:
+        row: hyperparameter row, and entry in the step counts.
+        numel: elements, padding included.
+    """
+
+    row: int
+    numel: int
+    pieces: list[Piece]
+
+
+def allocate_moments(shard: AdamShard, device: torch.device) -> None:
+    """Moments of zeros."""
+    shard.m = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
+    shard.v = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
+    shard.m_scale_inv = torch.zeros(shard.num_groups, device=device)
+    shard.v_scale_inv = torch.zeros(shard.num_groups, device=device)
+
+
+def has_moments(shard: AdamShard) -> bool:
+    return shard.m.numel() > 0 or shard.numel == 0
+
+
+def allocate_lo(shard: AdamShard, device: torch.device) -> None:
+    """A low part of zeros: the master equals the compute weight."""
+    if shard.fmt.is_split:
+        shard.lo = torch.zeros(shard.num_groups * GROUP, dtype=shard.fmt.lo_dtype, device=device)
+
+
+def _chunks(shard: AdamShard) -> Iterable[tuple[int, int, slice, slice]]:
+    """(first element, elements, their slice of the padded arrays, their groups), cut where groups end."""
+    first = 0
+    while first < shard.numel:
+        start = shard.start + first
+        count = min(CHUNK - start % GROUP, shard.numel - first)
+        padded = shard.head + first
+        yield first, count, slice(padded, padded + count), slice(padded // GROUP, -(-(padded + count) // GROUP))
+        first += count
+
+
+@torch.no_grad()
+def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor | None) -> None:
+    """Fill `out` (float32 or bf16 [numel], any device) with the master (key None) or a moment by its torch name.
+
+    Args:
+        scale_inv: the scale vector that the masters are stored with.
+    """
+    for first, count, padded, groups in _chunks(shard):
+        start = shard.start + first
+        if key is None:
+            value = _master(shard, first, count, padded, scale_inv)
+        elif key == "exp_avg":
+            codes = shard.m.view(-1, GROUP)[groups]
+            value = from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start)
+        else:
+            assert key == "exp_avg_sq", key
+            codes = shard.v.view(-1, GROUP)[groups]
+            root = from_groups(dequantize_root(codes, shard.v_scale_inv[groups]), count, start)
+            value = root * root
+        out[first : first + count].copy_(value)
+
+
+def _master(shard: AdamShard, first: int, count: int, padded: slice, scale_inv: Tensor | None) -> Tensor:
+    hi = shard.hi[first : first + count]
+    if shard.lo is None:
+        return hi
+    scale = scale_inv[shard.scale_index] if shard.fmt.is_fp8 and scale_inv is not None else None
+    return decode(hi, shard.lo[padded], shard.fmt, scale)
+
+
+@torch.no_grad()
+def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
+    """Inverse of `read_dense`: quantise `value` (1-D [numel], floating, any device) into the shard, to nearest."""
+    device = shard.hi.device
+    for first, count, padded, groups in _chunks(shard):
+        piece = value[first : first + count].to(device=device, dtype=torch.float32)
+        if key is None:
+            _write_master(shard, piece, first, count, padded, scale_inv)
+            continue
+        if key == "exp_avg":
+            codes, scales = quantize_m(to_groups(piece, shard.start + first))
+            shard.m.view(-1, GROUP)[groups] = codes
+            shard.m_scale_inv[groups] = scales
+        else:
+            assert key == "exp_avg_sq", key
+            codes, scales = quantize_root(to_groups(piece.double().sqrt().float(), shard.start + first))
+            shard.v.view(-1, GROUP)[groups] = codes
+            shard.v_scale_inv[groups] = scales
+
+
+def _write_master(
+    shard: AdamShard, value: Tensor, first: int, count: int, padded: slice, scale_inv: Tensor | None
+) -> None:
+    hi_out = shard.hi[first : first + count]
+    if shard.lo is None:
+        hi_out.copy_(value)
+        return
+    scale = scale_inv[shard.scale_index] if shard.fmt.is_fp8 and scale_inv is not None else None
+    hi, lo = encode(value, shard.fmt, scale)
+    hi_out.copy_(hi)
+    shard.lo[padded] = lo
+
+
+@torch.no_grad()
+def dense_flat(flat: Flat, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
+    """float32 [flat.numel] on `device`; zeros in the padding."""
+    out = torch.zeros(flat.numel, device=device)
+    for piece in flat.pieces:
+        if piece.shard.numel:
+            read_dense(piece.shard, key, out.narrow(0, piece.offset, piece.shard.numel), scale_inv)
+    return out
+
+
+@torch.no_grad()
+def absorb_flat(flat: Flat, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
+    """Quantise a dense float32 [flat.numel] into the shards of `flat`."""
+    for piece in flat.pieces:
+        if piece.shard.numel:
+            write_dense(piece.shard, key, value.narrow(0, piece.offset, piece.shard.numel), scale_inv)
+
+
+def state_bytes(shards: Sequence[AdamShard]) -> dict[str, int]:
+    """Bytes of the low parts, the moments, and their scales, as they are in memory."""
+    return {
+        "master": sum(s.lo.nbytes for s in shards if s.lo is not None),
+        "moments": sum(s.m.nbytes + s.v.nbytes for s in shards),
+        "moment_scales": sum(s.m_scale_inv.nbytes + s.v_scale_inv.nbytes for s in shards),
+    }

@@ -1,0 +1,156 @@
+"""Scales known before the step: how far Adam can move a weight bounds its next amax.
+
+Cauchy and Schwarz bound Adam's update by R_t, reached by gradients that grow like (beta1 / beta2)**-i. Quantised
+moments could exceed it; the step clamps the update to it, which exact Adam never feels. So the amax after the step is
+at most `(1 - lr * weight_decay) * amax + lr * R_t`, and the new bytes are written in the pass that computes them. The
+amax is measured in that pass too, and replaces the bound in the next step: reduced over the ranks meanwhile.
+
+Source: the bound, shared/facts/methods.md section 7 (derived; MOSS, arXiv 2511.05811, takes 1, which is wrong for
+beta1 != beta2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.formats import E4M3
+from fp8_ds.scaling.current import scale_vector
+
+_MAX_EXPONENT = 100
+
+
+def check_betas(beta1: float, beta2: float) -> None:
+    """Adam's update has a bound with these betas.
+
+    Raises:
+        ValueError: beta1**2 >= beta2, or one is not in [0, 1).
+    """
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0 and beta1 * beta1 < beta2):
+        raise ValueError(
+            f"betas: expected two numbers in [0, 1) with beta1**2 < beta2, got ({beta1}, {beta2}). Without that Adam's "
+            "update has no bound, and FP8 states need one: lower beta1 or raise beta2."
+        )
+
+
+def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> Tensor:
+    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in this step.
+
+    Args:
+        step: count of updates including this one (1 in the first), any shape.
+        beta1, beta2: numbers that `check_betas` accepts, or float64 tensors of step's shape.
+
+    Returns:
+        float64 of that shape: 1 in the first step; 1.165 in the limit for betas .9 and .95, 7.27 for .9 and .999.
+    """
+    t = step.double()
+    ratio = beta1 * beta1 / beta2
+    spread = ((1 - ratio**t) / (1 - ratio)).sqrt()
+    corrections = (1 - beta2**t).sqrt() / (1 - beta1**t)
+    return (1 - beta1) / (1 - beta2) ** 0.5 * spread * corrections
+
+
+def pow2_scale_inv(amax: Tensor) -> Tensor:
+    """Smallest power of two with `amax <= 448 * scale_inv`; 1 where amax is 0, NaN where it is not finite.
+
+    Args:
+        amax: float32, any shape.
+
+    Returns:
+        float32 of that shape; multiply to leave FP8. Its inverse is exact.
+    """
+    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, E4M3.max))
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    scale_inv = torch.ldexp(torch.ones_like(amax), exponent)
+    scale_inv = torch.where(amax > 0, scale_inv, torch.ones_like(amax))
+    return torch.where(torch.isfinite(amax), scale_inv, torch.full_like(amax, float("nan")))
+
+
+class PredictedScales:
+    """Scales of all weights with FP8 masters, a step ahead; equal on all ranks, since all they follow from is.
+
+    Args:
+        num: weights.
+        device: theirs.
+        group: ranks that share the weights; None for one process.
+        num_extra: floats of others, reduced along.
+
+    Attributes:
+        scale_inv, scale: float32 [num], each entry 16-byte aligned: payloads hold views of these.
+        previous_scale_inv, next_scale_inv: what a step reads masters with, and writes them with.
+        amax: float32 [num], of the masters over all ranks.
+        measured: float32 [num], local, where a step collects the new masters' amaxes.
+        extra: float32 [num_extra], of others.
+    """
+
+    def __init__(self, num: int, device: torch.device, group: Any = None, num_extra: int = 0) -> None:
+        self.group = group
+        self.num = num
+        self.scale_inv, self.scale = scale_vector(num, device), scale_vector(num, device)
+        self.previous_scale_inv, self.next_scale_inv = torch.ones(num, device=device), torch.ones(num, device=device)
+        self.amax = torch.zeros(num, device=device)
+        self._vector = torch.zeros(num + num_extra, device=device)
+        self.measured, self.extra = self._vector[:num], self._vector[num:]
+        self._work: Any = None
+
+    @torch.no_grad()
+    def set(self, amax: Tensor, scale_inv: Tensor | None = None) -> None:
+        """Start from masters of these amaxes (over all ranks).
+
+        Args:
+            amax: float32 [num].
+            scale_inv: float32 [num], powers of two that a checkpoint was written with; taken where amax fits them.
+        """
+        self._work = None
+        self.measured.zero_()
+        self.amax.copy_(amax)
+        chosen = pow2_scale_inv(self.amax)
+        if scale_inv is not None:
+            scale_inv = scale_inv.to(chosen.device)
+            chosen = torch.where((self.amax <= E4M3.max * scale_inv) & (scale_inv > 0), scale_inv, chosen)
+        self.next_scale_inv.copy_(chosen)
+        self.previous_scale_inv.copy_(chosen)
+        self.commit()
+
+    @torch.no_grad()
+    def predict(self, lr: Tensor, decay: Tensor, bound: Tensor, moves: Tensor) -> None:
+        """Find the scales that the next masters are sure to fit; `commit` puts them into force.
+
+        Args:
+            lr, bound: float32 [num], of the parameter group that each weight is in.
+            decay: float32 [num], what the weight is multiplied with: `1 - lr * weight_decay`, or 1.
+            moves: bool [num] or 0-dim, whether the weight takes part in the step (else its scale stays).
+        """
+        self.wait()
+        self.previous_scale_inv.copy_(self.scale_inv)
+        predicted = pow2_scale_inv(self.amax * decay.abs() + lr.abs() * bound)
+        self.next_scale_inv.copy_(torch.where(moves, predicted, self.previous_scale_inv))
+        self._vector.zero_()
+
+    @torch.no_grad()
+    def commit(self, indices: Tensor | None = None) -> None:
+        """The weights (of `indices`: int64) are stored with their next scales from now on."""
+        if indices is None:
+            self.scale_inv.copy_(self.next_scale_inv)
+            self.scale.copy_(self.next_scale_inv.reciprocal())
+        else:
+            chosen = self.next_scale_inv[indices]
+            self.scale_inv[indices] = chosen
+            self.scale[indices] = chosen.reciprocal()
+
+    @torch.no_grad()
+    def start_reduce(self) -> None:
+        """Begin to maximum `measured` over the ranks, beside whatever follows; `wait` ends it."""
+        if self.group is not None and self._vector.numel() and dist.get_world_size(self.group) > 1:
+            self._work = dist.all_reduce(self._vector, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """`amax` is that of the masters as they are. A weight that no step has touched keeps its own."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self.amax.copy_(torch.where(self.measured > 0, self.measured, self.amax))

@@ -1,0 +1,258 @@
+"""The Adam kernel in Triton's interpreter against the reference. test_adamw.py runs this file in a child process."""
+
+import pytest
+import torch
+
+from fp8_ds.ops.adamw import AdamShard, prepare
+from fp8_ds.optim.masters import BY_NAME, decode
+from fp8_ds.optim.moments import from_groups
+from fp8_ds.testing import assert_bitwise
+from fp8_ds.testing.adam_shards import (
+    clone_shard,
+    differences,
+    make_fallen_scale,
+    make_grad,
+    make_inputs,
+    make_shard,
+    make_ties,
+)
+
+FORMATS = list(BY_NAME)
+SPLIT_FP8 = ["e4m19", "e4m11"]
+SIZES = [1, 127, 128, 129, 2048 + 5]
+HEADS = [0, 1, 127]
+SEVERAL_BLOCKS = 2 * 128 * 128 + 17 * 128
+
+
+def both(shards, grads, **keys):
+    """Reference and kernel on clones of the same shards: (shards, inputs) of each."""
+    results = []
+    for backend in ("reference", "triton"):
+        mine, inputs = [clone_shard(shard) for shard in shards], make_inputs(**keys)
+        prepare(mine, backend)(grads, inputs)
+        results.append((mine, inputs))
+    return results
+
+
+def assert_equal(expected, got):
+    assert [line for a, b in zip(expected[0], got[0], strict=True) for line in differences(a, b)] == []
+    assert_bitwise(expected[1].amax, got[1].amax)
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernel_equals_reference_bitwise_for_every_head_and_size(name, dtype, decoupled):
+    shards = [
+        make_shard(BY_NAME[name], numel, 384 + head, seed=index, scale_index=index % 4)
+        for index, (numel, head) in enumerate((numel, head) for numel in SIZES for head in HEADS)
+    ]
+    grads = [make_grad(shard, dtype, seed=shard.param_id) for shard in shards]
+    expected, got = both(shards, grads, decoupled=decoupled)
+    assert all(differences(before, after) for before, after in zip(shards, got[0], strict=True))
+    assert_equal(expected, got)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_aligned_shards_of_several_blocks_equal_the_reference_bitwise(name):
+    """Whole groups: the unmasked variant of the kernel; the last block and the last tile are not full."""
+    shard = make_shard(BY_NAME[name], SEVERAL_BLOCKS, 256)
+    assert_equal(*both([shard], [make_grad(shard, torch.bfloat16)]))
+
+
+def test_all_formats_sizes_and_gradient_dtypes_in_one_step():
+    shards = [make_shard(BY_NAME[name], 300 + seed, seed, seed=seed) for seed, name in enumerate(FORMATS * 2)]
+    shards.append(make_shard(BY_NAME["e4m11"], 0, 128, seed=20))
+    dtypes = [torch.bfloat16] * 4 + [torch.float32] * 5
+    grads = [make_grad(shard, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+    assert_equal(*both(shards, grads))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_three_steps_with_changing_scales_equal_the_reference_bitwise(name):
+    shards = [make_shard(BY_NAME[name], 2048, 0), make_shard(BY_NAME[name], 700, 5, seed=1, scale_index=2)]
+    mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard) for shard in shards]
+    reference, kernel = prepare(mine, "reference"), prepare(theirs, "triton")
+    scale_inv = make_inputs().scale_inv
+    for step in range(1, 4):
+        grads = [make_grad(shard, torch.bfloat16, seed=step) for shard in shards]
+        expected, got = make_inputs(step), make_inputs(step)
+        for inputs in (expected, got):
+            inputs.scale_inv = scale_inv
+            inputs.next_scale_inv = scale_inv * 2.0 ** (step - 2)
+        reference(grads, expected)
+        kernel(grads, got)
+        assert_equal((mine, expected), (theirs, got))
+        scale_inv = expected.next_scale_inv
+
+
+def test_scale_vectors_may_have_any_stride():
+    shard = make_shard(BY_NAME["e4m11"], 384, 0, scale_index=3)
+    grad = make_grad(shard, torch.bfloat16)
+    results = []
+    for backend in ("reference", "triton"):
+        mine, inputs = clone_shard(shard), make_inputs()
+        inputs.scale_inv = torch.stack([inputs.scale_inv, inputs.scale_inv * 8], 1)[:, 0]
+        inputs.next_scale_inv = torch.stack([inputs.next_scale_inv] * 3, 1)[:, 1]
+        prepare([mine], backend)([grad], inputs)
+        results.append(([mine], inputs))
+    assert_equal(*results)
+
+
+def test_hyperparameters_and_steps_come_from_the_row_of_the_shard():
+    shards = [make_shard(BY_NAME["e4m11"], 256, 0), make_shard(BY_NAME["e4m11"], 256, 0, scale_index=1)]
+    shards[1].group = 1
+    grads = [make_grad(shard, torch.bfloat16) for shard in shards]
+    results = []
+    for backend in ("reference", "triton"):
+        mine, inputs, second = [clone_shard(shard) for shard in shards], make_inputs(3), make_inputs(9)
+        inputs.hyper = torch.cat([inputs.hyper, second.hyper * 0.9])
+        inputs.step = torch.cat([inputs.step, second.step])
+        prepare(mine, backend)(grads, inputs)
+        results.append((mine, inputs))
+    assert_equal(*results)
+    assert differences(*results[1][0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_group_of_zeros_stays_zeros_with_scale_zero(name):
+    shard = make_shard(BY_NAME[name], 512, 0)
+    got = both([shard], [make_grad(shard, torch.bfloat16)])[1][0][0]
+    assert got.m_scale_inv[2] == 0 and got.v_scale_inv[2] == 0 and (got.m_scale_inv[[0, 1, 3]] > 0).all()
+    assert not got.m[256:384].any() and not got.v[256:384].any()
+
+
+@pytest.mark.parametrize("exponent", [-149, -133, -110, -101, -75, -60, -50, -45, 20, 40, 60])
+def test_extreme_gradients_equal_the_reference_bitwise(exponent):
+    """Squares below float32's normal numbers, scales at the edge to zero, roots far above 1, in groups of their own."""
+    shard = make_shard(BY_NAME["e4m11"], 1024, 0)
+    for tensor in (shard.m, shard.v, shard.m_scale_inv, shard.v_scale_inv):
+        tensor[: tensor.numel() // 2] = 0
+    grad = make_grad(shard, torch.float32)
+    grad.clamp_(-1, 1)[::3] = 2.0**exponent * 1.1
+    grad[:256] = 2.0**exponent * torch.linspace(-1, 1, 256)
+    assert_equal(*both([shard], [grad]))
+
+
+def test_ties_go_to_the_even_code_as_in_the_reference():
+    expected, grad, inputs = make_ties()
+    got, got_grad, got_inputs = make_ties()
+    prepare([expected], "reference")([grad], inputs)
+    prepare([got], "triton")([got_grad], got_inputs)
+    assert_equal(([expected], inputs), ([got], got_inputs))
+    assert (expected.m_scale_inv[:2] == 1).all() and (expected.v_scale_inv[2:] == 1).all()
+    assert not (expected.m[:125] & 1).any() and not (expected.v[256:383] & 1).any()
+
+
+@pytest.mark.parametrize("factor", [2.0**-6, 2.0**-7, 2.0**-9, 2.0**-21, 2.0**9, 2.0**30])
+def test_scales_may_change_by_any_power_of_two(factor):
+    expected, grad, inputs = make_fallen_scale(factor)
+    got, got_grad, got_inputs = make_fallen_scale(factor)
+    prepare([expected], "reference")([grad], inputs)
+    prepare([got], "triton")([got_grad], got_inputs)
+    assert_equal(([expected], inputs), ([got], got_inputs))
+
+
+def test_skip_leaves_every_byte():
+    shard = make_shard(BY_NAME["e4m11"], 700, 3)
+    mine, inputs = clone_shard(shard), make_inputs()
+    inputs.skip.fill_(2)
+    prepare([mine], "triton")([torch.full((700,), float("nan"))], inputs)
+    assert differences(shard, mine) == []
+    assert not inputs.amax.any()
+
+
+def test_a_shard_without_gradient_is_left_alone():
+    shards = [make_shard(BY_NAME["e4m11"], numel, 0, seed=i, scale_index=i) for i, numel in enumerate((300, 200, 128))]
+    grads = [None if index == 1 else make_grad(shard, torch.bfloat16) for index, shard in enumerate(shards)]
+    expected, got = both(shards, grads)
+    assert_equal(expected, got)
+    assert differences(shards[1], got[0][1]) == [] and got[1].amax[1] == 0
+    assert differences(shards[0], got[0][0]) and differences(shards[2], got[0][2])
+
+
+def test_gradients_may_change_between_steps():
+    """Other tensors, other dtypes, other shards that take part: addresses of the last step are not used again."""
+    shards = [make_shard(BY_NAME["e4m11"], 300, 0, seed=i, scale_index=i) for i in range(3)]
+    mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard) for shard in shards]
+    reference, kernel = prepare(mine, "reference"), prepare(theirs, "triton")
+    for step, present in enumerate(((0, 1, 2), (1,), (0, 2), (2,))):
+        dtype = torch.float32 if step == 2 else torch.bfloat16
+        grads = [make_grad(shard, dtype, step) if index in present else None for index, shard in enumerate(shards)]
+        expected, got = make_inputs(step + 1), make_inputs(step + 1)
+        reference(grads, expected)
+        kernel(grads, got)
+        assert_equal((mine, expected), (theirs, got))
+
+
+@pytest.mark.parametrize("name", SPLIT_FP8)
+@pytest.mark.parametrize("numel", [5, 384, SEVERAL_BLOCKS])
+def test_amax_is_the_largest_decoded_master(name, numel):
+    shard = make_shard(BY_NAME[name], numel, 128, scale_index=1)
+    inputs = make_inputs()
+    prepare([shard], "triton")([make_grad(shard, torch.bfloat16)], inputs)
+    lo = from_groups(shard.lo.view(-1, 128), numel, 128)
+    largest = decode(shard.hi, lo, shard.fmt, inputs.next_scale_inv[1]).abs().max()
+    assert inputs.amax.tolist() == [0, largest.item(), 0, 0] and largest > 0
+    inputs.amax.fill_(1e9)
+    prepare([shard], "triton")([make_grad(shard, torch.bfloat16)], inputs)
+    assert (inputs.amax == 1e9).all()
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8])
+def test_any_alignment_of_the_weight_and_the_gradient(offset):
+    shard = make_shard(BY_NAME["e4m11"], 384, 0)
+    grad = make_grad(shard, torch.bfloat16)
+    expected = both([shard], [grad])[0]
+    for name in ("hi", "lo", "m", "v"):
+        value = getattr(shard, name)
+        setattr(shard, name, torch.empty(value.numel() + offset, dtype=value.dtype)[offset:].copy_(value))
+    inputs = make_inputs()
+    moved = torch.empty(grad.numel() + offset, dtype=grad.dtype)[offset:].copy_(grad)
+    prepare([shard], "triton")([moved], inputs)
+    assert_equal(expected, ([shard], inputs))
+
+
+@pytest.mark.parametrize("cut", [128, 1024, 128 * 130])
+def test_a_weight_cut_at_a_group_gets_the_bytes_of_the_whole(cut):
+    numel = 128 * 140
+    whole = make_shard(BY_NAME["e4m11"], numel, 0)
+    grad = make_grad(whole, torch.bfloat16)
+    parts = []
+    for begin, end in ((0, cut), (cut, numel)):
+        part = clone_shard(whole)
+        part.start, part.numel = begin, end - begin
+        for name in ("hi", "lo", "m", "v"):
+            setattr(part, name, getattr(part, name)[begin:end])
+        for name in ("m_scale_inv", "v_scale_inv"):
+            setattr(part, name, getattr(part, name)[begin // 128 : end // 128])
+        parts.append(part)
+    whole_inputs, inputs = make_inputs(), make_inputs()
+    prepare([whole], "triton")([grad], whole_inputs)
+    prepare(parts, "triton")([grad[:cut], grad[cut:]], inputs)
+    for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
+        assert_bitwise(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
+    assert_bitwise(whole_inputs.amax, inputs.amax)
+
+
+def test_padding_of_the_states_is_written_as_zeros_and_that_of_lo_is_left():
+    shard = make_shard(BY_NAME["e4m11"], 100, 128 + 9)
+    for tensor in (shard.m, shard.v):
+        tensor[:9], tensor[109:] = 0x55, 0x55
+    shard.lo[:9], shard.lo[109:] = 77, 77
+    expected, got = both([shard], [make_grad(shard, torch.bfloat16)])
+    assert_equal(expected, got)
+    after: AdamShard = got[0][0]
+    assert not after.m[:9].any() and not after.v[109:].any()
+    assert (after.lo[:9] == 77).all() and (after.lo[109:] == 77).all()
+
+
+@pytest.mark.parametrize(
+    "grad", [torch.zeros(300).half(), torch.zeros(299), torch.zeros(300, 1), torch.zeros(600)[::2]], ids=str
+)
+def test_gradients_of_another_kind_are_refused(grad):
+    shard = make_shard(BY_NAME["e4m11"], 300, 0)
+    before = clone_shard(shard)
+    with pytest.raises(ValueError, match=r"weight0, got torch\."):
+        prepare([shard], "triton")([grad], make_inputs())
+    assert differences(before, shard) == []

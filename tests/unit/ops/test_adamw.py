@@ -1,0 +1,84 @@
+"""The Adam step's backends: which is taken, and the kernel in Triton's interpreter, in a child process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_ds.ops.adamw import prepare
+from fp8_ds.optim.masters import BY_NAME
+from fp8_ds.testing.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
+
+INTERPRETED = Path(__file__).with_name("adamw_interpreted.py")
+
+
+def child(*arguments, **environment):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env | environment, timeout=300, check=False)
+
+
+def test_kernel_equals_reference_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    # No plugins of this process: neither its coverage nor its reports.
+    result = child("-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def test_triton_on_cpu_is_refused_without_the_interpreter():
+    pytest.importorskip("triton")
+    program = (
+        "from fp8_ds.ops.adamw import prepare; from fp8_ds.testing.adam_shards import make_shard; "
+        "from fp8_ds.optim.masters import E4M11; prepare([make_shard(E4M11, 8, 0)], 'triton')"
+    )
+    result = child("-c", program)
+    assert result.returncode == 1
+    assert "ValueError: backend='triton': expected shards on CUDA, got cpu" in result.stdout
+
+
+def test_a_missing_triton_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "fp8_ds.ops.adamw.triton", raising=False)
+    with pytest.raises(ImportError, match=r"^triton: expected the package"):
+        prepare([make_shard(BY_NAME["e4m11"], 8, 0)], "triton")
+
+
+def test_unknown_backends_and_mixed_devices_are_refused():
+    shards = [make_shard(BY_NAME["e4m11"], 8, 0), make_shard(BY_NAME["e4m11"], 8, 0)]
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        prepare(shards, "cuda")
+    shards[1].hi = shards[1].hi.to("meta")
+    with pytest.raises(ValueError, match=r"expected one device, got \['cpu', 'meta'\]"):
+        prepare(shards)
+
+
+def test_shards_on_cpu_take_the_reference():
+    shard = make_shard(BY_NAME["e4m11"], 300, 0)
+    default, reference = clone_shard(shard), clone_shard(shard)
+    grad = make_grad(shard, torch.bfloat16)
+    prepare([default])([grad], make_inputs())
+    prepare([reference], "reference")([grad], make_inputs())
+    assert differences(default, reference) == []
+    assert differences(shard, default)
+
+
+def test_no_shards_and_no_gradients_are_no_work():
+    inputs = make_inputs()
+    prepare([])([], inputs)
+    shard = make_shard(BY_NAME["e4m19"], 300, 0)
+    before = clone_shard(shard)
+    prepare([shard])([None], inputs)
+    assert differences(before, shard) == [] and not inputs.amax.any()
+
+
+def test_reference_leaves_every_byte_when_skipped():
+    shard = make_shard(BY_NAME["e4m11"], 300, 0)
+    before, inputs = clone_shard(shard), make_inputs()
+    inputs.skip.fill_(1)
+    prepare([shard], "reference")([torch.full((300,), float("nan"))], inputs)
+    assert differences(before, shard) == []
