@@ -2,6 +2,7 @@
 
 from fp8_ds.comm.counter import ByteCounter, CollectiveCount, count_collectives
 from fp8_ds.comm.gather import as_bytes, gather_method, gather_runs, gathered_bytes, max_reduce
+from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
 
 __all__ = [
     "ByteCounter",
@@ -12,4 +13,5 @@ __all__ = [
     "gather_runs",
     "gathered_bytes",
     "max_reduce",
+    "reduce_scatter_fp8",
 ]

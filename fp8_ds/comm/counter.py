@@ -17,10 +17,13 @@ class ByteCounter:
     """Bytes that our gathers delivered to this rank (its own share included, as an all-gather's output counts).
 
     `fp8` counts weight bytes, `hp` the bf16 side channel, both of the step under way; `last` is the finished step.
+    `reduced` is what this rank handed to FP8 reduce-scatters, of all micro-batches of the step (its own share included,
+    as a reduce-scatter's input counts); those of a skipped step count with the next.
     """
 
     fp8: int = 0
     hp: int = 0
+    reduced: int = 0
     num_amax_reduces: int = 0
     last: ByteCounter | None = None
 
@@ -30,8 +33,8 @@ class ByteCounter:
 
     def end_step(self) -> None:
         """Keep what was counted as `last` and start anew."""
-        self.last = ByteCounter(self.fp8, self.hp, self.num_amax_reduces)
-        self.fp8 = self.hp = self.num_amax_reduces = 0
+        self.last = ByteCounter(self.fp8, self.hp, self.reduced, self.num_amax_reduces)
+        self.fp8 = self.hp = self.reduced = self.num_amax_reduces = 0
 
 
 @dataclass

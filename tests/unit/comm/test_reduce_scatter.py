@@ -1,0 +1,187 @@
+"""The arithmetic of the FP8 reduce-scatter, with ranks played one after the other. Real ranks: tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_ds.comm import reduce_scatter
+from fp8_ds.comm.reduce_scatter import (
+    GROUP,
+    block_bytes,
+    dequantize_groups,
+    num_groups,
+    pack,
+    quantize_groups,
+    unpack_sum,
+)
+from fp8_ds.formats import E4M3
+from fp8_ds.testing.inputs import MANY_SCALES, many_scales
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+
+NUM_RANKS = 8
+
+
+def packed(pieces: list[Tensor]) -> Tensor:
+    block = torch.zeros(block_bytes(num_groups(pieces)), dtype=torch.uint8)
+    pack(pieces, block)
+    return block
+
+
+def reduced(of_ranks: list[list[Tensor]], dtype: torch.dtype = torch.float32, factor: float = 1.0) -> list[Tensor]:
+    return unpack_sum([packed(pieces) for pieces in of_ranks], of_ranks[0], dtype, factor)
+
+
+def gradients(family: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> list[Tensor]:
+    """bf16 [96 * 200] per rank: what all share, and noise of about the same size with tails (Student t, 4 degrees)."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    if family == "normal":  # no few elements that dominate: the hardest for the ratio over all
+        return list(torch.randn(num_ranks, 96 * 200, generator=generator).bfloat16())
+    shared = many_scales(family, 96, 200, seed)
+    found = []
+    for _ in range(num_ranks):
+        normal = torch.randn(5, *shared.shape, generator=generator)
+        noise = normal[0] / (normal[1:].square().sum(0) / 4).sqrt()
+        found.append((shared + shared.abs() * noise).bfloat16().flatten())
+    return found
+
+
+def mean(of_ranks: list[Tensor]) -> Tensor:
+    return torch.stack(of_ranks).double().mean(0)
+
+
+# --- one group ---
+
+
+def test_the_scale_is_the_largest_power_of_two_that_does_not_saturate() -> None:
+    eps = 2.0**-8
+    amax = torch.tensor([448.0, 448 * (1 + eps), 447.0, 1.75, 1.75 * (1 + eps), 1.0, 3e-30, 2.0**-117, 1e38])
+    x = torch.zeros(len(amax), GROUP)
+    x[:, 5] = -amax
+    codes, exponents = quantize_groups(x)
+    used = amax / torch.exp2(exponents.float() - 127)
+    assert bool((used <= 448).all()) and bool((used * 2 > 448).all())
+    assert bool((codes.float().abs() <= 448).all())
+    assert exponents[:2].tolist() == [127, 128]
+
+
+def test_each_value_becomes_the_nearest_one_of_e4m3() -> None:
+    x = many_scales("per_tile", 64, GROUP).bfloat16().float()
+    codes, exponents = quantize_groups(x)
+    every_code = torch.arange(256, dtype=torch.uint8).view(E4M3.dtype).float()
+    values = every_code[every_code.isfinite()]
+    grid = values[None] * torch.exp2(exponents.float() - 127)[:, None]
+    nearest = (x[:, :, None] - grid[:, None, :]).abs().amin(2)
+    assert torch.equal((x - dequantize_groups(codes, exponents)).abs(), nearest)
+
+
+def test_zeros_and_subnormals_keep_their_values() -> None:
+    x = torch.zeros(3, GROUP)
+    x[1, 0], x[1, 1] = 2.0**-133, -(2.0**-130)  # the smallest of bf16, and another subnormal
+    x[2, 0] = 2.0**-126
+    codes, exponents = quantize_groups(x)
+    assert torch.equal(dequantize_groups(codes, exponents), x)
+
+
+@pytest.mark.parametrize("broken", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinity_and_nan_break_their_group_and_no_other(broken: float, dtype: torch.dtype) -> None:
+    of_ranks = [[grad] for grad in gradients("per_row", 3)]
+    sound = reduced(of_ranks, dtype)[0]
+    of_ranks[1][0] = of_ranks[1][0].clone()
+    of_ranks[1][0][GROUP + 7] = broken
+    found = reduced(of_ranks, dtype)[0]
+    group = slice(GROUP, 2 * GROUP)
+    assert not bool(found[group].isfinite().any())
+    found[group] = sound[group]
+    assert_bitwise(found, sound)
+
+
+# --- the sum ---
+
+
+def ring(of_ranks: list[Tensor]) -> Tensor:
+    """The average if FP8 is added hop by hop, rounded at each: what this module does not do."""
+    partial = torch.zeros_like(of_ranks[0], dtype=torch.float32)
+    for grad in of_ranks:
+        partial = reduced([[partial + grad.float()]])[0]
+    return partial / len(of_ranks)
+
+
+@pytest.mark.parametrize("family", ["normal", *MANY_SCALES])
+def test_average_over_8_ranks_is_28_db_above_its_error(family: str) -> None:
+    of_ranks = gradients(family)
+    exact = mean(of_ranks)
+    averages = {dtype: reduced([[g] for g in of_ranks], dtype, 1 / 8)[0] for dtype in (torch.float32, torch.bfloat16)}
+    for dtype, average in averages.items():
+        assert average.dtype == dtype
+        assert sqnr_db(exact, average) >= 28, dtype
+    assert sqnr_db(exact, ring(of_ranks)) < 28
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_does_not_grow_with_the_number_of_micro_batches(dtype: torch.dtype) -> None:
+    sums, exact, found = torch.zeros(96 * 200, dtype=dtype), torch.zeros(96 * 200, dtype=torch.float64), {}
+    for micro_batch in range(16):
+        of_ranks = gradients("normal", seed=100 * micro_batch)
+        exact += mean(of_ranks)
+        sums += reduced([[g] for g in of_ranks], dtype, 1 / 8)[0]
+        found[micro_batch + 1] = sqnr_db(exact, sums)
+    assert min(found[1], found[4], found[16]) >= 28
+    assert found[4] > found[1] - 0.5 and found[16] > found[1] - 0.5
+
+
+def test_result_does_not_depend_on_which_rank_held_what() -> None:
+    of_ranks = gradients("per_column")
+    # Ranges that differ between ranks by up to 2**21, other ranks leading in each group.
+    powers = torch.randint(-21, 1, (NUM_RANKS, 150), generator=torch.Generator().manual_seed(3))
+    of_ranks = [(g.view(150, GROUP) * torch.exp2(p)[:, None]).flatten() for g, p in zip(of_ranks, powers, strict=True)]
+    first = reduced([[g] for g in of_ranks], torch.float32, 1 / 8)[0]
+    in_float32 = set()
+    for seed in range(5):
+        order = torch.randperm(NUM_RANKS, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert_bitwise(reduced([[of_ranks[i]] for i in order], torch.float32, 1 / 8)[0], first)
+        total = torch.zeros_like(first)
+        for i in order:
+            total += reduced([[of_ranks[i]]])[0]
+        in_float32.add(tuple(total.tolist()))
+    assert len(in_float32) > 1  # so this input does tell orders apart
+
+
+def test_addends_are_added_exactly() -> None:
+    of_ranks = gradients("outlier_channel", 3)
+    added = sum(reduced([[g]])[0].double() for g in of_ranks)
+    assert_bitwise(reduced([[g] for g in of_ranks], torch.float32, 1 / 3)[0], (added * (1 / 3)).float())
+
+
+# --- pieces and blocks ---
+
+SIZES = [0, 1, 127, 128, 129, 0, 1000, 5]
+
+
+def test_every_piece_begins_a_group_of_its_own() -> None:
+    of_ranks = [[g[:n] * 1e-6 ** (i % 2) for i, n in enumerate(SIZES)] for g in gradients("per_tile", 4)]
+    together = reduced(of_ranks, torch.float32, 1 / 4)
+    assert [piece.numel() for piece in together] == SIZES
+    for i, piece in enumerate(together):
+        assert_bitwise(piece, reduced([[pieces[i]] for pieces in of_ranks], torch.float32, 1 / 4)[0])
+
+
+def test_no_pieces_are_no_bytes() -> None:
+    assert block_bytes(num_groups([])) == block_bytes(num_groups([torch.zeros(0)])) == 0
+    assert reduced([[], []]) == []
+    assert [piece.numel() for piece in reduced([[torch.zeros(0)], [torch.zeros(0)]])] == [0]
+
+
+def test_work_in_chunks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ranks = [[g, g[:77]] for g in gradients("per_row", 2)]
+    whole = reduced(of_ranks)
+    monkeypatch.setattr(reduce_scatter, "_CHUNK_GROUPS", 7)
+    for piece, expected in zip(reduced(of_ranks), whole, strict=True):
+        assert_bitwise(piece, expected)
+
+
+def test_a_block_takes_1_01_bytes_an_element_and_blocks_stay_aligned() -> None:
+    assert block_bytes(num_groups([torch.empty(1 << 20)])) / (1 << 20) < 1.008
+    assert all(block_bytes(n) % 16 == 0 and block_bytes(n) >= n * (GROUP + 1) for n in range(100))
