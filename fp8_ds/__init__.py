@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "ConfigError": "fp8_ds.errors",
+    "Fp8AdamW": "fp8_ds.optim.adamw",
     "Fp8Config": "fp8_ds.config",
     "Fp8Linear": "fp8_ds.nn.linear",
     "Fp8Parameter": "fp8_ds.zero.parameter",
@@ -24,6 +25,7 @@ _LAZY = {
 
 __all__ = [
     "ConfigError",
+    "Fp8AdamW",
     "Fp8Config",
     "Fp8Linear",
     "Fp8Parameter",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,8 +21,6 @@ from fp8_ds.errors import ConfigError
 _LATER_KEYS = frozenset(
     (
         "fp8.linear.layer_choice",
-        "fp8.zero.reduce_scatter",
-        "fp8.optimizer",
         "fp8.tensor_parallel",
         "fp8.attention",
         "fp8.activations",
@@ -58,6 +57,32 @@ class LinearConfig(_Block):
 
 class ZeroConfig(_Block):
     keep_bf16_shard: bool = False
+    reduce_scatter: Literal["bf16", "fp8"] = "bf16"
+
+
+class OptimizerConfig(_Block):
+    states: Literal["fp32", "fp8"] = "fp32"
+    master: Literal["fp32", "e4m19", "e4m11"] | None = None
+    release: bool = False
+    release_clipping: Literal["exact", "per_tensor", "delayed_norm"] = "exact"
+    outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
+
+    def releases(self, gradient_clipping: float) -> bool:
+        """Whether weights are updated during the backward: exact clipping must hold the reduced shards instead."""
+        return self.release and not (gradient_clipping > 0 and self.release_clipping == "exact")
+
+    def clipping(self, gradient_clipping: float) -> Literal["none", "per_tensor", "delayed_norm"]:
+        """How released gradients are clipped."""
+        if gradient_clipping <= 0 or self.release_clipping == "exact":
+            return "none"
+        return self.release_clipping
+
+    @property
+    def master_format(self) -> str:
+        """The master's format: with FP8 states e4m19 unless said otherwise, else fp32."""
+        if self.master is not None:
+            return self.master
+        return "e4m19" if self.states == "fp8" else "fp32"
 
 
 class Key(NamedTuple):
@@ -73,6 +98,7 @@ class Fp8Config(_Block):
     enabled: bool
     linear: LinearConfig = Field(default_factory=LinearConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:
@@ -100,13 +126,41 @@ class Fp8Config(_Block):
         """Every setting can take effect under this ZeRO stage.
 
         Raises:
-            ConfigError: `zero.keep_bf16_shard` is on, but the stage is not 3.
+            ConfigError: `zero.keep_bf16_shard` is on, but the stage is not 3; or `zero.reduce_scatter` is "fp8", but
+                the stage is neither 2 nor 3.
         """
         if self.zero.keep_bf16_shard and stage != 3:
             raise ConfigError(
                 f"fp8.zero.keep_bf16_shard: expected false with zero_optimization.stage {stage}, got true. "
                 "Stages 1 and 2 hold no bf16 shard: remove the key, or use stage 3."
             )
+        if self.zero.reduce_scatter == "fp8" and stage not in (2, 3):
+            raise ConfigError(
+                f'fp8.zero.reduce_scatter: expected "bf16" with zero_optimization.stage {stage}, got "fp8". '
+                "Stage 1 reduces the sum of micro-batches, which stays unrounded here: remove the key, or use stage 2."
+            )
+        master = self.optimizer.master_format
+        if self.optimizer.states == "fp32" and master != "fp32":
+            raise ConfigError(
+                f'fp8.optimizer.master: expected "fp32" with states "fp32", got "{master}". Split masters are updated '
+                'together with FP8 moments: set "states": "fp8", or remove the key.'
+            )
+        if self.optimizer.release and self.optimizer.states == "fp32":
+            raise ConfigError(
+                'fp8.optimizer.release: expected false with states "fp32", got true. The update during the backward is '
+                'that of FP8 states: set "states": "fp8", or remove the key.'
+            )
+        if self.zero.keep_bf16_shard and master != "fp32":
+            raise ConfigError(
+                f"fp8.zero.keep_bf16_shard: expected false with master {master}, got true. A split master has its "
+                "high part in the FP8 shard: remove the key."
+            )
+
+    def to_state(self) -> dict[str, Any]:
+        """Builtin types for a checkpoint, with what follows from defaults written out."""
+        state: dict[str, Any] = self.model_dump(mode="json")
+        state["optimizer"]["master_format"] = self.optimizer.master_format
+        return state
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -127,8 +181,12 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
 def _values_of(kind: Any) -> str:
     if kind is bool:
         return "true, false"
+    if kind is int:
+        return "integer"
     if get_origin(kind) is Literal:
         return ", ".join(_as_json(value) for value in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return ", ".join("null" if choice is type(None) else _values_of(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return "list of strings"
     raise TypeError(f"{kind} has no entry here. Add one with the first key of that type.")
@@ -195,7 +253,7 @@ def _unknown_key_remedy(key: str) -> str:
     if key in _LATER_KEYS:
         return f"The key is {_NOT_YET}: remove it."
     known = list(Fp8Config.keys())
-    blocks = [f"fp8.{name}" for name in ("linear", "zero")]
+    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer")]
     parent, _, name = key.rpartition(".")
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]

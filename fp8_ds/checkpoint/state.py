@@ -24,11 +24,20 @@ def save_state(context: Fp8Context) -> dict[str, Any]:
     """
     return {
         "version": _VERSION,
-        "config": context.config.model_dump(mode="json"),
+        "config": context.config.to_state(),
         "plan": context.plan.to_state(),
         "scale_inv": {name: p._fp8.scale_inv.detach().cpu().clone() for name, p in context.weights.items()},  # type: ignore[attr-defined]
         "history": None if context.history is None else context.history.state_dict(),
+        "release": None if context.release is None else context.release.state_dict(),
     }
+
+
+def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """scale_inv by weight name that split masters were stored with when `state` was saved; empty if they were not."""
+    if state is None or state.get("version") != _VERSION:
+        return {}
+    master = state["config"].get("optimizer", {}).get("master_format", "fp32")
+    return {} if master == "fp32" else dict(state["scale_inv"])
 
 
 def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
@@ -60,6 +69,8 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
             f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}"
         )
+    if context.release is not None and state.get("release") is not None:
+        context.release.load_state_dict(state["release"])
     history = state["history"]
     if context.history is None:
         return

@@ -13,18 +13,38 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state
-from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
+from fp8_ds.config import Fp8Config, LinearConfig, OptimizerConfig
 from fp8_ds.engine.refusals import TENSOR_PARALLEL
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import Plan, apply_plan, make_plan, revert
+from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.zero.building import BuildingHost, building
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.reduce3 import Fp8ReduceStage3
+from fp8_ds.zero.reduce12 import Fp8ReduceStage12
+from fp8_ds.zero.release3 import Fp8ReleaseStage3
+from fp8_ds.zero.release12 import Fp8ReleaseStage12
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
+from fp8_ds.zero.states3 import Fp8StatesStage3
+from fp8_ds.zero.states12 import Fp8StatesStage12
 
 _MIXINS: dict[type, type] = {
     DeepSpeedZeroOptimizer: Fp8ZeroStage12,
     DeepSpeedZeroOptimizer_Stage3: Fp8ZeroStage3,
+}
+_STATES_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8StatesStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8StatesStage3,
+}
+_RELEASE_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ReleaseStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ReleaseStage3,
+}
+_REDUCE_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ReduceStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ReduceStage3,
 }
 
 
@@ -43,11 +63,12 @@ class Fp8Engine:
         if self.client_optimizer is None and not self.optimizer_name():
             _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
             return
-        plan = _agree_on_plan(self.module, config.linear)
+        plan = _agree_on_plan(self.module, config.linear, may_be_empty=config.optimizer.states == "fp8")
         history = apply_plan(self.module, plan, config.linear, self.device) if plan.num_converted else None
         modules = dict(self.module.named_modules())
         weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
-        self.fp8 = Fp8Context(config, plan, weights, history)
+        check_overflow = bool(getattr(self._config.bfloat16_config, "check_grad_overflow", True))
+        self.fp8 = Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
         self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
         _say(plan.describe())
 
@@ -56,20 +77,74 @@ class Fp8Engine:
         if self.fp8 is None:
             return super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
         self._fp8_leave_unoptimized(optimizer)
-        zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
-        host = type(zero)
+        settings = self.fp8.config.optimizer
+        if settings.states == "fp8":
+            self.basic_optimizer = optimizer = Fp8AdamW.take_over(optimizer)
+            releases = settings.releases(self.gradient_clipping())
+            if releases:
+                self._fp8_check_release()
+            with building(settings.master_format, settings.outstanding_update_bytes if releases else None):
+                zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        else:
+            zero = super()._configure_zero_optimizer(optimizer)  # type: ignore[misc]
+        host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
         if host not in _MIXINS:
             raise UnsupportedError(
                 f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
                 'option that selects it, or turn "fp8.enabled" off.'
             )
-        if not self.fp8.weights and not isinstance(self, PipelineEngine):
+        if not self.fp8.weights and not isinstance(self, PipelineEngine) and settings.states == "fp32":
             self.fp8 = None
             return zero
-        zero.__class__ = type(f"Fp8{host.__name__}", (_MIXINS[host], host), {})
+        mixins = [_mixins_for(settings, self.gradient_clipping())[host]]
+        if self.fp8.config.zero.reduce_scatter == "fp8":
+            mixins.insert(0, _REDUCE_MIXINS[host])
+        zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
         zero.fp8_init(self.fp8)
         _start_count_anew(self.fp8)
         return zero
+
+    def _fp8_check_release(self: Any) -> None:
+        """Updates during the backward are possible here.
+
+        Raises:
+            ConfigError: naming the setting that contradicts them.
+        """
+        stage, steps = self.zero_optimization_stage(), self.gradient_accumulation_steps()
+        accumulation_dtype = self.get_data_types()[1]
+        problems = {
+            f"gradient_accumulation_steps {steps}": steps > 1,
+            "a PipelineModule": isinstance(self, PipelineEngine),
+            "zero_optimization.contiguous_gradients false": stage < 3 and not self.zero_contiguous_gradients(),
+            f"data_types.grad_accum_dtype {accumulation_dtype}": accumulation_dtype != torch.bfloat16,
+        }
+        found = [name for name, is_there in problems.items() if is_there]
+        if found:
+            raise ConfigError(
+                f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
+                'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
+                '"release_clipping": "exact" and gradient_clipping, reduced shards are held and it may stay.'
+            )
+
+    def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
+        """With FP8 states torch's Adam or AdamW, to be taken over: no kernel of DeepSpeed's is built for it."""
+        if self.fp8 is None or self.fp8.config.optimizer.states == "fp32":
+            return super()._configure_basic_optimizer(model_parameters)  # type: ignore[misc]
+        name = (self.optimizer_name() or "").lower()
+        if name not in ("adam", "adamw"):
+            raise UnsupportedError(
+                f'optimizer.type: expected Adam or AdamW with fp8.optimizer.states "fp8", got {name}. '
+                'Use one of these, or "states": "fp32".'
+            )
+        options = dict(self.optimizer_params() or {})
+        decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+        for kernel_choice in ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none"):
+            options.pop(kernel_choice, None)
+        if not options.pop("bias_correction", True):
+            raise UnsupportedError("optimizer.params.bias_correction: expected true with FP8 states, got false.")
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(model_parameters, **options)
 
     def _fp8_leave_unoptimized(self: Any, optimizer: Any) -> None:
         """An FP8 weight is quantised from a master; trainable weights in no parameter group have none and stay bf16."""
@@ -88,7 +163,8 @@ class Fp8Engine:
 
         Returns:
             `gathered_bytes` (of weights, in the last finished step, own share included), `gathered_fp8_bytes` of
-            these, `num_amax_reduces` in that step, `resident_weight_bytes` and its parts, `num_fp8_weights`
+            these, `reduced_bytes` (handed to FP8 reduce-scatters in that step, 0 if gradients are reduced in bf16),
+            `num_amax_reduces` in that step, `resident_weight_bytes` and its parts, `num_fp8_weights`
             (elements), `plan` (one line).
         """
         if self.fp8 is None:
@@ -100,6 +176,7 @@ class Fp8Engine:
             "enabled": True,
             "gathered_bytes": last.total,
             "gathered_fp8_bytes": last.fp8,
+            "reduced_bytes": last.reduced,
             "num_amax_reduces": last.num_amax_reduces,
             "resident_weight_bytes": sum(resident.values()),
             **{f"resident_{kind}_bytes": value for kind, value in resident.items()},
@@ -130,10 +207,15 @@ class Fp8Engine:
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
-        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self.fp8 is not None and client_state is not None:
+        if self.fp8 is None:
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
+            path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
+            scales.update(split_master_scales(state))
+        if client_state is not None:
             _start_count_anew(self.fp8)
-            restore_state(self.fp8, client_state.pop(CHECKPOINT_KEY, None), _say)
+            restore_state(self.fp8, state, _say)
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +246,12 @@ class Fp8PipelineEngine(Fp8Engine, PipelineEngine):
     """PipelineEngine with FP8 ZeRO (stage 1, what DeepSpeed allows with pipelines)."""
 
 
+def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[type, type]:
+    if settings.states == "fp32":
+        return _MIXINS
+    return _RELEASE_MIXINS if settings.releases(gradient_clipping) else _STATES_MIXINS
+
+
 def _say(line: str) -> None:
     if ds_comm.get_rank() == 0:
         logger.warning(line)
@@ -175,13 +263,14 @@ def _start_count_anew(context: Fp8Context) -> None:
     context.counter.last = None
 
 
-def _agree_on_plan(module: Any, config: LinearConfig) -> Plan:
+def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool) -> Plan:
     """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some.
 
-    Weights that pipeline stages share (`tied_modules`) are never converted.
+    FP8 states need no FP8 linear (`may_be_empty`). Weights that pipeline stages share (`tied_modules`) are never
+    converted.
     """
     if not isinstance(module, PipelineModule):
-        return make_plan(module, config)
+        return make_plan(module, config, may_be_empty)
     config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
     try:
         plan, error = make_plan(module, config), None
@@ -189,6 +278,6 @@ def _agree_on_plan(module: Any, config: LinearConfig) -> Plan:
         plan, error = Plan(()), caught
     found = torch.tensor([plan.num_converted], device=next(module.parameters(), torch.empty(0)).device)
     ds_comm.all_reduce(found)
-    if error is not None and int(found) == 0:
+    if error is not None and int(found) == 0 and not may_be_empty:
         raise error
     return plan

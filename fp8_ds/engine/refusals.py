@@ -63,6 +63,24 @@ def _offloads(key: str) -> Callable[[Config], bool]:
     return found
 
 
+def _reduces_in_fp8(config: Config) -> bool:
+    return bool(_block(config, "fp8", "zero").get("reduce_scatter") == "fp8")
+
+
+def _has_fp8_states(config: Config) -> bool:
+    return bool(_block(config, "fp8", "optimizer").get("states") == "fp8")
+
+
+def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
+    """Whether gradients are to be reduced in FP8 although `key`, which is on by default, is turned off."""
+
+    def found(config: Config) -> bool:
+        value = _zero(config, key)
+        return _reduces_in_fp8(config) and value not in (None, "auto") and not _is_on(value)
+
+    return found
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A configuration that is refused: its key as the user wrote it, when it applies, why, and what to do instead."""
@@ -192,6 +210,72 @@ REFUSALS = (
         'Use "stage": 2, or "grad_accum_dtype": "bf16".',
     ),
     Refusal(
+        "zero_optimization.reduce_scatter: false with fp8.zero.reduce_scatter: fp8",
+        _fp8_reduction_without("reduce_scatter"),
+        "DeepSpeed then all-reduces whole gradients",
+        'Remove "zero_optimization.reduce_scatter"; true is its default.',
+    ),
+    Refusal(
+        "zero_optimization.contiguous_gradients: false with stage 2 and fp8.zero.reduce_scatter: fp8",
+        lambda c: zero_stage(c) == 2 and _fp8_reduction_without("contiguous_gradients")(c),
+        "DeepSpeed then all-reduces whole gradients",
+        'Remove "contiguous_gradients"; true is its default.',
+    ),
+    Refusal(
+        "zero_optimization.use_multi_rank_bucket_allreduce: false with stage 2 and fp8.zero.reduce_scatter: fp8",
+        lambda c: zero_stage(c) == 2 and _fp8_reduction_without("use_multi_rank_bucket_allreduce")(c),
+        "one all-to-all serves all ranks of a bucket; DeepSpeed would reduce to one rank at a time",
+        'Remove "use_multi_rank_bucket_allreduce".',
+    ),
+    Refusal(
+        "communication_data_type with fp8.zero.reduce_scatter: fp8",
+        lambda c: (
+            _reduces_in_fp8(c)
+            and any(
+                c.get(key) not in (None, "auto")
+                for key in ("communication_data_type", "seq_parallel_communication_data_type")
+            )
+        ),
+        "both decide in which format gradients travel",
+        'Remove "communication_data_type" and "seq_parallel_communication_data_type", or set '
+        '"fp8": {"zero": {"reduce_scatter": "bf16"}}.',
+    ),
+    Refusal(
+        "gradient_predivide_factor with fp8.zero.reduce_scatter: fp8",
+        lambda c: _reduces_in_fp8(c) and c.get("gradient_predivide_factor") not in (None, "auto", 1, 1.0),
+        "it keeps 16-bit sums in range, and FP8 gradients are added in float64",
+        'Remove "gradient_predivide_factor".',
+    ),
+    Refusal(
+        "optimizer.type: Muon with stage 2 and fp8.zero.reduce_scatter: fp8",
+        lambda c: (
+            _reduces_in_fp8(c) and zero_stage(c) == 2 and str(_block(c, "optimizer").get("type")).lower() == "muon"
+        ),
+        "Muon needs the whole gradient of a weight on every rank that holds a part of it",
+        'Set "fp8": {"zero": {"reduce_scatter": "bf16"}}, or use stage 3.',
+    ),
+    Refusal(
+        "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8",
+        lambda c: (
+            _has_fp8_states(c)
+            and str(_block(c, "optimizer").get("type") or "Adam").lower() not in ("adam", "adamw", "auto")
+        ),
+        "FP8 states are those of Adam, and their scales follow from the bound of its update",
+        'Use "Adam" or "AdamW", or set "fp8": {"optimizer": {"states": "fp32"}}.',
+    ),
+    Refusal(
+        "optimizer.params.amsgrad: true with fp8.optimizer.states: fp8",
+        lambda c: _has_fp8_states(c) and _is_on(_block(c, "optimizer", "params").get("amsgrad")),
+        "it needs a third moment, which would take another byte and is not tested",
+        'Remove "amsgrad", or set "fp8": {"optimizer": {"states": "fp32"}}.',
+    ),
+    Refusal(
+        "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8",
+        lambda c: _has_fp8_states(c) and not _is_on(_block(c, "optimizer", "params").get("bias_correction", True)),
+        "without it the first updates have no bound that scales could follow from",
+        'Remove "bias_correction", or set "fp8": {"optimizer": {"states": "fp32"}}.',
+    ),
+    Refusal(
         "torch_autocast.enabled: true",
         lambda c: bool(_block(c, "torch_autocast").get("enabled")),
         "torch_autocast keeps fp32 parameters and chooses modules by exact class",
@@ -254,11 +338,42 @@ TENSOR_PARALLEL = ModelRefusal(
 MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, TENSOR_PARALLEL)
 
 
-def markdown_tables() -> tuple[str, str]:
-    """The rows of REFUSALS and of MODEL_REFUSALS, as docs/refusals.md shows them."""
+@dataclass(frozen=True)
+class ReleaseRefusal:
+    """What contradicts gradient release, as `Fp8Engine` finds it in the configuration that DeepSpeed has made."""
+
+    what: str
+    reason: str
+    remedy: str
+
+
+_NO_RELEASE = 'Set "release": false'
+RELEASE_REFUSALS = (
+    ReleaseRefusal(
+        "gradient_accumulation_steps",
+        "above 1: the weights are updated, and the gradients gone, before the second backward",
+        f'{_NO_RELEASE}; or clip, with "release_clipping": "exact", which holds the reduced gradients.',
+    ),
+    ReleaseRefusal("PipelineModule", "it reduces gradients after its last backward", f"{_NO_RELEASE}."),
+    ReleaseRefusal(
+        "zero_optimization.contiguous_gradients",
+        "false in stages 1 and 2: DeepSpeed then keeps reduced gradients in the parameters",
+        'Remove "contiguous_gradients"; true is its default.',
+    ),
+    ReleaseRefusal(
+        "data_types.grad_accum_dtype",
+        "fp32: nothing is accumulated, and DeepSpeed would keep a float32 copy of the gradients",
+        'Remove "grad_accum_dtype".',
+    ),
+)
+
+
+def markdown_tables() -> tuple[str, str, str]:
+    """The rows of REFUSALS, MODEL_REFUSALS and RELEASE_REFUSALS, as docs/refusals.md shows them."""
     keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
     models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
-    return _markdown("Key", keys), _markdown("Model", models)
+    release = [(f"`{row.what}`", row.reason, row.remedy) for row in RELEASE_REFUSALS]
+    return _markdown("Key", keys), _markdown("Model", models), _markdown("With release", release)
 
 
 def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:

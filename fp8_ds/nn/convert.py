@@ -118,7 +118,7 @@ def _verdict(module: nn.Linear, fqns: list[str], uses: Counter[int], linear_conf
     return True, "eligible"
 
 
-def make_plan(model: nn.Module, linear_config: LinearConfig) -> Plan:
+def make_plan(model: nn.Module, linear_config: LinearConfig, may_be_empty: bool = False) -> Plan:
     """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
 
     Converted is what is exactly an nn.Linear, has no name that contains one of `filter_fqns`, shares its weight with
@@ -127,6 +127,7 @@ def make_plan(model: nn.Module, linear_config: LinearConfig) -> Plan:
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
         linear_config: the "linear" block.
+        may_be_empty: a plan that converts no linear is no error (something else than linears is in FP8).
 
     Raises:
         ConfigError: no linear is left to convert, or the model is converted already.
@@ -145,7 +146,7 @@ def make_plan(model: nn.Module, linear_config: LinearConfig) -> Plan:
         shape = (module.out_features, module.in_features) if weight is None else _full_shape(weight)
         layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
     plan = Plan(tuple(layers))
-    if plan.num_converted == 0:
+    if plan.num_converted == 0 and not may_be_empty:
         found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
         raise ConfigError(
             f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. "

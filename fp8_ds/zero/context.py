@@ -10,6 +10,7 @@ from fp8_ds.comm import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.convert import Plan
 from fp8_ds.scaling import AmaxHistory
+from fp8_ds.zero.release import ReleaseUpdater
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Fp8Context:
     weights: name -> Parameter of every converted weight, in module order.
     history: amax histories of the recipe `delayed`, else None.
     counter: bytes our gathers moved.
+    check_overflow: `bf16.check_grad_overflow`.
+    release: updates during the backward, None without.
     """
 
     config: Fp8Config
@@ -27,6 +30,8 @@ class Fp8Context:
     weights: dict[str, nn.Parameter]
     history: AmaxHistory | None = None
     counter: ByteCounter = field(default_factory=ByteCounter)
+    check_overflow: bool = True
+    release: ReleaseUpdater | None = None
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -1,4 +1,8 @@
-"""`engine.offload_states` / `reload_states` for what FP8 holds in place of DeepSpeed's bf16 weights (`lp_params`)."""
+"""`engine.offload_states` / `reload_states` for what FP8 holds in place of DeepSpeed's tensors.
+
+Of weights (`lp_params`) the compact buffers; with FP8 states of masters (`hp_params`) the low parts, and the moments
+(`optim_states`) with their scales.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,35 @@ def reload_kinds(optimizer: Any) -> None:
     if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
         _move(optimizer, torch.device(get_accelerator().current_device_name()))
         optimizer.offloaded_states.remove(OffloadStateTypeEnum.lp_params)
+
+
+def offload_adam(optimizer: Any, include: Any, device: Any) -> set[OffloadStateTypeEnum]:
+    """Move low parts and moments to `device`; returns the states left for stock. Pageable memory, one copy each."""
+    wanted = set(OffloadStateTypeEnum) if include is None else set(include)
+    ours = {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
+    chosen = (wanted & ours) - optimizer.offloaded_states
+    _move_adam(optimizer, chosen, torch.device("cpu" if device is None else device.value))
+    optimizer.offloaded_states.update(chosen)
+    return wanted - ours
+
+
+def reload_adam(optimizer: Any) -> None:
+    """Bring low parts and moments back."""
+    chosen = optimizer.offloaded_states & {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}
+    _move_adam(optimizer, chosen, torch.device(get_accelerator().current_device_name()))
+    optimizer.offloaded_states.difference_update(chosen)
+
+
+def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.device) -> None:
+    for shard in optimizer.optimizer.core.shards:
+        if OffloadStateTypeEnum.optim_states in chosen:
+            shard.m, shard.v = shard.m.to(device), shard.v.to(device)
+            shard.m_scale_inv, shard.v_scale_inv = shard.m_scale_inv.to(device), shard.v_scale_inv.to(device)
+        if OffloadStateTypeEnum.hp_params in chosen and shard.lo is not None:
+            shard.lo = shard.lo.to(device)
+    if OffloadStateTypeEnum.hp_params in chosen and not optimizer._fp8_is_split:
+        for master in optimizer.fp8_masters():
+            master.data = master.data.to(device)
 
 
 def _move(optimizer: Any, device: torch.device) -> None:

@@ -116,8 +116,12 @@ class Fp8Parameter(nn.Parameter):
 
 
 def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
-    """`p.expand_as(p)` fetches the AccumulateGrad node; `p.type()` names the dtype. With other arguments both read."""
-    return (name == "expand_as" and len(args) == 2 and args[0] is args[1]) or (
+    """Whether a function reads no value; with other arguments these do.
+
+    `p.expand_as(p)` and `p.view_as(p)` fetch the AccumulateGrad node (DeepSpeed does for every parameter in every
+    backward, by torch.autograd.graph); `p.type()` names the dtype.
+    """
+    return (name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]) or (
         name == "type" and len(args) == 1 and not kwargs
     )
 

@@ -75,6 +75,8 @@ class Fp8ZeroStage12:
     """Mix-in before DeepSpeedZeroOptimizer in the class of a retyped optimizer."""
 
     _fp8: Fp8Context
+    _fp8_is_split = False
+    _fp8_free_bytes = _HP_FREE_BYTES
 
     # What the host class provides (deepspeed/runtime/zero/stage_1_and_2.py).
     bit16_groups: list[list[nn.Parameter]]
@@ -86,10 +88,7 @@ class Fp8ZeroStage12:
         """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
         self._fp8 = context
         names = {id(p): name for name, p in context.trainable.items()}
-        device = self.single_partition_of_fp32_groups[0].device
-        self._fp8_quantizer = WeightQuantizer(
-            self.dp_process_group, len(context.trainable), device, context.history, context.counter
-        )
+        self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
         self._fp8_loading = self._fp8_in_step = self.fp8_is_exporting = False
         self._fp8_overwritten: set[int] = set()
         owned = OwnedGroups(self.bit16_groups_flat)
@@ -104,6 +103,13 @@ class Fp8ZeroStage12:
             _freeze(name, p)
         self._fp8_set_shards()
         self._fp8_refresh(is_step=False)
+
+    def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
+        """What holds the scale vectors. Overridden where masters are split."""
+        return WeightQuantizer(self.dp_process_group, len(context.trainable), device, context.history, context.counter)
+
+    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
+        """Encode the masters of group `i` from its bf16 weights, where masters are split; else nothing."""
 
     def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
         """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights."""
@@ -138,9 +144,11 @@ class Fp8ZeroStage12:
             payloads.append(payload)
         self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
+        bf16 = flat if self._fp8_is_split else None  # otherwise dropped before the FP8 bytes exist
         del flat
         assert E4M3.dtype is not None
         fp8 = kind(True, E4M3.dtype)
+        self._fp8_fill_group(i, bf16, fp8, hp)
         for index, payload in enumerate(payloads):
             payload.data = fp8.view(index)
             payload.write = _Writer(self, i, index, first + index)
@@ -252,6 +260,11 @@ class Fp8ZeroStage12:
         self._fp8_set_shards()
 
     @contextmanager
+    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
+        """Nothing to do: masters and moments are dense. Overridden where they are not."""
+        yield {}
+
+    @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
         """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
 
@@ -290,8 +303,24 @@ class Fp8ZeroStage12:
         for f in kind.own:
             if f.index == index:
                 full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
+        return self._fp8_share(kind, index, full)
+
+    def _fp8_share(self: Any, kind: KindBuffer, index: int, full: Tensor) -> Tensor:
+        """Complete `full`, in which every rank has filled its fragment of tensor `index`. Collective."""
         gather_runs(kind.group, full, kind.layout.runs_of(index))
         return full.view(kind.shapes[index])
+
+    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
+        """A user has written `flat` (1-D) into weight `index` of a group, whose bytes are already those of it."""
+        kind = self._fp8_kinds[group_index]
+        if not self._fp8_loading:
+            self._fp8_overwritten.add(id(kind.params[index]._fp8))
+            return
+        master = self.single_partition_of_fp32_groups[group_index].data
+        for f in kind.own:
+            if f.index == index:
+                piece = flat.narrow(0, f.tensor_start, f.numel)
+                master.narrow(0, f.partition_start, f.numel).copy_(piece)
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
@@ -318,14 +347,7 @@ class _Writer:
         flat = value.contiguous().view(-1)
         quantizer.rescale(self.slot, torch.linalg.vector_norm(flat.float(), float("inf")))
         quantizer.quantize_into(payload.data.view(-1), flat, self.slot)
-        if not owner._fp8_loading:
-            owner._fp8_overwritten.add(id(payload))
-            return
-        master = owner.single_partition_of_fp32_groups[self.group_index].data
-        for f in kind.own:
-            if f.index == self.index:
-                piece = flat.narrow(0, f.tensor_start, f.numel)
-                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+        owner._fp8_take_over(self.group_index, self.index, flat)
 
 
 def _flat_offsets(optimizer: Any, i: int) -> list[int]:

@@ -38,21 +38,33 @@ class Fp8ZeroStage3:
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
                 p.partition()  # type: ignore[attr-defined]
-        quantizer = WeightQuantizer(
-            self.dp_process_group, len(context.weights), device, context.history, context.counter
-        )
-        self._fp8_shards = shards = Fp8Shards(quantizer, context.counter)
+        quantizer = self._fp8_make_quantizer(context, device)
+        self._fp8_shards = shards = self._fp8_make_collection(quantizer)
         for index, (name, p) in enumerate(context.weights.items()):
-            weight = ShardedWeight(name, p, index, quantizer)
+            weight = self._fp8_make_weight(name, p, index)
             weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not p.requires_grad
             shards.add(weight)
         self._fp8_flat_is_live = True
-        if not context.config.zero.keep_bf16_shard:
-            self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
-        self._fp8_make_shards(device)
+        self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
         self._fp8_refresh(is_step=False)
+
+    def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
+        """What holds the scale vectors. This and the next three are overridden where masters are split."""
+        return WeightQuantizer(self.dp_process_group, len(context.weights), device, context.history, context.counter)
+
+    def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
+        return Fp8Shards(quantizer, self._fp8.counter)
+
+    def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
+        return ShardedWeight(name, p, index, self._fp8_shards.quantizer)
+
+    def _fp8_fill(self: Any, device: torch.device) -> None:
+        """Make the FP8 shards, and drop the bf16 ones unless they are kept."""
+        if not self._fp8.config.zero.keep_bf16_shard:
+            self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
+        self._fp8_make_shards(device)
 
     def _fp8_make_shards(self: Any, device: torch.device) -> None:
         """One FP8 buffer for all weights, each shard at a multiple of 16 bytes."""
@@ -207,7 +219,8 @@ class Fp8ZeroStage3:
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         """Offload as stock does; of the weights (`lp_params`) the FP8 shards and the bf16 shards that exist."""
         include, with_weights, device = split_lp_params(self, include, device)
-        super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
+        if include:  # stock code of DeepSpeed before 0.19.8 offloads nothing without its own FusedAdam
+            super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
         if with_weights:
             self._fp8_move_shards(torch.device(device.value))
             self.offloaded_states.add(OffloadStateTypeEnum.lp_params)
@@ -237,6 +250,11 @@ class Fp8ZeroStage3:
             return
         for p in self._fp8_shards.without(p for group in self.fp16_groups for p in group):
             p.ds_tensor.data = p.ds_tensor.data.to(device)
+
+    @contextmanager
+    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
+        """Nothing to do: masters and moments are dense. Overridden where they are not."""
+        yield {}
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:

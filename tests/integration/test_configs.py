@@ -17,8 +17,15 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def test_the_four_configs_are_there() -> None:
-    assert [path.stem for path in CONFIGS] == ["ds_zero1_fp8", "ds_zero2_fp8", "ds_zero3_bf16", "ds_zero3_fp8"]
+def test_the_six_configs_are_there() -> None:
+    assert [path.stem for path in CONFIGS] == [
+        "ds_zero1_fp8",
+        "ds_zero2_fp8",
+        "ds_zero2_fp8_states",
+        "ds_zero3_bf16",
+        "ds_zero3_fp8",
+        "ds_zero3_fp8_release",
+    ]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -27,7 +34,7 @@ def test_a_config_is_complete(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "auto" not in leaves(config)
     assert config["bf16"]["enabled"] is True
     assert path.stem.startswith(f"ds_zero{config['zero_optimization']['stage']}_")
-    assert ("fp8" in config) == path.stem.endswith("_fp8")
+    assert ("fp8" in config) == ("_fp8" in path.stem)
     if "fp8" in config:
         fp8 = Fp8Config.from_block(config["fp8"])
         assert fp8.enabled
@@ -45,3 +52,12 @@ def test_fp8_and_bf16_at_stage_3_differ_in_the_block_only() -> None:
     fp8, bf16 = (json.loads((CONFIGS[0].parent / f"ds_zero3_{kind}.json").read_text()) for kind in ("fp8", "bf16"))
     assert fp8.pop("fp8") == {"enabled": True}
     assert fp8 == bf16
+
+
+def test_configs_with_fp8_states_name_them_in_the_block_and_build_no_kernel_of_deepspeed() -> None:
+    for name, master, release in (("ds_zero2_fp8_states", "e4m19", False), ("ds_zero3_fp8_release", "e4m11", True)):
+        config = json.loads((CONFIGS[0].parent / f"{name}.json").read_text())
+        settings = Fp8Config.from_block(config["fp8"]).optimizer
+        assert (settings.states, settings.master_format) == ("fp8", master)
+        assert settings.releases(config["gradient_clipping"]) == release
+        assert not {"torch_adam", "fused"} & config["optimizer"]["params"].keys()

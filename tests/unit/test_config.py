@@ -19,17 +19,57 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "filter_fqns": ("lm_head",),
             "frozen": "bf16",
         },
-        "zero": {"keep_bf16_shard": False},
+        "zero": {"keep_bf16_shard": False, "reduce_scatter": "bf16"},
+        "optimizer": {
+            "states": "fp32",
+            "master": None,
+            "release": False,
+            "release_clipping": "exact",
+            "outstanding_update_bytes": 67108864,
+        },
     }
 
 
 def test_a_full_block_of_json_is_accepted() -> None:
     text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
-               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"}, "zero": {"keep_bf16_shard": true}}"""
+               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
+               "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
+               "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
+                             "outstanding_update_bytes": 1048576}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
     assert config.zero.keep_bf16_shard
+    assert config.zero.reduce_scatter == "fp8"
+    assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
+
+
+@pytest.mark.parametrize(
+    ("block", "master"),
+    [
+        ({}, "fp32"),
+        ({"states": "fp8"}, "e4m19"),
+        ({"states": "fp8", "master": "fp32"}, "fp32"),
+        ({"master": None}, "fp32"),
+    ],
+)
+def test_fp8_states_alone_imply_the_wider_split_master(block: dict[str, Any], master: str) -> None:
+    config = Fp8Config.from_block({"enabled": True, "optimizer": block})
+    assert config.optimizer.master_format == master
+    assert config.to_state()["optimizer"]["master_format"] == master
+    for stage in (1, 2, 3):
+        config.check_stage(stage)
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_a_split_master_without_fp8_states_or_beside_a_bf16_shard_is_refused(master: str) -> None:
+    config = Fp8Config.from_block({"enabled": True, "optimizer": {"master": master}})
+    with pytest.raises(ConfigError, match=rf'^fp8\.optimizer\.master: .*got "{master}"\. .*set "states": "fp8"'):
+        config.check_stage(2)
+    optimizer = {"states": "fp8", "master": master}
+    config = Fp8Config.from_block({"enabled": True, "zero": {"keep_bf16_shard": True}, "optimizer": optimizer})
+    with pytest.raises(ConfigError, match=rf"^fp8\.zero\.keep_bf16_shard: .*master {master}, got true"):
+        config.check_stage(3)
 
 
 def test_an_empty_filter_converts_the_head_too() -> None:
@@ -62,6 +102,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "a value that is auto": (on(recipe="auto"), "fp8.linear.recipe:", ['"auto" is not supported']),
     "a block that is auto": ({"enabled": True, "linear": "auto"}, "fp8.linear:", ['"auto" is not supported']),
     "a block that is a list": ({"enabled": True, "zero": []}, "fp8.zero:", ["an object of keys", "got []"]),
+    "a foreign format": (
+        {"enabled": True, "zero": {"reduce_scatter": "e5m2"}},
+        "fp8.zero.reduce_scatter:",
+        ['got "e5m2"', '"bf16" or "fp8"'],
+    ),
     "bool as a string": ({"enabled": True, "zero": {"keep_bf16_shard": "false"}}, "fp8.zero.keep_bf16_shard:", []),
     "filter is a string": (on(filter_fqns="lm_head"), "fp8.linear.filter_fqns:", ["list of strings"]),
     "filter is auto": (on(filter_fqns="auto"), "fp8.linear.filter_fqns:", ['"auto" is not supported']),
@@ -69,6 +114,16 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "filter holds nothing": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:", ["at least one character"]),
     "a later value": (on(recipe="blockwise"), "fp8.linear.recipe:", ["not available in this version"]),
     "a later backend": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
+    "a master of no format": (
+        {"enabled": True, "optimizer": {"master": "e4m20"}},
+        "fp8.optimizer.master:",
+        ['got "e4m20"', '"e4m19", "e4m11" or null'],
+    ),
+    "a moment's format as states": (
+        {"enabled": True, "optimizer": {"states": "e4m3"}},
+        "fp8.optimizer.states:",
+        ['"fp32" or "fp8"'],
+    ),
     "a value that is a list": (on(recipe=["tensorwise"]), "fp8.linear.recipe:", ['got ["tensorwise"]']),
 }
 
@@ -84,15 +139,13 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
         assert fragment in message
 
 
-@pytest.mark.parametrize(
-    "name", ["optimizer", "tensor_parallel", "attention", "activations", "schedule", "guard", "monitor"]
-)
+@pytest.mark.parametrize("name", ["tensor_parallel", "attention", "activations", "schedule", "guard", "monitor"])
 def test_a_block_of_a_later_version_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^fp8\.{name}: .*not available in this version"):
         Fp8Config.from_block({"enabled": True, name: {}})
 
 
-@pytest.mark.parametrize(("block", "key"), [("linear", "layer_choice"), ("zero", "reduce_scatter")])
+@pytest.mark.parametrize(("block", "key"), [("linear", "layer_choice")])
 def test_a_key_of_a_later_version_is_refused(block: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^fp8\.{block}\.{key}: .*not available in this version"):
         Fp8Config.from_block({"enabled": True, block: {key: "x"}})
@@ -113,6 +166,16 @@ def test_a_bf16_shard_without_stage_3_is_refused(stage: int) -> None:
     config.check_stage(3)
     Fp8Config(enabled=True).check_stage(stage)
     with pytest.raises(ConfigError, match=rf"^fp8\.zero\.keep_bf16_shard: .*stage {stage}, got true"):
+        config.check_stage(stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_in_fp8_below_stage_2_are_refused(stage: int) -> None:
+    config = Fp8Config.from_block({"enabled": True, "zero": {"reduce_scatter": "fp8"}})
+    config.check_stage(2)
+    config.check_stage(3)
+    Fp8Config(enabled=True).check_stage(stage)
+    with pytest.raises(ConfigError, match=rf'^fp8\.zero\.reduce_scatter: .*stage {stage}, got "fp8"\. .*use stage 2'):
         config.check_stage(stage)
 
 

@@ -26,6 +26,16 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
+def reducing(change: dict[str, Any]) -> dict[str, Any]:
+    """`change` with gradients reduced in FP8."""
+    return {**change, "fp8": {"zero": {"reduce_scatter": "fp8"}}}
+
+
+def with_states(kind: str, **params: Any) -> dict[str, Any]:
+    """An optimizer of this type with FP8 states."""
+    return {"optimizer": {"type": kind, "params": params}, "fp8": {"optimizer": {"states": "fp8"}}}
+
+
 # Row -> configurations that it refuses, each merged into GOOD.
 TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "zero_optimization.stage: 0": [
@@ -80,6 +90,33 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         for dtype in ("fp32", "float32", "float", "torch.float32", torch.float32)
     ]
     + [{"zero_optimization": True, "data_types": {"grad_accum_dtype": "fp32"}}],
+    "zero_optimization.reduce_scatter: false with fp8.zero.reduce_scatter: fp8": [
+        reducing(zero(reduce_scatter=False)),
+        reducing(zero(stage=3, reduce_scatter="false")),
+    ],
+    "zero_optimization.contiguous_gradients: false with stage 2 and fp8.zero.reduce_scatter: fp8": [
+        reducing(zero(contiguous_gradients=False))
+    ],
+    "zero_optimization.use_multi_rank_bucket_allreduce: false with stage 2 and fp8.zero.reduce_scatter: fp8": [
+        reducing(zero(use_multi_rank_bucket_allreduce=False))
+    ],
+    "communication_data_type with fp8.zero.reduce_scatter: fp8": [
+        reducing({"communication_data_type": "fp32"}),
+        reducing({"zero_optimization": {"stage": 3}, "communication_data_type": "bf16"}),
+        reducing({"seq_parallel_communication_data_type": "bf16"}),
+    ],
+    "gradient_predivide_factor with fp8.zero.reduce_scatter: fp8": [
+        reducing({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0})
+    ],
+    "optimizer.type: Muon with stage 2 and fp8.zero.reduce_scatter: fp8": [reducing({"optimizer": {"type": "Muon"}})],
+    "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8": [
+        with_states("Lion"),
+        with_states("OneBitAdam"),
+    ],
+    "optimizer.params.amsgrad: true with fp8.optimizer.states: fp8": [with_states("AdamW", amsgrad=True)],
+    "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8": [
+        with_states("Adam", bias_correction=False)
+    ],
     "torch_autocast.enabled: true": [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}],
     "hybrid_engine.enabled: true": [{"hybrid_engine": {"enabled": True}}],
     "compile.deepcompile: true": [{"compile": {"deepcompile": True}}],
@@ -141,6 +178,17 @@ AUTO = {
         {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
         AUTO,
+        reducing({}),
+        reducing(zero(reduce_scatter=True, contiguous_gradients="auto", use_multi_rank_bucket_allreduce="true")),
+        reducing(zero(stage=3, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False)),
+        reducing({"communication_data_type": None, "gradient_predivide_factor": 1.0, "optimizer": {"type": "AdamW"}}),
+        reducing({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}),
+        zero(reduce_scatter=False, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False),
+        {"communication_data_type": "fp32", "gradient_predivide_factor": 2.0, "optimizer": {"type": "Muon"}},
+        with_states("Adam", amsgrad=False, bias_correction=True),
+        with_states("adamw", amsgrad="auto"),
+        {"fp8": {"optimizer": {"states": "fp8"}}},
+        {"optimizer": {"type": "Lion", "params": {"amsgrad": True, "bias_correction": False}}},
     ],
     ids=str,
 )

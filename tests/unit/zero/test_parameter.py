@@ -117,6 +117,8 @@ def test_hook_on_the_accumulated_gradient_fires_once(weight: Any) -> None:
     seen = []
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]
     assert type(node).__name__ == "AccumulateGrad"
+    # How DeepSpeed asks which weights take part in a backward: the answer must not cost their de-quantisation.
+    assert torch.autograd.graph._get_grad_fn_or_grad_acc(weight) is node
     node.register_hook(lambda *_: seen.append("node"))
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
     (weight.sum() + weight.mean()).backward()

@@ -1,0 +1,103 @@
+"""While DeepSpeed builds a ZeRO optimizer whose states will be FP8: it makes no dense masters, moments or gradients.
+
+DeepSpeed looks its optimizer classes up by name when it builds one. In their place it finds a subclass that leaves
+out the state initialisation which `Fp8StatesStage12` and `Fp8StatesStage3` replace.
+Seams: fp8_ds/engine/seams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.runtime.engine as engine_module
+import deepspeed.runtime.zero.stage3 as stage3_module
+from deepspeed.accelerator import get_accelerator
+
+from fp8_ds.zero.split import virtual_flat
+
+
+class BuildingHost:
+    """Common base of the two."""
+
+    fp8_is_split = False
+    fp8_bucket_bytes: int | None = None
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing: moments come with the first step, and gradients are not copied to fp32."""
+
+
+class Building12(BuildingHost):
+    """Mix-in before DeepSpeedZeroOptimizer."""
+
+    @property
+    def device(self) -> Any:
+        """Where stock code would put masters: nowhere, if they are split."""
+        return "meta" if self.fp8_is_split else self.__dict__["_fp8_device"]
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        self.__dict__["_fp8_device"] = value
+
+
+class Building3(BuildingHost):
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3."""
+
+    fp16_partitioned_groups_flat_numel: list[int]
+    fp16_partitioned_groups_flat_id: list[list[int]]
+    fp32_partitioned_groups_flat: list[Any]
+    optimizer: Any
+
+    def _setup_for_real_optimizer(self: Any) -> None:
+        """With gradient release: no buffer for the gradients of all parameters, and small buckets."""
+        if self.fp8_bucket_bytes is None:
+            super()._setup_for_real_optimizer()  # type: ignore[misc]
+            return
+        copies = 2  # the bucket, and what the reduction concatenates
+        bucket_bytes = self.fp8_bucket_bytes // copies
+        self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
+        device, self.device = self.device, "meta"
+        try:
+            super()._setup_for_real_optimizer()  # type: ignore[misc]
+        finally:
+            self.device = device
+
+    def _create_fp32_partitions(self: Any) -> None:
+        if not self.fp8_is_split:
+            device, self.device = self.device, get_accelerator().current_device_name()
+            super()._create_fp32_partitions()  # type: ignore[misc]
+            self.device = device
+            return
+        device = get_accelerator().current_device_name()
+        for numel, ids in zip(
+            self.fp16_partitioned_groups_flat_numel, self.fp16_partitioned_groups_flat_id, strict=True
+        ):
+            flat: Any = virtual_flat(int(numel), device)
+            flat.ds_id = f"{ids[0]}_{ids[-1]}"
+            self.fp32_partitioned_groups_flat.append(flat)
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+
+@contextmanager
+def building(master: str, bucket_bytes: int | None) -> Iterator[None]:
+    """While inside, DeepSpeed builds these instead of its own classes.
+
+    Args:
+        master: format of the masters; "fp32" ones are made by stock code.
+        bucket_bytes: with gradient release, the most bytes of reduced gradients that exist at a time; else None.
+    """
+    places = (
+        (engine_module, "DeepSpeedZeroOptimizer", Building12),
+        (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),
+    )
+    stock = [getattr(module, name) for module, name, _ in places]
+    attributes = {"fp8_is_split": master != "fp32", "fp8_bucket_bytes": bucket_bytes}
+    for (module, name, mixin), host in zip(places, stock, strict=True):
+        setattr(module, name, type(f"Building{host.__name__}", (mixin, host), attributes))
+    try:
+        yield
+    finally:
+        for (module, name, _), host in zip(places, stock, strict=True):
+            setattr(module, name, host)

@@ -1,0 +1,86 @@
+"""The global gradient norm, the clip factor and the overflow flag, none of which waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor
+
+
+def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
+    """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
+
+    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is.
+
+    Args:
+        optimizer: the ZeRO optimizer.
+        grads: this rank's pieces, none twice.
+        params: the parameters they are of.
+    """
+    counted = [
+        grad
+        for grad, p in zip(grads, params, strict=True)
+        if not getattr(p, "ds_pipe_replicated", False)
+        and (is_model_parallel_parameter(p) or optimizer.model_parallel_rank == 0)
+        and grad.numel()
+    ]
+    if counted:
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
+        total = torch.stack(list(norms)).square().sum()
+    else:
+        device = grads[0].device if grads else optimizer.optimizer.core.device
+        total = torch.zeros((), device=device)
+    dist.all_reduce(total, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+    return total.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
+    """What gradients are multiplied with: clipping and un-scaling in one; float32, 0-dim.
+
+    Source: `unscale_and_clip_grads` of deepspeed 0.19.8.
+    """
+    if max_norm <= 0.0:
+        return torch.full_like(norm, 1.0 / loss_scale)
+    clip = ((norm / loss_scale + 1e-6) / max_norm).clamp(min=1.0)
+    return (clip * loss_scale).reciprocal()
+
+
+class OverflowFlag:
+    """Whether a step was skipped, as the host learns it: at once if it waits for the device, else a step later."""
+
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+        self._ready: Any = None
+        self._is_pending = False
+        self.is_current = True
+        """Whether the last answer was about the step that asked for it."""
+
+    def resolve(self, skip: Tensor, wait: bool) -> bool:
+        """Whether this step was skipped, or, if the host does not wait, the one before.
+
+        Args:
+            skip: int32, 0-dim, of this step.
+            wait: read it now (`bf16.check_grad_overflow`). On a CPU there is nothing to wait for.
+        """
+        self.is_current = wait or skip.device.type != "cuda"
+        if self.is_current:
+            return bool(skip)
+        before = self._read()
+        if self._ready is None:
+            self._host, self._ready = torch.zeros((), dtype=skip.dtype, pin_memory=True), torch.cuda.Event()
+        assert self._host is not None
+        self._host.copy_(skip, non_blocking=True)
+        self._ready.record()
+        self._is_pending = True
+        return before
+
+    def _read(self) -> bool:
+        if not self._is_pending:
+            return False
+        self._ready.synchronize()  # of a copy that was started a step ago
+        self._is_pending = False
+        return bool(self._host)

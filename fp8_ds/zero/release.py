@@ -1,0 +1,209 @@
+"""Gradient release: weights are updated during the backward, bucket by bucket, and their gradients freed at once.
+
+The global gradient norm is known only when the last gradient is, so exact clipping needs all reduced gradients at
+once: `release_clipping: "exact"` with clipping holds the reduced shards until `step` (2 bytes per parameter and rank
+share) and this module has nothing to do. Its approximations:
+
+- per_tensor: AdaGC. Every tensor is clipped to 1.05 times the moving average of its own norm; in the first 100 steps
+  to `gradient_clipping`, while the average is the smallest norm seen. Norms of 0 do not count: they would clip to 0 for
+  good what starts late (the first matrix of a LoRA pair).
+- delayed_norm: the factor follows from the global norm of the step before; a first step is not clipped.
+
+A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already.
+
+Source: release, LOMO (arXiv 2306.09782); AdaGC, arXiv 2502.11034, section 3 (lambda 1.05, beta 0.98, 100 steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.ops.adamw import StepInputs
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.zero.norm import clip_factor
+
+NO_GRADIENT = (
+    "expected release false to read or write gradients after the backward, got true: they are freed once used. "
+    'Set "fp8": {"optimizer": {"release": false}}, or look at them in a hook of the parameter.'
+)
+
+Clipping = Literal["none", "per_tensor", "delayed_norm"]
+
+_ADAGC_FACTOR = 1.05
+_ADAGC_DECAY = 0.98
+_ADAGC_WARMUP_STEPS = 100
+
+
+class ReleaseUpdater:
+    """Updates the shards of one bucket's parameters as soon as their gradients are reduced.
+
+    Args:
+        core: the shards.
+        names: of all optimized parameters, the same list on all ranks.
+        scale_indices: entry in the scale vectors by name, of FP8 weights with split masters.
+        group: the ZeRO group.
+        clipping: how gradients are clipped; "none" where `max_norm` is 0.
+        max_norm: DeepSpeed's gradient_clipping.
+    """
+
+    def __init__(
+        self,
+        core: AdamCore,
+        names: Sequence[str],
+        scale_indices: dict[str, int],
+        group: Any,
+        clipping: Clipping,
+        max_norm: float,
+    ) -> None:
+        self.core = core
+        self.group = group
+        self.clipping = clipping
+        self.max_norm = max_norm
+        device = core.device
+        self._slot = {name: slot for slot, name in enumerate(names)}
+        self._scale_indices = scale_indices
+        self._shard_index = {shard.name: index for index, shard in enumerate(core.shards)}
+        self._inputs: StepInputs | None = None
+        self._updated: set[str] = set()
+        self._square_sum = torch.zeros((), device=device)
+        self._indices: dict[tuple[str, ...], Tensor] = {}
+        self.last_norm = torch.zeros((), device=device)
+        """Global norm of the last step without infinities and NaN."""
+        self.tensor_norms = torch.full((len(names),), float("inf"), device=device)
+        """AdaGC's gamma by tensor; infinite before its first step."""
+        self.num_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def update(
+        self, names: Sequence[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]], loss_scale: float
+    ) -> None:
+        """One update of the parameters `names` (the same on all ranks). Collective; no host synchronisation.
+
+        Args:
+            grads: this rank's reduced gradient shards by name, 1-D; a name may be missing where it holds no shard.
+                They may be changed, and freed once the current stream is done with them.
+
+        Raises:
+            RuntimeError: a parameter for the second time since the last `finish`.
+        """
+        twice = self._updated.intersection(names)
+        if twice:
+            raise RuntimeError(
+                f"fp8.optimizer.release: expected one backward per step, got a second gradient of {sorted(twice)[0]}. "
+                "Call engine.step() after every backward, or turn release off."
+            )
+        self._updated.update(names)
+        if self._inputs is None:
+            self._inputs = self.core.begin(param_groups)
+        names, held = list(names), [name for name in names if name in grads]
+        squares = self._squares(names, held, grads)
+        total = squares.sum()
+        self._square_sum += total
+        skip = (~torch.isfinite(total)).int()
+        factor = self._clip(names, held, grads, squares.sqrt(), skip, loss_scale)
+        indices = self._scale_entries(names)
+        scales = self.core.scales
+        if indices.numel():
+            kept = torch.where(skip == 0, scales.next_scale_inv[indices], scales.previous_scale_inv[indices])
+            scales.next_scale_inv[indices] = kept
+        inputs = replace(self._inputs, skip=skip, grad_scale=factor)
+        if held:
+            self.core.run([grads[name] for name in held], inputs, [self._shard_index[name] for name in held])
+        if indices.numel():
+            scales.commit(indices)
+
+    @torch.no_grad()
+    def finish(self, history: AmaxHistory | None) -> Tensor:
+        """The step is over: amaxes travel; returns its global gradient norm before clipping (float32, 0-dim).
+
+        Args:
+            history: amaxes of activations and gradients to be reduced along, where masters are split.
+        """
+        norm = self._square_sum.sqrt()
+        self.last_norm = torch.where(torch.isfinite(norm), norm, self.last_norm)
+        self._square_sum = torch.zeros_like(self._square_sum)
+        self.num_steps += 1
+        self._updated.clear()
+        self._inputs = None
+        scales = self.core.scales
+        if history is not None and scales.extra.numel():
+            scales.extra.copy_(history.amax_local)
+        scales.start_reduce()
+        return norm
+
+    def _squares(self, names: list[str], held: list[str], grads: dict[str, Tensor]) -> Tensor:
+        """float32 [len(names)]: squared norms of the gradients over all ranks."""
+        squares = torch.zeros(len(names), device=self.core.device)
+        if held:
+            norms = torch.stack(list(torch._foreach_norm([grads[name] for name in held], 2, dtype=torch.float32)))
+            if len(held) == len(names):
+                squares = norms.square()
+            else:
+                place = {name: position for position, name in enumerate(names)}
+                squares[self._entries(("held", *names), [place[name] for name in held])] = norms.square()
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(squares, group=self.group)
+        return squares
+
+    def _clip(
+        self,
+        names: list[str],
+        held: list[str],
+        grads: dict[str, Tensor],
+        norms: Tensor,
+        skip: Tensor,
+        loss_scale: float,
+    ) -> Tensor:
+        """The factor for all gradients; per_tensor multiplies the gradients themselves and returns the rest."""
+        if self.clipping == "delayed_norm":
+            return clip_factor(self.last_norm, self.max_norm, loss_scale)
+        unscale = torch.full_like(self.last_norm, 1.0 / loss_scale)
+        if self.clipping == "none":
+            return unscale
+        slots = self._entries(("slots", *names), [self._slot[name] for name in names])
+        average = self.tensor_norms[slots]
+        norms = norms / loss_scale
+        warm_up = (self.num_steps < _ADAGC_WARMUP_STEPS) | torch.isinf(average)
+        limit = torch.where(warm_up, torch.full_like(average, self.max_norm), _ADAGC_FACTOR * average)
+        factors = (limit / norms.clamp(min=1e-12)).clamp(max=1.0)
+        clipped = factors * norms
+        moved = torch.where(
+            warm_up, torch.minimum(average, clipped), _ADAGC_DECAY * average + (1 - _ADAGC_DECAY) * clipped
+        )
+        self.tensor_norms[slots] = torch.where((skip == 0) & (norms > 0), moved, average)
+        if not held:
+            return unscale
+        place = {name: position for position, name in enumerate(names)}
+        torch._foreach_mul_([grads[name] for name in held], [factors[place[name]] for name in held])
+        return unscale
+
+    def _scale_entries(self, names: list[str]) -> Tensor:
+        return self._entries(("scales", *names), [self._scale_indices[n] for n in names if n in self._scale_indices])
+
+    def _entries(self, key: tuple[str, ...], values: list[int]) -> Tensor:
+        """`values` on the device; kept, since buckets are the same in every step."""
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(values, dtype=torch.long, device=self.core.device)
+        return self._indices[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a bit-exact resume needs; builtin types and CPU tensors."""
+        return {
+            "last_norm": float(self.last_norm),
+            "num_steps": int(self.num_steps),
+            "tensor_norms": dict(zip(self._slot, self.tensor_norms.tolist(), strict=True)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; tensors that it does not name start anew."""
+        self.last_norm.fill_(state["last_norm"])
+        self.num_steps.fill_(state["num_steps"])
+        saved = [state["tensor_norms"].get(name, float("inf")) for name in self._slot]
+        self.tensor_norms.copy_(torch.tensor(saved))

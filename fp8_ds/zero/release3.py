@@ -1,0 +1,68 @@
+"""ZeRO-3 with gradient release: the copy of reduced gradient shards into their buffer becomes their update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater
+from fp8_ds.zero.states3 import Fp8StatesStage3
+
+_STEP_TIMER = "optimizer_step"
+
+
+class Fp8ReleaseStage3(Fp8StatesStage3):
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3. Updates run on the stream of the reduction."""
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        super().fp8_init(context)
+        settings = context.config.optimizer
+        names = [self.param_names[p] for group in self.fp16_groups for p in group]
+        scale_indices = {}
+        if self._fp8_is_split:
+            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.param.requires_grad}
+        clipping = settings.clipping(self.clip_grad)
+        context.release = self._fp8_release = ReleaseUpdater(
+            self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
+        )
+
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """Update the parameters of a bucket from their reduced shards, and free their gradients."""
+        grads = {}
+        for p, partition in zip(params_to_release, grad_partitions, strict=True):
+            shard = self._fp8_shard_of.get(id(p))
+            if shard is not None:
+                grads[shard.name] = partition.reshape(-1)[: shard.numel]
+        names = [self.param_names[p] for p in params_to_release]
+        self._fp8_release.update(names, grads, self.optimizer.param_groups, self.loss_scale)
+        for p in params_to_release:
+            if p.grad is not None and not get_accelerator().is_synchronized_device():
+                p.grad.record_stream(get_accelerator().current_stream())
+            p.grad = None
+        return []
+
+    def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> Any:
+        raise UnsupportedError(f"gradient of {self.param_names[param]}: {NO_GRADIENT}")
+
+    def step(self: Any, closure: Any = None) -> None:
+        """The updates are done. `overflow`: some bucket was skipped."""
+        self._pre_step()
+        self._partition_all_parameters()
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().wait_stream(self.reduce_and_partition_stream)
+        timer_names = {_STEP_TIMER}
+        self.timers(_STEP_TIMER).start()
+        norm = self._fp8_release.finish(self._fp8.history)
+        self.zero_grad(set_to_none=True)
+        self._fp8_end_step(norm, (~torch.isfinite(norm)).int())
+        for i in range(len(self.fp16_groups)):
+            self.averaged_gradients[i] = None
+            if not self._fp8_is_split:
+                self._reassign_or_swap_out_partitioned_parameters(i)
+        self.timers(_STEP_TIMER).stop()
+        self._post_step(timer_names)

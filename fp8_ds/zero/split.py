@@ -1,0 +1,83 @@
+"""What both ZeRO mix-ins need where masters are split: scales in place of a quantiser, and flat tensors of no size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.comm import max_reduce
+from fp8_ds.optim.masters import MasterFormat, encode
+from fp8_ds.scaling.predicted import PredictedScales, pow2_scale_inv
+
+_CHUNK = 1 << 24
+
+
+def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
+    """A float32 leaf of `numel` elements at the cost of one, in the place of DeepSpeed's flat masters.
+
+    Reading it gives NaN; writing it raises, as into any expanded tensor.
+    """
+    return torch.full((1,), float("nan"), device=device).expand(numel).requires_grad_()
+
+
+class SplitQuantizer:
+    """In the place of `WeightQuantizer`: masters contain the FP8 bytes, so that nothing is ever quantised from them.
+
+    Args:
+        scales: of the FP8 weights, in the order of the scale vectors.
+        fmt: of their masters.
+    """
+
+    def __init__(self, scales: PredictedScales, fmt: MasterFormat) -> None:
+        self.scales = scales
+        self.fmt = fmt
+
+    @property
+    def group(self) -> Any:
+        return self.scales.group
+
+    @property
+    def scale(self) -> Tensor:
+        return self.scales.scale
+
+    @property
+    def scale_inv(self) -> Tensor:
+        return self.scales.scale_inv
+
+    @torch.no_grad()
+    def rescale(self, index: int, amax: Tensor) -> None:
+        """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
+        scales = self.scales
+        scales.wait()
+        scales.measured.zero_()
+        scales.amax[index] = amax
+        scale_inv = pow2_scale_inv(amax.float())
+        for vector in (scales.scale_inv, scales.previous_scale_inv, scales.next_scale_inv):
+            vector[index] = scale_inv
+        scales.scale[index] = scale_inv.reciprocal()
+
+    @torch.no_grad()
+    def quantize_into(self, out: Tensor, value: Tensor, index: int) -> None:
+        """Write the high parts of `value` (1-D) into `out` (1-D float8)."""
+        target = out.view(torch.uint8)
+        for source, bytes_ in zip(value.split(_CHUNK), target.split(_CHUNK), strict=True):
+            bytes_.copy_(encode(source.float(), self.fmt, self.scale_inv[index])[0])
+
+
+def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.ProcessGroup, device: Any) -> Tensor:
+    """float32 [num]: largest magnitude of every weight over all ranks. Collective.
+
+    Args:
+        sources: (weight, a piece of its values) as this rank holds them, any float dtype and device; pieces of no
+            elements are allowed.
+    """
+    amaxes = torch.zeros(num, device=device)
+    for index, piece in sources:
+        if piece.numel():
+            amax = torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float32).to(device)
+            amaxes[index] = torch.maximum(amaxes[index], amax)
+    max_reduce(group, amaxes)
+    return amaxes

@@ -1,0 +1,419 @@
+"""ZeRO-1 and 2 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
+
+`Fp8AdamW` holds the moments of this rank's fragments. With a split master DeepSpeed's flat fp32 masters become tensors
+of no size (`virtual_flat`): the high part of each master lies in the gather buffer, the low part beside the moments.
+Where stock code must see dense masters or moments (checkpoints), it runs inside `fp8_dense`.
+Seams: fp8_ds/engine/seams.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch import Tensor
+
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.adamw import Fp8AdamW, weight_id
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.scaling.predicted import PredictedScales
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.norm import OverflowFlag, clip_factor, global_norm
+from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.stage12 import Fp8ZeroStage12, KindBuffer
+
+_STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
+
+
+class Fp8StatesStage12(Fp8ZeroStage12):
+    """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a managed `Fp8AdamW`."""
+
+    optimizer: Fp8AdamW
+    _fp8_is_dense = False
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        """Encode masters from the bf16 weights, group by group. Collective."""
+        if "_fp8_device" in self.__dict__:
+            self.device = self.__dict__.pop("_fp8_device")
+        self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
+        self._fp8_is_split = self._fp8_format.is_split
+        self._fp8_flag = OverflowFlag()
+        self._fp8_names = {id(p): name for p, name in self.param_names.items()}
+        self._fp8_flats: list[Flat] = []
+        super().fp8_init(context)
+        self._fp8_manage()
+        self._fp8_link()
+
+    def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
+        if not self._fp8_is_split:
+            return super()._fp8_make_quantizer(context, device)
+        num_extra = 0 if context.history is None else context.history.amax_local.numel()
+        scales = PredictedScales(len(context.trainable), device, self.dp_process_group, num_extra)
+        order = {id(p): index for index, p in enumerate(self._fp8_flat_order(context))}
+        sources = [(order[id(p)], p.data) for p in context.trainable.values()]
+        scales.set(reduced_amaxes(scales.num, sources, self.dp_process_group, device))
+        return SplitQuantizer(scales, self._fp8_format)
+
+    def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
+        """FP8 weights in the order of the scale vectors: groups, then flat order."""
+        fp8 = {id(p) for p in context.trainable.values()}
+        return [p for group in self.round_robin_bit16_groups for p in group if id(p) in fp8]
+
+    def _fp8_set_shards(self: Any) -> None:
+        """Point every shard at where its bytes lie (again, after a reload has moved them)."""
+        if not self._fp8_is_split:
+            super()._fp8_set_shards()
+        if self.optimizer._core is not None:
+            for before, piece in zip(self.optimizer.core.shards, self._fp8_all_pieces(), strict=True):
+                before.hi = piece.shard.hi
+            self.optimizer.core.moved()
+
+    def _fp8_all_pieces(self: Any) -> list[Piece]:
+        pieces, first = [], 0
+        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            pieces.extend(self._fp8_pieces(i, fp8, hp, first))
+            first += len(fp8.params)
+        return pieces
+
+    def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
+        """Encode this rank's fragments of group `i` from `flat` (bf16), and all bytes of its FP8 weights."""
+        if not self._fp8_is_split:
+            return
+        assert flat is not None
+        first = sum(len(kind.params) for kind in self._fp8_kinds)
+        quantizer: SplitQuantizer = self._fp8_quantizer
+        for index, slot in enumerate(fp8.layout.slots):
+            source = flat.narrow(0, slot.flat_start, slot.numel)
+            quantizer.quantize_into(fp8.view(index).view(-1), source, first + index)
+        pieces = self._fp8_pieces(i, fp8, hp, first)
+        scale_inv = quantizer.scale_inv
+        start = dist.get_rank(self.real_dp_process_group[i]) * int(self.partition_size[i])
+        for piece in pieces:
+            shard = piece.shard
+            allocate_lo(shard, shard.hi.device)
+            if shard.fmt.is_fp8:
+                write_dense(shard, None, flat.narrow(0, start + piece.offset, shard.numel), scale_inv)
+        self._fp8_flats.append(Flat(i, int(self.partition_size[i]), pieces))
+        virtual = virtual_flat(int(self.partition_size[i]), flat.device)
+        self.single_partition_of_fp32_groups[i] = virtual
+        self.optimizer.param_groups[i]["params"] = [virtual]
+
+    def _fp8_pieces(self: Any, i: int, fp8: KindBuffer, hp: KindBuffer, first: int) -> list[Piece]:
+        """Shards of group `i` without low parts and moments, in the order of the partition."""
+        pieces = []
+        for kind in (fp8, hp):
+            fmt = (self._fp8_format if kind is fp8 else BF16_8) if self._fp8_is_split else FP32
+            for f in kind.own:
+                name = self._fp8_names[id(kind.params[f.index])]
+                if self._fp8_is_split:
+                    buffer = kind.buffer.view(torch.uint8) if kind is fp8 else kind.buffer
+                    hi = buffer.narrow(0, f.compact_start, f.numel)
+                else:
+                    master = self.single_partition_of_fp32_groups[i].detach()
+                    hi = master.narrow(0, f.partition_start, f.numel)
+                scale_index = first + f.index if kind is fp8 else 0
+                shard = AdamShard(name, f.numel, f.tensor_start, weight_id(name), i, scale_index, fmt, hi)
+                pieces.append(Piece(f.partition_start, shard))
+        return sorted(pieces, key=lambda piece: piece.offset)
+
+    def _fp8_manage(self: Any) -> None:
+        """Give the optimizer its shards."""
+        if not self._fp8_is_split:
+            sizes = [int(size) for size in self.partition_size]
+            self._fp8_flats = [Flat(i, size, []) for i, size in enumerate(sizes)]
+            for piece in self._fp8_all_pieces():
+                self._fp8_flats[piece.shard.group].pieces.append(piece)
+        scales = self._fp8_quantizer.scales if self._fp8_is_split else None
+        rows, device = range(len(self._fp8_flats)), self._fp8_kinds[0].buffer.device
+        core = AdamCore(self._fp8_flats, rows, scales, device, self.optimizer.decoupled, self.optimizer.seed)
+        if scales is not None:
+            groups = self.round_robin_bit16_groups
+            core.set_weight_rows([i for i, group in enumerate(groups) for p in group if self._fp8_is_fp8(p)])
+        self.optimizer.manage(core)
+
+    def _fp8_is_fp8(self: Any, p: Any) -> bool:
+        return any(p is weight for weight in self._fp8.trainable.values())
+
+    # --- the step ---
+
+    def step(self: Any, closure: Any = None) -> None:
+        """One update of all fragments, straight from the reduced gradients; then FP8 and bf16 are gathered.
+
+        `overflow` (a gradient was infinite or NaN, nothing has changed): true at once with `bf16.check_grad_overflow`,
+        DeepSpeed's default; without, the host does not wait for the device and learns it one step late.
+        """
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        grads, params = self._fp8_gradients()
+        self.timers(_STEP_TIMER).start()
+        norm = global_norm(self, grads, params)
+        skip = (~torch.isfinite(norm)).int()
+        self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
+        self._fp8_end_step(norm, skip)
+        self._fp8_free_gradients()
+        self.timers(_STEP_TIMER).stop()
+        self.timers(_GATHER_TIMER).start()
+        if not self._fp8_is_skipped():
+            self._fp8_refresh(is_step=True)
+        self.timers(_GATHER_TIMER).stop()
+        self.timers.log(OPTIMIZER_TIMERS)
+
+    def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
+        core = self.optimizer.core
+        inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
+        core.run(grads, inputs)
+        history = self._fp8.history
+        if history is not None:
+            history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
+            if self._fp8_is_split:
+                core.scales.extra.copy_(history.amax_local)
+        core.end()
+
+    def _fp8_is_skipped(self: Any) -> bool:
+        """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
+        skipped = self.overflow and self._fp8_flag.is_current
+        if skipped and self._fp8.history is not None:
+            self._fp8.history.amax_local.zero_()
+        return skipped
+
+    def _fp8_end_step(self: Any, norm: Tensor, skip: Tensor) -> None:
+        """What the host keeps of a step: overflow, norm, loss scale."""
+        self.overflow = self._fp8_flag.resolve(skip, self.check_grad_overflow)
+        self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
+        self._update_scale(self.overflow)
+
+    def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
+        """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
+        by_name: dict[str, tuple[Tensor, Any]] = {}
+        for i, params in enumerate(self.params_in_partition):
+            self.free_grad_in_param_list(self.params_not_in_partition[i])
+            pieces = [g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            for p, grad in zip(params, pieces, strict=False):  # stock code may put a piece of padding last
+                by_name[self._fp8_names[id(p)]] = (grad.reshape(-1), p)
+        found = [by_name[shard.name] for shard in self.optimizer.core.shards]
+        for (grad, _), shard in zip(found, self.optimizer.core.shards, strict=True):
+            assert grad.numel() == shard.numel, (shard.name, grad.numel(), shard.numel)
+        return [grad for grad, _ in found], [p for _, p in found]
+
+    def _fp8_free_gradients(self: Any) -> None:
+        for i, params in enumerate(self.params_in_partition):
+            self.free_grad_in_param_list(params)
+            self.averaged_gradients[i] = None
+            self.all_grad_tensors[i] = None
+
+    @torch.no_grad()
+    def _fp8_refresh(self: Any, is_step: bool) -> None:
+        """Gather FP8 bytes and bf16. Collective. Inside `fp8_dense` nothing: it ends with a gather."""
+        if not self._fp8_is_split:
+            super()._fp8_refresh(is_step)
+            return
+        if self._fp8_is_dense:
+            return
+        counter, history = self._fp8.counter, self._fp8.history
+        for fp8, hp in zip(self._fp8_kinds, self._hp_kinds, strict=True):
+            counter.fp8 += fp8.gather()
+            counter.hp += hp.gather(self._fp8_free_bytes)
+        if not is_step:
+            return
+        counter.num_amax_reduces += 1
+        if history is not None:
+            scales = self.optimizer.core.scales
+            scales.wait()
+            history.update(scales.extra)
+        counter.end_step()
+        self._fp8_overwritten.clear()
+
+    # --- dense masters and moments for stock code ---
+
+    @contextmanager
+    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
+
+        On leaving, both are quantised, and the weights gathered. Collective.
+
+        Args:
+            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
+        """
+        scales = {} if saved_scales is None else saved_scales
+        if self._fp8_is_dense:
+            yield scales
+            return
+        self._fp8_is_dense = self.optimizer.is_dense = True
+        try:
+            self._fp8_set_dense("cpu")
+            self._link_all_hp_params()
+            yield scales
+        finally:
+            self._fp8_is_dense = self.optimizer.is_dense = False
+            self._fp8_absorb(scales)
+
+    def _fp8_set_dense(self: Any, device: str) -> None:
+        if self._fp8_is_split:
+            scale_inv = self._fp8_quantizer.scale_inv
+            for flat, master in zip(self._fp8_flats, self.single_partition_of_fp32_groups, strict=True):
+                master.data = dense_flat(flat, None, scale_inv, device)
+
+    def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
+        self.optimizer.absorb_dense(self.single_partition_of_fp32_groups)
+        if self._fp8_is_split:
+            scales: PredictedScales = self._fp8_quantizer.scales
+            pieces = [(flat.row, piece) for flat in self._fp8_flats for piece in flat.pieces]
+            masters = self.single_partition_of_fp32_groups
+            sources = [
+                (piece.shard.scale_index, masters[i].detach().narrow(0, piece.offset, piece.shard.numel))
+                for i, piece in pieces
+                if piece.shard.fmt.is_fp8
+            ]
+            amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, scales.amax.device)
+            names = [self._fp8_names[id(p)] for p in self._fp8_flat_order(self._fp8)]
+            saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names])
+            scales.set(amaxes, saved)
+            for flat, master in zip(self._fp8_flats, masters, strict=True):
+                absorb_flat(flat, None, master.detach(), scales.scale_inv)
+                master.data = virtual_flat(flat.numel, scales.amax.device).detach()
+        self._fp8_link()
+        self._fp8_refresh(is_step=False)
+        self._fp8_overwritten.clear()
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Stock: dense float32 masters and moments under their stock names, on the CPU."""
+        masters = self.single_partition_of_fp32_groups
+        virtual = [master.data for master in masters]
+        try:
+            self._fp8_set_dense("cpu")
+            return super().state_dict()  # type: ignore[misc]
+        finally:
+            for master, data in zip(masters, virtual, strict=True):
+                master.data = data
+
+    def _get_groups_without_padding(self: Any, groups: Any) -> Any:
+        return [group.detach() for group in super()._get_groups_without_padding(groups)]  # type: ignore[misc]
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self.fp8_dense():
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _restore_from_bit16_weights(self: Any) -> None:
+        with self.fp8_dense():
+            super()._restore_from_bit16_weights()
+
+    def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
+        if not self._fp8_is_split or self._fp8_is_dense:
+            return super()._fp8_gather_master(i, index)
+        kind = self._fp8_kinds[i]
+        slot = kind.layout.slots[index]
+        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
+        name = self._fp8_names[id(kind.params[index])]
+        for piece in self._fp8_flats[i].pieces:
+            if piece.shard.name == name:
+                out = full.narrow(0, piece.shard.start, piece.shard.numel)
+                read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
+        return self._fp8_share(kind, index, full)
+
+    def fp8_masters(self: Any) -> list[Tensor]:
+        """DeepSpeed's flat masters; of no size where masters are split."""
+        return self.single_partition_of_fp32_groups
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """Offload as stock does; of masters and moments what FP8 states hold."""
+        super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
+        self._fp8_set_shards()
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        reload_adam(self)
+        super().reload_states(non_blocking=non_blocking)
+
+    # --- safe_get_* / safe_set_* ---
+
+    def _link_all_hp_params(self: Any) -> None:
+        super()._link_all_hp_params()
+        if not self._fp8_is_dense:
+            self._fp8_link()
+
+    def _lazy_init_hp_params_optimizer_state(self: Any) -> None:
+        """Nothing: fragments read the quantised moments."""
+
+    def _fp8_link(self: Any) -> None:
+        """Fragments of this rank's parameters read and write quantised states."""
+        if self.optimizer._core is None:
+            return
+        pieces = {piece.shard.name: piece for flat in self._fp8_flats for piece in flat.pieces}
+        for i, group in enumerate(self.bit16_groups):
+            for p in group:
+                self._fp8_link_fragment(i, p, pieces.get(self._fp8_names[id(p)]))
+                p.set_full_hp_param = functools.partial(self._fp8_set_full, p)
+        self._hp_optimizer_states_linked = True
+
+    def _fp8_link_fragment(self: Any, i: int, p: Any, piece: Piece | None) -> None:
+        """A fragment where this rank has a shard. Stock code is wrong about that with `round_robin_gradients`."""
+        if piece is None:
+            p._hp_mapping = None
+            return
+        shard = piece.shard
+        of_bf16 = fragment_address(numel=shard.numel, start=shard.start)
+        if p._hp_mapping is None or p._hp_mapping.lp_fragment_address != of_bf16:
+            of_flat = fragment_address(numel=shard.numel, start=piece.offset)
+            gradients = self.averaged_gradients, self.offload_gradient_dict
+            p._hp_mapping = tensor_fragment(None, of_bf16, None, of_flat, *gradients, False, i)
+        if self.round_robin_gradients:
+            p._index_in_param_group = next(k for k, q in enumerate(self.params_in_partition[i]) if q is p)
+        mapping = p._hp_mapping
+        mapping.__class__ = StateFragment
+        mapping.fp8_owner, mapping.fp8_shard = self, shard
+        mapping.hp_fragment = mapping.optim_fragment = None
+
+    @torch.no_grad()
+    def _fp8_set_full(self: Any, p: Any, value: Tensor, optim_state_key: str | None = None) -> None:
+        """For `safe_set_full_fp32_param` and its like: `value` is the whole tensor, on every rank."""
+        core = self.optimizer.core
+        flat = value.detach().reshape(-1)
+        if optim_state_key is None and self._fp8_is_split:
+            if self._fp8_is_fp8(p):
+                p.copy_(value)  # all bytes on every rank, and this rank's low part
+                return
+            p.data.copy_(value)
+        if p._hp_mapping is None:
+            return
+        shard = p._hp_mapping.fp8_shard
+        if optim_state_key is not None:
+            if optim_state_key not in MOMENTS:
+                raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
+            core.allocate()
+        write_dense(shard, optim_state_key, flat.narrow(0, shard.start, shard.numel), core.scales.scale_inv)
+
+    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
+        """With split masters what a user writes into a weight is its master from then on."""
+        if not self._fp8_is_split or self._fp8_is_dense:
+            super()._fp8_take_over(group_index, index, flat)
+            return
+        name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]
+        for piece in self._fp8_flats[group_index].pieces:
+            shard = piece.shard
+            if shard.name == name:
+                write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
+
+
+class StateFragment(tensor_fragment):
+    """A fragment whose master and moments are de-quantised when asked for."""
+
+    fp8_owner: Any
+    fp8_shard: AdamShard
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> Tensor:
+        core, shard = self.fp8_owner.optimizer.core, self.fp8_shard
+        if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
+            raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
+        out = torch.empty(shard.numel, device=core.device)
+        read_dense(shard, optim_state_key, out, core.scales.scale_inv)
+        return out
+
+    def get_optim_state_keys(self) -> list[str]:
+        return list(MOMENTS)

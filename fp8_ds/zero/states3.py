@@ -1,0 +1,466 @@
+"""ZeRO-3 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
+
+With a split master the FP8 shard of a weight is the high part of this rank's masters, the low part lies beside the
+moments, and DeepSpeed's flat fp32 masters become tensors of no size (`virtual_flat`). Where stock code must see dense
+masters or moments (checkpoints), it runs inside `fp8_dense`.
+Seams: fp8_ds/engine/seams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from torch import Tensor
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.adamw import Fp8AdamW, weight_id
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.scaling.predicted import PredictedScales
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.norm import OverflowFlag, clip_factor, global_norm
+from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
+from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
+
+_STEP_TIMER = "optimizer_step"
+
+
+class SplitWeight(ShardedWeight):
+    """An FP8 weight whose shard is the high part of its masters."""
+
+    states: Any = None
+
+    @property
+    def source(self) -> Tensor:
+        """float32 [num_real]: the masters, decoded; a new tensor. Of a frozen weight its bf16 shard."""
+        if self.states is None:
+            return self.param.ds_tensor.data[: self.num_real]
+        owner, shard = self.states
+        return owner.fp8_read_master(shard)
+
+    @source.setter
+    def source(self, value: Tensor) -> None:
+        """Nothing: there is one place where masters lie."""
+
+
+class SplitShards(Fp8Shards):
+    """FP8 weights of ZeRO-3 whose shards are the high parts of masters."""
+
+    owner: Any
+
+    def absorb(self, weights: list[ShardedWeight]) -> None:
+        """What a user wrote becomes the master (stock keeps it only until the next step). Collective.
+
+        Elements that were not changed keep their full precision.
+        """
+        trainable = [weight for weight in weights if weight.param.requires_grad]
+        values = [newer(w.source, w.param.ds_tensor.data[: w.num_real]) for w in trainable]
+        if trainable:
+            self.owner.fp8_write_masters(trainable, values)
+        frozen = [weight for weight in weights if not weight.param.requires_grad]
+        if frozen:
+            super().absorb(frozen)
+        self.mark_ready()
+
+
+class Fp8StatesStage3(Fp8ZeroStage3):
+    """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a managed `Fp8AdamW`."""
+
+    optimizer: Fp8AdamW
+    _fp8_is_dense = False
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        """Encode masters from the bf16 shards. Collective."""
+        self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
+        self._fp8_is_split = self._fp8_format.is_split
+        self._fp8_flag = OverflowFlag()
+        self._fp8_waits = context.check_overflow
+        self._fp8_shard_of: dict[int, AdamShard] = {}
+        super().fp8_init(context)
+        if not self._fp8_is_split:
+            self._fp8_manage()
+
+    # --- masters ---
+
+    def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
+        if not self._fp8_is_split:
+            return super()._fp8_make_quantizer(context, device)
+        num_extra = 0 if context.history is None else context.history.amax_local.numel()
+        scales = PredictedScales(len(context.weights), device, self.dp_process_group, num_extra)
+        sources = [(i, p.ds_tensor.data[: _num_real(p)]) for i, p in enumerate(context.weights.values())]  # type: ignore[attr-defined]
+        scales.set(reduced_amaxes(scales.num, sources, self.dp_process_group, device))
+        return SplitQuantizer(scales, self._fp8_format)
+
+    def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
+        if not self._fp8_is_split:
+            return super()._fp8_make_collection(quantizer)
+        shards = SplitShards(quantizer, self._fp8.counter)
+        shards.owner = self
+        return shards
+
+    def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
+        if not self._fp8_is_split:
+            return super()._fp8_make_weight(name, p, index)
+        return SplitWeight(name, p, index, self._fp8_shards.quantizer)
+
+    def _fp8_fill(self: Any, device: torch.device) -> None:
+        if not self._fp8_is_split:
+            super()._fp8_fill(device)
+            return
+        self._fp8_make_shards(device)
+        self._fp8_manage()
+        scales: PredictedScales = self._fp8_shards.quantizer.scales
+        for group in self.fp16_groups:
+            for p in group:
+                shard = self._fp8_shard_of.get(id(p))
+                if shard is None:
+                    continue
+                allocate_lo(shard, device)
+                if shard.fmt.is_fp8:
+                    write_dense(shard, None, p.ds_tensor.data[: shard.numel], scales.scale_inv)
+        self._fp8_drop_flat()
+        self._fp8_repoint()
+
+    def _fp8_manage(self: Any) -> None:
+        """Give the optimizer its shards, without low parts and moments."""
+        flats, rows = [], []
+        for i, group in enumerate(self.fp16_groups):
+            flat = Flat(i, int(self.fp16_partitioned_groups_flat_numel[i]), [])
+            offset = 0
+            for p in group:
+                numel = _num_real(p)
+                if numel:
+                    flat.pieces.append(Piece(offset, self._fp8_make_state(p, i, offset, numel)))
+                offset += p.ds_tensor.ds_numel
+            flats.append(flat)
+            rows.append(self.sub_group_to_group_id[i])
+        self._fp8_flats = flats
+        scales = self._fp8_shards.quantizer.scales if self._fp8_is_split else None
+        optimizer, device = self.optimizer, self._fp8_flat.device
+        core = AdamCore(flats, rows, scales, device, optimizer.decoupled, optimizer.seed)
+        if scales is not None:
+            row_of = {id(p): i for i, group in enumerate(self.fp16_groups) for p in group}
+            core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights])
+        optimizer.manage(core)
+
+    def _fp8_make_state(self: Any, p: Any, row: int, offset: int, numel: int) -> AdamShard:
+        name = self.param_names[p]
+        start = ds_comm.get_rank(group=p.ds_process_group) * p.ds_tensor.ds_numel
+        fp8 = self._fp8_shards.of([p])
+        fmt = FP32 if not self._fp8_is_split else self._fp8_format if fp8 else BF16_8
+        index = fp8[0].index if fp8 else 0
+        shard = AdamShard(name, numel, start, weight_id(name), row, index, fmt, self._fp8_hi(p, row, offset, numel))
+        self._fp8_shard_of[id(p)] = shard
+        if fp8 and self._fp8_is_split:
+            fp8[0].states = (self, shard)
+        return shard
+
+    def _fp8_hi(self: Any, p: Any, row: int, offset: int, numel: int) -> Tensor:
+        """Where the high parts (or the fp32 masters) of `p` lie now."""
+        if not self._fp8_is_split:
+            return self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, numel)
+        fp8 = self._fp8_shards.of([p])
+        if fp8:
+            return fp8[0].shard[:numel].view(torch.uint8)
+        return p.ds_tensor.data[:numel]
+
+    def _fp8_repoint(self: Any) -> None:
+        """Point every shard at where its bytes lie (again, after they were moved)."""
+        for flat, group in zip(self._fp8_flats, self.fp16_groups, strict=True):
+            offset = 0
+            for p in group:
+                shard = self._fp8_shard_of.get(id(p))
+                if shard is not None:
+                    shard.hi = self._fp8_hi(p, flat.row, offset, shard.numel)
+                offset += p.ds_tensor.ds_numel
+        self.optimizer.core.moved()
+
+    def fp8_read_master(self: Any, shard: AdamShard) -> Tensor:
+        """float32 [numel], a new tensor."""
+        out = torch.empty(shard.numel, device=shard.hi.device)
+        read_dense(shard, None, out, self.optimizer.core.scales.scale_inv)
+        return out
+
+    @torch.no_grad()
+    def fp8_write_masters(self: Any, weights: list[ShardedWeight], values: list[Tensor]) -> None:
+        """Masters of FP8 weights become `values` (1-D, this rank's), with scales to fit. Collective."""
+        quantizer: SplitQuantizer = self._fp8_shards.quantizer
+        sources = [(weight.index, value) for weight, value in zip(weights, values, strict=True)]
+        amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.scale.device)
+        for weight, value in zip(weights, values, strict=True):
+            quantizer.rescale(weight.index, amaxes[weight.index])
+            shard = self._fp8_shard_of.get(id(weight.param))
+            if shard is None:
+                continue
+            write_dense(shard, None, value, quantizer.scale_inv)
+            if self._fp8_is_dense:  # the dense masters will be quantised in the end
+                row, offset, _ = self.grad_position[self.get_param_id(weight.param)]
+                self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, shard.numel).copy_(value)
+
+    def _fp8_set_sources(self: Any) -> None:
+        if not self._fp8_is_split:
+            super()._fp8_set_sources()
+        if self.optimizer._core is not None:
+            self._fp8_repoint()
+
+    @torch.no_grad()
+    def _fp8_refresh(self: Any, is_step: bool) -> None:
+        """The shards are the masters; what is left is to let later gathers wait for them, and amax histories."""
+        if not self._fp8_is_split:
+            super()._fp8_refresh(is_step)
+            return
+        if self._fp8_is_dense:
+            return
+        self._fp8_shards.mark_ready()
+        if not is_step:
+            frozen = [weight for weight in self._fp8_shards.weights if not weight.param.requires_grad]
+            if frozen:
+                self._fp8_shards.absorb(frozen)
+            return
+        self._fp8.counter.num_amax_reduces += 1
+        if self._fp8.history is not None:
+            scales = self.optimizer.core.scales
+            scales.wait()
+            self._fp8.history.update(scales.extra)
+
+    # --- the step ---
+
+    def step(self: Any, closure: Any = None) -> None:
+        """One update of all shards, straight from the reduced gradients.
+
+        `overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as
+        in stock code, unless `bf16.check_grad_overflow` is false: then it learns it one step late.
+        """
+        self._pre_step()
+        self._partition_all_parameters()
+        timer_names = {_STEP_TIMER}
+        self.timers(_STEP_TIMER).start()
+        grads, params = self._fp8_gradients()
+        norm = global_norm(self, grads, params)
+        self.zero_grad(set_to_none=True)
+        skip = (~torch.isfinite(norm)).int()
+        self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
+        self._fp8_end_step(norm, skip)
+        for i in range(len(self.fp16_groups)):
+            self.averaged_gradients[i] = None
+            if not self._fp8_is_split:
+                self._reassign_or_swap_out_partitioned_parameters(i)
+        self.timers(_STEP_TIMER).stop()
+        if not self._fp8_is_skipped():
+            self._post_step(timer_names)
+
+    def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
+        core = self.optimizer.core
+        inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
+        core.run(grads, inputs)
+        history = self._fp8.history
+        if history is not None:
+            history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
+            if self._fp8_is_split:
+                core.scales.extra.copy_(history.amax_local)
+        core.end()
+
+    def _fp8_is_skipped(self: Any) -> bool:
+        """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
+        skipped = self.overflow and self._fp8_flag.is_current
+        if skipped and self._fp8.history is not None:
+            self._fp8.history.amax_local.zero_()
+        return skipped
+
+    def _fp8_end_step(self: Any, norm: Tensor, skip: Tensor) -> None:
+        """What the host keeps of a step: overflow, norm, loss scale."""
+        self.overflow = self._fp8_flag.resolve(skip, self._fp8_waits)
+        self._global_grad_norm = norm / self.loss_scale
+        self._update_scale(self.overflow)
+
+    def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
+        """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
+        grads, params = [], []
+        for i, group in enumerate(self.fp16_groups):
+            for p, grad in zip(group, self.averaged_gradients[i], strict=True):
+                shard = self._fp8_shard_of.get(id(p))
+                if shard is not None:
+                    grads.append(grad.reshape(-1)[: shard.numel])
+                    params.append(p)
+        return grads, params
+
+    # --- dense masters and moments for stock code ---
+
+    @contextmanager
+    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
+
+        On leaving, both are quantised. Collective.
+
+        Args:
+            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
+        """
+        scales = {} if saved_scales is None else saved_scales
+        if self._fp8_is_dense:
+            yield scales
+            return
+        self._fp8_is_dense = self.optimizer.is_dense = True
+        try:
+            if self._fp8_is_split:
+                self._fp8_set_dense()
+            yield scales
+        finally:
+            self._fp8_is_dense = self.optimizer.is_dense = False
+            self._fp8_absorb(scales)
+
+    def _fp8_set_dense(self: Any) -> None:
+        scale_inv = self.optimizer.core.scales.scale_inv
+        for flat, master in zip(self._fp8_flats, self.fp32_partitioned_groups_flat, strict=True):
+            master.data = dense_flat(flat, None, scale_inv, "cpu")
+
+    def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
+        masters = self.fp32_partitioned_groups_flat
+        self.optimizer.absorb_dense(masters)
+        if self._fp8_is_split:
+            self._fp8_repoint()
+            scales: PredictedScales = self.optimizer.core.scales
+            sources = [
+                (piece.shard.scale_index, masters[flat.row].detach().narrow(0, piece.offset, piece.shard.numel))
+                for flat in self._fp8_flats
+                for piece in flat.pieces
+                if piece.shard.fmt.is_fp8
+            ]
+            device = scales.amax.device
+            amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
+            saved = torch.tensor([float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights])
+            frozen = torch.tensor([not w.param.requires_grad for w in self._fp8_shards.weights], device=device)
+            amaxes = torch.where(frozen, scales.amax, amaxes)
+            scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
+            for flat, master in zip(self._fp8_flats, masters, strict=True):
+                absorb_flat(flat, None, master.detach(), scales.scale_inv)
+                master.data = virtual_flat(flat.numel, device).detach()
+        self._fp8_refresh(is_step=False)
+
+    def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
+        if self._fp8_is_split and not self._fp8_is_dense:
+            return [], []
+        return super()._fp8_hp_shards(group)
+
+    def _rigid_state_dict(self: Any) -> dict[str, Any]:
+        """Stock: dense float32 masters and moments under their stock names, on the CPU."""
+        state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
+        if self._fp8_is_split:
+            scale_inv = self.optimizer.core.scales.scale_inv
+            state["fp32_flat_groups"] = [dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats]
+        return state
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self.fp8_dense():
+            super().load_state_dict(*args, **kwargs)
+
+    def _restore_from_bit16_weights(self: Any) -> None:
+        with self.fp8_dense():
+            self._fp8_restore_dense()
+
+    def _fp8_restore_dense(self: Any) -> None:
+        if not self._fp8_is_split:
+            super()._restore_from_bit16_weights()
+            return
+        for i, group in enumerate(self.fp16_groups):
+            bf16, masters = self._fp8_hp_shards(i)
+            for piece, master in zip(bf16, masters, strict=True):
+                master.copy_(newer(master, piece.to(master.device)))
+            if not self._fp8_flat_is_live:
+                continue  # users' writes are masters already
+            offset = 0
+            for p in group:
+                if self._fp8_shards.of([p]):
+                    numel = _num_real(p)
+                    master = self.fp32_partitioned_groups_flat[i].detach().narrow(0, offset, numel)
+                    master.copy_(newer(master, p.ds_tensor.data[:numel].to(master.device)))
+                offset += p.ds_tensor.ds_numel
+
+    def fp8_masters(self: Any) -> list[Tensor]:
+        """DeepSpeed's flat masters; of no size where masters are split."""
+        return self.fp32_partitioned_groups_flat
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """Offload as stock does; of masters and moments what FP8 states hold."""
+        super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
+        self._fp8_set_sources()
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        reload_adam(self)
+        super().reload_states(non_blocking=non_blocking)
+
+    # --- safe_get_* / safe_set_* ---
+
+    def _get_fp32_opt_state_partition(
+        self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[Tensor, int]:
+        """A de-quantised copy of this rank's part, padding included; writing into it changes nothing."""
+        row, _, numel = self.grad_position[self.get_param_id(param)]
+        core, shard = self.optimizer.core, self._fp8_shard_of.get(id(param))
+        if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
+            raise KeyError(optim_state_key)
+        out = torch.zeros(numel, device=core.device)
+        if shard is not None:
+            read_dense(shard, optim_state_key, out[: shard.numel], core.scales.scale_inv)
+        return out, row
+
+    @torch.no_grad()
+    def set_full_hp_param(self: Any, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if not param.requires_grad:
+            return
+        assert value.numel() == param.ds_numel, f"expected {param.ds_numel} elements, got {value.numel()}"
+        fp8, shard = self._fp8_shards.of([param]), self._fp8_shard_of.get(id(param))
+        if optim_state_key is None and fp8 and self._fp8_is_split:
+            self._fp8_shards.quantizer.rescale(fp8[0].index, torch.linalg.vector_norm(value.float(), float("inf")))
+        if shard is not None:
+            piece = value.detach().reshape(-1).narrow(0, shard.start, shard.numel)
+            self._fp8_write_state(shard, optim_state_key, piece)
+
+    @torch.no_grad()
+    def set_local_hp_param(self: Any, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if not param.requires_grad:
+            return
+        assert value.numel() == param.ds_tensor.ds_numel, (
+            f"expected {param.ds_tensor.ds_numel} elements, got {value.numel()}"
+        )
+        shard = self._fp8_shard_of.get(id(param))
+        if shard is None:
+            return
+        piece = value.detach().reshape(-1)[: shard.numel]
+        scale_inv = self.optimizer.core.scales.scale_inv
+        if optim_state_key is None and shard.fmt.is_split and shard.fmt.is_fp8:
+            limit = float(scale_inv[shard.scale_index]) * E4M3.max
+            if float(piece.abs().max()) > limit:
+                raise UnsupportedError(
+                    f"safe_set_local_fp32_param: expected values up to {limit:.4g} for {shard.name}, whose ranks share "
+                    "one FP8 scale, got a larger one. Use safe_set_full_fp32_param on all ranks."
+                )
+        self._fp8_write_state(shard, optim_state_key, piece)
+
+    def _fp8_write_state(self: Any, shard: AdamShard, key: str | None, value: Tensor) -> None:
+        core = self.optimizer.core
+        if key is not None:
+            if key not in MOMENTS:
+                raise KeyError(key)
+            core.allocate()
+        elif self._fp8_is_split and shard.fmt.is_fp8:
+            index = shard.scale_index
+            amax = core.scales.amax
+            amax[index] = torch.maximum(amax[index], torch.linalg.vector_norm(value.float(), float("inf")))
+        write_dense(shard, key, value, core.scales.scale_inv)
+        self._fp8_shards.mark_ready()
+
+
+def _num_real(p: Any) -> int:
+    """Elements of this rank's shard of `p` that are not padding."""
+    per_rank = p.ds_tensor.ds_numel
+    rank = ds_comm.get_rank(group=p.ds_process_group)
+    return int(max(0, min(per_rank, p.ds_numel - rank * per_rank)))

@@ -1,0 +1,343 @@
+"""Checkpoints of FP8 states: dense and stock's own on disk, bit for bit on resume, exchanged with every other kind."""
+
+from __future__ import annotations
+
+import functools
+import glob
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_checkpoint as dense
+import test_checkpoint_universal as universal
+import test_states as base
+import torch
+import torch.distributed as dist
+import training
+from torch import Tensor
+
+from fp8_ds.scaling.predicted import pow2_scale_inv
+
+pytestmark = pytest.mark.distributed
+
+DELAYED = {"linear": {"recipe": "delayed"}}
+
+
+def build(stage: int, fp8: dict[str, Any] | None, seed: int = 0, **overrides: Any) -> Any:
+    overrides.setdefault("zero_optimization", {"stage3_gather_16bit_weights_on_model_save": True})
+    return dense.build(stage, fp8, seed, **overrides)
+
+
+# --- resume ---
+
+
+def widen_the_scale(engine: Any, name: str) -> None:
+    """The next step predicts an amax that the smallest scale does not fit, and then moves away from it."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+    p = dict(engine.module.named_parameters())[name]
+    value, m = safe_get_full_fp32_param(p).clone(), safe_get_full_optimizer_state(p, "exp_avg")
+    largest = int(m.abs().argmax())
+    value.view(-1)[largest] = m.view(-1)[largest].sign() * (448 * 2.0**-11 - 1e-4)
+    assert float(value.abs().max()) < 448 * 2.0**-11
+    safe_set_full_fp32_param(p, value)
+
+
+def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
+    first = build(stage, fp8)
+    training.train(first, 2)
+    widen_the_scale(first, "blocks.0.up.weight")
+    training.train(first, 1, first_step=2)
+    if fp8["optimizer"]["master"] != "fp32":
+        scales = first.optimizer.optimizer.core.scales
+        scales.wait()
+        assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
+    before = base.everything(first)
+    first.save_checkpoint(folder)
+    base.assert_same_everything(base.everything(first), before)
+    losses = training.train(first, 3, first_step=3)
+    end = base.everything(first)
+    path, _ = first.load_checkpoint(folder)  # back, in the same engine
+    assert path is not None
+    base.assert_same_everything(base.everything(first), before)
+    training.destroy(first)
+
+    second = build(stage, fp8, seed=1)
+    second.load_checkpoint(folder)
+    base.assert_same_everything(base.everything(second), before)
+    assert training.train(second, 3, first_step=3) == losses
+    base.assert_same_everything(base.everything(second), end)
+    training.destroy(second)
+
+
+RESUMED = [(1, "e4m11", DELAYED), (1, "fp32", {}), (2, "e4m19", DELAYED), (3, "e4m11", {}), (3, "fp32", DELAYED)]
+RESUMED += [pytest.param(*c, marks=pytest.mark.slow) for c in ((1, "e4m19", {}), (2, "e4m11", {}), (3, "e4m19", {}))]
+
+
+@pytest.mark.parametrize(("stage", "master", "more"), RESUMED)
+def test_a_resumed_run_repeats_every_byte_rounding_included(
+    ranks: Any, tmp_path: Path, stage: int, master: str, more: dict[str, Any]
+) -> None:
+    ranks(2).run(resume, str(tmp_path), stage, base.states(master, **more))
+
+
+def before_the_first_step(folder: str, stage: int, master: str) -> None:
+    first = build(stage, base.states(master))
+    first.save_checkpoint(folder)
+    losses = training.train(first, 2)
+    end = base.everything(first)
+    training.destroy(first)
+    second = build(stage, base.states(master), seed=1)
+    second.load_checkpoint(folder)
+    assert training.train(second, 2) == losses
+    base.assert_same_everything(base.everything(second), end)
+    training.destroy(second)
+
+
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "e4m19")])
+def test_a_run_saved_before_its_first_step_resumes(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
+    ranks(2).run(before_the_first_step, str(tmp_path), stage, master)
+
+
+# --- what is in the files ---
+
+
+def skeleton(value: Any) -> Any:
+    """Keys, dtypes, shapes and devices of a nested state, without the numbers."""
+    if torch.is_tensor(value):
+        return (value.dtype, tuple(value.shape), value.device.type)
+    if isinstance(value, dict):
+        return {str(key): skeleton(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [skeleton(inner) for inner in value]
+    return type(value).__name__
+
+
+def optimizer_file(folder: Path | str, rank: int) -> dict[str, Any]:
+    (path,) = glob.glob(f"{folder}/global_step3/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return dict(torch.load(path, weights_only=False)["optimizer_state_dict"])
+
+
+def write(folder: str, stage: int, fp8: dict[str, Any] | None, exports: bool = False) -> dict[str, Any]:
+    engine = build(stage, fp8)
+    losses = training.train(engine, 3)
+    engine.save_checkpoint(folder)
+    if exports:
+        engine.save_16bit_model(folder)
+    result = {"losses": losses, "masters": training.full_masters(engine), "moments": dense.moments(engine)}
+    result["fp8"] = sorted(engine.fp8.weights) if fp8 is not None else []
+    result["next"] = training.train(engine, 3, first_step=3)
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize(("stage", "master"), [(1, "e4m11"), (2, "e4m19"), (3, "e4m11"), (3, "fp32")])
+def test_files_hold_dense_fp32_under_the_names_of_stock(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from fp8_ds.optim.masters import BF16_8, encode
+
+    ours = ranks(2).run(write, str(tmp_path / "ours"), stage, base.states(master), exports=True)[0]
+    ranks(2).run(write, str(tmp_path / "stock"), stage, None)
+    for rank in range(2):
+        found, stock = (skeleton(optimizer_file(tmp_path / kind, rank)) for kind in ("ours", "stock"))
+        assert found == stock
+    merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "ours"))
+    dense.assert_same({name: torch.as_tensor(value) for name, value in merged.items()}, ours["masters"])
+    exported = torch.load(tmp_path / "ours/pytorch_model.bin", weights_only=True)
+    expected = {name: value.bfloat16() for name, value in ours["masters"].items()}
+    if master != "fp32":  # what is not FP8 leaves as its compute weight, which rounds ties away from zero
+        expected |= {n: encode(ours["masters"][n], BF16_8)[0] for n in expected if n not in ours["fp8"]}
+    dense.assert_same(exported, expected)
+
+
+# --- exchange ---
+
+
+PRECISION = {"fp32": 0.0, "e4m19": 2.0**-20, "e4m11": 2.0**-12, "bf16_8": 2.0**-16}
+"""Half a unit in the last place, relative, of each master rounded to nearest."""
+
+
+def assert_masters_close(got: dict[str, Tensor], expected: dict[str, Tensor], master: str, fp8: set[str]) -> None:
+    for name, value in expected.items():
+        relative = PRECISION[master if name in fp8 or master == "fp32" else "bf16_8"]
+        floor = 2.0**-9 * relative * value.abs().max()  # FP8's subnormals
+        worst = ((got[name] - value).abs() - relative * value.abs() - floor).max()
+        assert float(worst) <= 0, (name, float(worst))
+
+
+def assert_moments_close(got: dict[str, Tensor], expected: dict[str, Tensor], is_quantized: bool) -> None:
+    for name, value in expected.items():
+        if not is_quantized:
+            assert torch.equal(got[name], value), name
+            continue
+        error = (got[name] - value).norm() / value.norm()
+        assert error < 0.045, (name, float(error))
+        assert error > 0, name
+
+
+def exchange(folder: str, stage: int, source: dict[str, Any] | None, target: dict[str, Any] | None) -> None:
+    written = write(folder, stage, source)
+    reader = build(stage, target, seed=1)
+    path, _ = reader.load_checkpoint(folder)
+    assert path is not None
+    to_fp8 = target is not None and "optimizer" in target
+    master = target["optimizer"]["master"] if to_fp8 and target is not None else "fp32"
+    fp8 = set(reader.fp8.weights) if getattr(reader, "fp8", None) else set()
+    assert_masters_close(training.full_masters(reader), written["masters"], master, fp8)
+    assert_moments_close(dense.moments(reader), written["moments"], to_fp8)
+    if to_fp8:
+        assert set(base.shared_states(reader)["step"].tolist()) == {3}
+    losses = training.train(reader, 3, first_step=3)
+    assert base.largest_difference(losses, written["next"]) < 5e-3, (losses, written["next"])
+    training.destroy(reader)
+
+
+@pytest.mark.parametrize(
+    ("stage", "master", "other"),
+    [(1, "e4m11", "stock"), (2, "e4m19", "fp32"), (3, "e4m11", "fp32"), (3, "fp32", "stock"), (2, "fp32", "stock")],
+)
+def test_runs_switch_to_fp8_states_and_back_in_the_middle(
+    ranks: Any, tmp_path: Path, stage: int, master: str, other: str
+) -> None:
+    kind: dict[str, Any] | None = None if other == "stock" else {}
+    ranks(2).run(exchange, str(tmp_path / "to"), stage, kind, base.states(master))
+    ranks(2).run(exchange, str(tmp_path / "from"), stage, base.states(master), kind)
+
+
+@pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "e4m11"), (3, "e4m11"), (3, "fp32")])
+def test_partial_loads_leave_the_masters_that_fp32_states_leave(
+    ranks: Any, tmp_path: Path, stage: int, master: str, options: dict[str, Any]
+) -> None:
+    ranks(2).run(write, str(tmp_path), stage, base.states(master))
+    results = [ranks(2).run(partial, str(tmp_path), stage, fp8, options) for fp8 in ({}, base.states(master))]
+    for expected, ours in zip(*results, strict=True):
+        own = stage == 3 and "load_module_only" in options  # stock's file has no weights there
+        for name, value in expected["after"].items():
+            got = ours["after"][name]
+            if own:
+                assert torch.equal(got, ours["before"][name]), name
+            else:
+                rounded = got.bfloat16().float() if stage == 3 else got  # there an unchanged element keeps its master
+                floor = 2.0**-20 * value.abs().max()
+                assert bool(((rounded - value.bfloat16().float()).abs() <= floor).all()), name
+        assert ours["loss"] == pytest.approx(expected["loss"], abs=0.01)
+
+
+def partial(folder: str, stage: int, fp8: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    engine = build(stage, fp8, seed=1)
+    training.train(engine, 1)
+    before = training.full_masters(engine)
+    path, _ = engine.load_checkpoint(folder, **options)
+    assert path is not None
+    result = {"before": before, "after": training.full_masters(engine)}
+    if "optimizer" in fp8:
+        base.assert_bytes_are_high_parts(training.fp8_state(engine), result["after"], fp8["optimizer"]["master"])
+    result["loss"] = training.train(engine, 1)[0]
+    training.destroy(engine)
+    return result
+
+
+# --- universal ---
+
+
+def aligned_engine(stage: int, master: str, seed: int, **overrides: Any) -> Any:
+    """An engine over `Aligned`, whose shards are cut at multiples of 128 on 1, 2 and 4 ranks."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    torch.manual_seed(seed)
+    net = base.Aligned()
+    config = training.ds_config(stage, base.states(master), gradient_clipping=0.0, **overrides)
+    return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+
+def inject_steps(engine: Any, steps: range) -> None:
+    for step in steps:
+        engine.optimizer._fp8_gradients = functools.partial(base.inject, engine.optimizer, base.many_scales(step))
+        engine.optimizer.step()
+
+
+def write_aligned(folder: str, stage: int, master: str) -> Any:
+    engine = aligned_engine(stage, master, seed=0)
+    inject_steps(engine, range(2))
+    engine.global_steps = 2
+    saved = base.local_states(engine)
+    engine.save_checkpoint(folder)
+    inject_steps(engine, range(2, 4))
+    end = base.local_states(engine)
+    training.destroy(engine)
+    return saved, end
+
+
+def read_aligned(folder: str, stage: int, master: str) -> Any:
+    engine = aligned_engine(stage, master, seed=1, checkpoint={"load_universal": True})
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    loaded = base.local_states(engine)
+    inject_steps(engine, range(2, 4))
+    end = base.local_states(engine)
+    training.destroy(engine)
+    return loaded, end
+
+
+@pytest.mark.parametrize("master", ["e4m11", "fp32"])
+def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
+    ranks: Any, tmp_path: Path, master: str
+) -> None:
+    from fp8_ds.checkpoint.universal import prepare_universal
+
+    def whole(results: list[Any]) -> list[dict[str, dict[str, Tensor]]]:
+        return [base.assembled([result[part] for result in results]) for part in (0, 1)]
+
+    sources = {2: (2, 2), 3: (1, 3), 1: (4, 1)}  # folder -> world size, stage
+    written = {}
+    for name, (world, stage) in sources.items():
+        written[name] = whole(ranks(world).run(write_aligned, str(tmp_path / str(name)), stage, master))
+        universal.convert(tmp_path / str(name))
+    plan = {2: [(1, 1, False), (4, 2, False), (2, 3, True)], 3: [(2, 3, False), (4, 1, True)], 1: [(2, 1, False)]}
+    for name, targets in plan.items():
+        for world, stage, other_stage in targets:
+            if other_stage:
+                prepare_universal(tmp_path / str(name) / "universal", stage)
+            read = whole(ranks(world).run(read_aligned, str(tmp_path / str(name)), stage, master))
+            for got, expected in zip(read, written[name], strict=True):
+                base.assert_same_states(got, expected)
+
+
+def write_stock(folder: str, stage: int, fp8: dict[str, Any] | None) -> Any:
+    engine = dense.build(stage, fp8, gradient_accumulation_steps=2 // dist.get_world_size())
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    result = training.full_masters(engine), dense.moments(engine), training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return result
+
+
+def read_other(folder: str, stage: int, fp8: dict[str, Any] | None) -> Any:
+    engine = dense.build(
+        stage, fp8, 1, gradient_accumulation_steps=2 // dist.get_world_size(), checkpoint={"load_universal": True}
+    )
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    result = training.full_masters(engine), dense.moments(engine), training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m19"), (3, "e4m11")])
+def test_universal_checkpoints_go_from_stock_to_fp8_states_and_back(
+    ranks: Any, tmp_path: Path, stage: int, master: str
+) -> None:
+    ours = base.states(master)
+    fp8 = {f"blocks.{i}.{kind}.weight" for i in range(2) for kind in ("up", "down")}
+    for source, target, worlds in ((None, ours, (2, 1)), (ours, None, (1, 2))):
+        folder = tmp_path / str(worlds[0])
+        masters, moments, losses = ranks(worlds[0]).run(write_stock, str(folder), stage, source)[0]
+        universal.convert(folder)
+        got_masters, got_moments, got_losses = ranks(worlds[1]).run(read_other, str(folder), stage, target)[0]
+        assert_masters_close(got_masters, masters, "fp32" if target is None else master, fp8)
+        assert_moments_close(got_moments, moments, is_quantized=target is not None)
+        assert base.largest_difference(got_losses, losses) < 5e-3

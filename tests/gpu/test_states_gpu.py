@@ -1,0 +1,165 @@
+"""FP8 optimizer states under the engine on GPUs: the kernel, streams and release must not change a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+MODEL = {"width": 512, "hidden": 2048, "num_blocks": 4}
+STEPS = 6
+E4M11 = {"states": "fp8", "master": "e4m11"}
+
+
+def build(stage: int, states: dict[str, Any], **overrides: Any) -> Any:
+    import os
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    zero = {"stage": stage, **overrides.pop("zero_optimization", {})}
+    if stage == 3:
+        zero = {"stage3_param_persistence_threshold": 0, **zero}
+    return training.build(training.ds_config(stage, {"optimizer": states}, zero_optimization=zero, **overrides), MODEL)
+
+
+def all_bytes(engine: Any) -> dict[str, torch.Tensor]:
+    """Everything a step writes, by shard and tensor."""
+    core = engine.optimizer.optimizer.core
+    found = {
+        "step": core.step_count.cpu(),
+        "scale_inv": core.scales.scale_inv.clone(memory_format=torch.contiguous_format).cpu(),
+    }
+    for shard in core.shards:
+        for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
+            tensor = getattr(shard, name)
+            if tensor is not None:
+                found[f"{shard.name}.{name}"] = tensor.detach().cpu().clone()
+    return found
+
+
+def run(stage: int, states: dict[str, Any], backend: str | None = None, **overrides: Any) -> Any:
+    """(losses, all bytes) after a few steps, with the kernel or with the plain reference."""
+    import fp8_ds.optim.core as core_module
+
+    prepare = core_module.prepare
+    if backend is not None:
+        core_module.prepare = lambda shards: prepare(shards, backend)
+    try:
+        engine = build(stage, states, **overrides)
+        losses = training.train(engine, STEPS)
+        state = all_bytes(engine)
+        training.destroy(engine)
+    finally:
+        core_module.prepare = prepare
+    torch.cuda.empty_cache()
+    return losses, state
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert left[0] == right[0]
+    assert left[1].keys() == right[1].keys()
+    for name, tensor in left[1].items():
+        assert torch.equal(tensor.view(torch.uint8), right[1][name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("master", ["fp32", "e4m19", "e4m11"])
+def test_engine_with_the_kernel_is_bit_equal_to_the_engine_with_the_reference(
+    gpu_ranks: Any, stage: int, master: str
+) -> None:
+    states = {"states": "fp8", "master": master}
+    kernel = gpu_ranks(1).run(run, stage, states)[0]
+    assert_same(kernel, gpu_ranks(1).run(run, stage, states, "reference")[0])
+    assert kernel[0][-1] < kernel[0][0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_release_and_overlap_change_no_bit(gpu_ranks: Any, stage: int, world_size: int) -> None:
+    clip = {"gradient_clipping": 0.0}
+    held = gpu_ranks(world_size).run(run, stage, E4M11, **clip)
+    release = {**E4M11, "release": True, "outstanding_update_bytes": 1 << 20}
+    for overlap in (False, True):
+        zero = {"overlap_comm": overlap}
+        for rank, released in enumerate(gpu_ranks(world_size).run(run, stage, release, zero_optimization=zero, **clip)):
+            assert_same(held[rank], released)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_are_those_of_fp32_states(gpu_ranks: Any, stage: int) -> None:
+    fp8 = gpu_ranks(1).run(run, stage, E4M11)[0][0]
+    fp32 = gpu_ranks(1).run(losses_only, stage)[0]
+    assert max(abs(a - b) / b for a, b in zip(fp8, fp32, strict=True)) < 0.02
+
+
+def losses_only(stage: int) -> list[float]:
+    engine = build(stage, {"states": "fp32"})
+    losses = training.train(engine, STEPS)
+    training.destroy(engine)
+    return losses
+
+
+def save_and_resume(stage: int, states: dict[str, Any], folder: str) -> Any:
+    whole = build(stage, states)
+    training.train(whole, 3)
+    whole.save_checkpoint(folder, tag="three")
+    expected = training.train(whole, 3, first_step=3), all_bytes(whole)
+    training.destroy(whole)
+    resumed = build(stage, states)
+    resumed.load_checkpoint(folder, tag="three")
+    got = training.train(resumed, 3, first_step=3), all_bytes(resumed)
+    training.destroy(resumed)
+    return expected, got
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_resume_is_bit_equal(gpu_ranks: Any, stage: int, master: str, tmp_path: Any) -> None:
+    expected, got = gpu_ranks(1).run(save_and_resume, stage, {"states": "fp8", "master": master}, str(tmp_path))[0]
+    assert_same(expected, got)
+
+
+def skip_a_step(stage: int, check: bool) -> Any:
+    engine = build(stage, E4M11, bf16={"enabled": True, "check_grad_overflow": check})
+    training.train(engine, 2)
+    before = all_bytes(engine)
+    batch = training.micro_batches(2, 1)[0].to(engine.device)
+    engine.backward(engine(batch) * float("inf"))
+    engine.step()
+    after = all_bytes(engine)
+    training.train(engine, 2, first_step=3)
+    skipped = engine.skipped_steps
+    training.destroy(engine)
+    return before, after, skipped
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["waits", "does_not_wait"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_with_infinite_gradients_changes_no_byte_and_is_counted(gpu_ranks: Any, stage: int, check: bool) -> None:
+    before, after, skipped = gpu_ranks(1).run(skip_a_step, stage, check)[0]
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert skipped == 1
+
+
+def step_without_waiting(stage: int) -> None:
+    engine = build(stage, E4M11, bf16={"enabled": True, "check_grad_overflow": False})
+    training.train(engine, 3)
+    batch = training.micro_batches(3, 1)[0].to(engine.device)
+    engine.backward(engine(batch))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_step_of_zero_never_waits_for_the_device(gpu_ranks: Any, stage: int) -> None:
+    gpu_ranks(1).run(step_without_waiting, stage)

@@ -1,0 +1,258 @@
+"""ReleaseUpdater in one process: clipping by references, skipping, state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.config import OptimizerConfig
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.masters import E4M11, FP32, MasterFormat
+from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.predicted import PredictedScales
+from fp8_ds.zero.release import ReleaseUpdater
+
+SIZES = {"wide": 300, "late": 128, "small": 5, "far": 200}
+"""Parameters; ranges differ by tensor, "late" has gradients of zero at first, "far" is on another rank."""
+RANGES = {"wide": 8.0, "late": 4.0, "small": 2.0, "far": 1.0}
+HELD = [name for name in SIZES if name != "far"]
+GROUPS = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}]
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def updater(clipping: Any = "none", max_norm: float = 0.0, fmt: MasterFormat = FP32, names: Any = None) -> Any:
+    """An updater over the shards that this rank holds, all masters ones."""
+    device, names = torch.device("cpu"), list(names or SIZES)
+    scales = PredictedScales(len(HELD), device)
+    scales.set(torch.ones(len(HELD)))
+    pieces = []
+    for index, name in enumerate(HELD):
+        dtype = torch.float32 if fmt is FP32 else torch.uint8
+        shard = AdamShard(name, SIZES[name], 0, index, 0, index, fmt, torch.empty(SIZES[name], dtype=dtype))
+        allocate_lo(shard, device)
+        write_dense(shard, None, torch.ones(SIZES[name]), scales.scale_inv)
+        pieces.append(Piece(0, shard))
+    core = AdamCore([Flat(0, 1000, pieces)], [0], scales, device, True, 0)
+    indices = {name: index for index, name in enumerate(HELD)} if fmt is not FP32 else {}
+    return ReleaseUpdater(core, names, indices, None, clipping, max_norm)
+
+
+def watch(release: Any) -> dict[str, Tensor]:
+    """name -> gradient as the update gets it, of the last update, in float64."""
+    seen: dict[str, Tensor] = {}
+    run = release.core.run
+
+    def watched(grads: Any, inputs: Any, chosen: Any) -> None:
+        for grad, index in zip(grads, chosen, strict=True):
+            seen[release.core.shards[index].name] = grad.double() * inputs.grad_scale.double()
+        run(grads, inputs, chosen)
+
+    release.core.run = watched
+    return seen
+
+
+def gradients(step: int, late_from: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    grads = {name: torch.randn(SIZES[name], generator=generator) * RANGES[name] for name in HELD}
+    grads["wide"] *= 10.0 if step % 7 == 6 else 1.0
+    if step < late_from:
+        grads["late"].zero_()
+    return grads
+
+
+def step(release: Any, grads: dict[str, Tensor], loss_scale: float = 1.0) -> Tensor:
+    """Two buckets and the end of a step."""
+    release.update(["wide", "far"], {"wide": grads["wide"]}, GROUPS, loss_scale)
+    release.update(["late", "small"], {n: grads[n] for n in ("late", "small")}, GROUPS, loss_scale)
+    return release.finish(None)
+
+
+def adagc(norms: list[float], max_norm: float, warm_up: int) -> list[float]:
+    """AdaGC for one tensor whose first norms may be 0: the factor of each step. Written from the paper's equations."""
+    average, factors = None, []
+    for t, norm in enumerate(norms):
+        limit = max_norm if t < warm_up or average is None else 1.05 * average
+        factor = min(1.0, limit / norm) if norm > 0 else 1.0
+        factors.append(factor)
+        if norm == 0:
+            continue
+        clipped = factor * norm
+        if average is None:
+            average = clipped
+        else:
+            average = min(average, clipped) if t < warm_up else 0.98 * average + 0.02 * clipped
+    return factors
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+def test_per_tensor_clips_as_adagc_does_in_its_warm_up_and_after(loss_scale: float) -> None:
+    release = updater("per_tensor", max_norm=30.0)
+    seen, all_grads, applied = watch(release), [], []
+    for t in range(130):
+        grads = gradients(t)
+        all_grads.append({name: grad.clone() for name, grad in grads.items()})
+        step(release, {name: grad * loss_scale for name, grad in grads.items()}, loss_scale)
+        applied.append(dict(seen))
+    for name in HELD:
+        norms = [float(grads[name].double().norm()) for grads in all_grads]
+        factors = adagc(norms, 30.0, 100)
+        for t in range(130):
+            assert torch.allclose(applied[t][name], all_grads[t][name].double() * factors[t], rtol=1e-4), (name, t)
+        if name == "wide":
+            assert all(factor < 0.5 for factor in factors[:100])
+        clipped_after = sum(factor < 1 for factor in factors[100:])
+        assert 3 < clipped_after <= 30, name
+
+
+def test_a_tensor_that_starts_with_gradients_of_zero_is_not_clipped_to_zero() -> None:
+    release = updater("per_tensor", max_norm=1e3)
+    seen = watch(release)
+    for t in range(120):
+        step(release, gradients(t, late_from=110 if t < 60 else 60))
+    assert float(seen["late"].norm()) > 10
+    never = updater("per_tensor", max_norm=20.0)
+    seen = watch(never)
+    for t in range(110):
+        step(never, gradients(t, late_from=105))
+        if t == 105:  # its first norm, after the warm-up: as the first of all
+            assert float(seen["late"].norm()) == pytest.approx(20.0, rel=1e-4)
+    factors = adagc([0.0] * 105 + [float(gradients(t)["late"].norm()) for t in range(105, 110)], 20.0, 100)
+    assert float(seen["late"].norm()) == pytest.approx(factors[-1] * float(gradients(109)["late"].norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("at", [50, 110])
+def test_a_spike_in_one_tensor_leaves_every_other_update_alone(at: int) -> None:
+    runs = []
+    for spike in (1.0, 100.0):
+        release = updater("per_tensor", max_norm=25.0)
+        for t in range(at + 1):
+            grads = gradients(t)
+            if t == at:
+                before = {s.name: s.hi.clone() for s in release.core.shards}
+                grads["wide"] *= spike
+            step(release, grads)
+        runs.append({s.name: (before[s.name], s.hi.clone(), s.m.clone(), s.v.clone()) for s in release.core.shards})
+    plain, spiked = runs
+    for name in ("late", "small"):
+        assert all(torch.equal(a, b) for a, b in zip(plain[name], spiked[name], strict=True))
+    moves = [float((run["wide"][1] - run["wide"][0]).norm()) for run in runs]
+    assert moves[1] < 1.2 * moves[0]  # clipped to 1.05 times its usual norm, or to the limit
+
+
+def test_delayed_norm_takes_the_factor_of_the_step_before_and_none_in_the_first() -> None:
+    release = updater("delayed_norm", max_norm=50.0)
+    seen, last = watch(release), 0.0
+    for t in range(6):
+        grads = gradients(t)
+        scaled = {name: grad * 2.0 for name, grad in grads.items()}
+        norm = step(release, scaled, loss_scale=2.0)
+        factor = min(1.0, 50.0 / last) if last else 1.0
+        for name, grad in grads.items():
+            assert torch.allclose(seen[name], grad.double() * factor, rtol=1e-5), (t, name)
+        last = float(torch.cat(list(grads.values())).norm())
+        assert float(norm) == pytest.approx(2 * last, rel=1e-5)
+        assert t == 0 or factor < 0.9
+
+
+def test_a_bad_bucket_keeps_bytes_scales_and_averages_and_the_norm_of_the_step_before() -> None:
+    release = updater("per_tensor", max_norm=10.0, fmt=E4M11)
+    step(release, gradients(0))
+    good_norm, averages = float(release.last_norm), release.tensor_norms.clone()
+    scales = release.core.scales
+    grads = gradients(1)
+    grads["small"][2] = float("nan")
+    GROUPS[0]["lr"] = 5.0  # the prediction asks for larger scales
+    try:
+        before = {
+            s.name: (s.hi.clone(), s.m.clone(), float(scales.scale_inv[s.scale_index])) for s in release.core.shards
+        }
+        norm = step(release, grads)
+    finally:
+        GROUPS[0]["lr"] = 1e-2
+    assert not torch.isfinite(norm)
+    for shard in release.core.shards:
+        hi, m, scale_inv = before[shard.name]
+        skipped = shard.name in ("late", "small")
+        assert torch.equal(hi, shard.hi) == torch.equal(m, shard.m) == skipped, shard.name
+        assert (float(scales.scale_inv[shard.scale_index]) == scale_inv) == skipped, shard.name
+        assert float(scales.scale[shard.scale_index]) == 1 / float(scales.scale_inv[shard.scale_index])
+    assert float(release.last_norm) == good_norm
+    slots = [list(SIZES).index(name) for name in ("late", "small")]
+    assert torch.equal(release.tensor_norms[slots], averages[slots])
+    step(release, gradients(2))
+    assert all(not torch.equal(before[s.name][1], s.m) for s in release.core.shards)
+
+
+def test_a_bucket_of_which_this_rank_holds_nothing_is_counted_and_does_no_harm() -> None:
+    for clipping in ("none", "per_tensor", "delayed_norm"):
+        release = updater(clipping, max_norm=1.0)
+        release.update(["far"], {}, GROUPS, 1.0)
+        assert float(release.finish(None)) == 0.0
+        assert int(release.num_steps) == 1 and int(release.core.step_count[0]) == 1
+
+
+def test_a_second_update_before_the_step_ends_is_refused_by_name() -> None:
+    release = updater()
+    grads = gradients(0)
+    release.update(["wide"], {"wide": grads["wide"]}, GROUPS, 1.0)
+    with pytest.raises(RuntimeError, match=r"expected one backward per step, got a second gradient of wide\. Call"):
+        release.update(["small", "wide"], grads, GROUPS, 1.0)
+    release.finish(None)
+    release.update(["wide"], {"wide": grads["wide"]}, GROUPS, 1.0)
+
+
+def test_amaxes_of_activations_travel_with_those_of_the_masters() -> None:
+    release = updater(fmt=E4M11)
+    release.core.scales = scales = PredictedScales(len(HELD), torch.device("cpu"), None, 2)
+    scales.set(torch.ones(len(HELD)))
+    history = AmaxHistory(2, [448.0, 448.0])
+    history.amax_local.copy_(torch.tensor([3.0, 5.0]))
+    grads = gradients(0)
+    release.update(["wide"], {"wide": grads["wide"]}, GROUPS, 1.0)
+    release.finish(history)
+    assert scales.extra.tolist() == [3.0, 5.0]
+    assert float(scales.measured[0]) > 0 and scales.measured[1:].tolist() == [0.0, 0.0]
+
+
+def test_the_state_survives_a_round_trip_and_names_decide_what_is_taken_over() -> None:
+    release = updater("per_tensor", max_norm=10.0)
+    for t in range(3):
+        step(release, gradients(t))
+    state = release.state_dict()
+    assert state["num_steps"] == 3 and set(state["tensor_norms"]) == set(SIZES)
+    other = updater("per_tensor", max_norm=10.0, names=[*reversed(SIZES), "new"])
+    other.load_state_dict(state)
+    assert other.state_dict() == {**state, "tensor_norms": {**state["tensor_norms"], "new": float("inf")}}
+    assert float(other.last_norm) == float(release.last_norm) > 0
+
+
+@pytest.mark.parametrize(
+    ("release_clipping", "gradient_clipping", "releases", "clipping"),
+    [
+        ("exact", 0.0, True, "none"),
+        ("exact", 1.0, False, "none"),
+        ("per_tensor", 0.0, True, "none"),
+        ("per_tensor", 1.0, True, "per_tensor"),
+        ("delayed_norm", 1.0, True, "delayed_norm"),
+    ],
+)
+def test_exact_clipping_holds_gradients_and_no_clipping_needs_no_mode(
+    release_clipping: Any, gradient_clipping: float, releases: bool, clipping: str
+) -> None:
+    settings = OptimizerConfig(states="fp8", release=True, release_clipping=release_clipping)
+    assert settings.releases(gradient_clipping) is releases
+    assert settings.clipping(gradient_clipping) == clipping
+    assert not OptimizerConfig(states="fp8", release_clipping=release_clipping).releases(gradient_clipping)
