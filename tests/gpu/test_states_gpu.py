@@ -103,6 +103,27 @@ def losses_only(stage: int) -> list[float]:
     return losses
 
 
+def losses_with_reduction(stage: int, kind: str) -> Any:
+    import fp8_ds  # noqa: F401
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    zero = {"stage": stage, "overlap_comm": True}
+    fp8 = {"optimizer": E4M11, "zero": {"reduce_scatter": kind}}
+    engine = training.build(training.ds_config(stage, fp8, zero_optimization=zero), MODEL)
+    losses = training.train(engine, STEPS)
+    reduced = engine.fp8_report()["reduced_bytes"]
+    training.destroy(engine)
+    return losses, reduced
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp8_reduce_scatter_over_nccl_stays_close_to_bf16(gpu_ranks: Any, stage: int) -> None:
+    fp8 = gpu_ranks(2).run(losses_with_reduction, stage, "fp8")
+    bf16 = gpu_ranks(2).run(losses_with_reduction, stage, "bf16")
+    assert fp8[0][0] == fp8[1][0] and fp8[0][1] > 0 and bf16[0][1] == 0
+    assert max(abs(a - b) / b for a, b in zip(fp8[0][0], bf16[0][0], strict=True)) < 0.02
+
+
 def save_and_resume(stage: int, states: dict[str, Any], folder: str) -> Any:
     whole = build(stage, states)
     training.train(whole, 3)

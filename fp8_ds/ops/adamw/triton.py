@@ -42,8 +42,9 @@ LAUNCHES = {
     "bf16_8": Launch(4, 8, 1),
     "fp32": Launch(4, 8, 1),
 }
-"""By master format; measured by `benchmarks/optimizer_step.py --launches sweep` on an H200. 16 one-byte elements a thread
-are one vector. With one warp a program, reductions over a group stay in it, and many programs hide each other's waiting."""
+"""By master format; measured by `benchmarks/optimizer_step.py --launches sweep` on an H200. 16 one-byte elements a
+thread are one vector. With one warp a program, reductions over a group stay in it, and many programs hide each other's
+waiting."""
 
 _EDGE = Launch(4, 1, 4)
 
