@@ -214,6 +214,8 @@ def _explain(details: ErrorDetails) -> str:
 
 def _expected(key: str, details: ErrorDetails) -> str:
     known = Fp8Config.keys()
+    if details["type"] == "greater_than_equal":
+        return f"an integer of at least {details['ctx']['ge']}"
     if key in known:
         values = known[key].values.split(", ")
         return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -115,8 +115,13 @@ class RankPool:
             self._start()
         path = str(Path(sys.modules[function.__module__].__file__ or "").resolve())
         request = pickle.dumps((path, function.__qualname__, args, kwargs))
-        for pipe in self._pipes:
-            pipe.send_bytes(request)
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(request)
+        except OSError as error:
+            self.close()
+            raise RankError(f"a rank had died since the last call; its log is {self._log_path}") from error
+        has_died = False
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout
         while len(answers) < self.world_size:
@@ -125,8 +130,9 @@ class RankPool:
                     continue
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):
                     answers[rank] = (False, f"rank {rank} died; its log is {self._log_path}")
+                    has_died = True
             failed = [rank for rank, (ok, _) in answers.items() if not ok]
             if failed:
                 # Peers may hang in a collective: give them a moment, then start anew.
@@ -139,7 +145,7 @@ class RankPool:
         if missing:
             self.close()
             errors.append(f"ranks {missing} did not answer within {self.timeout} s and were killed")
-        elif any(not process.is_alive() for process in self._processes):
+        elif has_died or any(not process.is_alive() for process in self._processes):
             self.close()
         if errors:
             raise RankError("\n".join(errors))
