@@ -196,5 +196,5 @@ def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
 
 
 def test_an_integer_below_its_minimum_is_refused_with_the_minimum():
-    with pytest.raises(ConfigError, match=r"outstanding_update_bytes: expected an integer of at least 65536, got 100\."):
+    with pytest.raises(ConfigError, match="outstanding_update_bytes: expected an integer of at least 65536, got 100"):
         Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "outstanding_update_bytes": 100}})
