@@ -137,7 +137,7 @@ def verdicts(rows: Rows, steps: int) -> list[str]:
 def report(rows: Rows, steps: int) -> str:
     """Markdown: final losses, paired differences, verdicts."""
     lines = []
-    for regime, title in ((1, "from scratch, lr 6e-4"), (2, "continued, lr 1e-5")):
+    for regime, title in ((1, "from scratch"), (2, "continued")):
         losses = final_losses(rows, regime, steps)
         if not losses:
             continue
@@ -196,7 +196,7 @@ def _curves(axis, rows: Rows, regime: int) -> None:  # type: ignore[no-untyped-d
         skip = regime == 1  # the loss of random weights would flatten all that follows
         axis.plot(x[skip:], y[skip:], color=COLORS[arm], linewidth=0.9, label=None if arm in labelled else arm)
         labelled.add(arm)
-    title = "from scratch, lr 6e-4" if regime == 1 else "continued, lr 1e-5"
+    title = "from scratch" if regime == 1 else "continued"
     axis.set(xlabel="million tokens", ylabel="held-out loss, nats per token", title=f"Regime {regime}: {title}")
     if labelled:
         axis.legend(fontsize=8)

@@ -147,10 +147,9 @@ class AdamCore:
             Hyper.BETA2: beta2,
             Hyper.ONE_MINUS_BETA1: 1 - beta1,
             Hyper.ONE_MINUS_BETA2: 1 - beta2,
-            Hyper.EPS: eps,
+            Hyper.EPS: eps * (1 - beta1**t),
             Hyper.DECAY: 1 - lr * weight_decay if self.decoupled else weight_decay,
-            Hyper.INV_BIAS1: (1 - beta1**t).reciprocal(),
-            Hyper.INV_SQRT_BIAS2: (1 - beta2**t).rsqrt(),
+            Hyper.ROOT_FACTOR: (1 - beta1**t) * (1 - beta2**t).rsqrt(),
             Hyper.BOUND: update_bound(t, beta1, beta2),
         }
         unused = [torch.zeros_like(lr)] * (Hyper.WIDTH - len(columns))

@@ -1,11 +1,14 @@
 """Adam's moments in one byte each: m in E4M3, the second moment as sqrt(v) in unsigned E4M4, scaled per 128 elements.
 
+The step rounds both stochastically, by one threshold: their errors partly cancel in the update. Rounded to nearest, an
+average that moves by less than half a code in one step never moves, whatever it adds up to (docs/numerics.md).
+
 Groups are counted from a weight's first element, not from a shard's: where ranks cut a weight at a multiple of 128
 they store the same bytes for any number of ranks.
 
 Scales are float32 with five low mantissa bits cleared. So `code * scale_inv` is exact, and what is written to a
 checkpoint in float32 gives the same codes and the same scales when it is read. A coarser scale (bf16, fp16, a power of
-two) would make v stall: an average that moves by less than half a step never moves (docs/numerics.md).
+two) would take v's largest elements out of the average (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -29,6 +32,12 @@ TINY_ROOT = 2.0**-49
 """As TINY, for roots: above the root of SMALLEST_V, so that a group without gradients stays one of zeros."""
 
 
+NOISE_BITS = 12
+"""Random bits that moments are rounded with, of the 19 or 20 that fall away. A threshold lies in the middle of the
+places that it stands for: the group's largest, which its rounded scale puts up to 32 places beside its code, is never
+taken for another."""
+
+
 def group_scale_inv(amax: Tensor, fmt_max: float, tiny: float = TINY) -> Tensor:
     """`scale_inv` of groups with the given amaxes: float32, 19 significant bits; 0 for a group of zeros."""
     bits = (amax / torch.full_like(amax, fmt_max)).view(torch.int32)
@@ -41,18 +50,24 @@ def _group_scale(scale_inv: Tensor) -> Tensor:
     return torch.where(scale_inv == 0, torch.zeros_like(scale_inv), one / torch.where(scale_inv == 0, one, scale_inv))
 
 
-def quantize_m(m: Tensor) -> tuple[Tensor, Tensor]:
-    """First moments in E4M3, to nearest even.
+def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """First moments in E4M3.
 
     Args:
         m: float32 [num_groups, 128], finite; zeros where a group is not full.
+        noise: int32 [num_groups, 128], random in [0, 2**NOISE_BITS): rounds stochastically, but to nearest within a
+            32nd of a code and below 2**-14 of the group's largest. None: to nearest even. Numbers that E4M3 has,
+            the group's largest among them, stay what they are.
 
     Returns:
         (codes, scale_inv): uint8 [num_groups, 128]; float32 [num_groups], multiply to leave.
     """
     scale_inv = group_scale_inv(m.abs().amax(1), E4M3.max)
+    scaled = m * _group_scale(scale_inv)[:, None]
+    if noise is not None:  # from 1/32 to 31/32 of a code, then cut: what is left E4M3 has, subnormals excepted
+        scaled = ((scaled.view(torch.int32) + (noise * 240 + 0x8078)) & ~0xFFFFF).view(torch.float32)
     assert E4M3.dtype is not None
-    codes = (m * _group_scale(scale_inv)[:, None]).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
     return codes.view(torch.uint8), scale_inv
 
 
@@ -62,11 +77,13 @@ def dequantize_m(codes: Tensor, scale_inv: Tensor) -> Tensor:
     return codes.view(E4M3.dtype).float() * scale_inv[:, None]
 
 
-def quantize_root(root: Tensor) -> tuple[Tensor, Tensor]:
-    """Square roots of second moments in unsigned E4M4, to nearest even.
+def quantize_root(root: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Square roots of second moments in unsigned E4M4.
 
     Args:
         root: float32 [num_groups, 128], finite, >= 0; zeros where a group is not full.
+        noise: int32 [num_groups, 128], random in [0, 2**NOISE_BITS): rounds stochastically. None: to nearest even.
+            Numbers that E4M4 has, the group's largest among them, stay what they are.
 
     Returns:
         (codes, scale_inv): uint8 [num_groups, 128] `eeeemmmm`; float32 [num_groups], multiply to leave.
@@ -74,7 +91,11 @@ def quantize_root(root: Tensor) -> tuple[Tensor, Tensor]:
     scale_inv = group_scale_inv(root.amax(1), E4M4.max, TINY_ROOT)
     # E4M4's bits are those of a float32 whose exponent is less by 120: scale there, then round 19 bits away.
     bits = ((root * _group_scale(scale_inv)[:, None]) * 2.0**-120).view(torch.int32)
-    codes = ((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19).clamp(max=255)
+    if noise is None:
+        codes = (bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19
+    else:
+        codes = (bits + ((noise << 7) | 0x40)) >> 19
+    codes = codes.clamp(max=255)
     return codes.to(torch.uint8), scale_inv
 
 

@@ -1,9 +1,15 @@
-"""Random bits for stochastic rounding that depend on (seed, step, parameter, element) and nothing else.
+"""Thresholds of stochastic rounding that depend on (seed, step, parameter, element) and nothing else.
 
-So the bytes do not depend on how many ranks share a weight, on the order of updates, or on a restart. A hash of the
-element's number, not a generator with state: two multiplications for two elements.
+So the bytes do not depend on how many ranks share a weight, on the order of updates, or on a restart: no generator with
+state, but a hash of the element's number. Eight elements share one: its halves and those of three products with it.
 
-Source of the mixing steps: C. Wellons, skeeto/hash-prospector, "lowbias32" (0x21F0AAAD, 0xD35A2D97; shifts 16, 15, 15).
+The hash is an element's first threshold. From step to step its threshold moves on by an irrational number, modulo one.
+Over elements thresholds are independent and uniform, so rounding is unbiased as with any noise. Over steps they are
+evenly spread: a weight that grows by a tenth of its last bit is rounded up in one step of ten, not in one of ten on the
+average, and what rounding adds up to stays about one bit large instead of walking at random (docs/numerics.md).
+
+Sources: the hash is C. Wellons, skeeto/hash-prospector, "lowbias32" (0x21F0AAAD, 0xD35A2D97; shifts 16, 15,
+15). Multiples of an irrational number are evenly spread: H. Weyl 1916.
 """
 
 from __future__ import annotations
@@ -17,7 +23,17 @@ WEYL = 0x9E3779B1
 MIX_1 = 0x21F0AAAD
 MIX_2 = 0xD35A2D97
 NOISE_BITS = 16
-"""Random bits an element has."""
+"""Random bits that an element has for its master, and again for its moments."""
+SHARED = 8
+"""Elements that share a hash."""
+NEXT_PAIR = 0xA3C3118D
+"""The second pair of elements takes the hash times this, the third times its square, the fourth times its cube."""
+STRIDE = 0xC46DC46D
+"""What a step adds to a pair's word, .767 of the range to each of its halves."""
+MOMENT_FACTOR = 0xA1AC9EB3
+"""Makes words for moments from those for masters. They move by STRIDE * MOMENT_FACTOR = 0x9E379E37, the golden ratio's
+fraction, .618. The three constants were searched for: whatever two thresholds of eight elements are taken, as a lattice
+their shortest dual vector is at least .67 of the longest possible, so no short wave fits both."""
 
 
 def mix(x: int) -> int:
@@ -27,29 +43,56 @@ def mix(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def keys(seed: int, step: int, param_id: int) -> tuple[int, int]:
-    """The two 32-bit keys of one parameter in one step."""
-    first = mix((mix((seed & _MASK) ^ 0x85EBCA6B) + step) & _MASK)
-    first = mix((first + param_id) & _MASK)
+def seed_key(seed: int) -> int:
+    """What `keys` makes of the seed alone."""
+    return mix((seed & _MASK) ^ 0x85EBCA6B)
+
+
+def keys(seed: int, param_id: int) -> tuple[int, int]:
+    """The two 32-bit keys of one parameter."""
+    first = mix((seed_key(seed) + param_id) & _MASK)
     return first, mix(first ^ 0xC2B2AE35)
 
 
-def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device) -> Tensor:
-    """Random integers in [0, 2**bits) for elements `[start, start + numel)` of a parameter.
-
-    Args:
-        bits: at most 16.
-
-    Returns:
-        int32 [numel]. Two neighbours (2k, 2k + 1) share one hash: the low and the high half of it.
-    """
-    assert bits <= NOISE_BITS
-    first, second = keys(seed, step, param_id)
+def _words(seed: int, step: int, param_id: int, start: int, numel: int, device: torch.device) -> Tensor:
+    """int64 [numel]: 32 bits of the pair (2k, 2k + 1) that an element is of."""
+    first, second = keys(seed, param_id)
     element = torch.arange(start, start + numel, dtype=torch.int64, device=device)
-    x = ((element >> 1) * WEYL + first) & _MASK
+    x = (element // SHARED * WEYL + first) & _MASK
     x = ((x ^ (x >> 16)) * MIX_1) & _MASK
     x = x ^ second
     x = ((x ^ (x >> 15)) * MIX_2) & _MASK
     x = x ^ (x >> 15)
-    half = torch.where(element % 2 == 0, x & 0xFFFF, x >> 16)
-    return (half & ((1 << bits) - 1)).int()
+    powers = torch.tensor([pow(NEXT_PAIR, power, 1 << 32) for power in range(4)], device=device)
+    # In int64 products wrap at 2**64: their low 32 bits are right.
+    x = (x * powers[element % SHARED // 2]) & _MASK
+    return (x + step * STRIDE) & _MASK
+
+
+def _halves(words: Tensor, start: int, bits: int) -> Tensor:
+    """The upper `bits` of an element's half of its word: the low half for an even element."""
+    element = torch.arange(start, start + words.numel(), device=words.device)
+    return torch.where(element % 2 == 0, words & 0xFFFF, words >> 16).int() >> (NOISE_BITS - bits)
+
+
+def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device) -> Tensor:
+    """Thresholds of master weights: integers in [0, 2**bits) for elements `[start, start + numel)` of a parameter.
+
+    Args:
+        step: from 0 to 2**31.
+        bits: at most 16.
+
+    Returns:
+        int32 [numel].
+    """
+    assert bits <= NOISE_BITS
+    return _halves(_words(seed, step, param_id, start, numel, device), start, bits)
+
+
+def moment_noise(
+    seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device
+) -> Tensor:
+    """As `noise`, for moments: other numbers. One for both: their rounding errors partly cancel in the update."""
+    assert bits <= NOISE_BITS
+    words = _words(seed, step, param_id, start, numel, device)
+    return _halves((words * MOMENT_FACTOR) & _MASK, start, bits)

@@ -68,10 +68,9 @@ def make_inputs(step: int = 3, *, decoupled: bool = True, seed: int = 11, device
     row[0, Hyper.LR] = 1e-3
     row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = _BETA1, 1 - _BETA1
     row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = _BETA2, 1 - _BETA2
-    row[0, Hyper.EPS] = 1e-8
+    row[0, Hyper.EPS] = 1e-8 * (1 - _BETA1**step)
     row[0, Hyper.DECAY] = 1 - 1e-4 if decoupled else 0.1
-    row[0, Hyper.INV_BIAS1] = 1 / (1 - _BETA1**step)
-    row[0, Hyper.INV_SQRT_BIAS2] = (1 - _BETA2**step) ** -0.5
+    row[0, Hyper.ROOT_FACTOR] = (1 - _BETA1**step) * (1 - _BETA2**step) ** -0.5
     row[0, Hyper.BOUND] = 1.165
     scale_inv = 2.0 ** torch.tensor([-14.0, -12, -13, -11])
     change = 2.0 ** torch.tensor([0.0, 1, -1, 2])
@@ -88,21 +87,17 @@ def make_inputs(step: int = 3, *, decoupled: bool = True, seed: int = 11, device
     )
 
 
-def make_ties(device: str = "cpu") -> tuple[AdamShard, Tensor, StepInputs]:
-    """Moments halfway between two codes, which go to the even one: a shard, its gradient and step numbers.
+def make_representable(device: str = "cpu") -> tuple[AdamShard, Tensor, StepInputs]:
+    """Moments that their formats have, which no rounding may move: a shard, its gradient and step numbers.
 
-    The betas are 0, so moments are the gradient and its magnitude. Groups 0 and 1 have the midpoints of E4M3, 2 and 3
-    those of E4M4; each group has the largest number of its format, hence a scale of 1.
+    The betas are 0, so moments are the gradient and its magnitude. Groups 0 and 1 have the numbers of E4M3, 2 and 3
+    those of E4M4, by rising code; the last of each group is the largest of its format, hence a scale of 1.
     """
-    code_m = torch.arange(126, dtype=torch.uint8)
-    m = code_m.view(torch.float8_e4m3fn).float()
+    m = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     root = (torch.arange(255, dtype=torch.int32) << 19).view(torch.float32) * 2.0**120
-    middles_m, middles_root = (m[1:] + m[:-1]) / 2, (root[1:] + root[:-1]) / 2
-    rows = [middles_m, -middles_m, middles_root[:127], middles_root[127:]]
+    rows = [m, -m, root[:127], root[128:]]
     largest = [448.0, 448.0, 496.0, 496.0]
-    grad = torch.stack(
-        [torch.cat([row, torch.full((GROUP - len(row),), top)]) for row, top in zip(rows, largest, strict=True)]
-    )
+    grad = torch.stack([torch.cat([row, torch.tensor([top])]) for row, top in zip(rows, largest, strict=True)])
     inputs = make_inputs(device=device)
     inputs.grad_scale.fill_(1)
     inputs.hyper[0, Hyper.BETA1] = inputs.hyper[0, Hyper.BETA2] = 0

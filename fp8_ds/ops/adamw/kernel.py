@@ -26,7 +26,7 @@ _DOWN = tl.constexpr(2.0**-120)
 _RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
 _ROOT_AND_RECIPROCAL = tl.constexpr(ptx.ROOT_AND_RECIPROCAL)
 _DECODE_E4M4 = tl.constexpr(ptx.DECODE_E4M4)
-_ENCODE_E4M4 = tl.constexpr(ptx.ENCODE_E4M4)
+_ENCODE_MOMENTS = tl.constexpr(ptx.ENCODE_MOMENTS)
 _DECODE_E4M11 = tl.constexpr(ptx.DECODE_E4M11)
 _ENCODE_E4M11 = tl.constexpr(ptx.ENCODE_E4M11)
 _STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
@@ -34,6 +34,11 @@ _STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
 _WEYL = tl.constexpr(rounding.WEYL)
 _MIX_1 = tl.constexpr(rounding.MIX_1)
 _MIX_2 = tl.constexpr(rounding.MIX_2)
+_SHARED = tl.constexpr(rounding.SHARED)
+_NEXT_PAIR = tl.constexpr(rounding.NEXT_PAIR)
+_PAIR_AFTER = tl.constexpr(rounding.NEXT_PAIR * rounding.NEXT_PAIR & 0xFFFFFFFF)
+_STRIDE = tl.constexpr(rounding.STRIDE)
+_MOMENT_FACTOR = tl.constexpr(rounding.MOMENT_FACTOR)
 
 _LR = tl.constexpr(int(Hyper.LR))
 _BETA1 = tl.constexpr(int(Hyper.BETA1))
@@ -42,8 +47,7 @@ _ONE_MINUS_BETA1 = tl.constexpr(int(Hyper.ONE_MINUS_BETA1))
 _ONE_MINUS_BETA2 = tl.constexpr(int(Hyper.ONE_MINUS_BETA2))
 _EPS = tl.constexpr(int(Hyper.EPS))
 _DECAY = tl.constexpr(int(Hyper.DECAY))
-_INV_BIAS1 = tl.constexpr(int(Hyper.INV_BIAS1))
-_INV_SQRT_BIAS2 = tl.constexpr(int(Hyper.INV_SQRT_BIAS2))
+_ROOT_FACTOR = tl.constexpr(int(Hyper.ROOT_FACTOR))
 _BOUND = tl.constexpr(int(Hyper.BOUND))
 _HYPER_WIDTH = tl.constexpr(int(Hyper.WIDTH))
 
@@ -65,15 +69,17 @@ def _mix(x):
 
 
 @triton.jit
-def _hash(pair, first, twist):
-    """`rounding.noise` before it is cut: uint32 numbers of pairs of elements to 32 random bits for each.
+def _words(octet, first, twist, moved):
+    """`rounding._words`, uint32 [rows, 4 n], of uint32 [rows, n] numbers of eight elements.
 
     `twist` is `second ^ (second >> 15)`: the second key is mixed in after the shift, not before.
     """
-    x = pair * _WEYL + first
+    x = octet * _WEYL + first
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15) ^ twist) * _MIX_2
-    return x ^ (x >> 15)
+    x = x ^ (x >> 15)
+    x = tl.interleave(x, x * _PAIR_AFTER)
+    return tl.interleave(x, x * _NEXT_PAIR) + moved
 
 
 @triton.jit
@@ -96,39 +102,38 @@ def _group_scale_inv(amax, MAX: tl.constexpr, TINY: tl.constexpr, PTX: tl.conste
 
 
 @triton.jit
-def _to_8_bits(x, DROP_BITS: tl.constexpr):
-    """Magnitude bits of a float8 of bias 7 that keeps all but DROP_BITS of float32's mantissa; to nearest even."""
-    bits = (x * _DOWN).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return (bits + (1 << (DROP_BITS - 1)) - 1 + ((bits >> DROP_BITS) & 1)) >> DROP_BITS
+def _old_v(code, factor, PTX: tl.constexpr):
+    """The squares of E4M4 codes, which are exact, times a factor per group."""
+    if PTX:  # 2**8 smaller
+        root = tl.inline_asm_elementwise(_DECODE_E4M4, "=f,=f,=f,=f,r", [code], tl.float32, is_pure=True, pack=4)
+        factor = factor * 65536.0
+    else:
+        root = (code.to(tl.int32) << 19).to(tl.float32, bitcast=True) * _UP
+    return (root * root) * factor[:, None]
 
 
 @triton.jit
-def _encode_e4m3(x, PTX: tl.constexpr):
-    """E4M3 codes of numbers within its range. Triton's interpreter casts to FP8 without carries into the exponent."""
-    if PTX:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+def _encode_moments(m, root, random, PACKED: tl.constexpr):
+    """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread."""
+    root = root * _DOWN
+    if PACKED:
+        m_code, root_code = tl.inline_asm_elementwise(
+            _ENCODE_MOMENTS,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [m, root, tl.interleave(random, random)],
+            (tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
     else:
-        code = (_to_8_bits(x, 20) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    return code
-
-
-@triton.jit
-def _decode_root(code, scale_inv, PTX: tl.constexpr):
-    if PTX:
-        value = tl.inline_asm_elementwise(_DECODE_E4M4, "=f,=f,=f,=f,r", [code], tl.float32, is_pure=True, pack=4)
-        root = value * (scale_inv * 256.0)[:, None]
-    else:
-        root = ((code.to(tl.int32) << 19).to(tl.float32, bitcast=True) * _UP) * scale_inv[:, None]
-    return root
-
-
-@triton.jit
-def _encode_root(x, PTX: tl.constexpr):
-    if PTX:
-        code = tl.inline_asm_elementwise(_ENCODE_E4M4, "=r,r,r,r,r", [x * _DOWN], tl.uint8, is_pure=True, pack=4)
-    else:
-        code = _to_8_bits(x, 19).to(tl.uint8)
-    return code
+        noise = (tl.interleave(random, random >> 16) & 0xFFF0).to(tl.int32) | 8
+        root_code = ((root.to(tl.int32, bitcast=True) + noise * 8) >> 19).to(tl.uint8)
+        # By integers: Triton's interpreter casts to FP8 without carries into the exponent.
+        m = ((m.to(tl.int32, bitcast=True) + (noise * 15 + 0x8000)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+        bits = (m * _DOWN).to(tl.int32, bitcast=True)
+        mag = bits & 0x7FFFFFFF
+        m_code = (((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return m_code, root_code
 
 
 @triton.jit
@@ -167,12 +172,12 @@ def _decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, P
 def _encode_master(
     w, random, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, MAX_MAG: tl.constexpr, HI_BITS: tl.constexpr
 ):
-    """Codes of float32 numbers as integers: (high, low, magnitude). `random`: of `_hash`; None: to nearest even."""
+    """Codes of float32 numbers as integers: (high, low, magnitude). `random`: 32 bits a pair; None: to nearest even."""
     bits = w.to(tl.int32, bitcast=True)
     mag = bits & 0x7FFFFFFF
     if random is not None:
         mask: tl.constexpr = (1 << DROP_BITS) - 1
-        mag += tl.interleave((random & mask).to(tl.int32), ((random >> 16) & mask).to(tl.int32))
+        mag += tl.interleave((random >> (16 - DROP_BITS)) & mask, random >> (32 - DROP_BITS)).to(tl.int32)
     else:
         mag += (1 << (DROP_BITS - 1)) - 1 + ((mag >> DROP_BITS) & 1)
     mag = tl.minimum(mag >> DROP_BITS, MAX_MAG)
@@ -253,8 +258,7 @@ def adamw_kernel(
     one_minus_beta2 = tl.load(numbers + _ONE_MINUS_BETA2)
     eps = tl.load(numbers + _EPS)
     decay = tl.load(numbers + _DECAY)
-    inv_bias1 = tl.load(numbers + _INV_BIAS1)
-    inv_sqrt_bias2 = tl.load(numbers + _INV_SQRT_BIAS2)
+    root_factor = tl.load(numbers + _ROOT_FACTOR)
     bound = tl.load(numbers + _BOUND)
     grad_factor = tl.load(grad_scale)
     if IS_FP8:
@@ -272,11 +276,12 @@ def adamw_kernel(
             raise_by = raise_by * decay
         else:
             decay = decay * new_scale_inv
-    if STOCHASTIC:
-        first = _mix(seed_key.to(tl.uint32) + tl.load(step + group_row).to(tl.uint32))
-        first = _mix(first + tl.load(row + _PARAM_ID).to(tl.uint32))
-        second = _mix(first ^ 0xC2B2AE35)
-        twist = second ^ (second >> 15)
+    first = _mix(seed_key.to(tl.uint32) + tl.load(row + _PARAM_ID).to(tl.uint32))
+    second = _mix(first ^ 0xC2B2AE35)
+    twist = second ^ (second >> 15)
+    moved = tl.load(step + group_row).to(tl.uint32) * _STRIDE
+    # Elements of a pack of four are neighbours then.
+    PACKED: tl.constexpr = PTX and VECTORS >= 2 and not IS_EDGE
 
     num_groups = (head + numel + _GROUP - 1) // _GROUP
     begin = (block - tl.load(row + _FIRST_BLOCK)) * (ROWS * NUM_TILES)
@@ -339,31 +344,29 @@ def adamw_kernel(
         g = grad.to(tl.float32) * grad_factor
         if not DECOUPLED:
             g = g + w * decay
-        m_old = m_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * m_scale_inv[:, None]
-        root_old = _decode_root(root_code, root_scale_inv, PTX)
-        m = beta1 * m_old + one_minus_beta1 * g
-        v = beta2 * (root_old * root_old) + one_minus_beta2 * (g * g)
+        m_old = m_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        m = m_old * (beta1 * m_scale_inv)[:, None] + one_minus_beta1 * g
+        v = _old_v(root_code, beta2 * (root_scale_inv * root_scale_inv), PTX) + one_minus_beta2 * (g * g)
         v = tl.maximum(v, _SMALLEST_V)
-        root, reciprocal = _root_and_reciprocal(v, inv_sqrt_bias2, eps, PTX)
-        update = (m * inv_bias1) * reciprocal
+        root, reciprocal = _root_and_reciprocal(v, root_factor, eps, PTX)
+        update = m * reciprocal
         update = tl.maximum(update, -bound, propagate_nan=tl.PropagateNan.ALL)
         update = tl.minimum(update, bound, propagate_nan=tl.PropagateNan.ALL)
         if DECOUPLED and not IS_FP8:
             w = w * decay
         w = w - lr * update
 
+        # Elements count from the weight's first; groups of 128 do too, so no shard's head cuts the eight of a hash.
+        octets = rows[:, None] * (_GROUP // _SHARED) + tl.arange(0, _GROUP // _SHARED)[None, :]
+        octet = octets.to(tl.uint32) + ((start - head + offset) // _SHARED).to(tl.uint32)
+        words = _words(octet, first, twist, moved)
         if LO_BITS == 0:
             tl.store(hi_at + lanes, w, mask)
         else:
-            random = None
-            if STOCHASTIC:
-                # Elements count from the weight's first; groups of 128 do too, so a pair never crosses a shard's head.
-                pairs = rows[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
-                pair = pairs.to(tl.uint32) + ((start - head + offset) >> 1).to(tl.uint32)
-                random = _hash(pair, first, twist)
+            random = words if STOCHASTIC else None
             if IS_FP8:
                 w = w * _DOWN
-                if PTX and LO_BITS == 8 and VECTORS >= 2 and not IS_EDGE:  # elements of a pack are neighbours then
+                if PACKED and LO_BITS == 8 and STOCHASTIC:
                     new_hi, new_lo, mag = tl.inline_asm_elementwise(
                         _ENCODE_E4M11,
                         "=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
@@ -390,8 +393,11 @@ def adamw_kernel(
         if IS_EDGE:
             root = tl.where(mask, root, 0.0)
         root_scale_inv, root_scale = _group_scale_inv(tl.max(root, 1), _ROOT_MAX, _TINY_ROOT, PTX)
-        tl.store(m_at + lanes, _encode_e4m3(m * m_scale[:, None], PTX), pad_mask)
-        tl.store(v_at + lanes, _encode_root(root * root_scale[:, None], PTX), pad_mask)
+        m_code, root_code = _encode_moments(
+            m * m_scale[:, None], root * root_scale[:, None], words * _MOMENT_FACTOR, PACKED
+        )
+        tl.store(m_at + lanes, m_code, pad_mask)
+        tl.store(v_at + lanes, root_code, pad_mask)
         if PTX:
             # By all threads that hold the group, the same value: tl.store would pass it through shared memory.
             tl.inline_asm_elementwise(

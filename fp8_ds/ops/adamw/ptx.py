@@ -38,21 +38,36 @@ cvt.f32.f16 $3, h3;
 }"""
 """Codes of E4M4 are the upper bits of float16 numbers, 2**8 smaller: bias 15 instead of 7."""
 
-ENCODE_E4M4 = _operands(
+ENCODE_MOMENTS = _operands(
     """{
-.reg .b32 t<4>, odd<4>, a, b;
+.reg .b32 n<4>, t<4>, a, b;
+.reg .b16 low, high;
+and.b32 n0, $10, 0xfff0;
+shr.u32 n1, $10, 16;
+and.b32 n1, n1, 0xfff0;
+and.b32 n2, $12, 0xfff0;
+shr.u32 n3, $12, 16;
+and.b32 n3, n3, 0xfff0;
 """
-    + _each("bfe.u32 odd#, %x#, 19, 1;\nadd.u32 t#, %x#, odd#;\nadd.u32 t#, t#, 0x3ffff;")
+    + _each("or.b32 n#, n#, 8;\nmad.lo.u32 t#, n#, 8, %root#;")
     + """
 prmt.b32 a, t0, t1, 0x7632;
 prmt.b32 b, t2, t3, 0x7632;
 shr.u32 a, a, 3;
 shr.u32 b, b, 3;
-prmt.b32 $0, a, b, 0x6420;
+prmt.b32 $1, a, b, 0x6420;
+"""
+    + _each("mad.lo.u32 t#, n#, 15, %m#;\nadd.u32 t#, t#, 0x8000;\nand.b32 t#, t#, 0xfff00000;")
+    + """
+cvt.rn.satfinite.e4m3x2.f32 low, t1, t0;
+cvt.rn.satfinite.e4m3x2.f32 high, t3, t2;
+mov.b32 $0, {low, high};
 }""",
-    x=1,
+    m=2,
+    root=6,
 )
-"""Codes are bits 19 to 26 of the number over 2**120, rounded to nearest even."""
+"""Codes of m and of the root over 2**120, by the same random bits: elements 0 and 1 take the upper 12 bits of the low and
+of the high half of one hash, 2 and 3 of another. Outputs are written while inputs are still read."""
 
 DECODE_E4M11 = """{
 .reg .b32 a, b, t<4>;
@@ -87,10 +102,8 @@ ENCODE_E4M11 = _operands(
 """
     + _each("mov.b32 f#, %w#;\nabs.f32 f#, f#;\nmin.f32 f#, f#, 0f07E7F000;\nmov.b32 s#, f#;")
     + """
-shl.b32 n1, $10, 4;
-shl.b32 n3, $12, 4;
-and.b32 n1, n1, 0xfff0fff0;
-and.b32 n3, n3, 0xfff0fff0;
+and.b32 n1, $10, 0xfff0fff0;
+and.b32 n3, $12, 0xfff0fff0;
 and.b32 n0, n1, 0xffff;
 and.b32 n2, n3, 0xffff;
 shr.u32 n1, n1, 16;
@@ -111,7 +124,7 @@ prmt.b32 $1, a, b, 0x6420;
 """Saturates, adds the random bits below the master's last, and packs. Magnitudes come out in bits 16 to 30.
 
 0x07E7F000 is the largest master, `MasterFormat.max_mag`, where float32 has it: capped before the random bits are added,
-it stays the largest after. Elements 0 and 1 take the low and the high half of one hash, 2 and 3 of another."""
+it stays the largest after. Random bits are taken as in ENCODE_MOMENTS."""
 
 ROOT_AND_RECIPROCAL = _operands(
     """{

@@ -14,6 +14,7 @@ from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
 from fp8_ds.optim.masters import decode, encode
 from fp8_ds.optim.moments import (
     GROUP,
+    NOISE_BITS,
     SMALLEST_V,
     dequantize_m,
     dequantize_root,
@@ -22,7 +23,7 @@ from fp8_ds.optim.moments import (
     quantize_root,
     to_groups,
 )
-from fp8_ds.optim.rounding import noise
+from fp8_ds.optim.rounding import moment_noise, noise
 
 
 def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor], inputs: StepInputs) -> None:
@@ -45,17 +46,18 @@ def _step_shard(shard: AdamShard, grad: Tensor, inputs: StepInputs) -> None:
     w = read_master(shard, inputs.scale_inv)
     if not inputs.decoupled:
         g = g + w * row[Hyper.DECAY]
-    m_old, root_old = read_moments(shard)
-    m = row[Hyper.BETA1] * m_old + row[Hyper.ONE_MINUS_BETA1] * g
-    v = row[Hyper.BETA2] * (root_old * root_old) + row[Hyper.ONE_MINUS_BETA2] * (g * g)
+    m_code, root_code = _codes(shard)
+    m_factor = row[Hyper.BETA1] * shard.m_scale_inv
+    v_factor = row[Hyper.BETA2] * (shard.v_scale_inv * shard.v_scale_inv)
+    m = m_code * _per_element(m_factor, shard) + row[Hyper.ONE_MINUS_BETA1] * g
+    v = (root_code * root_code) * _per_element(v_factor, shard) + row[Hyper.ONE_MINUS_BETA2] * (g * g)
     root = v.clamp(min=SMALLEST_V).double().sqrt().float()  # torch's float32 root is not correctly rounded on CPU
-    reciprocal = 1.0 / (root * row[Hyper.INV_SQRT_BIAS2] + row[Hyper.EPS])
-    update = (m * row[Hyper.INV_BIAS1]) * reciprocal
+    update = m * (1.0 / (root * row[Hyper.ROOT_FACTOR] + row[Hyper.EPS]))
     update = torch.minimum(torch.maximum(update, -row[Hyper.BOUND]), row[Hyper.BOUND])
     if inputs.decoupled:
         w = w * row[Hyper.DECAY]
     w = w - row[Hyper.LR] * update
-    write_moments(shard, m, root)
+    write_moments(shard, m, root, inputs)
     write_master(shard, w, inputs)
 
 
@@ -85,6 +87,17 @@ def write_master(shard: AdamShard, value: Tensor, inputs: StepInputs) -> None:
         amax.copy_(torch.maximum(amax, decode(hi, lo, fmt, scale_inv).abs().max()))
 
 
+def _codes(shard: AdamShard) -> tuple[Tensor, Tensor]:
+    """(m, sqrt(v)) without their scales: float32 [numel]."""
+    ones = torch.ones_like(shard.m_scale_inv)
+    m, root = dequantize_m(shard.m.view(-1, GROUP), ones), dequantize_root(shard.v.view(-1, GROUP), ones)
+    return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)
+
+
+def _per_element(of_group: Tensor, shard: AdamShard) -> Tensor:
+    return from_groups(of_group[:, None].expand(-1, GROUP), shard.numel, shard.start)
+
+
 def read_moments(shard: AdamShard) -> tuple[Tensor, Tensor]:
     """(m, sqrt(v)): float32 [numel]."""
     m = dequantize_m(shard.m.view(-1, GROUP), shard.m_scale_inv)
@@ -92,11 +105,14 @@ def read_moments(shard: AdamShard) -> tuple[Tensor, Tensor]:
     return from_groups(m, shard.numel, shard.start), from_groups(root, shard.numel, shard.start)
 
 
-def write_moments(shard: AdamShard, m: Tensor, root: Tensor) -> None:
+def write_moments(shard: AdamShard, m: Tensor, root: Tensor, inputs: StepInputs) -> None:
+    step = int(inputs.step[shard.group])
+    bits = moment_noise(inputs.seed, step, shard.param_id, shard.start, shard.numel, NOISE_BITS, root.device)
+    bits = to_groups(bits, shard.start)
     for value, quantize, codes, scale_inv in (
         (m, quantize_m, shard.m, shard.m_scale_inv),
         (root, quantize_root, shard.v, shard.v_scale_inv),
     ):
-        new_codes, new_scale_inv = quantize(to_groups(value, shard.start))
+        new_codes, new_scale_inv = quantize(to_groups(value, shard.start), bits)
         codes.view(-1, GROUP).copy_(new_codes)
         scale_inv.copy_(new_scale_inv)

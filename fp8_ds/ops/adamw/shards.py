@@ -20,13 +20,12 @@ class Hyper(IntEnum):
     ONE_MINUS_BETA1 = 3
     ONE_MINUS_BETA2 = 4
     EPS = 5
+    """`eps * (1 - beta1**t)`"""
     DECAY = 6
     """AdamW: `1 - lr * weight_decay`, multiplies the weight. Adam (L2): weight_decay, adds weight to gradient."""
-    INV_BIAS1 = 7
-    """`1 / (1 - beta1**t)`"""
-    INV_SQRT_BIAS2 = 8
-    """`1 / sqrt(1 - beta2**t)`"""
-    BOUND = 9
+    ROOT_FACTOR = 7
+    """`(1 - beta1**t) / sqrt(1 - beta2**t)`: the update is `m / (sqrt(v) * ROOT_FACTOR + EPS)`."""
+    BOUND = 8
     """R_t: the update is clamped to it."""
     WIDTH = 16
 

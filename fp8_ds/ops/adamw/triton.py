@@ -307,6 +307,6 @@ def _check_grad(shard: AdamShard, grad: Tensor | None, device: torch.device) -> 
 
 
 def _seed_key(seed: int) -> int:
-    """What `rounding.keys` makes of the seed alone, as a signed 32-bit number."""
-    key = rounding.mix((seed & 0xFFFFFFFF) ^ 0x85EBCA6B)
+    """`rounding.seed_key` as a signed 32-bit number."""
+    key = rounding.seed_key(seed)
     return key - (1 << 32) if key >= 1 << 31 else key

@@ -207,10 +207,15 @@ def test_stochastic_rounding_is_unbiased_for_every_fraction(fmt):
 
 def hyper_row(step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95) -> Tensor:
     row = torch.zeros(1, Hyper.WIDTH)
-    row[0, Hyper.LR], row[0, Hyper.DECAY], row[0, Hyper.EPS], row[0, Hyper.BOUND] = lr, 1.0, 1e-8, 1.165
+    row[0, Hyper.LR], row[0, Hyper.DECAY], row[0, Hyper.EPS], row[0, Hyper.BOUND] = (
+        lr,
+        1.0,
+        1e-8 * (1 - beta1**step),
+        1.165,
+    )
     row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = beta1, 1 - beta1
     row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = beta2, 1 - beta2
-    row[0, Hyper.INV_BIAS1], row[0, Hyper.INV_SQRT_BIAS2] = 1 / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    row[0, Hyper.ROOT_FACTOR] = (1 - beta1**step) * (1 - beta2**step) ** -0.5
     return row
 
 
