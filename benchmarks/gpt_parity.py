@@ -4,8 +4,8 @@
     python benchmarks/gpt_parity.py --size tiny --steps 10 --seeds 0 --text-bytes 1000000      # dry run on CPU
 
 Regime 1 trains from scratch at lr 3e-4 (to zero, linearly). At 6e-4 paired runs part between steps 500 and 1,200 and
-stay apart (results of 2026-11-20, of moments rounded to nearest). Regime 2 continues a stock run, from bf16 weights, at a
-constant 1e-5: an update is then smaller than half a step of a coarse master, so masters without stochastic rounding
+stay apart (results of 2026-11-20, of moments rounded to nearest). Regime 2 continues a stock run, from bf16 weights, at
+a constant 1e-5: an update is then smaller than half a step of a coarse master, so masters without stochastic rounding
 must lose there. It starts where the stock run of seed 0 has done 70 % of its steps, its learning rate still at a third
 of the peak, so that there is loss to gain; it reads on in the text where that run was.
 

@@ -66,8 +66,8 @@ mov.b32 $0, {low, high};
     m=2,
     root=6,
 )
-"""Codes of m and of the root over 2**120, by the same random bits: elements 0 and 1 take the upper 12 bits of the low and
-of the high half of one hash, 2 and 3 of another. Outputs are written while inputs are still read."""
+"""Codes of m and of the root over 2**120, by the same random bits: elements 0 and 1 take the upper 12 bits of the low
+and of the high half of one word, 2 and 3 of another. Outputs are written while inputs are still read."""
 
 DECODE_E4M11 = """{
 .reg .b32 a, b, t<4>;
