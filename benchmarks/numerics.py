@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ from fp8_ds.optim.masters import BF16_8, E4M11, E4M19, FP32  # noqa: E402
 from fp8_ds.optim.moments import GROUP  # noqa: E402
 
 Row = dict[str, Any]
+Scale = Callable[..., Tensor]
+"""(amax of groups, largest of the format, smallest amax that counts) -> scale_inv."""
 NOISE = torch.Generator().manual_seed(99)
 
 
@@ -77,13 +80,14 @@ def arms(numel: int, clamp: bool) -> dict[str, update_error.Ours | update_error.
         "E4M3, v E5M2": (m, stored_as(E5M2)),
         "E4M3, sqrt(v) E4M3": (m, root_of(stored_as(E4M3))),
         "E4M3, sqrt(v) E5M2": (m, root_of(stored_as(E5M2))),
+        "E4M3, sqrt(v) E4M4": (m, root_of(stored_as(E4M4))),
         "E4M3, sqrt(v) E4M4 rounded up": (m, root_of(stored_as(E4M4, "up"))),
-        "E4M3, sqrt(v) E4M4 stochastic": (m, root_of(stored_as(E4M4, "random"))),
-        "E4M3 stochastic, sqrt(v) E4M4": (stored_as(E4M3, "random"), root_of(stored_as(E4M4))),
+        "E4M3, sqrt(v) E4M4 random": (m, root_of(stored_as(E4M4, "random"))),
+        "E4M3 random, sqrt(v) E4M4 random": (stored_as(E4M3, "random"), root_of(stored_as(E4M4, "random"))),
         "COAT": (update_error.coat, update_error.coat),
     }
     stored = {name: update_error.Stored(numel, *pair, clamp=clamp) for name, pair in pairs.items()}
-    return {"ours: E4M3, sqrt(v) E4M4": update_error.Ours(numel, clamp), **stored}
+    return {"ours: E4M3, sqrt(v) E4M4, evenly spread": update_error.Ours(numel, clamp), **stored}
 
 
 def formats_table(rows: int, seeds: Iterable[int]) -> list[Row]:
@@ -149,7 +153,8 @@ def long_table(rows: int, steps: dict[float, int]) -> list[Row]:
         for family, sigmas in update_error.FAMILIES.items():
             chosen = {
                 "ours": update_error.Ours(numel),
-                "sqrt(v) stochastic": update_error.Stored(numel, stored_as(E4M3), root_of(stored_as(E4M4, "random"))),
+                "nearest": update_error.Stored(numel, stored_as(E4M3), root_of(stored_as(E4M4))),
+                "sqrt(v) random": update_error.Stored(numel, stored_as(E4M3), root_of(stored_as(E4M4, "random"))),
                 "m E4M3, v fp32": update_error.Stored(numel, stored_as(E4M3), exact),
                 "COAT": update_error.Stored(numel, update_error.coat, update_error.coat),
             }
@@ -159,39 +164,78 @@ def long_table(rows: int, steps: dict[float, int]) -> list[Row]:
     return table
 
 
-def rounded_scale(dtype: torch.dtype) -> Callable[[Tensor, float], Tensor]:
-    return lambda amax, fmt_max: (amax / fmt_max).to(dtype).float()
+def smooth_table(rows: int) -> list[Row]:
+    """Update error and gain (projection on the exact update) where gradients have no noise and shrink at many paces."""
+    table = []
+    for betas in update_error.BETAS:
+        numel = rows * update_error.COLUMNS
+        m, random_m = stored_as(E4M3), stored_as(E4M3, "random")
+        chosen = {
+            "ours": update_error.Ours(numel),
+            "nearest": update_error.Stored(numel, m, root_of(stored_as(E4M4))),
+            "m nearest, v random": update_error.Stored(numel, m, root_of(stored_as(E4M4, "random"))),
+            "random": update_error.Stored(numel, random_m, root_of(stored_as(E4M4, "random"))),
+            "COAT": update_error.Stored(numel, update_error.coat, update_error.coat),
+        }
+        got = update_error.simulate(update_error.Smooth(update_error.FAMILIES["middle"], rows), chosen, betas)
+        table += [{"beta2": betas[1], "rounding": name, "error": error} for name, (error, _) in got.items()]
+    return table
 
 
-SCALES = {
-    "ours (19 bits)": update_error.GROUP_SCALE_INV,
-    "fp16": rounded_scale(torch.float16),
-    "bf16": rounded_scale(torch.bfloat16),
-    "power of two": update_error.power_of_two,
+def rounded_scale(dtype: torch.dtype) -> Scale:
+    return lambda amax, fmt_max, tiny=0.0: (amax / fmt_max).to(dtype).float()
+
+
+STORAGE: dict[str, tuple[Scale, bool]] = {
+    "ours": (update_error.GROUP_SCALE_INV, False),
+    "ours, power-of-two scale": (update_error.power_of_two, False),
+    "nearest, float32 scale": (update_error.GROUP_SCALE_INV, True),
+    "nearest, fp16 scale": (rounded_scale(torch.float16), True),
+    "nearest, bf16 scale": (rounded_scale(torch.bfloat16), True),
+    "nearest, power-of-two scale": (update_error.power_of_two, True),
 }
+"""Format of the scale; whether moments are rounded to nearest."""
 
 
-def stall_curves(beta2: float, before: int, after: int, numel: int) -> list[Row]:
-    """Median of sqrt(stored v) / sqrt(v) over the steps after gradients shrank tenfold, by format of the scale."""
+def stall_curves(beta2: float, before: int, after: int, numel: int, half: bool) -> list[Row]:
+    """Median of sqrt(stored v) / sqrt(v) over the steps after gradients shrank tenfold: all, or every other one."""
     generator = torch.Generator().manual_seed(1)
     size = 1e-2 * torch.exp(0.8 * torch.randn(numel, generator=generator))
-    states = {name: update_error.Ours(numel) for name in SCALES}
+    shrinks = torch.arange(numel) % 2 == 0 if half else torch.ones(numel, dtype=torch.bool)
+    factor = torch.where(shrinks, 0.1, 1.0)
+    states = {name: update_error.Ours(numel) for name in STORAGE}
     v, curve = torch.zeros(numel, dtype=torch.float64), []
     for step in range(1, before + after + 1):
-        grad = size * torch.randn(numel, generator=generator) * (1.0 if step <= before else 0.1)
+        grad = size * torch.randn(numel, generator=generator) * (1.0 if step <= before else factor)
         v = beta2 * v + (1 - beta2) * grad.double().square()
         for name, state in states.items():
-            moments.group_scale_inv = SCALES[name]
-            state.update(grad, step, (0.9, beta2))
-        moments.group_scale_inv = update_error.GROUP_SCALE_INV
+            scale_of, nearest = STORAGE[name]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(moments, "group_scale_inv", scale_of)
+                if nearest:
+                    update_error.round_to_nearest(patch)
+                state.update(grad, step, (0.9, beta2))
         if step >= before and (step - before) % max(1, after // 100) == 0:
-            ratios = {name: read_moments(state.shard)[1] / v.sqrt() for name, state in states.items()}
+            ratios = {name: (read_moments(state.shard)[1] / v.sqrt())[shrinks] for name, state in states.items()}
             row: Row = {"step after the drop": step - before}
             row |= {name: float(ratio.median()) for name, ratio in ratios.items()}
-            row["ours, 1st percentile"] = float(ratios["ours (19 bits)"].quantile(0.01))
-            row["ours, 99th percentile"] = float(ratios["ours (19 bits)"].quantile(0.99))
+            row["ours, 1st percentile"] = float(ratios["ours"].quantile(0.01))
+            row["ours, 99th percentile"] = float(ratios["ours"].quantile(0.99))
             curve.append(row)
     return curve
+
+
+def walk_table(steps: int, numel: int) -> list[Row]:
+    """Relative L2 error of a master's way under noisy updates, by how it is rounded."""
+    table = []
+    for lr in (1e-4, 1e-5, 1e-6):
+        row: Row = {"lr": lr, "steps": steps}
+        for fmt in (E4M11, BF16_8):
+            row[f"{fmt.name}, ours"] = masters.walk(fmt, lr, steps=steps, numel=numel)
+            row[f"{fmt.name}, independent"] = masters.walk(fmt, lr, True, steps, numel)
+            row[f"{fmt.name}, nearest"] = masters.walk(replace(fmt, stochastic=False), lr, False, steps, numel)
+        table.append(row | {"e4m19, nearest": masters.walk(E4M19, lr, steps=steps, numel=numel)})
+    return table
 
 
 def bound_table(steps: int) -> list[Row]:
@@ -284,7 +328,7 @@ def write_csv(path: Path, table: list[Row]) -> None:
 def plot_moments(spread: list[Row], stalls: dict[str, list[Row]], path: Path) -> None:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2))
+    figure, axes = pyplot.subplots(1, 4, figsize=(18, 4.2))
     x_name = "sigma of ln(scale) within a group"
     for beta2, style in ((0.95, "-"), (0.999, "--")):
         for name, color in (("ours", "tab:blue"), ("sqrt(v) E4M3", "tab:orange"), ("COAT", "tab:green")):
@@ -296,14 +340,14 @@ def plot_moments(spread: list[Row], stalls: dict[str, list[Row]], path: Path) ->
         ylim=(0, 0.5),
     )
     axes[0].set_title("Update after 300 steps")
-    for axis, (beta2, curve) in zip(axes[1:], stalls.items(), strict=True):
+    for axis, (title, curve) in zip(axes[1:], stalls.items(), strict=True):
         x = [row["step after the drop"] for row in curve]
-        for name in SCALES:
-            axis.plot(x, [row[name] for row in curve], label=name)
+        for name in STORAGE:
+            axis.plot(x, [row[name] for row in curve], "-" if name.startswith("ours") else "--", label=name)
         low, high = ([row[f"ours, {p} percentile"] for row in curve] for p in ("1st", "99th"))
         axis.fill_between(x, low, high, alpha=0.2, color="tab:blue", linewidth=0)
         axis.set(yscale="log", xlabel="steps after gradients shrank tenfold", ylabel="stored √v / exact √v (median)")
-        axis.set_title(f"√v in E4M4, by format of the scale, β2 {beta2}")
+        axis.set_title(title)
         # One tick a doubling, in plain numbers: log axes of less than two decades label theirs at random.
         axis.set_yticks([0.5, 1, 2, 4, 8], [f"{tick:g}" for tick in (0.5, 1, 2, 4, 8)])
         axis.minorticks_off()
@@ -348,8 +392,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     quick, start = args.quick, time.monotonic()
-    stalls = {"0.95": (0.95, 300, 300), "0.999": (0.999, 3000, 4000)}
-    drop = {name: (b, 30, 30) if quick else (b, x, y) for name, (b, x, y) in stalls.items()}
+    stalls = {
+        "0.95": (0.95, 300, 300, False),
+        "0.999": (0.999, 3000, 4000, False),
+        "0.999-half": (0.999, 3000, 4000, True),
+    }
+    drop = {name: (b, 30, 30, half) if quick else (b, x, y, half) for name, (b, x, y, half) in stalls.items()}
     sigmas = [0.5, 1.5] if quick else [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3]
     lrs = [1e-6, 1e-5] if quick else [1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3]
     tables = {
@@ -357,7 +405,12 @@ def main() -> None:
         "sparse": sparse_table(8 if quick else 96),
         "spread": spread_table(8 if quick else 96, sigmas),
         "long": long_table(8 if quick else 16, {0.95: 50} if quick else {0.95: 2000, 0.99: 3000, 0.999: 8000}),
-        **{f"stall-{name}": stall_curves(*what, 1024 if quick else 8192) for name, what in drop.items()},
+        "smooth": smooth_table(8 if quick else 96),
+        **{
+            f"stall-{name}": stall_curves(beta2, before, after, 1024 if quick else 4096, half)
+            for name, (beta2, before, after, half) in drop.items()
+        },
+        "walk": walk_table(50 if quick else 2000, 1 << 13),
         "bound": bound_table(100 if quick else 2000),
         "travel": travel_table(lrs, 1024 if quick else 1 << 16),
         "bytes": bytes_table(),
@@ -370,7 +423,8 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    curves = {name.removeprefix("stall-"): table for name, table in tables.items() if name.startswith("stall-")}
+    titles = {"0.95": "all shrink, β2 0.95", "0.999": "all shrink, β2 0.999", "0.999-half": "every other, β2 0.999"}
+    curves = {title: tables[f"stall-{name}"] for name, title in titles.items()}
     plot_moments(tables["spread"], curves, args.images / "numerics-moments.png")
     plot_masters(tables["travel"], args.images / "numerics-masters.png")
     head = {"command": " ".join(["benchmarks/numerics.py", *sys.argv[1:]]), "device": "cpu", "torch": torch.__version__}

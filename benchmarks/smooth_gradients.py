@@ -1,14 +1,13 @@
-"""What rounding v to nearest does where gradients change smoothly: the head's rows of bytes that never occur.
+"""Where gradients change smoothly: the rows of a language model's head whose bytes seldom or never occur.
 
     python benchmarks/smooth_gradients.py --out DIR      # CPU, a minute
 
-A small GPT trains on bytes with torch's AdamW; a shadow `Fp8AdamW` follows its head with FP8 moments, v rounded to
-nearest (as released) and, as an experiment in this script only, stochastically. Printed by how often a row's byte
-occurs in the text: error and gain of the update, and the median of stored over exact sqrt(v).
+A small GPT trains on bytes with torch's AdamW; a shadow `Fp8AdamW` follows its head with FP8 moments, as they are and
+with moments rounded to nearest. Printed by how often a row's byte occurs in the text: error and gain of the update, and
+the median of stored over exact sqrt(v).
 
-Finding (written after the first run): where a gradient has little noise, what an element gains or loses against its
-group's largest in one step is below half a code, and rounding to nearest loses it every time. The synthetic families of
-docs/numerics.md are noisy, and noise is a dither.
+What led to it: rounded to nearest, what an element gains or loses against its group's largest in one step is below half
+a code and is lost every time, unless noise dithers it. The synthetic families of docs/numerics.md are noisy.
 """
 
 from __future__ import annotations
@@ -21,30 +20,24 @@ from pathlib import Path
 import torch
 from gpt_parity_worker import GPT, Size, param_groups
 from results_io import command_line, dated_stem
-from torch import Tensor, nn
+from torch import nn
 from update_error_gpt import BETAS, CLIP, EPS, LR, text
 
 import fp8_ds.ops.adamw.reference as reference
 from fp8_ds import Fp8AdamW
-from fp8_ds.formats import E4M4
-from fp8_ds.optim.moments import TINY_ROOT, group_scale_inv, quantize_root
+from fp8_ds.optim.moments import quantize_m, quantize_root
 
 SIZE = Size(2, 128, 256, 128, 8, 0)
 ROWS = {"never": (0, 1), "1 to 99": (1, 100), "100 to 2,999": (100, 3000), "3,000 and more": (3000, 1 << 62)}
 
 
-def stochastic_root(root: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_root`, but each code is rounded up with the probability that makes its mean exact."""
-    scale_inv = group_scale_inv(root.amax(1), E4M4.max, TINY_ROOT)
-    scale = torch.where(scale_inv > 0, scale_inv.reciprocal(), scale_inv)
-    bits = ((root * scale[:, None]) * 2.0**-120).view(torch.int32)
-    noise = torch.randint(0, 1 << 19, bits.shape, dtype=torch.int32)
-    return ((bits + noise) >> 19).clamp(max=255).to(torch.uint8), scale_inv
-
-
 def run(rounding: str, steps: int) -> list[dict[str, float | int | str]]:
     torch.manual_seed(0)
-    reference.quantize_root = stochastic_root if rounding == "stochastic" else quantize_root
+    if rounding == "nearest":
+        reference.quantize_m = lambda m, noise: quantize_m(m)
+        reference.quantize_root = lambda root, noise: quantize_root(root)
+    else:
+        reference.quantize_m, reference.quantize_root = quantize_m, quantize_root
     data = text(300, "cpu")
     counts = torch.bincount(data.long(), minlength=256)
     model = GPT(SIZE, 256, 0).float()
@@ -92,7 +85,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    rows = run("nearest", args.steps) + run("stochastic", args.steps)
+    rows = run("nearest", args.steps) + run("ours", args.steps)
     if args.out is not None:
         result = {"command": command_line(), "torch": torch.__version__, "rows": rows}
         dated_stem(args.out, "smooth-gradients").with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

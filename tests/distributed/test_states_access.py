@@ -99,9 +99,10 @@ def test_safe_functions_read_and_write_true_values(ranks: Any, stage: int, maste
         for name in NAMES:
             assert torch.equal(ours["first"][name], theirs["first"][name].bfloat16().float()), name
             assert sqnr_db(theirs["grad"][name], ours["grad"][name]) > 15, name
-            # E4M3 to nearest is 31 dB off its input, E4M4 of the root twice as near and then squared.
-            assert sqnr_db(0.1 * ours["grad"][name], ours["exp_avg"][name]) > 28, name
-            assert sqnr_db(1e-3 * ours["grad"][name].square(), ours["exp_avg_sq"][name]) > 28, name
+            # E4M3 to nearest is 31 dB off its input, E4M4 of the root twice as near and then squared; rounded
+            # stochastically both have twice the energy of error.
+            assert sqnr_db(0.1 * ours["grad"][name], ours["exp_avg"][name]) > 26, name
+            assert sqnr_db(1e-3 * ours["grad"][name].square(), ours["exp_avg_sq"][name]) > 26, name
             value, (got, m, v) = ours["values"][name], ours["set"][name]
             precision = decoded_precision(master, name)
             assert relative(got, value) <= precision, name

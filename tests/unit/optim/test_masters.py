@@ -207,12 +207,8 @@ def test_stochastic_rounding_is_unbiased_for_every_fraction(fmt):
 
 def hyper_row(step: int, lr: float, beta1: float = 0.9, beta2: float = 0.95) -> Tensor:
     row = torch.zeros(1, Hyper.WIDTH)
-    row[0, Hyper.LR], row[0, Hyper.DECAY], row[0, Hyper.EPS], row[0, Hyper.BOUND] = (
-        lr,
-        1.0,
-        1e-8 * (1 - beta1**step),
-        1.165,
-    )
+    row[0, Hyper.LR], row[0, Hyper.DECAY], row[0, Hyper.BOUND] = lr, 1.0, 1.165
+    row[0, Hyper.EPS] = 1e-8 * (1 - beta1**step)
     row[0, Hyper.BETA1], row[0, Hyper.ONE_MINUS_BETA1] = beta1, 1 - beta1
     row[0, Hyper.BETA2], row[0, Hyper.ONE_MINUS_BETA2] = beta2, 1 - beta2
     row[0, Hyper.ROOT_FACTOR] = (1 - beta1**step) * (1 - beta2**step) ** -0.5
@@ -255,6 +251,41 @@ def ms_amp_travel(weight: Tensor, sign: Tensor, lr: float, steps: int = 100) -> 
 def travel_error(share: Tensor) -> float:
     """Relative L2: what a mean hides where some weights go twice as far and others stand still."""
     return float((share - 1).square().mean().sqrt())
+
+
+def walk(fmt: MasterFormat, lr: float, independent: bool = False, steps: int = 1000, numel: int = 1 << 13) -> float:
+    """Relative L2 error of a master's way under noisy updates (a drift of .1 and unit noise, averaged as m is).
+
+    Args:
+        independent: thresholds drawn anew in every step, as stochastic rounding does elsewhere.
+    """
+    generator = torch.Generator().manual_seed(1)
+    weight, drift = 0.02 * torch.randn(numel, generator=generator), 0.1 * torch.randn(numel, generator=generator)
+    scale_inv = pow2_scale_inv(2 * weight.abs().max()) if fmt.is_fp8 else None
+    hi, lo = encode(weight, fmt, scale_inv)
+    start = exact = decode(hi, lo, fmt, scale_inv).double()
+    update = torch.zeros(numel)
+    for step in range(1, steps + 1):
+        update = 0.9 * update + 0.1 * (drift + torch.randn(numel, generator=generator))
+        exact = exact - lr * update
+        bits = None
+        if independent:
+            bits = torch.randint(1 << fmt.drop_bits, (numel,), generator=generator, dtype=torch.int32)
+        elif fmt.stochastic:
+            bits = noise(1, step, 0, 0, numel, fmt.drop_bits, weight.device)
+        hi, lo = encode(decode(hi, lo, fmt, scale_inv) - lr * update, fmt, scale_inv, bits)
+    return float((decode(hi, lo, fmt, scale_inv) - exact).norm() / (exact - start).norm())
+
+
+@pytest.mark.parametrize("fmt", [E4M11, BF16_8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("lr", [1e-4, 1e-5, 1e-6])
+def test_evenly_spread_thresholds_add_up_to_less_error_than_independent_ones(fmt, lr):
+    assert walk(fmt, lr) < 0.8 * walk(fmt, lr, independent=True)
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-6])
+def test_e4m11_follows_noisy_updates_that_it_loses_when_rounded_to_nearest(lr):
+    assert walk(replace(E4M11, stochastic=False), lr) > 3 * walk(E4M11, lr)
 
 
 SMALL_LR = 1e-5
