@@ -62,7 +62,7 @@ def run(rounding: str, steps: int) -> list[dict[str, float | int | str]]:
         before = head.detach().clone()
         exact.step()
         ours.step()
-        if step % 100 == 0:
+        if step % 100 == 0 or step == steps:
             u = (head.detach() - before * (1 - lr * 0.1)) / lr
             v = ours.read_moment(ours.core.shards[0], "exp_avg_sq").view_as(head)
             ratio = (v / exact.state[head]["exp_avg_sq"]).sqrt()

@@ -102,6 +102,33 @@ def test_optimizer_verdicts_are_missed_when_slow_large_or_a_rival_is_absent(benc
     assert any("torch fused AdamW fp32" in line for line in alone if line.startswith("NOT MEASURED"))
 
 
+# --- moments on real gradients ---
+
+
+def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("smooth_gradients", "--steps", 2, "--out", tmp_path)
+    rows = json.loads(next(tmp_path.glob("*smooth-gradients.json")).read_text())["rows"]
+    assert {(row["rounding"], row["step"]) for row in rows} == {("nearest", 2), ("ours", 2)}
+    assert sum(row["rows"] for row in rows) == 2 * 256
+    assert all(0 < row["error"] < 0.3 and 0.9 < row["gain"] < 1.1 for row in rows)
+
+
+def test_update_error_of_a_gpt_is_written_by_kind_of_parameter(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("update_error_gpt", "--dry-run", "--out", tmp_path)
+    last = json.loads(next(tmp_path.glob("*update-error-gpt.json")).read_text())["rows"][-1]
+    assert set(last["kinds"]) >= {"qkv", "up", "wte", "norm", "lm_head"}
+    assert all(0 < kind["error"] < 0.3 for kind in last["kinds"].values())
+
+
+def test_tiny_parity_writes_paired_differences(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("tiny_parity", "--steps", 2, "--seeds", 3, "--out", tmp_path)
+    rows = json.loads(next(tmp_path.glob("*tiny-parity.json")).read_text())["rows"]
+    assert [(row["beta2"], row["arm"]) for row in rows] == [(b, a) for b in (0.95, 0.999) for a in ("ours", "nearest")]
+    for row in rows:
+        low, high = row["interval_95_percent"]
+        assert low < row["difference_percent"] < high and abs(row["difference_percent"]) < 0.1
+
+
 # --- gpt_parity.py: text ---
 
 
