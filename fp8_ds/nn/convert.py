@@ -15,6 +15,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.shared import SharedInput
 from fp8_ds.scaling.delayed import AmaxHistory
 
 _NUM_NAMES_SHOWN = 4
@@ -192,8 +193,9 @@ def apply_plan(
             )
         targets.append(module)
     if linear_config.recipe == "tensorwise":
+        shared = SharedInput()
         for module in targets:
-            Fp8Linear.from_linear(module, TensorwiseRecipe(linear_config))
+            Fp8Linear.from_linear(module, TensorwiseRecipe(linear_config, shared))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
     history = AmaxHistory(len(fp8_max), fp8_max, device=device)

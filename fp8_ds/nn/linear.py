@@ -17,6 +17,7 @@ from fp8_ds.formats import E4M3
 from fp8_ds.nn.recipe import TensorwiseRecipe
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize, quantize_tensorwise
+from fp8_ds.ops.transpose import transpose
 
 if TYPE_CHECKING:
     from fp8_ds.zero.payload import Fp8Payload
@@ -48,17 +49,22 @@ def read_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x W^T + b; what is kept for backward is x in FP8 (one byte per element), its scale_inv, and no weight."""
+    """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, and no weight.
+
+    The tensor core reads operands along the contracted dim, so each of x and grad_output is needed in two layouts. Both
+    are written where the cast is made, in one read; of x only the one that backward wants is kept, one byte an element.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: TensorwiseRecipe, record: bool
     ) -> Tensor:
-        x_TI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        x_fp8, x_scale_inv = recipe.quantize_input(x_TI, record=record)
+        keeps_x = record and weight.requires_grad
+        x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
+        assert x_fp8.rows is not None
         weight_fp8, weight_scale_inv = read_weight(weight)
         output_TO = scaled_mm(
-            x_fp8, weight_fp8, x_scale_inv, weight_scale_inv, x.dtype, recipe.backend, use_fast_accum=True
+            x_fp8.rows, weight_fp8, x_fp8.scale_inv, weight_scale_inv, x.dtype, recipe.backend, use_fast_accum=True
         )
         if bias is not None:
             output_TO = output_TO + bias.to(x.dtype)
@@ -68,8 +74,8 @@ class _LinearFunction(torch.autograd.Function):
         ctx.recipe = recipe
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = x.shape
-        if weight.requires_grad:
-            ctx.save_for_backward(x_fp8, x_scale_inv)
+        if keeps_x:
+            ctx.save_for_backward(x_fp8.columns, x_fp8.scale_inv)
         return output_TO.reshape(*x.shape[:-1], output_TO.shape[-1])
 
     @staticmethod
@@ -77,19 +83,26 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         recipe: TensorwiseRecipe = ctx.recipe
-        grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1])
+        grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1]).contiguous()
         grad_input = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            grad_fp8, grad_scale_inv = recipe.quantize_grad_output(grad_TO)
+            grad_fp8 = recipe.quantize_grad_output(grad_TO, needs_rows=needs_input, needs_columns=needs_weight)
         if needs_input:
+            assert grad_fp8.rows is not None
             weight_fp8, weight_scale_inv = read_weight(ctx.weight)
             grad_input = scaled_mm(
-                grad_fp8, weight_fp8.t(), grad_scale_inv, weight_scale_inv, grad_output.dtype, recipe.backend
+                grad_fp8.rows,
+                transpose(weight_fp8) if weight_fp8.is_contiguous() else weight_fp8.t(),
+                grad_fp8.scale_inv,
+                weight_scale_inv,
+                grad_output.dtype,
+                recipe.backend,
             ).reshape(ctx.x_shape)
         if needs_weight:
-            x_fp8, x_scale_inv = ctx.saved_tensors
+            assert grad_fp8.columns is not None
+            x_fp8_IT, x_scale_inv = ctx.saved_tensors
             grad_weight = scaled_mm(
-                grad_fp8.t(), x_fp8.t(), grad_scale_inv, x_scale_inv, ctx.weight.dtype, recipe.backend
+                grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, ctx.weight.dtype, recipe.backend
             )
         if needs_bias:
             grad_bias = grad_TO.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)

@@ -1,17 +1,33 @@
 """High precision to FP8: `x_fp8 = cast(x * scale)`, saturating; `x ~ x_fp8 * scale_inv`.
 
-Infinities saturate in the cast, as in the hardware's saturating conversion. Where the amax is at hand (tensorwise and
-delayed) a non-finite input therefore makes scale_inv NaN, and so everything that is de-quantised with it.
+Infinities saturate in the cast, as in the hardware's saturating conversion. Where the amax is at hand (all but
+`quantize` and `quantize_planes`) a non-finite input therefore makes scale_inv NaN, and so everything that is
+de-quantised with it. NaN stays NaN; its sign is not kept.
+
+Hopper's FP8 GEMM contracts the last dim of both operands, so one matrix is wanted in two layouts by the GEMMs of a
+linear. Functions with `planes` make "row", the layout of `x`, "col", its transpose, or "both" in one read.
+
+CUDA runs the kernels of triton.py, once they are proven there (`runs_new_kernels`). Plain torch casts there what they
+do not take and only the functions without a matrix's shape in their arguments allow: tensors that are not contiguous
+or float64, and scales that are not 0-dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops._register import register
+from fp8_ds.ops._register import register, runs_new_kernels
 from fp8_ds.ops.quantize import reference
+
+Planes = Literal["row", "col", "both"]
+PLANES: tuple[Planes, ...] = ("row", "col", "both")
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _KEEP: list[torch.library.Library] = []
 """Library handles; the ops live as long as these."""
@@ -25,6 +41,15 @@ def _fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
+def _fp8_t(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
+
+
+def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Tensor]:
+    none = x.new_empty(0, dtype=dtype)
+    return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
+
+
 def _fake_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     return _fp8(x, dtype), _scalar(x)
 
@@ -35,31 +60,73 @@ def _fake_delayed(
     return _fp8(x, dtype), _scalar(x)
 
 
-_amax, _handle = register("amax(Tensor x) -> Tensor", reference.amax, _scalar)
-_KEEP.append(_handle)
-_quantize, _handle = register(
+def _fake_delayed_planes(
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    amax_local: Tensor,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    planes: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (*_fp8_planes(x, dtype, planes), _scalar(x))
+
+
+def _op(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The op of that schema: on CUDA the function of its name in triton.py, else that in reference.py."""
+    name = schema.split("(", 1)[0]
+    plain = getattr(reference, name)
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        takes_kernel = x.is_contiguous() and x.dtype in _KERNEL_DTYPES and (name != "quantize" or args[0].dim() == 0)
+        if not (x.is_cuda and takes_kernel and runs_new_kernels()):
+            return plain(x, *args)
+        from fp8_ds.ops.quantize import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return getattr(triton, name)(x, *args)
+
+    op, library = register(schema, kernel, fake)
+    _KEEP.append(library)
+    return op
+
+
+_amax = _op("amax(Tensor x) -> Tensor", _scalar)
+_record_amax = _op("record_amax(Tensor x, Tensor(a!) amax_local) -> ()", lambda x, amax_local: None)
+_quantize = _op(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
-    reference.quantize,
     lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
 )
-_KEEP.append(_handle)
-_quantize_tensorwise, _handle = register(
-    "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    reference.quantize_tensorwise,
-    _fake_tensorwise,
+_quantize_tensorwise = _op(
+    "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
 )
-_KEEP.append(_handle)
-_quantize_delayed, _handle = register(
+_quantize_delayed = _op(
     "quantize_delayed(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
     "ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    reference.quantize_delayed,
     _fake_delayed,
 )
-_KEEP.append(_handle)
-_record_amax, _handle = register(
-    "record_amax(Tensor x, Tensor(a!) amax_local) -> ()", reference.record_amax, lambda x, amax_local: None
+_quantize_planes = _op(
+    "quantize_planes(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor)",
+    lambda x, scale, dtype, fp8_max, planes: _fp8_planes(x, dtype, planes),
 )
-_KEEP.append(_handle)
+_quantize_tensorwise_planes = _op(
+    "quantize_tensorwise_planes(Tensor x, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    lambda x, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x)),
+)
+_quantize_delayed_planes = _op(
+    "quantize_delayed_planes(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
+    "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
+    _fake_delayed_planes,
+)
+_quantize_rowwise = _op(
+    "quantize_rowwise(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, fold, dtype, fp8_max: (_fp8(x, dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
+)
+_quantize_colwise_t = _op(
+    "quantize_colwise_t(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
+    lambda x, fold, dtype, fp8_max: (_fp8_t(x, dtype), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
+)
 
 
 def _dtype_of(fmt: Float8Format) -> torch.dtype:
@@ -71,6 +138,40 @@ def _dtype_of(fmt: Float8Format) -> torch.dtype:
 def _check_scale(scale: Tensor) -> None:
     if scale.dtype != torch.float32:
         raise ValueError(f"scale: expected float32, got {scale.dtype}. Scales are kept in float32 throughout.")
+
+
+def _check_matrix(x: Tensor) -> None:
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in _KERNEL_DTYPES:
+        raise ValueError(
+            f"x: expected a contiguous matrix in bfloat16, float16 or float32, got {x.dtype} {tuple(x.shape)} with "
+            f"strides {x.stride()}. Call contiguous() or to() first."
+        )
+
+
+def _check_scalar(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 0 or tensor.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: expected float32, 0-dim, got {tensor.dtype} {tuple(tensor.shape)}. A scale per row or column "
+            "comes from quantize_rowwise or quantize_colwise_t."
+        )
+
+
+def _check_fold(fold: Tensor | None, size: int) -> None:
+    if fold is not None and (fold.dtype != torch.float32 or fold.shape != (size,) or not fold.is_contiguous()):
+        raise ValueError(
+            f"fold: expected float32 [{size}], contiguous, got {fold.dtype} {tuple(fold.shape)} with strides "
+            f"{fold.stride()}. It has a factor for each element of the axis that the next GEMM contracts."
+        )
+
+
+def _check_planes(planes: str) -> None:
+    if planes not in PLANES:
+        raise ValueError(f"planes: expected one of {PLANES}, got {planes!r}. Use one of these.")
+
+
+def _named(row_plane: Tensor, col_plane: Tensor, planes: str) -> tuple[Tensor | None, Tensor | None]:
+    """An op returns an empty tensor for a plane that it does not make."""
+    return None if planes == "col" else row_plane, None if planes == "row" else col_plane
 
 
 def amax(x: Tensor) -> Tensor:
@@ -144,3 +245,115 @@ def quantize_delayed(
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
     """The amax of `x` is maximumed into `amax_local` (float32, 0-dim), and nothing else happens."""
     _record_amax(x, amax_local)
+
+
+def quantize_planes(x: Tensor, scale: Tensor, fmt: Float8Format, planes: Planes) -> tuple[Tensor | None, Tensor | None]:
+    """`quantize` in one or both layouts, in one read of `x`.
+
+    Args:
+        x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
+        scale: float32, 0-dim, same device; multiply to enter FP8.
+        fmt: E4M3 or E5M2.
+        planes: "row", "col" or "both".
+
+    Returns:
+        (x_fp8, x_fp8_t): `fmt.dtype`, contiguous, [T, C] and [C, T]; None for the one that `planes` does not name.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_scalar("scale", scale)
+    _check_planes(planes)
+    row_plane, col_plane = _quantize_planes(x, scale, _dtype_of(fmt), fmt.max, planes)
+    return _named(row_plane, col_plane, planes)
+
+
+def quantize_tensorwise_planes(
+    x: Tensor, fmt: Float8Format, planes: Planes
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """`quantize_tensorwise` in one or both layouts: two reads of `x`, one for its amax.
+
+    Args: as in `quantize_planes`.
+
+    Returns:
+        (x_fp8, x_fp8_t, scale_inv): the planes as in `quantize_planes`; scale_inv as in `quantize_tensorwise`.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_planes(planes)
+    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, _dtype_of(fmt), fmt.max, planes)
+    return (*_named(row_plane, col_plane, planes), scale_inv)
+
+
+def quantize_delayed_planes(
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    amax_local: Tensor,
+    fmt: Float8Format,
+    planes: Planes,
+    *,
+    record: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """`quantize_delayed` in one or both layouts, in one read of `x`.
+
+    Args: as in `quantize_delayed` and `quantize_planes`.
+
+    Returns:
+        (x_fp8, x_fp8_t, scale_inv): the planes as in `quantize_planes`; scale_inv as in `quantize_delayed`.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_scalar("scale", scale)
+    _check_planes(planes)
+    row_plane, col_plane, scale_inv = _quantize_delayed_planes(
+        x, scale, scale_inv, amax_local, record, _dtype_of(fmt), fmt.max, planes
+    )
+    return (*_named(row_plane, col_plane, planes), scale_inv)
+
+
+def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`x` in FP8 by one scale for each row, from that row's amax; one read of `x` up to 16384 columns, else two.
+
+    Args:
+        x: bf16, fp16 or fp32, [T, C], contiguous. Fast where C is a multiple of 16.
+        fmt: E4M3 or E5M2.
+        fold: float32 [C], multiplied into `x` in float32 before anything else, or None. The next GEMM contracts C: a
+            scale_inv of its other operand that varies along C cannot be applied to its output, but here.
+
+    Returns:
+        (x_fp8, scale_inv): `fmt.dtype` [T, C]; float32 [T, 1], multiply to leave FP8, NaN for a row that holds a NaN
+        or an infinity, 1 for a row of zeros.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_fold(fold, x.shape[1])
+    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, _dtype_of(fmt), fmt.max)
+    return result
+
+
+def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`x.T` in FP8 by one scale for each of its rows, which are columns of `x`; two reads of `x`.
+
+    Args:
+        x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
+        fmt: E4M3 or E5M2.
+        fold: float32 [T], multiplied into `x` as in `quantize_rowwise`, or None.
+
+    Returns:
+        (x_fp8_t, scale_inv): `fmt.dtype` [C, T], contiguous; float32 [C, 1], as in `quantize_rowwise`.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_fold(fold, x.shape[0])
+    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, _dtype_of(fmt), fmt.max)
+    return result

@@ -1,10 +1,11 @@
-"""Quantisation in plain torch: slow and obvious; what kernels are held against, and what runs until they exist."""
+"""Quantisation in plain torch: slow and obvious; what the kernels are held against, and what runs on CPU."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from fp8_ds.ops.transpose.reference import transpose
 from fp8_ds.scaling.current import scale_from_amax
 
 
@@ -41,3 +42,48 @@ def quantize_delayed(
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
     amax_local.copy_(torch.maximum(amax_local, amax(x)))
+
+
+def _planes(x_fp8: Tensor, planes: str) -> tuple[Tensor, Tensor]:
+    """(plain, transposed), empty where not asked for; neither shares memory with the other."""
+    none = x_fp8.new_empty(0)
+    return none if planes == "col" else x_fp8, none if planes == "row" else transpose(x_fp8)
+
+
+def quantize_planes(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, planes: str) -> tuple[Tensor, Tensor]:
+    return _planes(quantize(x, scale, dtype, fp8_max), planes)
+
+
+def quantize_tensorwise_planes(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x_fp8, scale_inv = quantize_tensorwise(x, dtype, fp8_max)
+    return (*_planes(x_fp8, planes), scale_inv)
+
+
+def quantize_delayed_planes(
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    amax_local: Tensor,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    planes: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x_fp8, scale_inv = quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fp8_max)
+    return (*_planes(x_fp8, planes), scale_inv)
+
+
+def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    """One scale for each row: (x_fp8 [T, C], scale_inv [T, 1]); `fold` [C] is multiplied in first, in float32."""
+    folded = x.to(torch.float32) if fold is None else x.to(torch.float32) * fold
+    amaxes = folded.new_zeros(len(x)) if x.numel() == 0 else folded.abs().amax(dim=1)
+    scale, scale_inv = scale_from_amax(amaxes[:, None], fp8_max)
+    return quantize(folded, scale, dtype, fp8_max), scale_inv
+
+
+def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    """One scale for each column: (x_fp8_t [C, T], scale_inv [C, 1]); `fold` [T] is multiplied in first."""
+    x_fp8_t, scale_inv = quantize_rowwise(x.t(), fold, dtype, fp8_max)
+    return x_fp8_t.contiguous(), scale_inv

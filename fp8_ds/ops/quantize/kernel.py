@@ -1,0 +1,440 @@
+"""The device code of `triton`; the same bits as `reference`.
+
+Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here are tensors of words: so every thread
+loads and stores 16 bytes at a time, and planes are transposed in registers (`ops/transpose/triton.py`).
+
+Nothing is fused (`enable_fp_fusion=False`), quotients are correctly rounded, subnormals are kept. Magnitudes are
+compared as integers: the bits of an infinity are above those of every number, a NaN's above those of an infinity.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words, word_pointer
+from fp8_ds.scaling.current import MAX_SCALE
+
+ENCODE = """{
+.reg .b16 low, high;
+cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
+cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}"""
+LOAD_16_BYTES = """{
+.reg .pred inside;
+setp.ne.b32 inside, $5, 0;
+mov.f32 $0, 0f00000000;
+mov.f32 $1, 0f00000000;
+mov.f32 $2, 0f00000000;
+mov.f32 $3, 0f00000000;
+@inside ld.global.v4.f32 {$0, $1, $2, $3}, [$4];
+}"""
+"""Four floats of one thread into four tensors: `tl.load` gives one, and to part it passes it through shared memory."""
+
+MAGNITUDE = """{
+.reg .b32 a, b, c, d;
+and.b32 a, $1, 0x7fffffff;
+and.b32 b, $2, 0x7fffffff;
+and.b32 c, $3, 0x7fffffff;
+and.b32 d, $4, 0x7fffffff;
+max.s32 a, a, b;
+max.s32 c, c, d;
+max.s32 a, a, c;
+max.s32 $0, a, $5;
+}"""
+"""Not pure where it is used, although it is: LLVM puts off all maxima of a tile to its end, and every element of the
+tile stays in a register until then (255 of them, and spills)."""
+
+_MAGNITUDE = tl.constexpr(MAGNITUDE)
+_LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
+_ENCODE_E4M3 = tl.constexpr(ENCODE.replace("FORMAT", "e4m3"))
+_ENCODE_E5M2 = tl.constexpr(ENCODE.replace("FORMAT", "e5m2"))
+
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+MAX_PARTIALS = tl.constexpr(512)
+"""Most programs of the amax kernel whose maxima a cast kernel reads; a power of two."""
+
+GIVEN, CURRENT, DELAYED, COLUMNS = (tl.constexpr(mode) for mode in range(4))
+"""Where a scale comes from: a scalar; the maxima of an amax kernel; a scalar of the past, this call's amax being taken
+along; the amax of each column."""
+
+
+@triton.jit
+def _load_words(x, word, num, VECTOR: tl.constexpr, PTX: tl.constexpr):
+    """Elements `4 * word` to `4 * word + 3` behind `x`, 0 from element `num` on: four float32 tensors.
+
+    VECTOR: `x` lies at a multiple of 16 bytes and `num` is a multiple of 16.
+    """
+    ITEM_BITS: tl.constexpr = x.dtype.scalar.element_ty.primitive_bitwidth
+    ELEMENT: tl.constexpr = x.dtype.scalar.element_ty
+    if not VECTOR:
+        x0 = tl.load(x + word * 4, word * 4 < num, 0.0).to(tl.float32)
+        x1 = tl.load(x + word * 4 + 1, word * 4 + 1 < num, 0.0).to(tl.float32)
+        x2 = tl.load(x + word * 4 + 2, word * 4 + 2 < num, 0.0).to(tl.float32)
+        x3 = tl.load(x + word * 4 + 3, word * 4 + 3 < num, 0.0).to(tl.float32)
+    elif ITEM_BITS == 32:
+        x0, x1, x2, x3 = _load_floats(x + word * 4, word // 4 * 16 < num, PTX)
+    else:
+        four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + word, word // 4 * 16 < num, 0)
+        x0, x1 = _pair(four.to(tl.int32), ELEMENT)
+        x2, x3 = _pair((four >> 32).to(tl.int32), ELEMENT)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_floats(at, inside, PTX: tl.constexpr):
+    """Four float32 numbers behind each pointer."""
+    if PTX:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            _LOAD_16_BYTES,
+            "=&f,=&f,=&f,=&f,l,r",
+            [at.to(tl.int64), inside.to(tl.int32)],
+            (tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        x0, x1 = tl.load(at, inside, 0.0), tl.load(at + 1, inside, 0.0)
+        x2, x3 = tl.load(at + 2, inside, 0.0), tl.load(at + 3, inside, 0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _pair(bits, ELEMENT: tl.constexpr):
+    """Two numbers of 16 bits, the first one in the low half, as float32."""
+    if ELEMENT.is_bf16():
+        first, second = (bits << 16).to(tl.float32, bitcast=True), (bits & ~0xFFFF).to(tl.float32, bitcast=True)
+    else:
+        first = bits.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+        second = (bits >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _magnitude(x0, x1, x2, x3):
+    """Bits of the largest magnitude in each word."""
+    x0, x1 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    x2, x3 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+
+
+@triton.jit
+def _larger(largest, x0, x1, x2, x3, PTX: tl.constexpr):
+    """`largest` and the bits of the largest magnitude in each word: the larger one."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MAGNITUDE, "=r,f,f,f,f,r", [x0, x1, x2, x3, largest], tl.int32, is_pure=False, pack=1
+        )
+    return tl.maximum(largest, _magnitude(x0, x1, x2, x3))
+
+
+@triton.jit
+def _code(x, IS_E4M3: tl.constexpr):
+    """The FP8 code of a float32, to nearest even, saturating, by integers: Triton's interpreter casts without carries.
+
+    Below the smallest normal number one addition rounds: the sum's last bit weighs one subnormal step.
+    """
+    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
+    BIAS: tl.constexpr = 7 if IS_E4M3 else 15
+    LARGEST: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
+    DROP: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    mag = bits & 0x7FFFFFFF
+    normal = ((mag + ((1 << (DROP - 1)) - 1) + ((mag >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
+    STEP: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    shifted = mag.to(tl.float32, bitcast=True) + STEP
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0x7FFFFF
+    code = tl.minimum(tl.where(mag < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
+    return tl.where(mag > _INFINITY_BITS, 0x7F, code) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _encode(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Words of four FP8 bytes: to nearest even, saturating, NaN stays NaN (PTX gives it a positive sign)."""
+    if PTX:
+        ENCODE_PTX: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
+        return tl.inline_asm_elementwise(ENCODE_PTX, "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, is_pure=True, pack=1)
+    low = _code(x0, IS_E4M3) | (_code(x1, IS_E4M3) << 8)
+    return low | (_code(x2, IS_E4M3) << 16) | (_code(x3, IS_E4M3) << 24)
+
+
+@triton.jit
+def _scale_from_amax(bits, IS_E4M3: tl.constexpr):
+    """`scaling.scale_from_amax` of the bits of an amax: (scale, scale_inv)."""
+    FP8_MAX: tl.constexpr = 448.0 if IS_E4M3 else 57344.0
+    scale = bits.to(tl.float32, bitcast=True)
+    finite = bits < _INFINITY_BITS
+    usable = finite & (bits > 0)
+    divisor = tl.where(usable, scale, FP8_MAX)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(divisor) + FP8_MAX, divisor), _MAX_SCALE)
+    scale_inv = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return scale, tl.where(finite, scale_inv, float("nan"))
+
+
+@triton.jit
+def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.constexpr, IS_E4M3: tl.constexpr):
+    """The scale of the whole tensor; in mode CURRENT the first program stores its inverse."""
+    if MODE == CURRENT:
+        at = tl.arange(0, MAX_PARTIALS)
+        amax = tl.max(tl.load(partials + at, at < num_partials, 0), 0)
+        factor, inverse = _scale_from_amax(amax, IS_E4M3)
+        tl.store(scale_inv, inverse, is_first)
+    else:
+        factor = tl.load(scale)
+    return factor
+
+
+@triton.jit
+def _record(amax, scale_inv, amax_local, RECORD: tl.constexpr):
+    """The amax of one program is taken into that of the tensor; a non-finite one spoils its scale_inv."""
+    if RECORD:
+        slot = word_pointer(amax_local)
+        # Most programs find a larger one there already, and do not queue for it.
+        tl.atomic_max(slot, amax, amax > tl.load(slot), sem="relaxed")
+    tl.store(scale_inv, float("nan"), amax >= _INFINITY_BITS)
+
+
+@triton.jit
+def amax_kernel(x, out, numel, WORDS: tl.constexpr, ATOMIC: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
+    """ATOMIC: the amax is maximumed into float32 `out`; else that of every program is stored there, as its bits."""
+    word = tl.arange(0, WORDS)
+    largest = tl.zeros([WORDS], tl.int32)
+    start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
+    while start < numel:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        left = tl.minimum(numel - start, WORDS * 4).to(tl.int32)
+        x0, x1, x2, x3 = _load_words(x + start, word, left, VECTOR, PTX)
+        largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
+        start += tl.num_programs(0) * (WORDS * 4)
+    amax = tl.max(largest, 0)
+    if ATOMIC:
+        slot = word_pointer(out)
+        tl.atomic_max(slot, amax, amax > tl.load(slot), sem="relaxed")
+    else:
+        tl.store(out + tl.program_id(0), amax)
+
+
+@triton.jit
+def quantize_kernel(
+    x, out, scale, partials, num_partials, scale_inv, amax_local, numel,
+    WORDS: tl.constexpr, MODE: tl.constexpr, RECORD: tl.constexpr, IS_E4M3: tl.constexpr, VECTOR: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Elements in the order of memory; a program for 4 * WORDS of them.
+
+    Args:
+        scale: float32, read in modes GIVEN and DELAYED.
+        partials: int32 [num_partials], bits of maxima, read in mode CURRENT.
+        scale_inv: float32; written in mode CURRENT, spoiled by a non-finite `x` in mode DELAYED.
+        amax_local: float32; in mode DELAYED the amax is maximumed into it if RECORD.
+    """
+    word = tl.arange(0, WORDS)
+    start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
+    left = tl.minimum(numel - start, WORDS * 4).to(tl.int32)
+    # Before the scale: its way from memory is waited for along with theirs.
+    x0, x1, x2, x3 = _load_words(x + start, word, left, VECTOR, PTX)
+    factor = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
+    if MODE == DELAYED:
+        _record(tl.max(_magnitude(x0, x1, x2, x3), 0), scale_inv, amax_local, RECORD)
+    code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+    store_word(out + start, word, code, left, VECTOR)
+
+
+@triton.jit
+def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
+    """Scales of the columns `col`; the programs of the first rows store their inverses."""
+    bits = tl.load(amax_cols + col, col < num_cols, 0)
+    factor, inverse = _scale_from_amax(bits, IS_E4M3)
+    tl.store(scale_inv + col, inverse, col < tl.where(first_row == 0, num_cols, 0))
+    return factor
+
+
+@triton.jit
+def _row(
+    x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+    WORDS: tl.constexpr, MODE: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One row of each 16 in a tile, cast, and stored if ROW_PLANE: (its words, the largest magnitudes so far)."""
+    word = tl.arange(0, WORDS)[None, :]
+    at = row.to(tl.int64) * num_cols + first_col
+    left = tl.where(row < num_rows, num_cols - first_col, 0)
+    x0, x1, x2, x3 = _load_words(x + at, word, left, VECTOR, PTX)
+    if MODE == DELAYED:
+        largest = _larger(largest, x0, x1, x2, x3, PTX)
+    if HAS_FOLD:
+        factor = tl.load(fold + row, row < num_rows, 0.0)
+        x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
+    code = _encode(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
+    if ROW_PLANE:
+        store_word(row_plane + at, word, code, left, VECTOR)
+    return code, largest
+
+
+@triton.jit
+def _four_rows(
+    x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+    WORDS: tl.constexpr, MODE: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`_row` of `row` to `row + 3`: their words transposed by 4 x 4, and the largest magnitudes so far."""
+    a, largest = _row(
+        x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
+    )  # fmt: skip
+    b, largest = _row(
+        x, row_plane, fold, row + 1, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
+    )  # fmt: skip
+    c, largest = _row(
+        x, row_plane, fold, row + 2, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
+    )  # fmt: skip
+    d, largest = _row(
+        x, row_plane, fold, row + 3, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
+    )  # fmt: skip
+    a, b, c, d = transpose_words(a, b, c, d, PTX)
+    return a, b, c, d, largest
+
+
+@triton.jit
+def planes_kernel(
+    x, row_plane, col_plane, scale, partials, num_partials, amax_cols, fold, scale_inv, amax_local, num_rows, num_cols,
+    VECTORS: tl.constexpr, WORDS: tl.constexpr, MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr,
+    HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The transposed plane, and the plain one if ROW_PLANE; a program for 16 * VECTORS rows and 4 * WORDS columns.
+
+    Args: as `quantize_kernel`, and
+        amax_cols: int32 [num_cols], bits of the amaxes; mode COLUMNS, which stores all of scale_inv [num_cols].
+        fold: float32 [num_rows], multiplied in first, if HAS_FOLD.
+    """
+    tiles_per_row = tl.maximum(tl.cdiv(num_cols, WORDS * 4), 1)
+    first_row = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
+    first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
+    if MODE == COLUMNS:
+        col = first_col + tl.arange(0, WORDS)[None, :] * 4
+        scale0 = _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3)
+        scale1 = _column_scales(amax_cols, scale_inv, col + 1, num_cols, first_row, IS_E4M3)
+        scale2 = _column_scales(amax_cols, scale_inv, col + 2, num_cols, first_row, IS_E4M3)
+        scale3 = _column_scales(amax_cols, scale_inv, col + 3, num_cols, first_row, IS_E4M3)
+    else:
+        scale0 = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
+        scale1, scale2, scale3 = scale0, scale0, scale0
+    row = first_row + tl.arange(0, VECTORS)[:, None] * 16
+    largest = tl.zeros([VECTORS, WORDS], tl.int32)
+    a0, a1, a2, a3, largest = _four_rows(
+        x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
+    )  # fmt: skip
+    b0, b1, b2, b3, largest = _four_rows(
+        x, row_plane, fold, row + 4, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
+    )  # fmt: skip
+    c0, c1, c2, c3, largest = _four_rows(
+        x, row_plane, fold, row + 8, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
+    )  # fmt: skip
+    d0, d1, d2, d3, largest = _four_rows(
+        x, row_plane, fold, row + 12, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
+        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
+    )  # fmt: skip
+    store_columns(
+        col_plane, first_row, first_col, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3,
+        num_rows, num_cols, VECTOR_OUT, PTX,
+    )  # fmt: skip
+    if MODE == DELAYED:
+        _record(tl.max(tl.max(largest, 1), 0), scale_inv, amax_local, RECORD)
+
+
+@triton.jit
+def amax_cols_kernel(
+    x, fold, amax_cols, num_rows, num_cols,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr, NUM_TILES: tl.constexpr, WORDS: tl.constexpr, HAS_FOLD: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amaxes of columns, maximumed into int32 [num_cols].
+
+    A program works on 4 * WORDS columns and NUM_TILES tiles of ROWS * UNROLL rows.
+    """
+    tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
+    first_row = tl.program_id(0) // tiles_per_row * (ROWS * UNROLL * NUM_TILES)
+    end = tl.minimum(first_row + ROWS * UNROLL * NUM_TILES, num_rows)
+    first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
+    word = tl.arange(0, WORDS)[None, :]
+    m0 = tl.zeros([ROWS, WORDS], tl.int32)
+    m1, m2, m3 = m0, m0, m0
+    while first_row < end:
+        for tile in tl.static_range(UNROLL):
+            row = first_row + tile * ROWS + tl.arange(0, ROWS)[:, None]
+            left = tl.where(row < num_rows, num_cols - first_col, 0)
+            x0, x1, x2, x3 = _load_words(x + first_col + row.to(tl.int64) * num_cols, word, left, VECTOR, PTX)
+            if HAS_FOLD:
+                factor = tl.load(fold + row, row < num_rows, 0.0)
+                x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
+            m0 = tl.maximum(m0, x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            m1 = tl.maximum(m1, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            m2 = tl.maximum(m2, x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            m3 = tl.maximum(m3, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        first_row += ROWS * UNROLL
+    col = first_col + tl.arange(0, WORDS) * 4
+    tl.atomic_max(amax_cols + col, tl.max(m0, 0), col < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 1, tl.max(m1, 0), col + 1 < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 2, tl.max(m2, 0), col + 2 < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 3, tl.max(m3, 0), col + 3 < num_cols, sem="relaxed")
+
+
+@triton.jit
+def _load_folded(x, fold, word, num, num_in_row, HAS_FOLD: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
+    """`_load_words` of the rows behind `x`, each element times that of `fold`."""
+    x0, x1, x2, x3 = _load_words(x, word, num, VECTOR, PTX)
+    if HAS_FOLD:
+        f0, f1, f2, f3 = _load_words(fold, word, num_in_row, VECTOR, PTX)
+        x0, x1, x2, x3 = x0 * f0, x1 * f1, x2 * f2, x3 * f3
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def rowwise_kernel(
+    x, out, fold, scale_inv, num_rows, num_cols,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, LOOP: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One scale for each row; a program for ROWS rows, which stay in its registers, or are read twice if LOOP.
+
+    Args:
+        fold: float32 [num_cols], multiplied in first, if HAS_FOLD.
+        scale_inv: float32 [num_rows], written.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    word = tl.arange(0, WORDS)[None, :]
+    at = row.to(tl.int64) * num_cols
+    is_row = row < num_rows
+    left = tl.where(is_row, num_cols, 0)
+    x0, x1, x2, x3 = _load_folded(x + at, fold, word, left, num_cols, HAS_FOLD, VECTOR, PTX)
+    largest = _magnitude(x0, x1, x2, x3)
+    if LOOP:
+        first = WORDS * 4
+        while first < num_cols:
+            x0, x1, x2, x3 = _load_folded(
+                x + first + at, fold + first, word, left - first, num_cols - first, HAS_FOLD, VECTOR, PTX
+            )
+            largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
+            first += WORDS * 4
+    factor, inverse = _scale_from_amax(tl.max(largest, 1)[:, None], IS_E4M3)
+    tl.store(scale_inv + row, inverse, is_row)
+    if LOOP:
+        first = 0
+        while first < num_cols:
+            x0, x1, x2, x3 = _load_folded(
+                x + first + at, fold + first, word, left - first, num_cols - first, HAS_FOLD, VECTOR, PTX
+            )
+            code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+            store_word(out + first + at, word, code, left - first, VECTOR)
+            first += WORDS * 4
+    else:
+        code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+        store_word(out + at, word, code, left, VECTOR)

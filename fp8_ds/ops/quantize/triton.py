@@ -1,0 +1,284 @@
+"""The kernels of kernel.py launched: same arguments and results as the functions of `reference`.
+
+`x` is contiguous, and a given scale is 0-dim. On CPU these run under Triton's interpreter only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fp8_ds.ops.quantize import kernel
+from fp8_ds.ops.transpose.triton import runs_ptx
+
+_ALIGNMENT = 16
+
+AMAX_WORDS, AMAX_WARPS, AMAX_PROGRAMS = 8192, 16, 2
+"""Of `amax`: words of a tile, warps of a program, programs for each multiprocessor. 16 words a thread are 128 bytes of
+bf16 on their way; a few long programs leave few maxima for the cast to read."""
+
+CAST_WORDS, CAST_WARPS = 2048, 4
+"""Of a cast without transpose: words and warps of a program."""
+
+PLANES_VECTORS, PLANES_WARPS = 4, 1
+PLANES_WORDS = {True: 32, False: 16}
+"""Of a cast with transpose: 64 rows, and words of a row, by whether the plain plane is stored as well. Triton gives a
+thread four words of a row then, else two, and 8 threads the row: four more write 64 bytes of each column together."""
+
+COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 8, 8, 2, 128, 8
+"""Of the amaxes of columns: a program for 512 columns, each of its 8 warps for 16 rows of them."""
+
+ROW_WORDS, MAX_ROW_WORDS, WORDS_PER_THREAD = 2048, 4096, 16
+"""Of a cast by rows: words of a program, most words of a row that stays in registers, words of a thread."""
+
+
+def _is_vector(*sizes: int, at: tuple[Tensor | None, ...]) -> bool:
+    """Whether rows of these sizes are cut into whole vectors, from tensors that begin at one."""
+    return all(size % _ALIGNMENT == 0 for size in sizes) and all(
+        tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in at
+    )
+
+
+def _options(x: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    return {"IS_E4M3": dtype == torch.float8_e4m3fn, "PTX": runs_ptx(x), "enable_fp_fusion": False}
+
+
+def _scalar(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+def _num_amax_programs(x: Tensor) -> int:
+    """Enough to fill the device, and no more than the casts read maxima of."""
+    num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    most = min(AMAX_PROGRAMS * num_processors, kernel.MAX_PARTIALS.value)
+    return min(most, triton.cdiv(x.numel(), AMAX_WORDS * 4))
+
+
+def _launch_amax(x: Tensor, out: Tensor, num_programs: int, *, atomic: bool) -> None:
+    if num_programs > 0:
+        kernel.amax_kernel[(num_programs,)](
+            x,
+            out,
+            x.numel(),
+            WORDS=AMAX_WORDS,
+            ATOMIC=atomic,
+            VECTOR=_is_vector(x.numel(), at=(x,)),
+            PTX=runs_ptx(x),
+            num_warps=AMAX_WARPS,
+        )
+
+
+def amax(x: Tensor) -> Tensor:
+    measured = torch.zeros((), dtype=torch.float32, device=x.device)
+    record_amax(x, measured)
+    return measured
+
+
+def record_amax(x: Tensor, amax_local: Tensor) -> None:
+    _launch_amax(x, amax_local, _num_amax_programs(x), atomic=True)
+
+
+def _partial_amaxes(x: Tensor) -> Tensor:
+    """int32 [num_programs]: bits of maxima whose maximum is the amax of `x`. Nothing has to be set to zero for them."""
+    partials = torch.empty(_num_amax_programs(x), dtype=torch.int32, device=x.device)
+    _launch_amax(x, partials, len(partials), atomic=False)
+    return partials
+
+
+def _cast(
+    x: Tensor,
+    dtype: torch.dtype,
+    mode: int,
+    *,
+    scale: Tensor | None = None,
+    partials: Tensor | None = None,
+    scale_inv: Tensor | None = None,
+    amax_local: Tensor | None = None,
+) -> Tensor:
+    """One launch of `quantize_kernel`, also for an empty tensor in mode CURRENT, whose scale_inv is then 1."""
+    out = torch.empty_like(x, dtype=dtype)
+    num_programs = triton.cdiv(x.numel(), CAST_WORDS * 4)
+    if num_programs == 0 and mode != kernel.CURRENT.value:
+        return out
+    kernel.quantize_kernel[(max(num_programs, 1),)](
+        x,
+        out.view(torch.uint8),
+        scale,
+        partials,
+        0 if partials is None else len(partials),
+        scale_inv,
+        amax_local,
+        x.numel(),
+        WORDS=CAST_WORDS,
+        MODE=mode,
+        RECORD=amax_local is not None,
+        VECTOR=_is_vector(x.numel(), at=(x,)),
+        num_warps=CAST_WARPS,
+        **_options(x, dtype),
+    )
+    return out
+
+
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
+    return _cast(x, dtype, kernel.GIVEN.value, scale=scale)
+
+
+def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    scale_inv = _scalar(x)
+    x_fp8 = _cast(x, dtype, kernel.CURRENT.value, partials=_partial_amaxes(x), scale_inv=scale_inv)
+    return x_fp8, scale_inv
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, amax_local: Tensor, record: bool, dtype: torch.dtype, fp8_max: float
+) -> tuple[Tensor, Tensor]:
+    spoiled = scale_inv.clone()
+    x_fp8 = _cast(
+        x, dtype, kernel.DELAYED.value, scale=scale, scale_inv=spoiled, amax_local=amax_local if record else None
+    )
+    return x_fp8, spoiled
+
+
+def _cast_planes(
+    x: Tensor,
+    dtype: torch.dtype,
+    mode: int,
+    planes: str,
+    *,
+    scale: Tensor | None = None,
+    partials: Tensor | None = None,
+    amax_cols: Tensor | None = None,
+    fold: Tensor | None = None,
+    scale_inv: Tensor | None = None,
+    amax_local: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One launch of `planes_kernel`; where only the plain plane is wanted, of `quantize_kernel`."""
+    none = torch.empty(0, dtype=dtype, device=x.device)
+    if planes == "row":
+        row_plane = _cast(x, dtype, mode, scale=scale, partials=partials, scale_inv=scale_inv, amax_local=amax_local)
+        return row_plane, none
+    num_rows, num_cols = x.shape
+    has_row_plane = planes == "both"
+    row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
+    col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
+    words = PLANES_WORDS[has_row_plane]
+    num_programs = triton.cdiv(num_rows, PLANES_VECTORS * 16) * triton.cdiv(num_cols, words * 4)
+    if num_programs == 0:
+        # Nothing to cast, but scales of nothing are 1.
+        if mode == kernel.CURRENT.value or mode == kernel.COLUMNS.value:
+            assert scale_inv is not None
+            scale_inv.fill_(1.0)
+        return row_plane, col_plane
+    kernel.planes_kernel[(num_programs,)](
+        x,
+        row_plane.view(torch.uint8),
+        col_plane.view(torch.uint8),
+        scale,
+        partials,
+        0 if partials is None else len(partials),
+        amax_cols,
+        fold,
+        scale_inv,
+        amax_local,
+        num_rows,
+        num_cols,
+        VECTORS=PLANES_VECTORS,
+        WORDS=words,
+        MODE=mode,
+        RECORD=amax_local is not None,
+        ROW_PLANE=has_row_plane,
+        HAS_FOLD=fold is not None,
+        VECTOR_IN=_is_vector(num_cols, at=(x,)),
+        VECTOR_OUT=_is_vector(num_rows, at=()),
+        num_warps=PLANES_WARPS,
+        **_options(x, dtype),
+    )
+    return row_plane, col_plane
+
+
+def quantize_planes(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, planes: str) -> tuple[Tensor, Tensor]:
+    return _cast_planes(x, dtype, kernel.GIVEN.value, planes, scale=scale)
+
+
+def quantize_tensorwise_planes(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale_inv, partials = _scalar(x), _partial_amaxes(x)
+    row_plane, col_plane = _cast_planes(x, dtype, kernel.CURRENT.value, planes, partials=partials, scale_inv=scale_inv)
+    return row_plane, col_plane, scale_inv
+
+
+def quantize_delayed_planes(
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    amax_local: Tensor,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    planes: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spoiled = scale_inv.clone()
+    recorded = amax_local if record else None
+    row_plane, col_plane = _cast_planes(
+        x, dtype, kernel.DELAYED.value, planes, scale=scale, scale_inv=spoiled, amax_local=recorded
+    )
+    return row_plane, col_plane, spoiled
+
+
+def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    num_rows, num_cols = x.shape
+    out = torch.empty_like(x, dtype=dtype)
+    scale_inv = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out, scale_inv
+    # A vector of each thread of a warp at least.
+    words = min(max(triton.next_power_of_2(triton.cdiv(num_cols, 4)), 128), MAX_ROW_WORDS)
+    rows = max(ROW_WORDS // words, 1)
+    kernel.rowwise_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        out.view(torch.uint8),
+        fold,
+        scale_inv,
+        num_rows,
+        num_cols,
+        ROWS=rows,
+        WORDS=words,
+        LOOP=num_cols > words * 4,
+        HAS_FOLD=fold is not None,
+        VECTOR=_is_vector(num_cols, at=(x, fold)),
+        num_warps=rows * words // (32 * WORDS_PER_THREAD),
+        **_options(x, dtype),
+    )
+    return out, scale_inv
+
+
+def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    num_rows, num_cols = x.shape
+    amax_cols = torch.zeros(num_cols, dtype=torch.int32, device=x.device)
+    num_programs = triton.cdiv(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * triton.cdiv(num_cols, COLS_WORDS * 4)
+    if num_programs > 0:
+        kernel.amax_cols_kernel[(num_programs,)](
+            x,
+            fold,
+            amax_cols,
+            num_rows,
+            num_cols,
+            ROWS=COLS_ROWS,
+            UNROLL=COLS_UNROLL,
+            NUM_TILES=COLS_TILES,
+            WORDS=COLS_WORDS,
+            HAS_FOLD=fold is not None,
+            VECTOR=_is_vector(num_cols, at=(x,)),
+            PTX=runs_ptx(x),
+            num_warps=COLS_WARPS,
+            enable_fp_fusion=False,
+        )
+    scale_inv = torch.empty((num_cols, 1), dtype=torch.float32, device=x.device)
+    _, col_plane = _cast_planes(
+        x, dtype, kernel.COLUMNS.value, "col", amax_cols=amax_cols, fold=fold, scale_inv=scale_inv
+    )
+    return col_plane, scale_inv

@@ -1,0 +1,44 @@
+"""The transpose of one-byte matrices: Hopper's FP8 GEMM takes operands only with the contracted dim last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops._register import register, runs_new_kernels
+from fp8_ds.ops.transpose import reference
+
+
+def _kernel(x: Tensor) -> Tensor:
+    if x.is_cuda and runs_new_kernels():
+        from fp8_ds.ops.transpose import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return triton.transpose(x)
+    return reference.transpose(x)
+
+
+_transpose, _LIBRARY = register(
+    "transpose(Tensor x) -> Tensor", _kernel, lambda x: x.new_empty((x.shape[1], x.shape[0]))
+)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """`x.t()`, contiguous, bit for bit: NaNs keep their payloads.
+
+    Args:
+        x: any dtype of one byte, [R, C], contiguous. Sides that are multiples of 16 are moved 16 bytes at a time.
+
+    Returns:
+        the dtype of `x`, [C, R], contiguous, memory of its own.
+
+    Raises:
+        ValueError: dtype, number of dims or layout other than these.
+    """
+    if x.dim() != 2 or x.element_size() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"x: expected a contiguous matrix of one-byte elements, got {x.dtype} {tuple(x.shape)} with strides "
+            f"{x.stride()}. A transposed view needs no transpose."
+        )
+    x_t: Tensor = _transpose(x)
+    return x_t

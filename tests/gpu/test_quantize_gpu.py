@@ -1,0 +1,254 @@
+"""Quantisation and transpose kernels on CUDA against the references on CPU copies, bit for bit; memory, no waiting.
+
+The hardware's conversion gives every NaN a positive sign: NaNs are compared as such.
+"""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.quantize import (
+    PLANES,
+    amax,
+    quantize,
+    quantize_colwise_t,
+    quantize_delayed,
+    quantize_delayed_planes,
+    quantize_planes,
+    quantize_rowwise,
+    quantize_tensorwise,
+    quantize_tensorwise_planes,
+    record_amax,
+)
+from fp8_ds.ops.transpose import transpose
+from fp8_ds.testing import assert_bitwise, many_scales
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+FORMATS = [E4M3, E5M2]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(1, 1), (3, 5), (16, 16), (80, 144), (67, 35), (33, 16), (16, 9), (304, 4096), (40, 16400), (2, 40005)]
+NAN, INF = float("nan"), float("inf")
+SCALE = torch.tensor(3.7)
+
+
+def assert_equal(expected, got):
+    """`got` lies on CUDA, or is None where `expected` is."""
+    for a, b in zip(expected, got, strict=True):
+        if a is None:
+            assert b is None
+            continue
+        b = b.cpu()
+        is_nan = a.float().isnan()
+        assert torch.equal(is_nan, b.float().isnan())
+        keep = ~is_nan
+        assert_bitwise(*(t.view(torch.uint8)[keep] if t.element_size() == 1 else t[keep] for t in (a, b)))
+
+
+def matrix(num_rows, num_cols, dtype=torch.bfloat16):
+    return many_scales("per_tile", num_rows, num_cols, seed=num_rows).to(dtype)
+
+
+def check(function, *args, **keys):
+    """On CPU tensors, which take the reference, and on copies of them on CUDA."""
+    on_cuda = [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    expected, got = function(*args, **keys), function(*on_cuda, **keys)
+    assert_equal(*((result,) if isinstance(result, torch.Tensor) else result for result in (expected, got)))
+
+
+@pytest.mark.parametrize("dtype", [E4M3.dtype, E5M2.dtype, torch.int8])
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 32), (65, 130), (4096, 14336), (0, 5), (5, 0)])
+def test_transpose_moves_every_byte_value_to_its_place(shape, dtype):
+    x = (torch.arange(shape[0] * shape[1]) % 257 % 256).to(torch.uint8).reshape(shape)
+    assert_bitwise(transpose(x.cuda().view(dtype)).cpu().view(torch.uint8), x.t().contiguous())
+
+
+def test_transpose_takes_tensors_that_begin_anywhere():
+    codes = torch.arange(300, dtype=torch.int16).to(torch.uint8)
+    for start in (0, 1, 4, 8, 16):
+        x = codes[start : start + 256].view(16, 16)
+        assert_bitwise(transpose(codes.cuda()[start : start + 256].view(16, 16)).cpu(), x.t().contiguous())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 2.0**9, 97.3])
+def test_cast_equals_reference_for_every_16_bit_number_and_many_float32(scale, fmt):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    random = torch.randint(-(2**31), 2**31, (1 << 18,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    codes = torch.arange(128, dtype=torch.uint8).view(fmt.dtype).float()
+    codes = codes[codes.isfinite()]
+    halfway = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([codes, halfway, halfway * (1 + 2**-23), halfway * (1 - 2**-24), -halfway])
+    for x in (every.view(torch.bfloat16), every.view(torch.float16), random.view(torch.float32), near):
+        check(quantize, x, torch.tensor(scale), fmt)
+        check(quantize_planes, x.reshape(1, -1), torch.tensor(scale), fmt, "both")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_equal_references_for_every_dtype_and_shape(shape, dtype):
+    x, rows, cols = matrix(*shape, dtype), torch.rand(shape[0]), torch.rand(shape[1])
+    check(amax, x)
+    for fmt in FORMATS if dtype == torch.bfloat16 else [E4M3]:
+        check(quantize, x, SCALE, fmt)
+        check(quantize_tensorwise, x, fmt)
+        check(quantize_rowwise, x, fmt)
+        check(quantize_rowwise, x, fmt, cols)
+        check(quantize_colwise_t, x, fmt)
+        check(quantize_colwise_t, x, fmt, rows)
+        for planes in PLANES:
+            check(quantize_planes, x, SCALE, fmt, planes)
+            check(quantize_tensorwise_planes, x, fmt, planes)
+
+
+def test_a_tensor_of_more_than_two_to_the_31_elements_is_cast_to_its_end():
+    x = torch.zeros((1 << 17) + 16, 1 << 14, dtype=torch.bfloat16, device="cuda")
+    x[-1, -1], x[-1, 0] = -3.0, 1.0
+    row, col, scale_inv = quantize_tensorwise_planes(x, E4M3, "both")
+    torch.testing.assert_close(scale_inv.item(), 3.0 / 448.0, rtol=1e-6, atol=0)
+    assert row[-1, 0].float() > 0 and col[0, -1].float() > 0
+    for plane in (row, col, transpose(row), quantize_rowwise(x, E4M3)[0], quantize_colwise_t(x, E4M3)[0]):
+        assert plane[-1, -1].float() == -448.0
+    assert amax(x) == 3.0
+
+
+@pytest.mark.parametrize("at", [0, 12345, -1])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_one_broken_element_is_never_hidden(bad, at):
+    x = matrix(304, 4096)
+    x.view(-1)[at] = bad
+    for planes in PLANES:
+        check(quantize_tensorwise_planes, x, E4M3, planes)
+    check(quantize_rowwise, x, E5M2)
+    check(quantize_colwise_t, x, E5M2)
+    measured = amax(x.cuda())
+    assert measured.isnan() if bad != bad else measured == INF
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, 0.0])
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("shape", [(304, 4096), (67, 35)])
+def test_delayed_equals_reference(shape, record, bad):
+    x = matrix(*shape)
+    x[-1, 7] = bad
+    for start in (0.25, 1e30):
+        for planes in (None, *PLANES):
+            slots = torch.full((3,), start), torch.full((3,), start, device="cuda")
+            results = []
+            for device, slot in zip(("cpu", "cuda"), slots, strict=True):
+                scale, scale_inv = SCALE.to(device), (1 / SCALE).to(device)
+                if planes is None:
+                    result = quantize_delayed(x.to(device), scale, scale_inv, slot[1], E4M3, record=record)
+                else:
+                    result = quantize_delayed_planes(
+                        x.to(device), scale, scale_inv, slot[1], E4M3, planes, record=record
+                    )
+                results.append((*result, slot))
+            assert_equal(*results)
+
+
+def test_recorded_amax_only_grows():
+    slot = torch.tensor(5.0, device="cuda")
+    for value, expected in ((3.0, 5.0), (-7.0, 7.0), (INF, INF), (1.0, INF), (NAN, NAN), (1.0, NAN)):
+        record_amax(torch.full((100_000,), value, device="cuda", dtype=torch.bfloat16), slot)
+        assert slot.isnan() if expected != expected else slot == expected
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-149, 1e-39, 3e38])
+def test_extreme_tensors_equal_reference(value):
+    x = torch.full((32, 48), value)
+    check(quantize_tensorwise_planes, x, E4M3, "both")
+    check(quantize_rowwise, x, E4M3)
+    check(quantize_colwise_t, x, E4M3)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_empty_matrices_have_scales_of_one(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    check(amax, x)
+    check(quantize, x, SCALE, E4M3)
+    check(quantize_tensorwise, x, E4M3)
+    check(quantize_rowwise, x, E4M3)
+    check(quantize_colwise_t, x, E4M3)
+    for planes in PLANES:
+        check(quantize_tensorwise_planes, x, E4M3, planes)
+
+
+def test_tensors_that_begin_anywhere_and_other_layouts_equal_reference():
+    flat = matrix(1, 64 * 64 + 8).flatten()
+    on_cuda = flat.cuda()
+    for start in (1, 2, 4, 8):
+        views = [t[start : start + 64 * 64].view(64, 64) for t in (flat, on_cuda)]
+        for fold in (None, torch.rand(64)):
+            assert_equal(
+                quantize_rowwise(views[0], E4M3, fold),
+                quantize_rowwise(views[1], E4M3, None if fold is None else fold.cuda()),
+            )
+        assert_equal(
+            quantize_tensorwise_planes(views[0], E4M3, "both"), quantize_tensorwise_planes(views[1], E4M3, "both")
+        )
+    x = matrix(48, 32)
+    for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[:1].expand(5, 32)):
+        assert_equal(quantize_tensorwise(view(x), E4M3), quantize_tensorwise(view(x.cuda()), E4M3))
+    scale = torch.rand(48, 1)
+    assert_equal((quantize(x, scale, E4M3),), (quantize(x.cuda(), scale.cuda(), E4M3),))
+
+
+def test_compiled_functions_give_the_same_bits():
+    def function(x, fold):
+        row, col, scale_inv = quantize_tensorwise_planes(x * 2, E4M3, "both")
+        return row, col, scale_inv, transpose(row), *quantize_rowwise(x, E4M3, fold), *quantize_colwise_t(x, E5M2)
+
+    x, fold = matrix(64, 96), torch.rand(96)
+    assert_equal(function(x, fold), torch.compile(function, fullgraph=True)(x.cuda(), fold.cuda()))
+
+
+def test_casts_replay_from_a_graph_as_they_run():
+    x, slot = matrix(128, 256).cuda(), torch.zeros((), device="cuda")
+    scale = SCALE.cuda()
+
+    def casts():
+        return (
+            *quantize_tensorwise_planes(x, E4M3, "both"),
+            *quantize_delayed(x, scale, 1 / scale, slot, E5M2, record=True),
+            *quantize_rowwise(x, E4M3),
+            *quantize_colwise_t(x, E4M3),
+        )
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        casts()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = casts()
+    for factor in (1.0, 3.0, 0.1):
+        x.mul_(factor)
+        graph.replay()
+        assert_equal([t.cpu() for t in casts()], captured)
+
+
+def test_casts_never_wait_for_the_device_and_allocate_their_results_only():
+    x, slot = torch.randn(2048, 4096, device="cuda").bfloat16(), torch.zeros((), device="cuda")
+    scale, fold = SCALE.cuda(), torch.rand(4096, device="cuda")
+
+    def casts():
+        results = [quantize_tensorwise_planes(x, E4M3, planes) for planes in PLANES]
+        results.append(quantize_delayed(x, scale, scale, slot, E4M3, record=True))
+        results += [quantize_rowwise(x, E4M3, fold), quantize_colwise_t(x, E4M3)]
+        results.append(transpose(results[0][0]))
+        return results
+
+    casts()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = casts()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert len(results) == 7
+    num_planes = 1 + 1 + 2 + 1 + 1 + 1 + 1
+    assert torch.cuda.max_memory_allocated() - before < num_planes * x.numel() + (1 << 20)

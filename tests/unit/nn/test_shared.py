@@ -1,0 +1,173 @@
+"""One quantisation for all layers that read the same tensor, and how many torch calls a linear makes."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3
+from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn.shared import SharedInput
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing import assert_bitwise
+from fp8_ds.zero.payload import Fp8Payload
+
+QUANTIZE = "fp8_ds.quantize_tensorwise_planes"
+MAX_DISPATCHES = 20
+"""Of one linear, forward and backward; the issue's bound."""
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[str(func).removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layers(num, shared, features=32):
+    torch.manual_seed(0)
+    made = [nn.Linear(features, features, bias=False).bfloat16() for _ in range(num)]
+    return [Fp8Linear.from_linear(layer, TensorwiseRecipe(LinearConfig(), shared)) for layer in made]
+
+
+def step(linears, x):
+    """(outputs, gradients) of linears that read the same tensor."""
+    x = x.clone().requires_grad_()
+    inner = x * 1  # as in a model: no leaf
+    outputs = [linear(inner) for linear in linears]
+    torch.stack([output.float().square().sum() for output in outputs]).sum().backward()
+    grads = [linear.weight.grad.clone() for linear in linears] + [x.grad]
+    for linear in linears:
+        linear.weight.grad = None
+    return [*outputs, *grads]
+
+
+def test_three_layers_quantise_their_common_input_once_and_compute_the_same_bits():
+    x = torch.randn(16, 32).bfloat16()
+    together, alone = layers(3, SharedInput()), layers(3, None)
+    with Calls() as calls:
+        got = step(together, x)
+    assert calls.names[QUANTIZE] == 1 + 3  # x, and each grad_output
+    with Calls() as calls:
+        expected = step(alone, x)
+    assert calls.names[QUANTIZE] == 3 + 3
+    for a, b in zip(got, expected, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_layers_keep_one_plane_of_their_common_input_for_backward():
+    linears = layers(3, SharedInput())
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        [linear(x) for linear in linears]
+    planes = [t for t in kept if t.dtype == torch.float8_e4m3fn]
+    assert len(planes) == 3 and {t.data_ptr() for t in planes} == {planes[0].data_ptr()}
+    assert planes[0].shape == (32, 16)
+
+
+def test_a_tensor_written_in_place_is_quantised_again():
+    first, second = layers(2, SharedInput())
+    x = torch.randn(16, 32).bfloat16()
+    first(x)
+    x.mul_(-3)
+    assert_bitwise(second(x), layers(2, None)[1](x))
+
+
+def test_equal_values_in_another_tensor_are_quantised_again():
+    first, second = layers(2, SharedInput())
+    x = torch.randn(16, 32).bfloat16()
+    with Calls() as calls:
+        first(x), second(x.clone()), second(x)
+    assert calls.names[QUANTIZE] == 3
+
+
+def test_a_layer_that_trains_after_a_frozen_one_gets_its_plane():
+    frozen, trained = layers(2, SharedInput())
+    frozen.weight.requires_grad_(False)
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    (frozen(x) + trained(x)).float().sum().backward()
+    plain = layers(2, None)
+    y = x.detach().clone().requires_grad_()
+    (plain[0](y) + plain[1](y)).float().sum().backward()
+    assert_bitwise(trained.weight.grad, plain[1].weight.grad)
+
+
+def test_planes_are_freed_with_the_tensor_they_were_made_of():
+    shared = SharedInput()
+    (linear,) = layers(1, shared)
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        linear(x)
+    plane = weakref.ref(shared._planes.rows)
+    gc.disable()
+    try:
+        del x
+        assert plane() is None and shared._planes is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_share_and_compute_the_same_bits(use_reentrant):
+    x = torch.randn(16, 32).bfloat16()
+    together, alone = layers(2, SharedInput()), layers(2, None)
+
+    def block(linears, inner):
+        return linears[0](inner * 1) + linears[1](inner)
+
+    results = []
+    for linears, wrapped in ((together, True), (alone, False)):
+        inner = x.clone().requires_grad_()
+        output = checkpoint(block, linears, inner, use_reentrant=use_reentrant) if wrapped else block(linears, inner)
+        output.float().square().sum().backward()
+        results.append([output, inner.grad, *(linear.weight.grad for linear in linears)])
+    for a, b in zip(*results, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_inference_tensors_have_no_version_and_are_quantised_each_time():
+    first, second = layers(2, SharedInput())
+    with torch.inference_mode():
+        x = torch.randn(16, 32).bfloat16()
+        expected = second(x).clone()
+        first(x)
+        x.mul_(2)
+        assert not torch.equal(second(x), expected)
+
+
+def test_copies_and_pickles_of_a_model_start_with_nothing_remembered():
+    linears = nn.ModuleList(layers(2, SharedInput()))
+    x = torch.randn(16, 32).bfloat16()
+    expected = [linear(x) for linear in linears]
+    for other in (copy.deepcopy(linears), pickle.loads(pickle.dumps(linears))):
+        assert other[0].fp8_recipe._shared is other[1].fp8_recipe._shared
+        assert other[0].fp8_recipe._shared is not linears[0].fp8_recipe._shared
+        for linear, output in zip(other, expected, strict=True):
+            assert_bitwise(linear(x), output)
+
+
+def test_a_linear_makes_at_most_twenty_torch_calls():
+    (linear,) = layers(1, SharedInput(), features=64)
+    weight_fp8, scale_inv = quantize_tensorwise(linear.weight.detach(), E4M3)
+    payload = Fp8Payload("weight", 1 / scale_inv, scale_inv, torch.bfloat16)
+    payload.data = weight_fp8
+    linear.weight._fp8 = payload
+    x = torch.randn(2, 16, 64).bfloat16().requires_grad_()
+    grad_output = torch.randn(2, 16, 64).bfloat16()
+    with Calls() as calls:
+        linear(x).backward(grad_output)
+    assert sum(calls.names.values()) <= MAX_DISPATCHES, calls.names

@@ -1,0 +1,197 @@
+"""The kernels of ops/quantize and ops/transpose in Triton's interpreter against their references, bit for bit.
+
+test_quantize_planes.py runs this file in a child process.
+"""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.quantize import kernel, reference, triton
+from fp8_ds.ops.transpose import reference as transpose_reference
+from fp8_ds.ops.transpose import triton as transpose_triton
+from fp8_ds.testing import assert_bitwise, many_scales
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [BF16, FP16, FP32]
+FORMATS = [E4M3, E5M2]
+NAN, INF = float("nan"), float("inf")
+SCALE = torch.tensor(3.7)
+SEVERAL_TILES = 4 * triton.AMAX_WORDS * (triton.AMAX_PROGRAMS * 2 + 1)
+"""More than one tile for a program of the amax kernel on the interpreter's two processors."""
+
+
+def assert_equal(expected, got):
+    for a, b in zip(expected, got, strict=True):
+        assert_bitwise(a, b)
+
+
+def matrix(num_rows, num_cols, dtype=BF16):
+    return many_scales("per_tile", num_rows, num_cols, seed=num_rows).to(dtype)
+
+
+def both(name, *args):
+    """What the reference and the kernels make of the same arguments."""
+    return getattr(reference, name)(*args), getattr(triton, name)(*args)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (80, 144), (65, 9), (32, 7), (7, 32)])
+def test_transpose_equals_reference_for_every_byte_value_and_side(shape):
+    x = (torch.arange(shape[0] * shape[1]) % 257 % 256).to(torch.uint8).reshape(shape)
+    assert_bitwise(transpose_reference.transpose(x), transpose_triton.transpose(x))
+
+
+def test_transpose_of_floats_and_of_misaligned_tensors_moves_bytes():
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2)
+    for x in (codes[:256].view(E4M3.dtype).reshape(16, 16), codes[1:257].view(torch.int8).reshape(16, 16)):
+        assert_bitwise(transpose_reference.transpose(x), transpose_triton.transpose(x))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_cast_equals_reference_for_every_bf16_number_and_many_float32(fmt):
+    """Infinities, both signs of NaN and zero, halfway cases, subnormals of both formats, and of float32."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    codes = torch.arange(128, dtype=torch.uint8).view(fmt.dtype).float()
+    codes = codes[codes.isfinite()]
+    halfway = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([halfway, halfway * (1 + 2**-23), halfway * (1 - 2**-24), -halfway])
+    for x, scale in ((every, torch.tensor(1.0)), (every, torch.tensor(2.0**-9)), (near, torch.tensor(1.0))):
+        assert_bitwise(*both("quantize", x, scale, fmt.dtype, fmt.max))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 4 * triton.CAST_WORDS + 16, 4 * triton.CAST_WORDS + 3])
+def test_elementwise_casts_equal_reference(numel, dtype):
+    x = matrix(1, max(numel, 1), dtype).flatten()[:numel]
+    assert_bitwise(*both("amax", x))
+    assert_bitwise(*both("quantize", x, SCALE, E5M2.dtype, E5M2.max))
+    assert_equal(*both("quantize_tensorwise", x, E4M3.dtype, E4M3.max))
+
+
+def test_amax_sees_the_last_element_of_several_tiles_and_every_program():
+    x = torch.zeros(SEVERAL_TILES, dtype=BF16)
+    for at in (0, 4 * triton.AMAX_WORDS, SEVERAL_TILES - 1):
+        x[at] = -2.0 - at
+        assert_bitwise(*both("amax", x))
+        assert_equal(*both("quantize_tensorwise", x[-40000:], E4M3.dtype, E4M3.max))
+
+
+@pytest.mark.parametrize("numel", [32, 33])
+def test_misaligned_tensors_equal_reference(numel):
+    x = matrix(1, 64).flatten()[1 : 1 + numel]
+    assert_bitwise(*both("amax", x))
+    assert_equal(*both("quantize_tensorwise", x, E4M3.dtype, E4M3.max))
+    assert_equal(*both("quantize_rowwise", x.reshape(1, -1), None, E4M3.dtype, E4M3.max))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 0.0])
+@pytest.mark.parametrize("record", [True, False])
+def test_delayed_equals_reference_with_and_without_a_broken_element(bad, record):
+    x = matrix(5, 16)
+    x[4, 7] = bad
+    for start in (0.25, 1e30):
+        slots = torch.full((3,), start), torch.full((3,), start)
+        arguments = [(x, SCALE, 1 / SCALE, slot[1], record, E4M3.dtype, E4M3.max) for slot in slots]
+        expected, got = reference.quantize_delayed(*arguments[0]), triton.quantize_delayed(*arguments[1])
+        assert_equal(expected, got)
+        torch.testing.assert_close(slots[0], slots[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_delayed_planes_equal_reference():
+    x = matrix(5, 16)
+    x[4, 7] = INF
+    slots = torch.tensor(0.25), torch.tensor(0.25)
+    expected, got = (
+        module.quantize_delayed_planes(x, SCALE, 1 / SCALE, slot, True, E5M2.dtype, E5M2.max, "col")
+        for module, slot in zip((reference, triton), slots, strict=True)
+    )
+    assert_equal(expected, got)
+    torch.testing.assert_close(slots[0], slots[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_record_amax_keeps_a_larger_one_and_a_nan():
+    x = torch.full((48,), -3.0)
+    for start, end in ((1.0, 3.0), (5.0, 5.0), (INF, INF), (NAN, NAN)):
+        slot = torch.tensor(start)
+        triton.record_amax(x, slot)
+        torch.testing.assert_close(slot, torch.tensor(end), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "planes"),
+    [
+        ((80, 16), BF16, "both"),  # two programs, all vectors whole
+        ((16, 80), FP16, "col"),  # two programs, side by side
+        ((16, 32), FP32, "both"),
+        ((67, 35), BF16, "both"),  # no vector whole
+        ((33, 16), FP32, "col"),  # whole when read, not when written
+        ((16, 9), FP16, "col"),  # the reverse
+    ],
+)
+def test_planes_equal_reference(shape, dtype, planes):
+    fmt = E5M2 if planes == "col" else E4M3
+    assert_equal(*both("quantize_planes", matrix(*shape, dtype), SCALE, fmt.dtype, fmt.max, planes))
+
+
+@pytest.mark.parametrize(("planes", "bad"), [("row", 0.0), ("col", INF), ("both", 0.0)])
+def test_tensorwise_planes_equal_reference(planes, bad):
+    x = matrix(17, 48)
+    x[3, 4] = bad
+    assert_equal(*both("quantize_tensorwise_planes", x, E4M3.dtype, E4M3.max, planes))
+
+
+@pytest.mark.parametrize("with_fold", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 48), (17, 131), (1, 1)])
+def test_rowwise_equals_reference(shape, dtype, with_fold):
+    fold = torch.rand(shape[1]) if with_fold else None
+    assert_equal(*both("quantize_rowwise", matrix(*shape, dtype), fold, E4M3.dtype, E4M3.max))
+
+
+@pytest.mark.parametrize("num_cols", [4 * triton.MAX_ROW_WORDS, 4 * triton.MAX_ROW_WORDS + 16, 8 * 4096 + 5])
+def test_rows_longer_than_the_registers_equal_reference(num_cols):
+    """The largest element lies in another part than the first."""
+    x, fold = matrix(2, num_cols), torch.rand(num_cols)
+    x[1, -1] = 1e4
+    assert_equal(*both("quantize_rowwise", x, fold, E4M3.dtype, E4M3.max))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "with_fold"),
+    [((32, 64), BF16, True), ((17, 9), FP16, True), ((5, 16), FP32, True), ((16, 17), BF16, False)],
+)
+def test_colwise_equals_reference(shape, dtype, with_fold):
+    fold = torch.rand(shape[0]) if with_fold else None
+    assert_equal(*both("quantize_colwise_t", matrix(*shape, dtype), fold, E5M2.dtype, E5M2.max))
+
+
+def test_amaxes_of_columns_come_from_every_row_of_several_programs():
+    num_rows = triton.COLS_ROWS * triton.COLS_UNROLL * triton.COLS_TILES + 16
+    x = torch.zeros(num_rows, 16, dtype=BF16)
+    x[0, 0], x[num_rows // 2 + 1, 5], x[-17, 10], x[-1, 15] = -2.0, 3.0, 5.0, -7.0
+    _, scale_inv = triton.quantize_colwise_t(x, None, E4M3.dtype, E4M3.max)
+    torch.testing.assert_close(scale_inv[::5, 0] * E4M3.max, torch.tensor([2.0, 3.0, 5.0, 7.0]))
+    assert (scale_inv.flatten() == 1).sum() == 12
+
+
+@pytest.mark.parametrize("name", ["quantize_rowwise", "quantize_colwise_t"])
+def test_broken_zero_and_tiny_rows_and_columns_equal_reference(name):
+    x = matrix(16, 16, FP32)
+    x[0], x[1] = 0.0, 2.0**-149
+    x[2, 3], x[4, 5], x[6, 7] = NAN, INF, -INF
+    x[:, 8], x[:, 9] = 0.0, 1e-39
+    assert_equal(*both(name, x, None, E4M3.dtype, E4M3.max))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_matrices_have_scales_of_one(shape):
+    x = torch.empty(shape, dtype=BF16)
+    for name in ("quantize_rowwise", "quantize_colwise_t"):
+        assert_equal(*both(name, x, None, E4M3.dtype, E4M3.max))
+    assert_equal(*both("quantize_tensorwise_planes", x, E4M3.dtype, E4M3.max, "both"))
+    assert_equal(*both("quantize_planes", x, SCALE, E4M3.dtype, E4M3.max, "both"))
+    assert_bitwise(transpose_reference.transpose(x.to(torch.int8)), transpose_triton.transpose(x.to(torch.int8)))
+
+
+def test_partial_maxima_fit_what_the_casts_read():
+    assert triton._num_amax_programs(torch.empty(1 << 30, dtype=BF16, device="meta")) <= kernel.MAX_PARTIALS.value

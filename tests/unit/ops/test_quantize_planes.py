@@ -1,0 +1,196 @@
+"""Casts in two layouts and by scales of rows and columns; the kernels in Triton's interpreter, in a child process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.quantize import (
+    PLANES,
+    quantize,
+    quantize_colwise_t,
+    quantize_delayed,
+    quantize_delayed_planes,
+    quantize_planes,
+    quantize_rowwise,
+    quantize_tensorwise,
+    quantize_tensorwise_planes,
+)
+from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+
+INTERPRETED = Path(__file__).with_name("planes_interpreted.py")
+FORMATS = [E4M3, E5M2]
+NAN, INF = float("nan"), float("inf")
+SCALE = torch.tensor(2.5)
+
+
+def test_kernels_equal_references_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (37, 53)])
+def test_planes_are_quantize_and_its_transpose_in_memory_of_their_own(shape, fmt):
+    x = many_scales("per_tile", *shape).bfloat16()
+    expected = quantize(x, SCALE, fmt)
+    row, col = quantize_planes(x, SCALE, fmt, "both")
+    assert_bitwise(row, expected)
+    assert_bitwise(col, expected.t().contiguous())
+    assert row.is_contiguous() and col.is_contiguous() and row.data_ptr() != col.data_ptr()
+
+
+def test_planes_that_are_not_asked_for_are_none():
+    x = torch.randn(3, 4)
+    made = {
+        "planes": {planes: quantize_planes(x, SCALE, E4M3, planes) for planes in PLANES},
+        "tensorwise": {planes: quantize_tensorwise_planes(x, E4M3, planes)[:2] for planes in PLANES},
+    }
+    for results in made.values():
+        assert {planes: [plane is None for plane in result] for planes, result in results.items()} == {
+            "row": [False, True],
+            "col": [True, False],
+            "both": [False, False],
+        }
+
+
+@pytest.mark.parametrize("bad", [0.0, NAN, INF])
+def test_tensorwise_and_delayed_planes_are_those_of_the_plain_functions(bad):
+    x = many_scales("outlier_channel", 9, 21)
+    x[5, 6] = bad
+    x_fp8, scale_inv = quantize_tensorwise(x, E5M2)
+    row, col, planes_scale_inv = quantize_tensorwise_planes(x, E5M2, "both")
+    for got, expected in ((row, x_fp8), (col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv)):
+        assert_bitwise(got, expected)
+
+    slots = torch.tensor(1.0), torch.tensor(1.0)
+    x_fp8, scale_inv = quantize_delayed(x, SCALE, 1 / SCALE, slots[0], E4M3, record=True)
+    _, col, planes_scale_inv = quantize_delayed_planes(x, SCALE, 1 / SCALE, slots[1], E4M3, "col", record=True)
+    for got, expected in ((col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv), slots):
+        assert_bitwise(got, expected)
+    before = slots[1].clone()
+    quantize_delayed_planes(10 * x, SCALE, 1 / SCALE, slots[1], E4M3, "row", record=False)
+    assert_bitwise(slots[1], before)
+
+
+@pytest.mark.parametrize("family", MANY_SCALES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rowwise_is_tensorwise_of_each_row(fmt, family):
+    x = many_scales(family, 21, 37).bfloat16()
+    x_fp8, scale_inv = quantize_rowwise(x, fmt)
+    assert scale_inv.shape == (21, 1)
+    for i in range(21):
+        row_fp8, row_scale_inv = quantize_tensorwise(x[i], fmt)
+        assert_bitwise(x_fp8[i], row_fp8)
+        assert_bitwise(scale_inv[i, 0], row_scale_inv)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_colwise_is_rowwise_of_the_transpose(fmt):
+    x, fold = many_scales("per_column", 21, 37).bfloat16(), torch.rand(21)
+    for factor in (None, fold):
+        expected, expected_scale_inv = quantize_rowwise(x.t().contiguous(), fmt, factor)
+        x_fp8_t, scale_inv = quantize_colwise_t(x, fmt, factor)
+        assert_bitwise(x_fp8_t, expected)
+        assert_bitwise(scale_inv, expected_scale_inv)
+        assert x_fp8_t.is_contiguous() and x_fp8_t.shape == (37, 21) and scale_inv.shape == (37, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fold_is_a_product_in_float32_before_amax_and_cast(dtype):
+    x, rows, cols = many_scales("per_tile", 21, 37).to(dtype), torch.rand(21), torch.rand(37)
+    cases = (
+        (quantize_rowwise(x, E4M3, cols), quantize_rowwise(x.float() * cols, E4M3)),
+        (quantize_colwise_t(x, E5M2, rows), quantize_colwise_t(x.float() * rows[:, None], E5M2)),
+    )
+    for got, expected in cases:
+        assert_bitwise(got[0], expected[0])
+        assert_bitwise(got[1], expected[1])
+
+
+def test_fold_moves_a_scale_of_the_contracted_axis_into_this_operand():
+    """grad_input = grad @ weight, where every row of the weight, which is contracted, has a scale of its own."""
+    grad, weight = many_scales("per_row", 24, 40), many_scales("per_row", 40, 16)
+    weight_fp8, weight_scale_inv = quantize_rowwise(weight, E4M3)
+    grad_fp8, grad_scale_inv = quantize_rowwise(grad, E4M3, weight_scale_inv.flatten())
+    grad_input = (grad_fp8.float() @ weight_fp8.float()) * grad_scale_inv
+    assert sqnr_db(grad @ weight, grad_input) >= 25.0  # both operands to 3 bits of mantissa: measured 27.9
+    without, scale_inv = quantize_rowwise(grad, E4M3)
+    assert sqnr_db(grad @ weight, (without.float() @ weight_fp8.float()) * scale_inv) < 0
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_broken_element_poisons_its_row_or_column_and_no_other(bad):
+    x = torch.randn(6, 8)
+    x[2, 5] = bad
+    for x_fp8, scale_inv, broken in ((*quantize_rowwise(x, E5M2), 2), (*quantize_colwise_t(x, E5M2), 5)):
+        is_nan = (x_fp8.float() * scale_inv).isnan().all(dim=1)
+        assert is_nan.nonzero().flatten().tolist() == [broken]
+        assert scale_inv.isnan().flatten().tolist() == is_nan.tolist()
+
+
+def test_rows_of_zeros_and_empty_matrices_have_scale_one():
+    x = torch.zeros(3, 4)
+    x[1] = 448.0
+    assert quantize_rowwise(x, E4M3)[1].tolist() == [[1.0], [1.0], [1.0]]
+    for shape in ((0, 4), (4, 0)):
+        empty = torch.empty(shape)
+        x_fp8, scale_inv = quantize_rowwise(empty, E4M3)
+        x_fp8_t, scale_inv_t = quantize_colwise_t(empty, E4M3)
+        assert x_fp8.shape == shape and scale_inv.tolist() == [[1.0]] * shape[0]
+        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.tolist() == [[1.0]] * shape[1]
+        assert quantize_tensorwise_planes(empty, E4M3, "both")[2] == 1
+
+
+def test_wrong_arguments_are_refused():
+    x = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="planes: expected one of"):
+        quantize_planes(x, SCALE, E4M3, "rows")
+    with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
+        quantize_tensorwise_planes(x.t(), E4M3, "both")
+    with pytest.raises(ValueError, match="x: expected a contiguous matrix"):
+        quantize_rowwise(x.double(), E4M3)
+    with pytest.raises(ValueError, match="scale: expected float32, 0-dim"):
+        quantize_planes(x, torch.ones(4, 1), E4M3, "row")
+    with pytest.raises(ValueError, match=r"fold: expected float32 \[6\]"):
+        quantize_rowwise(x, E4M3, torch.ones(4))
+    with pytest.raises(ValueError, match=r"fold: expected float32 \[4\]"):
+        quantize_colwise_t(x, E4M3, torch.ones(6))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (1, 4), (0, 4)])
+def test_ops_pass_opcheck(shape):
+    x, one, ops = torch.randn(shape), torch.ones(()), torch.ops.fp8_ds
+    checks = ("test_schema", "test_faketensor")
+    fmt = (E4M3.dtype, E4M3.max)
+    for planes in PLANES:
+        torch.library.opcheck(ops.quantize_planes.default, (x, one, *fmt, planes), test_utils=checks)
+        torch.library.opcheck(ops.quantize_tensorwise_planes.default, (x, *fmt, planes), test_utils=checks)
+        delayed = (x, one, one.clone(), torch.zeros(()), True, *fmt, planes)
+        torch.library.opcheck(ops.quantize_delayed_planes.default, delayed, test_utils=checks)
+    for fold in (False, True):
+        rows, cols = (torch.rand(size) if fold else None for size in shape)
+        torch.library.opcheck(ops.quantize_rowwise.default, (x, cols, *fmt), test_utils=checks)
+        torch.library.opcheck(ops.quantize_colwise_t.default, (x, rows, *fmt), test_utils=checks)
+
+
+def test_compiled_functions_have_no_graph_break_and_the_same_bits():
+    def function(x, fold):
+        row, col, scale_inv = quantize_tensorwise_planes(x, E4M3, "both")
+        none, only_col = quantize_planes(x, scale_inv, E5M2, "col")
+        assert none is None
+        return row, col, scale_inv, only_col, *quantize_rowwise(x, E4M3, fold), *quantize_colwise_t(x, E5M2)
+
+    x, fold = many_scales("per_row", 6, 10).bfloat16(), torch.rand(10)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for expected, got in zip(function(x, fold), compiled(x, fold), strict=True):
+        assert_bitwise(expected, got)
