@@ -1,0 +1,361 @@
+"""The device code of `triton`; the same bits as `reference`.
+
+A program takes a tile of 4 * QUARTER rows and 128 columns as four tensors [QUARTER, 128], of the rows 4 j, 4 j + 1,
+4 j + 2 and 4 j + 3. A thread so holds four codes of a column side by side and packs them into one 32-bit word: the
+transpose moves words, not bytes, through shared memory, and both sides of it are read and written 16 bytes at a time.
+
+PTX is true on NVIDIA's GPUs, where a conversion is one instruction for two elements; the plain formula beside it is run
+by Triton's interpreter, whose own cast to FP8 does not carry into the exponent, and by other GPUs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.ops.blockwise.reference import BLOCK, MAX_EXPONENT
+
+_BLOCK = tl.constexpr(BLOCK)
+_MAX_BIASED = tl.constexpr(MAX_EXPONENT + 127)
+_MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+
+_ENCODE = """{
+.reg .b16 low, high;
+cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
+cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}"""
+"""Four numbers to four codes in one register, the first in the lowest byte."""
+
+_STORE_SCALE = tl.constexpr("""{
+.reg .pred inside;
+setp.ne.b32 inside, $3, 0;
+@inside st.global.f32 [$1], $2;
+mov.b32 $0, 0;
+}""")
+
+_ENCODE_E4M3 = tl.constexpr(_ENCODE.replace("FORMAT", "e4m3"))
+_ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("FORMAT", "e5m2"))
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of |x| in float32: ordered as the magnitudes are, infinity above all numbers, NaN above infinity."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scales(amax, MAX_BITS: tl.constexpr):
+    """`reference.scale_from_amax` by integers, of the bits of amaxes. MAX_BITS: those of fp8_max as a float32.
+
+    The difference of two floats' bits, shifted, is the difference of their exponents, one less where the mantissa of
+    amax is the larger.
+    """
+    biased = tl.minimum(127 + ((MAX_BITS - amax) >> 23), _MAX_BIASED)
+    biased = tl.where((amax == 0) | (amax >= _INFINITY), 127, biased)
+    scale_inv = tl.where(amax >= _INFINITY, _NAN, (254 - biased) << 23)
+    return (biased << 23).to(tl.float32, bitcast=True), scale_inv.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(x, IS_E4M3: tl.constexpr):
+    """The code of a float32, to nearest even, saturating; int32 in 0 to 255."""
+    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
+    BIAS: tl.constexpr = 7 if IS_E4M3 else 15
+    DROP: tl.constexpr = 23 - MANTISSA
+    # The float whose last bit has the value of the format's smallest subnormal: adding it rounds to that grid.
+    GRID_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    bits = x.to(tl.int32, bitcast=True)
+    mag = bits & 0x7FFFFFFF
+    normal = (mag - ((127 - BIAS) << 23) + ((1 << (DROP - 1)) - 1) + ((mag >> DROP) & 1)) >> DROP
+    grid = tl.full(x.shape, GRID_BITS, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (mag.to(tl.float32, bitcast=True) + grid).to(tl.int32, bitcast=True) - GRID_BITS
+    code = tl.where(mag < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.where(mag > _INFINITY, 0x7F, tl.minimum(code, 0x7E if IS_E4M3 else 0x7B))
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _encode(x, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Codes as uint8."""
+    if PTX:
+        asm: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
+        code = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        code = _code(x, IS_E4M3).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _encode_four(a, b, c, d, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Codes of four tensors as the bytes of one int32 each, a's the lowest."""
+    if PTX:
+        asm: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
+        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1)
+    else:
+        word = _code(a, IS_E4M3) | (_code(b, IS_E4M3) << 8) | (_code(c, IS_E4M3) << 16) | (_code(d, IS_E4M3) << 24)
+    return word
+
+
+@triton.jit
+def _store_transposed(word, x_t, first_row, first_col, num_rows, num_cols, EVEN: tl.constexpr, WORDS: tl.constexpr):
+    """[32, 128] words of four rows each, as 128 rows of 128 bytes of the transpose. WORDS: x_t is int32, not uint8."""
+    word = tl.trans(word)
+    cols = tl.arange(0, _BLOCK)[:, None]
+    quads = tl.arange(0, _BLOCK // 4)[None, :]
+    in_cols = cols < num_cols - first_col
+    if WORDS:
+        # num_rows is a multiple of 16: no word, and no vector of four, crosses the end of a row.
+        stride = tl.multiple_of(num_rows // 4, 4)
+        quad = tl.multiple_of(first_row // 4, 4)
+        at = x_t + tl.multiple_of(first_col.to(tl.int64) * stride + quad, 4) + cols * stride + quads
+        tl.store(at, word, None if EVEN else in_cols & (quads < tl.multiple_of(stride - quad, 4)))
+    else:
+        at = x_t + first_col.to(tl.int64) * num_rows + first_row + cols * num_rows + quads * 4
+        for i in tl.static_range(4):
+            tl.store(at + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), in_cols & (first_row + quads * 4 + i < num_rows))
+
+
+@triton.jit
+def _store_scale(at, scale_inv, mask, PTX: tl.constexpr):
+    """By all threads that hold the row, the same value: tl.store would pass it through shared memory."""
+    if PTX:
+        inside = mask.to(tl.int32)
+        args = [at.to(tl.int64), scale_inv, inside]
+        tl.inline_asm_elementwise(_STORE_SCALE, "=r,l,f,r", args, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(at, scale_inv, mask)
+
+
+@triton.jit
+def _load(x, rows, cols, stride, mask, EVEN: tl.constexpr):
+    at = x + rows[:, None] * stride + cols[None, :]
+    return tl.load(at) if EVEN else tl.load(at, mask, 0.0)
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    stride,
+    x_fp8,
+    scale_inv,
+    x_fp8_t,
+    scale_inv_t,
+    num_rows,
+    num_cols,
+    SQUARE: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    QUARTER: tl.constexpr,
+    MAX_BITS: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Planes of one tile from one read of it. QUARTER is 32 but where only rows with 1x128 blocks are made.
+
+    Args: x [num_rows, num_cols] with rows `stride` apart; outputs as `BlockwisePlanes`, x_fp8 as bytes, x_fp8_t as
+        words if WORDS, else bytes; those of a plane not made are None. EVEN: no tile is ragged.
+    """
+    col_tiles = tl.cdiv(num_cols, _BLOCK)
+    row_tile = tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
+    first_row = row_tile * (4 * QUARTER)
+    first_col = col_tile * _BLOCK
+    rows = tl.arange(0, QUARTER) * 4
+    cols = tl.arange(0, _BLOCK)
+    left = num_rows - first_row
+    in_cols = (cols < num_cols - first_col)[None, :]
+    mask0 = (rows < left)[:, None] & in_cols
+    mask1 = (rows + 1 < left)[:, None] & in_cols
+    mask2 = (rows + 2 < left)[:, None] & in_cols
+    mask3 = (rows + 3 < left)[:, None] & in_cols
+    corner = x + first_row.to(tl.int64) * stride + first_col
+    x0 = _load(corner, rows, cols, stride, mask0, EVEN)
+    x1 = _load(corner, rows + 1, cols, stride, mask1, EVEN)
+    x2 = _load(corner, rows + 2, cols, stride, mask2, EVEN)
+    x3 = _load(corner, rows + 3, cols, stride, mask3, EVEN)
+    mag0, mag1, mag2, mag3 = _magnitude(x0), _magnitude(x1), _magnitude(x2), _magnitude(x3)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+
+    if SQUARE or COL:
+        of_cols = tl.max(tl.maximum(tl.maximum(mag0, mag1), tl.maximum(mag2, mag3)), 0)
+    if SQUARE:
+        scale, inverse = _scales(tl.max(of_cols, 0), MAX_BITS)
+        if ROW:
+            tl.store(scale_inv + row_tile * col_tiles + col_tile, inverse)
+        if COL:
+            tl.store(scale_inv_t + col_tile * tl.cdiv(num_rows, _BLOCK) + row_tile, inverse)
+    elif COL:
+        col_scale, inverse = _scales(of_cols, MAX_BITS)
+        col_scale = col_scale[None, :]
+        at = scale_inv_t + row_tile.to(tl.int64) * num_cols + first_col + cols
+        tl.store(at, inverse, None if EVEN else cols < num_cols - first_col)
+
+    if ROW:
+        if SQUARE:
+            scale0, scale1, scale2, scale3 = scale, scale, scale, scale
+        else:
+            scale0, inverse0 = _scales(tl.max(mag0, 1), MAX_BITS)
+            scale1, inverse1 = _scales(tl.max(mag1, 1), MAX_BITS)
+            scale2, inverse2 = _scales(tl.max(mag2, 1), MAX_BITS)
+            scale3, inverse3 = _scales(tl.max(mag3, 1), MAX_BITS)
+            scale0, scale1, scale2, scale3 = scale0[:, None], scale1[:, None], scale2[:, None], scale3[:, None]
+            at = scale_inv + col_tile.to(tl.int64) * num_rows + first_row + rows
+            _store_scale(at, inverse0, rows < left, PTX)
+            _store_scale(at + 1, inverse1, rows + 1 < left, PTX)
+            _store_scale(at + 2, inverse2, rows + 2 < left, PTX)
+            _store_scale(at + 3, inverse3, rows + 3 < left, PTX)
+        at = x_fp8 + first_row.to(tl.int64) * num_cols + first_col + rows[:, None] * num_cols + cols[None, :]
+        tl.store(at, _encode(x0 * scale0, IS_E4M3, PTX), None if EVEN else mask0)
+        tl.store(at + num_cols, _encode(x1 * scale1, IS_E4M3, PTX), None if EVEN else mask1)
+        tl.store(at + 2 * num_cols, _encode(x2 * scale2, IS_E4M3, PTX), None if EVEN else mask2)
+        tl.store(at + 3 * num_cols, _encode(x3 * scale3, IS_E4M3, PTX), None if EVEN else mask3)
+
+    if COL:
+        s = scale if SQUARE else col_scale
+        word = _encode_four(x0 * s, x1 * s, x2 * s, x3 * s, IS_E4M3, PTX)
+        _store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+
+
+@triton.jit
+def _decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """uint8 codes as float32. By integers for the interpreter, which takes a NaN's code for a number."""
+    if PTX:
+        value = code.to(tl.float8e4nv if IS_E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        DROP: tl.constexpr = 20 if IS_E4M3 else 21
+        TOP: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
+        UP: tl.constexpr = 2.0**120 if IS_E4M3 else 2.0**112
+        mag = code.to(tl.int32) & 0x7F
+        number = ((mag << DROP).to(tl.float32, bitcast=True) * UP).to(tl.int32, bitcast=True)
+        beyond = _NAN if IS_E4M3 else _INFINITY | ((mag & 3) << DROP)
+        bits = tl.where(mag > TOP, beyond, number)
+        value = (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _occupied_scale(code, scale_inv, PTX: tl.constexpr):
+    """Bits of a row block's scale_inv; 0 if the block is all zeros and its scale_inv is a number."""
+    bits = scale_inv.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if PTX:  # three operands an instruction; the interpreter folds with a function element by element
+        largest = tl.reduce(code.to(tl.int32), 1, _or) & 0x7F
+    else:
+        largest = tl.max((code & 0x7F).to(tl.int32), 1)
+    return tl.where((largest == 0) & (bits <= _INFINITY), 0, bits)
+
+
+@triton.jit
+def _ratio(scale_inv, new):
+    """scale_inv / new of powers of two, from the difference of their exponents; a quotient below 2**-126 is 0.
+
+    1 at most: a block of zeros is one whatever its scale. 1 where new is NaN: a poisoned tile keeps its codes.
+    """
+    new = new.to(tl.int32, bitcast=True)
+    biased = 127 + (((scale_inv.to(tl.int32, bitcast=True) & 0x7FFFFFFF) - new) >> 23)
+    biased = tl.where(new > _INFINITY, 127, tl.minimum(tl.maximum(biased, 0), 127))
+    return (biased << 23).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def transpose_kernel(
+    x_fp8,
+    scale_inv,
+    scale_row_stride,
+    scale_col_stride,
+    x_fp8_t,
+    scale_inv_t,
+    num_rows,
+    num_cols,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One 128x128 tile. Args: x_fp8 [num_rows, num_cols] bytes; the rest as in `quantize_kernel`."""
+    col_tiles = tl.cdiv(num_cols, _BLOCK)
+    row_tile = tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
+    first_row = row_tile * _BLOCK
+    first_col = col_tile * _BLOCK
+    rows = tl.arange(0, _BLOCK // 4) * 4
+    cols = tl.arange(0, _BLOCK)
+    left = num_rows - first_row
+    in_cols = (cols < num_cols - first_col)[None, :]
+    corner = x_fp8 + first_row.to(tl.int64) * num_cols + first_col
+    x0 = _load(corner, rows, cols, num_cols, (rows < left)[:, None] & in_cols, EVEN)
+    x1 = _load(corner, rows + 1, cols, num_cols, (rows + 1 < left)[:, None] & in_cols, EVEN)
+    x2 = _load(corner, rows + 2, cols, num_cols, (rows + 2 < left)[:, None] & in_cols, EVEN)
+    x3 = _load(corner, rows + 3, cols, num_cols, (rows + 3 < left)[:, None] & in_cols, EVEN)
+    at = scale_inv + first_row.to(tl.int64) * scale_row_stride + col_tile.to(tl.int64) * scale_col_stride
+    at += rows * scale_row_stride
+    scale0 = tl.load(at, rows < left, 0.0)
+    scale1 = tl.load(at + scale_row_stride, rows + 1 < left, 0.0)
+    scale2 = tl.load(at + 2 * scale_row_stride, rows + 2 < left, 0.0)
+    scale3 = tl.load(at + 3 * scale_row_stride, rows + 3 < left, 0.0)
+
+    largest = tl.maximum(
+        tl.maximum(_occupied_scale(x0, scale0, PTX), _occupied_scale(x1, scale1, PTX)),
+        tl.maximum(_occupied_scale(x2, scale2, PTX), _occupied_scale(x3, scale3, PTX)),
+    )
+    new = tl.max(largest, 0)
+    new = tl.where(new > _INFINITY, _NAN, tl.where(new == 0, 0x3F800000, new)).to(tl.float32, bitcast=True)
+    at = scale_inv_t + row_tile.to(tl.int64) * num_cols + first_col + cols
+    tl.store(at, tl.zeros([_BLOCK], tl.float32) + new, None if EVEN else cols < num_cols - first_col)
+
+    word = _encode_four(
+        _decode(x0, IS_E4M3, PTX) * _ratio(scale0, new),
+        _decode(x1, IS_E4M3, PTX) * _ratio(scale1, new),
+        _decode(x2, IS_E4M3, PTX) * _ratio(scale2, new),
+        _decode(x3, IS_E4M3, PTX) * _ratio(scale3, new),
+        IS_E4M3,
+        PTX,
+    )
+    _store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def block_amax_kernel(
+    x, start, numel, first_tile, amax, num_cols, EVEN: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr
+):
+    """Amaxes of a tile of ROWS rows of a [*, num_cols] matrix, of which x holds elements [start, start + numel).
+
+    Args: first_tile: row of tiles that program 0 works on. EVEN: all the tile's elements are in x.
+    """
+    col_tiles = tl.cdiv(num_cols, _BLOCK)
+    row_tile = first_tile + tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, _BLOCK)
+    # Of the tile's corner, counted from the shard's first element: before it where negative.
+    origin = row_tile.to(tl.int64) * ROWS * num_cols + col_tile * _BLOCK - start
+    local = rows[:, None] * num_cols + cols[None, :]
+    if EVEN:
+        value = tl.load(x + origin + local)
+    else:
+        reach = ROWS * num_cols
+        low = tl.minimum(tl.maximum(-origin, 0), reach).to(tl.int32)
+        high = tl.minimum(tl.maximum(numel - origin, 0), reach).to(tl.int32)
+        in_cols = (cols < num_cols - col_tile * _BLOCK)[None, :]
+        value = tl.load(x + origin + local, (local >= low) & (local < high) & in_cols, 0.0)
+    largest = tl.max(_magnitude(value), 1)
+    if SQUARE:
+        bits = tl.max(largest, 0)
+        bits = tl.where(bits > _INFINITY, _NAN, bits)
+        tl.store(amax + row_tile * col_tiles + col_tile, bits.to(tl.float32, bitcast=True))
+    else:
+        bits = tl.where(largest > _INFINITY, _NAN, largest)
+        at = amax + (row_tile.to(tl.int64) * ROWS + rows) * col_tiles + col_tile
+        # Rows that lie past the shard are past the matrix, or 0 in it already.
+        inside = origin + rows * num_cols < numel
+        tl.store(at, bits.to(tl.float32, bitcast=True), None if EVEN else inside)

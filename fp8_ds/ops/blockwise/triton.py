@@ -1,0 +1,143 @@
+"""Blockwise quantisation by Triton kernels; the same bits as `reference`, one launch per call."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+from torch import Tensor
+
+from fp8_ds.ops.blockwise import empty_planes, num_blocks
+from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
+from fp8_ds.ops.blockwise.reference import BLOCK
+
+WARPS = {"row": 2, "tile": 8, "amax": 8}
+"""Per program, by what it makes. 16 elements a thread and row are one vector of FP8: 8 warps hold a 128x128 tile in 64
+elements a thread, 2 warps a 32x128 one. `benchmarks/kernels_blockwise.py --warps` tries others."""
+
+_TILE_REGISTERS = 128
+"""Most per thread where a program makes transposed planes: two programs share a processor. Only ragged tiles spill."""
+
+_ROW_QUARTER = 8
+_TILE_QUARTER = BLOCK // 4
+_AMAX_ROWS = 32
+_ALIGNMENT = 16
+
+
+def _check_device(x: Tensor) -> bool:
+    """Whether PTX runs there. On CPU there is only the interpreter."""
+    if not x.is_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"x: expected a CUDA tensor, got one on {x.device}. Call the op of the package, or set TRITON_INTERPRET=1 "
+            "before triton is imported."
+        )
+    return x.is_cuda and torch.version.hip is None
+
+
+def _bits(number: float) -> int:
+    """Of a float32, as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+def _is_even(rows: int, cols: int, tile_rows: int) -> bool:
+    return rows % tile_rows == 0 and cols % BLOCK == 0
+
+
+def _words(x_fp8_t: Tensor) -> Tensor:
+    """As int32 where every row starts on a vector, else as bytes."""
+    return x_fp8_t.view(torch.int32 if x_fp8_t.shape[1] % _ALIGNMENT == 0 else torch.uint8)
+
+
+def quantize_blockwise(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.quantize_blockwise`; on CUDA, or on CPU under Triton's interpreter."""
+    ptx = _check_device(x)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    num_rows, num_cols = x.shape
+    square = block_rows > 1
+    x_fp8, scale_inv = empty_planes(x, dtype, block_rows, row)
+    x_fp8_t, scale_inv_t = empty_planes(x.t(), dtype, block_rows, col)
+    if x.numel() == 0:
+        return x_fp8, scale_inv, x_fp8_t, scale_inv_t
+    kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
+    words = _words(x_fp8_t) if col else None
+    options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
+    quantize_kernel[(triton.cdiv(num_rows, 4 * quarter) * num_blocks(num_cols),)](
+        x,
+        x.stride(0),
+        x_fp8.view(torch.uint8) if row else None,
+        scale_inv if row else None,
+        words,
+        scale_inv_t if col else None,
+        num_rows,
+        num_cols,
+        SQUARE=square,
+        ROW=row,
+        COL=col,
+        EVEN=_is_even(num_rows, num_cols, 4 * quarter),
+        WORDS=words is not None and words.dtype == torch.int32,
+        QUARTER=quarter,
+        MAX_BITS=_bits(fp8_max),
+        IS_E4M3=dtype == torch.float8_e4m3fn,
+        PTX=ptx,
+        num_warps=WARPS[kind],
+        **options,
+    )
+    return x_fp8, scale_inv, x_fp8_t, scale_inv_t
+
+
+def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+    """As `reference.transpose_blockwise`; `fp8_max` follows from the dtype here."""
+    ptx = _check_device(x_fp8)
+    x_fp8 = x_fp8.contiguous()
+    num_rows, num_cols = x_fp8.shape
+    x_fp8_t, scale_inv_t = empty_planes(x_fp8.t(), x_fp8.dtype, 1)
+    if x_fp8.numel() == 0:
+        return x_fp8_t, scale_inv_t
+    words = _words(x_fp8_t)
+    transpose_kernel[(num_blocks(num_rows) * num_blocks(num_cols),)](
+        x_fp8.view(torch.uint8),
+        scale_inv,
+        scale_inv.stride(0),
+        scale_inv.stride(1),
+        words,
+        scale_inv_t,
+        num_rows,
+        num_cols,
+        EVEN=_is_even(num_rows, num_cols, BLOCK),
+        WORDS=words.dtype == torch.int32,
+        IS_E4M3=x_fp8.dtype == torch.float8_e4m3fn,
+        PTX=ptx,
+        num_warps=WARPS["tile"],
+    )
+    return x_fp8_t, scale_inv_t
+
+
+def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: int) -> Tensor:
+    """As `reference.block_amax`; only tiles that hold a part of the shard are read."""
+    _check_device(x)
+    x = x.contiguous()
+    square = block_rows > 1
+    amax = x.new_zeros((-(-num_rows // block_rows), num_blocks(num_cols)), dtype=torch.float32)
+    if x.numel() == 0:
+        return amax
+    tile_rows = BLOCK if square else _AMAX_ROWS
+    first_tile = start // num_cols // tile_rows
+    last_tile = (start + x.numel() - 1) // num_cols // tile_rows
+    is_whole = x.numel() == num_rows * num_cols
+    block_amax_kernel[((last_tile - first_tile + 1) * num_blocks(num_cols),)](
+        x,
+        start,
+        x.numel(),
+        first_tile,
+        amax,
+        num_cols,
+        EVEN=is_whole and _is_even(num_rows, num_cols, tile_rows),
+        SQUARE=square,
+        ROWS=tile_rows,
+        num_warps=WARPS["amax"],
+    )
+    return amax

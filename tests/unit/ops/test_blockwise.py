@@ -1,0 +1,317 @@
+"""Blockwise quantisation: scales against a search, layouts, edges, the transpose of codes, amaxes of shards."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.ops.blockwise import (
+    block_amax,
+    num_blocks,
+    quantize_blockwise,
+    shard_block_amax,
+    transpose_blockwise,
+)
+from fp8_ds.ops.quantize import quantize
+from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+
+INTERPRETED = Path(__file__).with_name("blockwise_interpreted.py")
+FORMATS = [E4M3, E5M2]
+ROWS, SQUARES = (1, 128), (128, 128)
+NAN, INF = float("nan"), float("inf")
+SHAPES = [(128, 128), (256, 384), (1, 1), (130, 257), (37, 1000)]
+
+
+def child(*arguments, **environment):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env | environment, timeout=300, check=False)
+
+
+def dequantize(x_fp8, scale_inv, block):
+    rows = scale_inv.repeat_interleave(block[0], 0)
+    return x_fp8.float() * rows.repeat_interleave(128, 1)[: x_fp8.shape[0], : x_fp8.shape[1]]
+
+
+def largest_power_of_two(amax, fp8_max):
+    """By search, in exact arithmetic of Python's floats."""
+    return max(2.0**e for e in range(-140, 127) if amax * 2.0**e <= fp8_max)
+
+
+def test_kernels_equal_the_reference_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    result = child("-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def test_triton_on_cpu_is_refused_without_the_interpreter():
+    pytest.importorskip("triton")
+    from fp8_ds.ops.blockwise import triton
+
+    with pytest.raises(ValueError, match="x: expected a CUDA tensor, got one on cpu"):
+        triton.block_amax(torch.ones(2, 2), 0, 2, 2, 1)
+
+
+def test_a_missing_triton_is_an_error_that_names_it(monkeypatch):
+    from fp8_ds.ops import blockwise
+
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "fp8_ds.ops.blockwise.triton", raising=False)
+    monkeypatch.delattr(blockwise, "triton", raising=False)
+    with pytest.raises(ImportError, match=r"^triton: expected the package"):
+        blockwise._triton()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_scale_is_the_largest_power_of_two_that_does_not_overflow(fmt):
+    powers = [2.0**e for e in (-149, -130, -126, -118, -111, -20, 0, 1, 7, 8, 9, 15, 16, 100, 127)]
+    amaxes = [power * factor for power in powers for factor in (1, 1.5, 1.75, math.nextafter(1.75, 2), 1.999)]
+    x = torch.tensor(amaxes)[:, None].repeat(1, 128) * torch.tensor([-1.0] + [0.25] * 127)
+    planes = quantize_blockwise(x, fmt, ROWS, "row")
+    measured = x[:, 0].abs().tolist()
+    expected = torch.tensor([[largest_power_of_two(amax, fmt.max)] for amax in measured])
+    assert_bitwise(planes.scale_inv, expected.reciprocal())
+    assert_bitwise(planes.x_fp8, quantize(x, expected, fmt))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_whole_upper_octave_is_used(fmt):
+    # Ties of the rounding up of amax: at max / 2 exactly the scale doubles.
+    x = torch.tensor([[fmt.max], [fmt.max / 2], [fmt.max * 1.001]])
+    assert quantize_blockwise(x, fmt, ROWS, "row").scale_inv.flatten().tolist() == [1.0, 0.5, 2.0]
+
+
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_block_is_quantized_as_if_it_were_alone(shape, block):
+    x = many_scales("per_tile", *shape).bfloat16()
+    planes = quantize_blockwise(x, E4M3, block, "row")
+    assert planes.x_fp8.shape == shape and planes.x_fp8.is_contiguous()
+    assert planes.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
+    for i in range(planes.scale_inv.shape[0]):
+        for j in range(planes.scale_inv.shape[1]):
+            part = (slice(i * block[0], (i + 1) * block[0]), slice(j * 128, (j + 1) * 128))
+            expected = 1 / largest_power_of_two(x[part].abs().max().item(), E4M3.max)
+            assert planes.scale_inv[i, j] == expected
+            assert_bitwise(planes.x_fp8[part], quantize(x[part], torch.tensor(1 / expected), E4M3))
+
+
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_col_is_the_row_plane_of_the_transpose(block, dtype):
+    x = many_scales("per_column", 130, 300).to(dtype)
+    both, col = quantize_blockwise(x, E5M2, block, "both"), quantize_blockwise(x, E5M2, block, "col")
+    row, of_transpose = quantize_blockwise(x, E5M2, block, "row"), quantize_blockwise(x.t(), E5M2, block, "row")
+    assert row.x_fp8_t is row.scale_inv_t is col.x_fp8 is col.scale_inv is None
+    for got, expected in zip(both, row[:2] + col[2:], strict=True):
+        assert_bitwise(got, expected)
+    assert_bitwise(both.x_fp8_t, of_transpose.x_fp8)
+    assert_bitwise(both.scale_inv_t, of_transpose.scale_inv)
+    if block == SQUARES:
+        assert_bitwise(both.x_fp8_t, both.x_fp8.t())
+        assert_bitwise(both.scale_inv_t, both.scale_inv.t())
+
+
+@pytest.mark.parametrize("shape", [(130, 257), (5, 100), (1, 1)])
+def test_scales_of_row_blocks_lie_as_cublaslt_reads_them(shape):
+    planes = quantize_blockwise(torch.ones(shape), E4M3, ROWS, "both")
+    assert planes.scale_inv.stride() == (1, shape[0]) and planes.scale_inv_t.stride() == (1, shape[1])
+    planes = quantize_blockwise(torch.ones(shape), E4M3, SQUARES, "both")
+    assert planes.scale_inv.is_contiguous() and planes.scale_inv_t.is_contiguous()
+
+
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize(("fmt", "bound"), [(E4M3, 31.0), (E5M2, 25.0)])
+@pytest.mark.parametrize("family", MANY_SCALES)
+def test_ranges_that_differ_from_row_to_row_keep_the_precision_of_a_block(family, fmt, bound, block):
+    # Uniform relative rounding with M mantissa bits: about 6.02 M + 13.5 dB, wherever the range of a block fits.
+    x = many_scales(family, 256, 512)
+    planes = quantize_blockwise(x, fmt, block, "both")
+    assert sqnr_db(x, dequantize(planes.x_fp8, planes.scale_inv, block)) >= bound
+    assert sqnr_db(x.t(), dequantize(planes.x_fp8_t, planes.scale_inv_t, block)) >= bound
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_non_finite_value_poisons_its_block_and_no_other(bad, block, fmt):
+    x = torch.ones(256, 256)
+    x[130, 5] = bad
+    planes = quantize_blockwise(x, fmt, block, "both")
+    for scale_inv, at in ((planes.scale_inv, (130 // block[0], 0)), (planes.scale_inv_t, (5 // block[0], 1))):
+        assert scale_inv[at].isnan() and scale_inv.isnan().sum() == 1
+    code = planes.x_fp8[130, 5].float()
+    assert code.isnan() if math.isnan(bad) else code == math.copysign(fmt.max, bad)
+
+
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-149, 1e-39, -3e38])
+def test_extreme_blocks_come_back_finite_with_normal_scales(value, fmt, block):
+    x = torch.full((3, 130), value)
+    planes = quantize_blockwise(x, fmt, block, "row")
+    assert (planes.scale_inv >= 2.0**-126).all() and (planes.scale_inv.reciprocal() >= 2.0**-126).all()
+    if value == 0:
+        assert (planes.scale_inv == 1).all()
+    back = dequantize(planes.x_fp8, planes.scale_inv, block)
+    torch.testing.assert_close(back, x, rtol=0.13, atol=2.0**-126 * fmt.smallest_subnormal)
+    assert torch.equal(torch.signbit(back), torch.signbit(x))
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 0)])
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+def test_empty_matrices_have_empty_planes(shape, block):
+    planes = quantize_blockwise(torch.empty(shape), E4M3, block, "both")
+    assert planes.x_fp8.shape == shape and planes.x_fp8_t.shape == shape[::-1]
+    assert planes.scale_inv.shape == (-(-shape[0] // block[0]), num_blocks(shape[1]))
+    if block == ROWS:
+        x_fp8_t, scale_inv_t = transpose_blockwise(planes.x_fp8, planes.scale_inv)
+        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.shape == planes.scale_inv_t.shape
+
+
+def test_transpose_of_blocks_with_one_range_loses_only_what_becomes_subnormal():
+    x = many_scales("per_column", 256, 256)
+    row = quantize_blockwise(x, E4M3, ROWS, "row")
+    x_fp8_t, scale_inv_t = transpose_blockwise(row.x_fp8, row.scale_inv)
+    before, after = dequantize(row.x_fp8, row.scale_inv, ROWS), dequantize(x_fp8_t, scale_inv_t, ROWS).t()
+    grid = scale_inv_t.repeat_interleave(128, 1).t() * E4M3.smallest_subnormal
+    is_normal = before.abs() >= 8 * grid
+    assert is_normal.any() and torch.equal(after[is_normal], before[is_normal])
+    assert torch.equal(after, torch.where(is_normal, before, torch.round(before / grid) * grid))
+    tile_max = row.scale_inv.view(2, 128, 2).amax(1)
+    assert torch.equal(scale_inv_t, tile_max.repeat_interleave(128, 1).t())
+
+
+TRANSPOSE_DB = {
+    "plain": (31.5, 31.5, 30.9, 30.9),
+    "per_row": (31.9, 31.9, 25.2, 25.2),
+    "per_column": (31.6, 31.6, 11.1, 30.8),
+    "per_tile": (31.4, 31.4, 27.5, 27.5),
+    "outlier_channel": (31.6, 31.6, 30.9, 30.9),
+}
+"""SQNR against x in dB, E4M3: from codes and from x, of the whole; from codes and from x, of the worst column."""
+
+
+@pytest.mark.parametrize("family", TRANSPOSE_DB)
+def test_transposed_codes_are_as_close_to_x_as_its_own_transpose_but_for_small_columns(family):
+    plain = torch.randn(1024, 512, generator=torch.Generator().manual_seed(0))
+    x = plain if family == "plain" else many_scales(family, 1024, 512)
+    planes = quantize_blockwise(x, E4M3, ROWS, "both")
+    x_fp8_t, scale_inv_t = transpose_blockwise(planes.x_fp8, planes.scale_inv)
+    from_codes = dequantize(x_fp8_t, scale_inv_t, ROWS)
+    from_x = dequantize(planes.x_fp8_t, planes.scale_inv_t, ROWS)
+    whole = [sqnr_db(x.t(), got) for got in (from_codes, from_x)]
+    worst = [min(map(sqnr_db, x.t(), got)) for got in (from_codes, from_x)]
+    assert whole + worst == pytest.approx(TRANSPOSE_DB[family], abs=0.1)
+
+
+def test_blocks_of_zeros_do_not_crush_their_tile():
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 1e-4
+    x[5] = 0
+    row = quantize_blockwise(x, E4M3, ROWS, "row")
+    assert row.scale_inv[5] == 1
+    x_fp8_t, scale_inv_t = transpose_blockwise(row.x_fp8, row.scale_inv)
+    assert scale_inv_t.max() == row.scale_inv[torch.arange(128) != 5].max() < 1e-5
+    assert sqnr_db(x, dequantize(x_fp8_t, scale_inv_t, ROWS).t()) > 30
+    zeros = transpose_blockwise(torch.zeros(130, 4).to(E4M3.dtype), torch.ones(130, 1))
+    assert not zeros[0].float().any() and (zeros[1] == 1).all()
+
+
+def test_transpose_keeps_poison():
+    x = torch.ones(256, 256)
+    x[130, 5] = NAN
+    row = quantize_blockwise(x, E4M3, ROWS, "row")
+    x_fp8_t, scale_inv_t = transpose_blockwise(row.x_fp8, row.scale_inv)
+    assert scale_inv_t[:128, 1].isnan().all() and scale_inv_t.isnan().sum() == 128
+    assert x_fp8_t[5, 130].float().isnan()
+    x_fp8_t, scale_inv_t = transpose_blockwise(torch.zeros(1, 2).to(E4M3.dtype), torch.tensor([[NAN]]))
+    assert scale_inv_t.isnan().all() and not x_fp8_t.float().any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_transpose_survives_the_widest_ratio_of_scales(fmt):
+    x = torch.full((2, 128), 2.0**-149)
+    x[1] = 3e38
+    row = quantize_blockwise(x, fmt, ROWS, "row")
+    x_fp8_t, scale_inv_t = transpose_blockwise(row.x_fp8, row.scale_inv)
+    assert torch.equal(dequantize(x_fp8_t, scale_inv_t, ROWS)[:, 1], dequantize(row.x_fp8, row.scale_inv, ROWS)[1])
+    assert not x_fp8_t[:, 0].float().any()
+
+
+@pytest.mark.parametrize("block", [ROWS, SQUARES])
+@pytest.mark.parametrize("shape", [(256, 256), (130, 257), (3, 5), (400, 70)])
+@pytest.mark.parametrize("num_shards", [1, 2, 7, 64])
+def test_maximum_over_shards_is_the_amax_of_the_whole(num_shards, shape, block):
+    weight = many_scales("per_tile", *shape)
+    whole = block_amax(weight, block)
+    flat, size = weight.flatten(), -(-weight.numel() // num_shards)
+    shards = [(flat[start : start + size], start) for start in range(0, num_shards * size, size)]
+    grids = torch.stack([shard_block_amax(shard, min(start, flat.numel()), shape, block) for shard, start in shards])
+    assert_bitwise(grids.amax(0), whole)
+    assert whole.shape == (-(-shape[0] // block[0]), num_blocks(shape[1])) and whole.is_contiguous()
+    for i, j in ((0, 0), (whole.shape[0] - 1, whole.shape[1] - 1)):
+        part = weight[i * block[0] : (i + 1) * block[0], j * 128 : (j + 1) * 128]
+        assert whole[i, j] == part.abs().max()
+
+
+def test_blocks_outside_a_shard_are_zero():
+    grid = shard_block_amax(torch.tensor([-3.0, 2.0]), 127 * 300 + 299, (256, 300), SQUARES)
+    assert grid.tolist() == [[0, 0, 3], [2, 0, 0]]
+    assert not shard_block_amax(torch.empty(0), 5, (256, 300), ROWS).any()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_block_amax_shows_what_is_not_finite(bad):
+    x = torch.ones(2, 300).bfloat16()
+    x[1, 200] = bad
+    amax = block_amax(x, ROWS)
+    assert amax.dtype == torch.float32 and amax[1, 1].isfinite().logical_not() and amax.isfinite().sum() == 5
+    assert amax[1, 1].isnan() if math.isnan(bad) else amax[1, 1] == INF
+
+
+def test_wrong_arguments_are_refused():
+    x = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="e4m4"):
+        quantize_blockwise(x, E4M4, ROWS, "row")
+    with pytest.raises(ValueError, match=r"got \(128, 1\)"):
+        quantize_blockwise(x, E4M3, (128, 1), "row")
+    with pytest.raises(ValueError, match="planes: expected"):
+        quantize_blockwise(x, E4M3, ROWS, "rows")
+    with pytest.raises(ValueError, match="float64"):
+        quantize_blockwise(x.double(), E4M3, ROWS, "row")
+    with pytest.raises(ValueError, match="x_fp8: expected FP8"):
+        transpose_blockwise(x, torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"expected float32 \(4, 1\)"):
+        transpose_blockwise(x.to(E4M3.dtype), torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"got \[14, 18\)"):
+        shard_block_amax(torch.ones(4), 14, (4, 4), ROWS)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (130, 257), (0, 4)])
+def test_ops_pass_opcheck_and_compile_without_a_break(shape):
+    ops, checks = torch.ops.fp8_ds, ("test_schema", "test_faketensor")
+    x = torch.randn(shape)
+    for block_rows in (1, 128):
+        for row, col in ((True, False), (False, True), (True, True)):
+            args = (x, E4M3.dtype, E4M3.max, block_rows, row, col)
+            torch.library.opcheck(ops.quantize_blockwise.default, args, test_utils=checks)
+        torch.library.opcheck(ops.block_amax.default, (x, 0, *shape, block_rows), test_utils=checks)
+    row = quantize_blockwise(x, E4M3, ROWS, "row")
+    args = (row.x_fp8, row.scale_inv, E4M3.max)
+    # torch's schema check compares arguments by allclose, which has no FP8 on CPU.
+    torch.library.opcheck(ops.transpose_blockwise.default, args, test_utils="test_faketensor")
+
+    def step(x):
+        planes = quantize_blockwise(x, E4M3, ROWS, "row")
+        return transpose_blockwise(planes.x_fp8, planes.scale_inv)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(x), step(x), strict=True):
+        assert_bitwise(got, expected)
