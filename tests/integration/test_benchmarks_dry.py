@@ -102,6 +102,14 @@ def test_optimizer_verdicts_are_missed_when_slow_large_or_a_rival_is_absent(benc
     assert any("torch fused AdamW fp32" in line for line in alone if line.startswith("NOT MEASURED"))
 
 
+# --- kernels ---
+
+
+@pytest.mark.parametrize("part", ["quantize", "blockwise", "producers"])
+def test_kernel_benchmarks_run_dry(part: str, run_main: Callable[..., str]) -> None:
+    assert len(run_main(f"kernels_{part}", "--dry-run").splitlines()) >= 5
+
+
 # --- moments on real gradients ---
 
 

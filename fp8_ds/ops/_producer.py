@@ -1,0 +1,107 @@
+"""What the fused producers (RMSNorm, SwiGLU) share: how their FP8 output is scaled, in words and in plain torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_ds.formats import Float8Format
+from fp8_ds.ops.quantize import reference as quantize_reference
+from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.delayed import AmaxSlot
+
+Scaling = AmaxSlot | Literal["rowwise", "tensorwise"]
+"""An AmaxSlot: delayed scaling by what the slot holds, its amax_local takes the maximum. "rowwise": each row by its own
+amax, in one pass. "tensorwise": the whole by its own amax, in two passes over the inputs."""
+
+Rounding = Literal["once", "twice"]
+"""Where the bf16 modules round that an op stands for; each op says which are which."""
+
+
+class Fp8Output(NamedTuple):
+    """A producer's output: `hp ~ x_fp8 * scale_inv`.
+
+    Args:
+        x_fp8: [T, C], contiguous: `hp` quantised.
+        scale_inv: float32, multiply to leave FP8; 0-dim, or [T, 1] if rowwise. NaN where the amax is not finite.
+        hp: bf16 [T, C], contiguous, or None if it was not asked for.
+    """
+
+    x_fp8: Tensor
+    scale_inv: Tensor
+    hp: Tensor | None
+
+
+class SlotTensors(NamedTuple):
+    """An AmaxSlot, or none, as an op's schema has it."""
+
+    scale: Tensor | None
+    scale_inv: Tensor | None
+    amax_local: Tensor | None
+
+
+def mode_of(scaling: Scaling) -> tuple[str, SlotTensors]:
+    """`scaling` as an op's schema has it.
+
+    Raises:
+        ValueError: neither a slot nor one of the two words.
+    """
+    if isinstance(scaling, AmaxSlot):
+        return "given", SlotTensors(scaling.scale, scaling.scale_inv, scaling.amax_local)
+    if scaling not in ("rowwise", "tensorwise"):
+        raise ValueError(
+            f"scaling: expected an AmaxSlot, 'rowwise' or 'tensorwise', got {scaling!r}. Use one of these."
+        )
+    return scaling, SlotTensors(None, None, None)
+
+
+def is_twice(rounding: Rounding) -> bool:
+    if rounding not in ("once", "twice"):
+        raise ValueError(f"rounding: expected 'once' or 'twice', got {rounding!r}. Use one of these.")
+    return rounding == "twice"
+
+
+def dtype_of(fmt: Float8Format) -> torch.dtype:
+    if fmt.dtype is None:
+        raise ValueError(f"fmt: expected one with a torch dtype, got {fmt.name}. Use E4M3 or E5M2.")
+    return fmt.dtype
+
+
+def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """Refuses all but bf16 [T, C] whose rows are contiguous, of the shape of `like`."""
+    expected = "[T, C]" if like is None else str(tuple(like.shape))
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or (like is not None and x.shape != like.shape):
+        raise ValueError(f"{name}: expected bfloat16 {expected}, got {x.dtype} {tuple(x.shape)}. Cast or reshape it.")
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError(
+            f"{name}: expected rows without gaps (any stride between them), got strides {x.stride()}. "
+            "Pass x.contiguous()."
+        )
+
+
+def empty_output(rows: int, cols: int, mode: str, dtype: torch.dtype, with_hp: bool, like: Tensor) -> list[Tensor]:
+    """x_fp8, scale_inv and hp (of no elements if not asked for), all of unknown content, on the device of `like`."""
+    scale_inv_shape = (rows, 1) if mode == "rowwise" else ()
+    return [
+        torch.empty(rows, cols, dtype=dtype, device=like.device),
+        torch.empty(scale_inv_shape, dtype=torch.float32, device=like.device),
+        torch.empty((rows, cols) if with_hp else (0,), dtype=torch.bfloat16, device=like.device),
+    ]
+
+
+def quantize_by(
+    hp: Tensor, mode: str, slot: SlotTensors, record: bool, dtype: torch.dtype, fp8_max: float
+) -> tuple[Tensor, Tensor]:
+    """(x_fp8, scale_inv) of bf16 [T, C] in plain torch: what each kernel's last step is held against."""
+    if mode == "tensorwise":
+        return quantize_reference.quantize_tensorwise(hp, dtype, fp8_max)
+    if mode == "given":
+        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
+        return quantize_reference.quantize_delayed(
+            hp, slot.scale, slot.scale_inv, slot.amax_local, record, dtype, fp8_max
+        )
+    amax = hp.abs().amax(dim=1, keepdim=True) if hp.numel() else hp.new_zeros(hp.shape[0], 1)
+    scale, scale_inv = scale_from_amax(amax, fp8_max)
+    return quantize_reference.quantize(hp, scale, dtype, fp8_max), scale_inv

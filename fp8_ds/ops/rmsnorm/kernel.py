@@ -1,0 +1,162 @@
+"""The device code of `rmsnorm.triton`; sums in the order of `reference`, nothing fused, so the same bits."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.ops._producer_device import (
+    AMAX,
+    FROM_AMAX,
+    GIVEN,
+    INFINITY,
+    ROWWISE,
+    magnitude,
+    quantize,
+    record_amax,
+    scale_from_amax,
+    to_bf16,
+    to_float,
+)
+from fp8_ds.ops.rmsnorm import reference
+
+_LANES = tl.constexpr(reference.PARTIAL_LANES)
+
+
+@triton.jit
+def _row_mean(x, num_cols, BLOCK: tl.constexpr):
+    """`reference._mean` of one row, float32 [BLOCK], zeros beyond num_cols."""
+    eights = x
+    for level in tl.static_range(3):
+        even, odd = tl.split(tl.reshape(eights, [BLOCK >> (level + 1), 2]))
+        eights = even + odd
+    # `* 1.0`, since Triton makes a constant of an argument that is 1, which has no `.to`.
+    return tl.div_rn(tl.sum(eights.to(tl.float64)).to(tl.float32), num_cols * 1.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax"])
+def rmsnorm_kernel(
+    x,
+    weight,
+    x_fp8,
+    hp,
+    rstd,
+    scale,
+    scale_inv,
+    amax,
+    num_cols,
+    x_stride,
+    eps,
+    MODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    TWICE: tl.constexpr,
+    HAS_HP: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One program a row, which stays in registers. Pointers that a mode has no use for are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    if MODE == FROM_AMAX:
+        # Backwards: what the first pass read last is still in the L2 cache.
+        row = tl.num_programs(0) - 1 - row
+    cols = tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    y = to_float(tl.load(x + row * x_stride + cols, mask, 0.0), PTX)
+    w = to_float(tl.load(weight + cols, mask, 0.0), PTX)
+    if MODE == FROM_AMAX:
+        inverse_root = tl.load(rstd + row)
+    else:
+        inverse_root = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(y * y, num_cols, BLOCK) + eps))
+        tl.store(rstd + row, inverse_root)
+    y = y * inverse_root
+    if TWICE:
+        y = to_float(to_bf16(y, PTX), PTX)
+    y = to_bf16(y * w, PTX)
+
+    if MODE == FROM_AMAX:
+        factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
+        if row == 0:
+            tl.store(scale_inv, inverse)
+    else:
+        largest = tl.max(magnitude(to_float(y, PTX)))
+        if MODE == AMAX or RECORD:
+            record_amax(amax, largest)
+        if MODE == ROWWISE:
+            factor, inverse = scale_from_amax(largest, FP8_MAX)
+            tl.store(scale_inv + row, inverse)
+        elif MODE == GIVEN:
+            factor = tl.load(scale)
+            if largest >= INFINITY:
+                tl.store(scale_inv, float("nan"))
+    if MODE != AMAX:
+        out = row * num_cols + cols
+        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
+        if HAS_HP:
+            tl.store(hp + out, y, mask)
+
+
+@triton.jit
+def rmsnorm_backward_kernel(
+    grad_output,
+    x,
+    weight,
+    rstd,
+    grad_residual,
+    grad_x,
+    partial,
+    num_rows,
+    rows_per_partial,
+    num_cols,
+    grad_output_stride,
+    x_stride,
+    grad_residual_stride,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One program for each partial sum of grad_weight, float32 [programs, num_cols], and its rows of grad_x."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    w = to_float(tl.load(weight + cols, mask, 0.0), PTX)
+    total = tl.zeros([BLOCK], tl.float32)
+    row = program.to(tl.int64) * rows_per_partial
+    end = tl.minimum(row + rows_per_partial, num_rows)
+    # One row ahead: the loads of the next are under way while this one is worked on.
+    next_grad = tl.load(grad_output + row * grad_output_stride + cols, mask, 0.0)
+    next_x = tl.load(x + row * x_stride + cols, mask, 0.0)
+    while row < end:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        grad = to_float(next_grad, PTX)
+        inverse_root = tl.load(rstd + row)
+        normed = to_float(next_x, PTX) * inverse_root
+        if HAS_RESIDUAL:
+            residual = tl.load(grad_residual + row * grad_residual_stride + cols, mask, 0.0)
+        next_mask = cols < tl.where(row + 1 < end, num_cols, 0)
+        next_grad = tl.load(grad_output + (row + 1) * grad_output_stride + cols, next_mask, 0.0)
+        next_x = tl.load(x + (row + 1) * x_stride + cols, next_mask, 0.0)
+        total = total + grad * normed
+        grad = grad * w
+        grad = (grad - normed * _row_mean(grad * normed, num_cols, BLOCK)) * inverse_root
+        if HAS_RESIDUAL:
+            grad = grad + to_float(residual, PTX)
+        tl.store(grad_x + row * num_cols + cols, to_bf16(grad, PTX), mask)
+        row += 1
+    tl.store(partial + program.to(tl.int64) * num_cols + cols, total, mask)
+
+
+@triton.jit
+def sum_partials_kernel(partial, total, num_partials, num_cols, COLS: tl.constexpr):
+    """The second half of `reference.sum_rows`."""
+    lanes = tl.arange(0, _LANES)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    mask = cols < num_cols
+    sums = tl.zeros([_LANES, COLS], tl.float32)
+    first = 0
+    while first < num_partials:
+        rows = first + lanes
+        at = partial + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+        sums = sums + tl.load(at, (rows < num_partials)[:, None] & mask[None, :], 0.0)
+        first += _LANES
+    tl.store(total + cols, tl.sum(sums.to(tl.float64), axis=0).to(tl.float32), mask)

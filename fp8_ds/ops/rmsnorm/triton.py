@@ -1,0 +1,112 @@
+"""RMSNorm by the Triton kernels: rows in registers, one read of x (two for tensorwise), no bf16 written unasked."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops._producer import SlotTensors, empty_output
+from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, sum_partials_kernel
+from fp8_ds.ops.rmsnorm.reference import rows_per_partial
+
+_PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
+_SUM_COLS = 32
+
+
+def _block(num_cols: int) -> int:
+    # At least what one warp takes, so that each thread has whole vectors of 16 elements.
+    return max(triton.next_power_of_2(num_cols), 1024)
+
+
+def _num_warps(block: int, per_thread: int) -> int:
+    return min(block // (32 * per_thread), 32)
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    mode: str,
+    slot: SlotTensors,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+    with_hp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x_fp8, scale_inv, rstd, hp); hp has no elements unless `with_hp`."""
+    num_rows, num_cols = x.shape
+    x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, x)
+    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    scale = amax = scale_inv
+    kernel_modes = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
+    if mode == "given":
+        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
+        scale, scale_inv, amax = slot.scale, slot.scale_inv.clone(), slot.amax_local
+    elif mode == "tensorwise":
+        amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    block = _block(num_cols)
+    for kernel_mode in kernel_modes[mode]:
+        rmsnorm_kernel[(num_rows,)](
+            x,
+            weight,
+            x_fp8.view(torch.uint8),
+            hp,
+            rstd,
+            scale,
+            scale_inv,
+            amax,
+            num_cols,
+            x.stride(0),
+            eps,
+            MODE=kernel_mode,
+            RECORD=mode == "given" and record,
+            TWICE=twice,
+            HAS_HP=with_hp,
+            FP8_MAX=fp8_max,
+            BLOCK=block,
+            PTX=x.is_cuda and torch.version.hip is None,
+            num_warps=_num_warps(block, _PER_THREAD),
+            enable_fp_fusion=False,
+        )
+    return x_fp8, scale_inv, rstd, hp
+
+
+def rmsnorm_backward(
+    grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(grad_x, grad_weight)."""
+    num_rows, num_cols = x.shape
+    rows = rows_per_partial(num_rows)
+    num_partials = triton.cdiv(num_rows, rows)
+    grad_x = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
+    partial = torch.empty(num_partials, num_cols, dtype=torch.float32, device=x.device)
+    grad_weight = torch.empty(num_cols, dtype=torch.float32, device=x.device)
+    residual = x if grad_residual is None else grad_residual
+    block = _block(num_cols)
+    rmsnorm_backward_kernel[(num_partials,)](
+        grad_output,
+        x,
+        weight,
+        rstd,
+        residual,
+        grad_x,
+        partial,
+        num_rows,
+        rows,
+        num_cols,
+        grad_output.stride(0),
+        x.stride(0),
+        residual.stride(0),
+        HAS_RESIDUAL=grad_residual is not None,
+        BLOCK=block,
+        PTX=x.is_cuda and torch.version.hip is None,
+        num_warps=_num_warps(block, _PER_THREAD_BACKWARD),
+        enable_fp_fusion=False,
+    )
+    sum_partials_kernel[(triton.cdiv(num_cols, _SUM_COLS),)](
+        partial, grad_weight, num_partials, num_cols, COLS=_SUM_COLS, num_warps=4, enable_fp_fusion=False
+    )
+    return grad_x, grad_weight

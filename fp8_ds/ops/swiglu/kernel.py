@@ -1,0 +1,275 @@
+"""The device code of `swiglu.triton`; the formulas of `reference`, nothing fused; exp and quotients are approximate."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.ops._producer_device import (
+    AMAX,
+    FROM_AMAX,
+    GIVEN,
+    INFINITY,
+    ROWWISE,
+    magnitude,
+    quantize,
+    record_amax,
+    scale_from_amax,
+    to_bf16,
+    to_float,
+)
+
+BF16 = tl.constexpr(4)
+"""Mode of the backward kernel beside those of the producers: no FP8."""
+
+_SIGMOID = tl.constexpr("""{
+.reg .f32 a;
+mul.rn.ftz.f32 a, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 a, a;
+add.rn.ftz.f32 a, a, 0f3F800000;
+rcp.approx.ftz.f32 $0, a;
+}""")
+# The number is -log2(e). Without .ftz each of the two approximations takes twice the instructions.
+
+
+@triton.jit
+def _place(num_cols, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    """(row, first column) of this program; rowwise, one program has a whole row."""
+    program = tl.program_id(0).to(tl.int64)
+    if MODE == FROM_AMAX:
+        # Backwards: what the first pass read last is still in the L2 cache.
+        program = tl.num_programs(0) - 1 - program
+    if MODE == ROWWISE:
+        row, first = program, 0
+    else:
+        blocks = tl.cdiv(num_cols, BLOCK)
+        row, first = program // blocks, (program % blocks).to(tl.int32) * BLOCK
+    return row, first
+
+
+@triton.jit
+def _sigmoid(x, PTX: tl.constexpr):
+    """`1 / (1 + exp(-x))`, within 2**-17 of it for |x| < 87; of what is below 2**-126, zero."""
+    if PTX:
+        y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
+def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """`reference.hidden` of one row's columns."""
+    mask = cols < num_cols
+    wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
+    silu = wide * _sigmoid(wide, PTX)
+    if TWICE:
+        silu = to_float(to_bf16(silu, PTX), PTX)
+    return to_bf16(silu * to_float(tl.load(up + cols, mask, 0.0), PTX), PTX)
+
+
+@triton.jit
+def _gradients(grad_hidden, gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """`reference.gradients` of one row's columns."""
+    mask = cols < num_cols
+    grad = to_float(tl.load(grad_hidden + cols, mask, 0.0), PTX)
+    wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
+    sigmoid = _sigmoid(wide, PTX)
+    silu = wide * sigmoid
+    grad_silu = grad * to_float(tl.load(up + cols, mask, 0.0), PTX)
+    if TWICE:
+        silu = to_float(to_bf16(silu, PTX), PTX)
+        grad_silu = to_float(to_bf16(grad_silu, PTX), PTX)
+    grad_gate = (grad_silu * sigmoid) * (1.0 + wide * (1.0 - sigmoid))
+    return to_bf16(grad_gate, PTX), to_bf16(grad * silu, PTX)
+
+
+@triton.jit
+def _largest(x, PTX: tl.constexpr):
+    return tl.max(magnitude(to_float(x, PTX)))
+
+
+@triton.jit
+def _store(x_fp8, hp, cols, num_cols, y, factor, HAS_HP: tl.constexpr, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
+    mask = cols < num_cols
+    tl.store(x_fp8 + cols, quantize(y, factor, FP8_MAX, PTX), mask)
+    if HAS_HP:
+        tl.store(hp + cols, y, mask)
+
+
+@triton.jit
+def _factor(scale, scale_inv, amax, largest, MODE: tl.constexpr, RECORD: tl.constexpr, FP8_MAX: tl.constexpr):
+    """The scale, where it covers more than this program has: given, or from the amax of all. `largest` is recorded."""
+    factor = 1.0
+    if MODE == FROM_AMAX:
+        factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, inverse)
+    else:
+        if MODE == AMAX or RECORD:
+            record_amax(amax, largest)
+        if MODE == GIVEN:
+            factor = tl.load(scale)
+            if largest >= INFINITY:
+                tl.store(scale_inv, float("nan"))
+    return factor
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax"])
+def swiglu_kernel(
+    gate,
+    up,
+    x_fp8,
+    hp,
+    scale,
+    scale_inv,
+    amax,
+    num_cols,
+    gate_stride,
+    up_stride,
+    MODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    TWICE: tl.constexpr,
+    HAS_HP: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    FITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One program for BLOCK columns of a row; rowwise for a whole one: in registers if it FITS, else read twice."""
+    row, first = _place(num_cols, BLOCK, MODE)
+    gate += row * gate_stride
+    up += row * up_stride
+    x_fp8 += row * num_cols
+    hp += row * num_cols
+    cols = first + tl.arange(0, BLOCK)
+    if MODE == ROWWISE and not FITS:
+        largest = 0
+        while first < num_cols:
+            h = _hidden(gate, up, first + tl.arange(0, BLOCK), num_cols, TWICE, PTX)
+            largest = tl.maximum(largest, _largest(h, PTX))
+            first += BLOCK
+        factor, inverse = scale_from_amax(largest, FP8_MAX)
+        tl.store(scale_inv + row, inverse)
+        first = 0
+        while first < num_cols:
+            cols = first + tl.arange(0, BLOCK)
+            h = _hidden(gate, up, cols, num_cols, TWICE, PTX)
+            _store(x_fp8, hp, cols, num_cols, h, factor, HAS_HP, FP8_MAX, PTX)
+            first += BLOCK
+    else:
+        h = _hidden(gate, up, cols, num_cols, TWICE, PTX)
+        largest = 0
+        if MODE != FROM_AMAX:
+            largest = _largest(h, PTX)
+        if MODE == ROWWISE:
+            factor, inverse = scale_from_amax(largest, FP8_MAX)
+            tl.store(scale_inv + row, inverse)
+        else:
+            factor = _factor(scale, scale_inv, amax, largest, MODE, RECORD, FP8_MAX)
+        if MODE != AMAX:
+            _store(x_fp8, hp, cols, num_cols, h, factor, HAS_HP, FP8_MAX, PTX)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["gate_scale", "gate_scale_inv", "gate_amax", "up_scale", "up_scale_inv", "up_amax"]
+)
+def swiglu_backward_kernel(
+    grad_hidden,
+    gate,
+    up,
+    gate_fp8,
+    up_fp8,
+    gate_hp,
+    up_hp,
+    gate_scale,
+    gate_scale_inv,
+    gate_amax,
+    up_scale,
+    up_scale_inv,
+    up_amax,
+    num_cols,
+    grad_hidden_stride,
+    gate_stride,
+    up_stride,
+    out_stride,
+    MODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    TWICE: tl.constexpr,
+    HAS_HP: tl.constexpr,
+    PACKED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    FITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """As `swiglu_kernel`, for two outputs; PACKED: they are halves of one tensor, and all of `up_...` is `gate_...`."""
+    row, first = _place(num_cols, BLOCK, MODE)
+    grad_hidden += row * grad_hidden_stride
+    gate += row * gate_stride
+    up += row * up_stride
+    gate_fp8 += row * out_stride
+    up_fp8 += row * out_stride
+    gate_hp += row * out_stride
+    up_hp += row * out_stride
+    cols = first + tl.arange(0, BLOCK)
+    if MODE == BF16:
+        mask = cols < num_cols
+        grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
+        tl.store(gate_hp + cols, grad_gate, mask)
+        tl.store(up_hp + cols, grad_up, mask)
+    elif MODE == ROWWISE and not FITS:
+        gate_largest = 0
+        up_largest = 0
+        while first < num_cols:
+            cols = first + tl.arange(0, BLOCK)
+            grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
+            gate_largest = tl.maximum(gate_largest, _largest(grad_gate, PTX))
+            up_largest = tl.maximum(up_largest, _largest(grad_up, PTX))
+            first += BLOCK
+        gate_factor, up_factor = _row_factors(
+            gate_scale_inv + row, up_scale_inv + row, gate_largest, up_largest, PACKED, FP8_MAX
+        )
+        first = 0
+        while first < num_cols:
+            cols = first + tl.arange(0, BLOCK)
+            grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
+            _store(gate_fp8, gate_hp, cols, num_cols, grad_gate, gate_factor, HAS_HP, FP8_MAX, PTX)
+            _store(up_fp8, up_hp, cols, num_cols, grad_up, up_factor, HAS_HP, FP8_MAX, PTX)
+            first += BLOCK
+    else:
+        grad_gate, grad_up = _gradients(grad_hidden, gate, up, cols, num_cols, TWICE, PTX)
+        gate_largest = 0
+        up_largest = 0
+        if MODE != FROM_AMAX:
+            gate_largest = _largest(grad_gate, PTX)
+            up_largest = _largest(grad_up, PTX)
+        if MODE == ROWWISE:
+            gate_factor, up_factor = _row_factors(
+                gate_scale_inv + row, up_scale_inv + row, gate_largest, up_largest, PACKED, FP8_MAX
+            )
+        elif PACKED:
+            largest = tl.maximum(gate_largest, up_largest)
+            gate_factor = _factor(gate_scale, gate_scale_inv, gate_amax, largest, MODE, RECORD, FP8_MAX)
+            up_factor = gate_factor
+        else:
+            gate_factor = _factor(gate_scale, gate_scale_inv, gate_amax, gate_largest, MODE, RECORD, FP8_MAX)
+            up_factor = _factor(up_scale, up_scale_inv, up_amax, up_largest, MODE, RECORD, FP8_MAX)
+        if MODE != AMAX:
+            _store(gate_fp8, gate_hp, cols, num_cols, grad_gate, gate_factor, HAS_HP, FP8_MAX, PTX)
+            _store(up_fp8, up_hp, cols, num_cols, grad_up, up_factor, HAS_HP, FP8_MAX, PTX)
+
+
+@triton.jit
+def _row_factors(gate_scale_inv, up_scale_inv, gate_largest, up_largest, PACKED: tl.constexpr, FP8_MAX: tl.constexpr):
+    """Scales of a row of grad_gate and of grad_up, one for both if PACKED; their inverses are stored."""
+    if PACKED:
+        gate_largest = tl.maximum(gate_largest, up_largest)
+    gate_factor, inverse = scale_from_amax(gate_largest, FP8_MAX)
+    tl.store(gate_scale_inv, inverse)
+    up_factor = gate_factor
+    if not PACKED:
+        up_factor, inverse = scale_from_amax(up_largest, FP8_MAX)
+        tl.store(up_scale_inv, inverse)
+    return gate_factor, up_factor

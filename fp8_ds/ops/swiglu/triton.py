@@ -1,0 +1,192 @@
+"""SwiGLU and its gradients by the Triton kernels: inputs read once (tensorwise: twice), bf16 written if asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops._producer import SlotTensors, empty_output
+from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
+
+_MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
+_BLOCK = 2048
+"""Columns of a program that needs no whole row."""
+
+_MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
+"""A row of up to so many columns stays in registers; a longer one is taken in blocks, twice (again from L2)."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How the columns are cut: programs of `block` columns (`fits`: that is all they have to see), each by `num_warps`.
+
+    Args:
+        max_registers: per thread: so many that a multiprocessor has two programs of a row of 16384 in backward and
+            three in forward, of which one loads while another computes.
+    """
+
+    fits: bool
+    block: int
+    num_warps: int
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps} | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
+
+
+def _launch(mode: str, num_cols: int, max_registers: int) -> _Launch:
+    if mode == "bf16":
+        return _Launch(True, _BLOCK, _BLOCK // (32 * 8))
+    if mode != "rowwise":
+        return _Launch(True, _BLOCK, _BLOCK // (32 * 16))
+    if num_cols > _MAX_ROW:
+        return _Launch(False, _LONG_ROW_BLOCK, _LONG_ROW_BLOCK // (32 * 32))
+    block = max(triton.next_power_of_2(num_cols), 1024)
+    return _Launch(True, block, block // (32 * 32), max_registers)
+
+
+def _num_programs(mode: str, num_rows: int, num_cols: int) -> int:
+    return num_rows if mode == "rowwise" else num_rows * triton.cdiv(num_cols, _BLOCK)
+
+
+def _scales(mode: str, slot: SlotTensors, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale, scale_inv, amax) for a kernel: of the slot, or empty ones that it fills."""
+    if mode == "given":
+        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
+        return slot.scale, slot.scale_inv.clone(), slot.amax_local
+    amax = torch.zeros_like(scale_inv) if mode == "tensorwise" else scale_inv
+    return scale_inv, scale_inv, amax
+
+
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    mode: str,
+    slot: SlotTensors,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+    with_hp: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x_fp8, scale_inv, hp); hp has no elements unless `with_hp`."""
+    num_rows, num_cols = gate.shape
+    x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, gate)
+    scale, scale_inv, amax = _scales(mode, slot, scale_inv)
+    launch = _launch(mode, num_cols, 64 if with_hp else 40)
+    for kernel_mode in _MODES[mode]:
+        swiglu_kernel[(_num_programs(mode, num_rows, num_cols),)](
+            gate,
+            up,
+            x_fp8.view(torch.uint8),
+            hp,
+            scale,
+            scale_inv,
+            amax,
+            num_cols,
+            gate.stride(0),
+            up.stride(0),
+            MODE=kernel_mode,
+            RECORD=mode == "given" and record,
+            TWICE=twice,
+            HAS_HP=with_hp,
+            FP8_MAX=fp8_max,
+            FITS=launch.fits,
+            BLOCK=launch.block,
+            PTX=gate.is_cuda and torch.version.hip is None,
+            enable_fp_fusion=False,
+            **launch.options,
+        )
+    return x_fp8, scale_inv, hp
+
+
+def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
+    """(grad_gate, grad_up), or ([T, 2F], no elements) if `packed`."""
+    num_rows, num_cols = gate.shape
+    hps = [
+        torch.empty(shape, dtype=gate.dtype, device=gate.device)
+        for shape in ([(num_rows, 2 * num_cols), (0,)] if packed else [(num_rows, num_cols)] * 2)
+    ]
+    unused = (torch.empty(0, dtype=torch.float32, device=gate.device),) * 3
+    _backward("bf16", [BF16], grad_hidden, gate, up, packed, hps, hps, [unused] * 2, False, 0.0, twice, True)
+    return hps[0], hps[1]
+
+
+def swiglu_backward_fp8(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    packed: bool,
+    mode: str,
+    slots: tuple[SlotTensors, SlotTensors],
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+    with_hp: bool,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
+    num_rows, num_cols = gate.shape
+    num_outputs, width = (1, 2 * num_cols) if packed else (2, num_cols)
+    outputs = [empty_output(num_rows, width, mode, dtype, with_hp, gate) for _ in range(num_outputs)]
+    scales = [_scales(mode, slot, output[1]) for slot, output in zip(slots, outputs, strict=False)]
+    fp8s = [output[0].view(torch.uint8) for output in outputs]
+    hps = [output[2] for output in outputs]
+    _backward(
+        mode, _MODES[mode], grad_hidden, gate, up, packed, fp8s, hps, scales, mode == "given" and record, fp8_max,
+        twice, with_hp,
+    )  # fmt: skip
+    return [(output[0], scale[1], output[2]) for output, scale in zip(outputs, scales, strict=True)]
+
+
+def _backward(
+    mode: str,
+    kernel_modes: list[int],
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    packed: bool,
+    fp8s: list[Tensor],
+    hps: list[Tensor],
+    scales: list[tuple[Tensor, Tensor, Tensor]],
+    record: bool,
+    fp8_max: float,
+    twice: bool,
+    with_hp: bool,
+) -> None:
+    """Fills `fp8s` and `hps` (one each if `packed`, else two), and what is in `scales`."""
+    num_rows, num_cols = gate.shape
+    launch = _launch(mode, num_cols, 64)
+    if packed:
+        fp8s, hps = ([one[0], one[0][:, num_cols:] if one[0].dim() == 2 else one[0]] for one in (fp8s, hps))
+    for kernel_mode in kernel_modes:
+        swiglu_backward_kernel[(_num_programs(mode, num_rows, num_cols),)](
+            grad_hidden,
+            gate,
+            up,
+            *fp8s,
+            *hps,
+            *scales[0],
+            *scales[-1],
+            num_cols,
+            grad_hidden.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            2 * num_cols if packed else num_cols,
+            MODE=kernel_mode,
+            RECORD=record,
+            TWICE=twice,
+            HAS_HP=with_hp,
+            PACKED=packed,
+            FP8_MAX=fp8_max,
+            FITS=launch.fits,
+            BLOCK=launch.block,
+            PTX=gate.is_cuda and torch.version.hip is None,
+            enable_fp_fusion=False,
+            **launch.options,
+        )

@@ -1,0 +1,129 @@
+"""The RMSNorm kernels in Triton's interpreter against the reference: a child process of test_rmsnorm.py."""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops._producer import mode_of
+from fp8_ds.ops._producer_device import FROM_AMAX
+from fp8_ds.ops.rmsnorm import reference
+from fp8_ds.ops.rmsnorm import triton as kernels
+from fp8_ds.ops.rmsnorm.kernel import sum_partials_kernel
+from fp8_ds.testing.producers import SCALINGS, assert_same, make_rows, make_scaling
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where infinities arise
+
+NAN, INF = float("nan"), float("inf")
+SHAPES = [(1, 1), (2, 1024), (3, 1500)]
+
+
+def weight_of(num_cols, dtype=torch.bfloat16):
+    return (torch.randn(num_cols, generator=torch.Generator().manual_seed(7)) + 1).to(dtype)
+
+
+def assert_forward_equal(x, weight, scaling, fmt=E4M3, twice=False, record=True, eps=1e-5, amax=0.0):
+    results = []
+    for function, extra in ((reference.rmsnorm, ()), (kernels.rmsnorm, (True,))):
+        mode, slot = mode_of(make_scaling(scaling, amax=amax))
+        results.append((*function(x, weight, eps, mode, slot, record, fmt.dtype, fmt.max, twice, *extra), slot))
+    expected, got = results
+    for a, b in zip(expected[:4], got[:4], strict=True):
+        assert_same(a, b)
+    if scaling == "given":
+        assert_same(expected[4].amax_local, got[4].amax_local)
+    return got
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_equals_reference_bitwise(shape, scaling):
+    x = make_rows(*shape)
+    assert_forward_equal(x, weight_of(shape[1]), scaling, E4M3)
+    assert_forward_equal(x, weight_of(shape[1], torch.float32), scaling, E5M2, twice=True)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_edges_equal_reference_bitwise(scaling):
+    """Zeros, bf16's subnormals, squares below and above float32, a NaN, infinities."""
+    rows = make_rows(8, 40)
+    rows[0] = 0
+    rows[1] = torch.tensor([2.0**-133, -(2.0**-130)]).bfloat16().repeat(20)
+    rows[2] = 2.0**-75
+    rows[3] = 2.0**100
+    rows[4, 3] = NAN
+    rows[5, 4] = INF
+    rows[6, 5] = -INF
+    for x in (rows[:4], rows[4:]):
+        assert_forward_equal(x, weight_of(40), scaling)
+    assert_forward_equal(rows[:4], weight_of(40), scaling, eps=0.0)  # zeros over a root of zero are NaN
+    weight = weight_of(40)
+    weight[5] = INF
+    assert_forward_equal(make_rows(3, 40), weight, scaling)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_every_rounding_of_the_cast_equals_reference_bitwise(fmt):
+    """All finite bf16 numbers by a scale of 1: halfway cases, subnormals of FP8, saturation."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(bits.isfinite(), bits, 0).view(4, -1)
+    mode, slot = mode_of(make_scaling("given", scale=1.0))
+    ones = torch.ones(x.shape[1])
+    expected = reference.quantize_by(x, mode, slot, False, fmt.dtype, fmt.max)[0]
+    # rstd is 1 in the second pass of tensorwise, whose amax stands for a scale of 1: the values themselves are cast.
+    got = torch.empty_like(expected)
+    kernels.rmsnorm_kernel[(4,)](
+        x, ones, got.view(torch.uint8), x, torch.ones(4), x, torch.empty(()), torch.tensor(fmt.max), x.shape[1],
+        x.stride(0), 0.0, MODE=FROM_AMAX, RECORD=False, TWICE=False, HAS_HP=False, FP8_MAX=fmt.max, BLOCK=16384,
+        PTX=False,
+    )  # fmt: skip
+    assert_same(expected, got)
+
+
+def test_rows_of_a_wider_tensor_equal_reference_bitwise():
+    wide = make_rows(3, 300)
+    for x in (wide[:, 40:240], wide[::2, :200], wide[:1, :200].expand(3, 200)):
+        assert_forward_equal(x, weight_of(200), "rowwise")
+
+
+def test_amax_is_maximumed_only_when_recorded():
+    x = make_rows(3, 50)
+    assert assert_forward_equal(x, weight_of(50), "given")[4].amax_local > 0
+    assert assert_forward_equal(x, weight_of(50), "given", record=False)[4].amax_local == 0
+    assert assert_forward_equal(x, weight_of(50), "given", amax=1e9)[4].amax_local == 1e9
+
+
+def test_no_bf16_is_written_unless_asked_for():
+    x = make_rows(2, 50)
+    mode, slot = mode_of("rowwise")
+    with_hp, without = (
+        kernels.rmsnorm(x, weight_of(50), 1e-5, mode, slot, True, E4M3.dtype, E4M3.max, False, hp)
+        for hp in (True, False)
+    )
+    assert_same(with_hp[0], without[0])
+    assert with_hp[3].shape == (2, 50) and without[3].shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 8), (35, 130), (3, 1500)], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
+def test_backward_equals_reference_bitwise(shape, has_residual):
+    x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
+    weight = weight_of(shape[1], torch.float32 if has_residual else torch.bfloat16)
+    arguments = grad, x, weight, reference.rstd_of(x, 1e-5), residual if has_residual else None
+    for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
+        assert_same(a, b)
+
+
+def test_backward_of_strided_rows_and_edges_equals_reference_bitwise():
+    x, grad, residual = (make_rows(20, 90, seed)[:, 10:60] for seed in range(3))
+    x[3], grad[4, 0], x[5, 1] = 0, NAN, INF
+    arguments = grad, x, weight_of(50), reference.rstd_of(x, 1e-5), residual
+    for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("num_partials", [1, 128, 129, 512])
+def test_sum_of_partials_equals_reference_bitwise(num_partials):
+    partial = make_rows(num_partials, 40).float() * 1.1
+    got = torch.empty(40)
+    sum_partials_kernel[(2,)](partial, got, num_partials, 40, COLS=32)
+    assert_same(reference.sum_partials(partial), got)

@@ -1,0 +1,128 @@
+"""The SwiGLU kernels in Triton's interpreter against the reference: a child process of test_swiglu.py.
+
+NumPy's exp and torch's differ in the last bit: bf16 within the bounds of `ops.swiglu`, and FP8 exactly of that bf16.
+"""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops._producer import mode_of, quantize_by
+from fp8_ds.ops.swiglu import reference
+from fp8_ds.ops.swiglu import triton as kernels
+from fp8_ds.testing.producers import (
+    SCALINGS,
+    assert_same,
+    assert_within_steps,
+    make_gate,
+    make_rows,
+    make_scaling,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where infinities arise
+
+NAN, INF = float("nan"), float("inf")
+SHAPES = [(1, 1), (2, 2100)]
+LONG = 16384 + 40
+
+
+def assert_outputs(expected_hps, outputs, scalings, fmt, twice, record):
+    """hp within the bound; x_fp8 and scale_inv, and what is recorded, exactly those of the kernel's own hp."""
+    for expected, (x_fp8, scale_inv, hp), (mode, slot) in zip(expected_hps, outputs, scalings, strict=True):
+        assert_within_steps(expected, hp, share=0.01, steps=1 + twice)
+        _, fresh = mode_of(make_scaling(mode))
+        for a, b in zip(quantize_by(hp, mode, fresh, record, fmt.dtype, fmt.max), (x_fp8, scale_inv), strict=True):
+            assert_same(a, b)
+        if mode == "given":
+            assert_same(fresh.amax_local, slot.amax_local)
+
+
+def run_forward(gate, up, scaling, fmt=E4M3, twice=False, record=True):
+    mode, slot = mode_of(make_scaling(scaling))
+    output = kernels.swiglu(gate, up, mode, slot, record, fmt.dtype, fmt.max, twice, True)
+    assert_outputs([reference.hidden(gate, up, twice)], [output], [(mode, slot)], fmt, twice, record)
+    return output
+
+
+def run_backward(grad, gate, up, scaling, packed, fmt=E5M2, twice=False, record=True):
+    scalings = [mode_of(make_scaling(scaling)) for _ in range(1 if packed else 2)]
+    mode, slots = scalings[0][0], [slot for _, slot in scalings]
+    outputs = kernels.swiglu_backward_fp8(grad, gate, up, packed, mode, slots, record, fmt.dtype, fmt.max, twice, True)
+    expected = reference.swiglu_backward(grad, gate, up, packed, twice)[: len(slots)]
+    assert_outputs(expected, outputs, scalings, fmt, twice, record)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_is_the_reference_within_its_bounds(shape, scaling):
+    gate, up = make_gate(*shape), make_rows(*shape, seed=1)
+    run_forward(gate, up, scaling, E4M3)
+    run_forward(gate, up, scaling, E5M2, twice=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_backward_is_the_reference_within_its_bounds(scaling, packed):
+    for shape, fmt, twice in (((1, 2100), E5M2, False), ((3, 50), E4M3, True)):
+        grad, gate, up = make_rows(*shape, seed=2), make_gate(*shape), make_rows(*shape, seed=1)
+        run_backward(grad, gate, up, scaling, packed, fmt, twice)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_bf16_gradients_are_the_reference_within_their_bounds(twice, packed):
+    shape = (1, 2100)
+    arguments = make_rows(*shape, seed=2), make_gate(*shape), make_rows(*shape, seed=1), packed, twice
+    for a, b in zip(reference.swiglu_backward(*arguments), kernels.swiglu_backward(*arguments), strict=True):
+        assert_within_steps(a, b, share=0.01, steps=1 + twice)
+
+
+def test_rows_longer_than_registers_hold_are_scaled_by_their_whole():
+    """The largest of row 0 lies in its first block, that of row 1 in its last."""
+    gate, up, grad = make_gate(2, LONG), make_rows(2, LONG, 1), make_rows(2, LONG, 2)
+    for row, column in ((0, 3), (1, LONG - 1)):
+        gate[row, column] = up[row, column] = 70.0
+        grad[row, column] = 1000.0
+    run_forward(gate, up, "rowwise")
+    run_backward(grad, gate, up, "rowwise", False)
+    run_backward(grad, gate, up, "rowwise", True)
+
+
+def test_views_of_wider_tensors_are_read_by_their_strides():
+    gate, up, grad = make_gate(6, 300)[::2, 40:240], make_rows(3, 444, 1)[:, :200], make_rows(1, 200, 2).expand(3, 200)
+    run_forward(gate, up, "rowwise")
+    run_backward(grad, gate, up, "tensorwise", False)
+    run_backward(grad, gate, up, "rowwise", True)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_edges_are_those_of_the_reference(scaling):
+    """Zeros, subnormals, gates far from zero, products that overflow, infinities and NaN."""
+    gate, up, grad = make_gate(6, 33), make_rows(6, 33, 1), make_rows(6, 33, 2)
+    gate[0] = 0
+    up[1] = 2.0**-133
+    gate[2] = torch.tensor([-3e38, -200.0, -0.0, 200.0, 3e38]).bfloat16().repeat(7)[:33]
+    gate[3, 1], gate[3, 2], gate[3, 3] = NAN, INF, -INF
+    up[4], gate[4] = 3e38, 3.0
+    up[5, 5], grad[5, 6] = INF, NAN
+    for rows in (slice(0, 3), slice(3, 6)):
+        run_forward(gate[rows], up[rows], scaling)
+        run_backward(grad[rows], gate[rows], up[rows], scaling, packed=rows.start == 0)
+
+
+def test_amax_is_maximumed_only_when_recorded():
+    gate, up = make_gate(3, 50), make_rows(3, 50, 1)
+    run_forward(gate, up, "given", record=False)
+    run_backward(up, gate, up, "given", False, record=False)
+    run_backward(up, gate, up, "given", True, record=False)
+
+
+def test_no_bf16_is_written_unless_asked_for():
+    gate, up = make_gate(3, 50), make_rows(3, 50, 1)
+    mode, slot = mode_of("tensorwise")
+    tail = (True, E4M3.dtype, E4M3.max, False, False)
+    x_fp8, _, hp = kernels.swiglu(gate, up, mode, slot, *tail)
+    assert_same(run_forward(gate, up, "tensorwise")[0], x_fp8)
+    assert hp.shape == (0,)
+    outputs = kernels.swiglu_backward_fp8(up, gate, up, True, mode, (slot, slot), *tail)
+    assert len(outputs) == 1 and outputs[0][2].shape == (0,) and outputs[0][0].shape == (3, 100)

@@ -1,0 +1,211 @@
+"""RMSNorm into FP8: against the modules it stands for, edges, the backward; the kernels in a child process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.ops.quantize import quantize, quantize_delayed, quantize_tensorwise
+from fp8_ds.ops.rmsnorm import reference, rmsnorm, rmsnorm_backward
+from fp8_ds.testing import sqnr_db
+from fp8_ds.testing.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
+
+INTERPRETED = Path(__file__).with_name("rmsnorm_interpreted.py")
+NAN, INF = float("nan"), float("inf")
+T, C, EPS = 37, 152, 1e-5
+X = make_rows(T, C)
+WEIGHT = (torch.randn(C, generator=torch.Generator().manual_seed(1)) + 1).bfloat16()
+
+
+def test_kernels_equal_reference_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        str(INTERPRETED),
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def hp_of(x, weight, rounding):
+    return rmsnorm(x, weight, EPS, E4M3, "rowwise", rounding=rounding, with_hp=True)[0].hp
+
+
+def llama_rms_norm(x, weight):
+    """`LlamaRMSNorm.forward` of transformers 5.23."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bf16_is_that_of_the_modules(dtype):
+    """Up to rstd's last bit: the modules sum in another order. The two roundings are told apart."""
+    x, weight = make_rows(200, 512, seed=3), torch.linspace(0.1, 3, 512).to(dtype)
+    torch_norm = torch.nn.functional.rms_norm(x.float(), (512,), weight.float(), EPS).bfloat16()
+    llama_norm = llama_rms_norm(x, weight).bfloat16()
+    assert_within_steps(torch_norm, hp_of(x, weight, "once"), share=1e-4)
+    assert_within_steps(llama_norm, hp_of(x, weight, "twice"), share=1e-4)
+    assert (torch_norm != llama_norm).float().mean() > 0.05
+
+
+def test_row_sum_is_the_exact_one_rounded():
+    squares = make_rows(64, 4001).float().square()
+    exact = squares.double().sum(dim=1, keepdim=True)
+    assert ((reference.row_sum(squares).double() - exact).abs() / exact).max() < 2**-22
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_fp8_is_the_quantised_bf16(fmt):
+    hp = hp_of(X, WEIGHT, "once")
+    output, _ = rmsnorm(X, WEIGHT, EPS, fmt, "tensorwise")
+    for got, expected in zip(output, quantize_tensorwise(hp, fmt), strict=False):
+        assert_same(expected, got)
+    slot, other = make_slot(), make_slot()
+    output, _ = rmsnorm(X, WEIGHT, EPS, fmt, slot)
+    expected = quantize_delayed(hp, other.scale, other.scale_inv, other.amax_local, fmt, record=True)
+    assert_same(expected[0], output.x_fp8)
+    assert_same(expected[1], output.scale_inv)
+    assert slot.amax_local == other.amax_local == hp.abs().max()
+    output, _ = rmsnorm(X, WEIGHT, EPS, fmt, "rowwise")
+    assert output.scale_inv.shape == (T, 1) and output.hp is None
+    for i in range(T):
+        x_fp8, scale_inv = quantize_tensorwise(hp[i], fmt)
+        assert_same(x_fp8, output.x_fp8[i])
+        assert_same(scale_inv.view(1), output.scale_inv[i])
+
+
+def test_evaluation_leaves_the_recorded_amax():
+    slot = make_slot(amax=0.5)
+    output, _ = rmsnorm(X, WEIGHT, EPS, E4M3, slot, record=False, with_hp=True)
+    assert slot.amax_local == 0.5 and output.scale_inv == slot.scale_inv
+    assert_same(quantize(output.hp, slot.scale, E4M3), output.x_fp8)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_non_finite_input_is_seen_in_what_its_scale_covers(scaling, bad):
+    x = X.clone()
+    x[5, 7] = bad
+    output, rstd = rmsnorm(x, WEIGHT, EPS, E4M3, make_scaling(scaling))
+    poisoned = output.scale_inv.isnan()
+    assert poisoned.sum() == 1 and poisoned.view(-1)[5 if scaling == "rowwise" else 0]
+    assert not rstd[5] > 0 and (rstd[6:] > 0).all()
+
+
+def test_rows_of_zeros_have_scale_one():
+    x = X.clone()
+    x[3] = 0
+    output, rstd = rmsnorm(x, WEIGHT, EPS, E4M3, "rowwise")
+    assert output.scale_inv[3] == 1 and not output.x_fp8[3].float().any() and rstd[3].isfinite()
+    assert rmsnorm(torch.zeros_like(x), WEIGHT, EPS, E4M3, "tensorwise")[0].scale_inv == 1
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_rows_are_no_work(scaling):
+    output, rstd = rmsnorm(X[:0], WEIGHT, EPS, E4M3, make_scaling(scaling), with_hp=True)
+    assert output.x_fp8.shape == output.hp.shape == (0, C) and rstd.shape == (0,)
+    assert output.scale_inv.shape == ((0, 1) if scaling == "rowwise" else ())
+    grad_x, grad_weight = rmsnorm_backward(X[:0], X[:0], WEIGHT, rstd)
+    assert grad_x.shape == (0, C) and not grad_weight.any() and grad_weight.shape == (C,)
+
+
+def autograd_truth(grad, x, weight):
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    return torch.autograd.grad(torch.nn.functional.rms_norm(x, x.shape[1:], weight, EPS), (x, weight), grad.double())
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 600])
+def test_backward_is_the_gradient(num_rows):
+    """grad_x has bf16's rounding alone, about 52 dB; grad_weight is float32. Most of grad lies along x and cancels."""
+    x = make_rows(num_rows, C)
+    grad = (50 * x / WEIGHT.float().abs().clamp(min=0.1) * WEIGHT.sign() + x.roll(1, dims=1)).bfloat16()
+    grad_x, grad_weight = rmsnorm_backward(grad, x, WEIGHT, reference.rstd_of(x, EPS))
+    true_x, true_weight = autograd_truth(grad, x, WEIGHT)
+    assert grad_x.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
+    assert sqnr_db(true_x, grad_x) > 50
+    assert sqnr_db(true_weight, grad_weight) > 120
+
+
+def test_residual_gradient_is_added_before_the_rounding():
+    """One rounding instead of three: 1.8 dB, where the two gradients are of one size."""
+    x, grad, residual = torch.randn(3, T, C, generator=torch.Generator().manual_seed(4)).bfloat16()
+    weight, rstd = torch.ones(C), reference.rstd_of(x, EPS)
+    together, weight_too = rmsnorm_backward(grad, x, weight, rstd, residual)
+    apart, grad_weight = rmsnorm_backward(grad, x, weight, rstd)
+    true_sum = autograd_truth(grad, x, weight)[0] + residual.double()
+    assert_same(grad_weight, weight_too)
+    assert sqnr_db(true_sum, together) > sqnr_db(true_sum, apart + residual) + 1
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(0, 16), (1, 16), (8192, 16), (8193, 17), (16384, 32), (100000, 196)])
+def test_partial_sums_are_at_most_512_of_at_least_16_rows(num_rows, rows):
+    assert reference.rows_per_partial(num_rows) == rows and -(-num_rows // rows) <= 512
+
+
+def test_wrong_arguments_are_refused():
+    def call(x=X, weight=WEIGHT, fmt=E4M3, scaling="rowwise", **keys):
+        return rmsnorm(x, weight, EPS, fmt, scaling, **keys)
+
+    for x in (X.float(), X[0]):
+        with pytest.raises(ValueError, match=r"x: expected bfloat16 \[T, C\], got"):
+            call(x)
+    with pytest.raises(ValueError, match="x: expected rows without gaps"):
+        call(X.t(), WEIGHT[:T])
+    with pytest.raises(ValueError, match="expected 1 to 32768 columns, got 32769"):
+        call(X.new_empty(2, 32769))
+    for weight in (WEIGHT.half(), WEIGHT[1:]):
+        with pytest.raises(ValueError, match="weight: expected bfloat16 or float32"):
+            call(weight=weight)
+    with pytest.raises(ValueError, match="fmt: expected one with a torch dtype, got e4m4"):
+        call(fmt=E4M4)
+    with pytest.raises(ValueError, match="scaling: expected an AmaxSlot, 'rowwise' or 'tensorwise', got 'delayed'"):
+        call(scaling="delayed")
+    with pytest.raises(ValueError, match="rounding: expected 'once' or 'twice', got 'hf'"):
+        call(rounding="hf")
+    rstd = reference.rstd_of(X, EPS)
+    with pytest.raises(ValueError, match=r"grad_output: expected bfloat16 \(37, 152\)"):
+        rmsnorm_backward(X[1:], X, WEIGHT, rstd)
+    with pytest.raises(ValueError, match=r"rstd: expected float32 \[37\]"):
+        rmsnorm_backward(X, X, WEIGHT, rstd[1:])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("with_hp", [False, True])
+def test_ops_pass_opcheck(scaling, with_hp):
+    checks = ("test_schema", "test_faketensor")
+    slot = make_slot() if scaling == "given" else None
+    slot_tensors = (None,) * 3 if slot is None else (slot.scale, slot.scale_inv, slot.amax_local)
+    arguments = (X, WEIGHT, EPS, scaling, *slot_tensors, True, E4M3.dtype, E4M3.max, False, with_hp)
+    torch.library.opcheck(torch.ops.fp8_ds.rmsnorm.default, arguments, test_utils=checks)
+    backward = (X, X, WEIGHT, reference.rstd_of(X, EPS), X if with_hp else None)
+    torch.library.opcheck(torch.ops.fp8_ds.rmsnorm_backward.default, backward, test_utils=checks)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_compiled_without_a_graph_break_the_bytes_are_the_same(scaling):
+    def both(x, weight, grad, scaling):
+        output, rstd = rmsnorm(x, weight, EPS, E4M3, scaling, with_hp=True)
+        return *output, rstd, *rmsnorm_backward(grad, x, weight, rstd)
+
+    eager, compiled = make_scaling(scaling), make_scaling(scaling)
+    expected = both(X, WEIGHT, X, eager)
+    got = torch.compile(both, fullgraph=True, backend="aot_eager")(X, WEIGHT, X, compiled)
+    for a, b in zip(expected, got, strict=True):
+        assert_same(a, b)
+    if scaling == "given":
+        assert compiled.amax_local == eager.amax_local > 0

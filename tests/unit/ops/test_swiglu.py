@@ -1,0 +1,224 @@
+"""SwiGLU into FP8: against the modules it stands for, edges, gradients; the kernels in a child process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_fp8,
+    swiglu_backward_packed,
+    swiglu_backward_packed_fp8,
+)
+from fp8_ds.testing import sqnr_db
+from fp8_ds.testing.producers import (
+    SCALINGS,
+    assert_same,
+    assert_within_steps,
+    make_gate,
+    make_rows,
+    make_scaling,
+    make_slot,
+)
+
+INTERPRETED = Path(__file__).with_name("swiglu_interpreted.py")
+NAN, INF = float("nan"), float("inf")
+T, F = 23, 88
+GATE, UP, GRAD = make_gate(T, F), make_rows(T, F, 1), make_rows(T, F, 2)
+
+
+def test_kernels_equal_reference_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        str(INTERPRETED),
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def test_bf16_is_that_of_the_eager_and_of_the_fused_module():
+    gate, up = make_gate(300, 200, 5), make_rows(300, 200, 6)
+    eager = silu(gate) * up
+    fused = (silu(gate.float()) * up.float()).bfloat16()
+    for expected, rounding in ((eager, "twice"), (fused, "once")):
+        hp = swiglu(gate, up, E4M3, "rowwise", rounding=rounding, with_hp=True).hp
+        assert_within_steps(expected, hp, share=1e-3, steps=2 if rounding == "twice" else 1)
+    assert (eager != fused).float().mean() > 0.05
+
+
+def test_gradients_are_those_of_autograd_on_the_eager_module():
+    gate, up, grad = make_gate(300, 200, 5), make_rows(300, 200, 6), make_rows(300, 200, 7)
+    gate.requires_grad_()
+    up.requires_grad_()
+    expected = torch.autograd.grad(silu(gate) * up, (gate, up), grad)
+    got = swiglu_backward(grad, gate.detach(), up.detach(), rounding="twice")
+    for a, b in zip(expected, got, strict=True):
+        assert_within_steps(a, b, share=1e-3, steps=2)
+
+
+def test_gradients_rounded_once_have_the_rounding_of_bf16_alone():
+    """About 52 dB; rounded twice, less."""
+    gate, up = GATE.double().requires_grad_(), UP.double().requires_grad_()
+    truth = torch.autograd.grad(silu(gate) * up, (gate, up), GRAD.double())
+    once, twice = (swiglu_backward(GRAD, GATE, UP, rounding=rounding) for rounding in ("once", "twice"))
+    for true, a, b in zip(truth, once, twice, strict=True):
+        assert a.dtype == torch.bfloat16 and a.is_contiguous()
+        assert sqnr_db(true, a) > max(50, sqnr_db(true, b))
+
+
+def assert_quantised(output, fmt, scaling, slot):
+    """`x_fp8` and `scale_inv` are those of `hp` through ops/quantize."""
+    assert output.x_fp8.is_contiguous() and output.x_fp8.dtype == fmt.dtype
+    if scaling == "given":
+        assert_same((output.hp.float() * slot.scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), output.x_fp8)
+        assert output.scale_inv == slot.scale_inv and slot.amax_local == output.hp.abs().max()
+    elif scaling == "tensorwise":
+        for got, expected in zip(output, quantize_tensorwise(output.hp, fmt), strict=False):
+            assert_same(expected, got)
+    else:
+        for i, row in enumerate(output.hp):
+            x_fp8, scale_inv = quantize_tensorwise(row, fmt)
+            assert_same(x_fp8, output.x_fp8[i])
+            assert_same(scale_inv.view(1), output.scale_inv[i])
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_fp8_is_the_quantised_bf16(scaling, fmt):
+    one, two = make_scaling(scaling), make_scaling(scaling, scale=0.9)
+    assert_quantised(swiglu(GATE, UP, fmt, one, with_hp=True), fmt, scaling, one)
+    assert swiglu(GATE, UP, fmt, one).hp is None
+    one = make_scaling(scaling)
+    grads = swiglu_backward_fp8(GRAD, GATE, UP, fmt, (one, two) if scaling == "given" else scaling, with_hp=True)
+    for expected, output, slot in zip(swiglu_backward(GRAD, GATE, UP), grads, (one, two), strict=True):
+        assert_same(expected, output.hp)
+        assert_quantised(output, fmt, scaling, slot)
+    one = make_scaling(scaling)
+    gate_up = torch.cat([GATE, UP], dim=1)
+    packed = swiglu_backward_packed_fp8(GRAD, gate_up, fmt, one, with_hp=True)
+    assert_same(swiglu_backward_packed(GRAD, gate_up), packed.hp)
+    assert_quantised(packed, fmt, scaling, one)
+
+
+def test_halves_of_a_packed_tensor_give_the_bytes_of_two_tensors():
+    gate_up = torch.cat([GATE, UP], dim=1)
+    gate, up = gate_up.chunk(2, dim=1)
+    for a, b in zip(swiglu(GATE, UP, E4M3, "rowwise")[:2], swiglu(gate, up, E4M3, "rowwise")[:2], strict=True):
+        assert_same(a, b)
+    assert_same(torch.cat(swiglu_backward(GRAD, GATE, UP), dim=1), swiglu_backward_packed(GRAD, gate_up))
+
+
+def test_evaluation_leaves_the_recorded_amax():
+    slots = make_slot(amax=0.5), make_slot(amax=0.25)
+    swiglu(GATE, UP, E4M3, slots[0], record=False)
+    swiglu_backward_fp8(GRAD, GATE, UP, E5M2, slots, record=False)
+    swiglu_backward_packed_fp8(GRAD, torch.cat([GATE, UP], dim=1), E5M2, slots[0], record=False)
+    assert [slot.amax_local.item() for slot in slots] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_non_finite_gate_is_seen_in_what_its_scale_covers(scaling, bad):
+    gate = GATE.clone()
+    gate[5, 7] = bad
+    poisoned = swiglu(gate, UP, E4M3, make_scaling(scaling)).scale_inv.isnan()
+    assert poisoned.sum() == 1 and poisoned.view(-1)[5 if scaling == "rowwise" else 0]
+
+
+def test_a_non_finite_up_spoils_the_gradient_of_gate_alone():
+    up = UP.clone()
+    up[5, 7] = INF
+    grad_gate, grad_up = swiglu_backward_fp8(GRAD, GATE, up, E5M2, "tensorwise")
+    assert grad_gate.scale_inv.isnan() and grad_up.scale_inv.isfinite()
+
+
+def test_gates_far_from_zero_are_zero_or_themselves():
+    gate = torch.tensor([[-3e38, -200.0, -0.0, 0.0, 200.0, 3e38]]).bfloat16()
+    hp = swiglu(gate, torch.ones_like(gate), E5M2, "rowwise", with_hp=True).hp
+    assert hp.tolist() == [[0.0, 0.0, 0.0, 0.0, *gate[0, 4:].tolist()]]
+    grad_gate, grad_up = swiglu_backward(torch.ones_like(gate), gate, torch.ones_like(gate))
+    assert grad_gate.tolist() == [[0.0, 0.0, 0.5, 0.5, 1.0, 1.0]]
+    assert_same(hp, grad_up)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0)], ids=str)
+def test_no_elements_are_no_work(shape, scaling):
+    empty = torch.empty(shape, dtype=torch.bfloat16)
+    output = swiglu(empty, empty, E4M3, make_scaling(scaling), with_hp=True)
+    assert output.x_fp8.shape == output.hp.shape == shape
+    assert output.scale_inv.shape == ((shape[0], 1) if scaling == "rowwise" else ())
+    scalings = (make_slot(), make_slot()) if scaling == "given" else scaling
+    assert [one.x_fp8.shape for one in swiglu_backward_fp8(empty, empty, empty, E5M2, scalings)] == [shape, shape]
+    assert swiglu_backward_packed(empty, torch.cat([empty, empty], dim=1)).shape == (shape[0], 2 * shape[1])
+    if scaling != "given":
+        assert (output.scale_inv == 1).all()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"gate: expected bfloat16 \[T, C\], got torch.float32"):
+        swiglu(GATE.float(), UP, E4M3, "rowwise")
+    with pytest.raises(ValueError, match=r"up: expected bfloat16 \(23, 88\), got torch.bfloat16 \(22, 88\)"):
+        swiglu(GATE, UP[1:], E4M3, "rowwise")
+    with pytest.raises(ValueError, match="gate: expected rows without gaps"):
+        swiglu(GATE.t(), UP.t(), E4M3, "rowwise")
+    with pytest.raises(ValueError, match="grad_hidden: expected bfloat16"):
+        swiglu_backward(GRAD[:, 1:], GATE, UP)
+    with pytest.raises(ValueError, match=r"gate_up: expected \[T, 2F\], got \(23, 87\)"):
+        swiglu_backward_packed(GRAD, GATE[:, 1:])
+    with pytest.raises(ValueError, match="got e4m4"):
+        swiglu(GATE, UP, E4M4, "rowwise")
+    with pytest.raises(ValueError, match="scaling: expected an AmaxSlot"):
+        swiglu_backward_fp8(GRAD, GATE, UP, E5M2, "delayed")
+    with pytest.raises(ValueError, match="rounding: expected"):
+        swiglu_backward(GRAD, GATE, UP, rounding="never")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_ops_pass_opcheck(scaling, packed):
+    checks = ("test_schema", "test_faketensor")
+    ops = torch.ops.fp8_ds
+    slot, other, none = make_slot(), make_slot(), (None,) * 3
+    one = (slot.scale, slot.scale_inv, slot.amax_local) if scaling == "given" else none
+    two = (other.scale, other.scale_inv, other.amax_local) if scaling == "given" and not packed else none
+    tail = (True, E5M2.dtype, E5M2.max, False, packed)
+    torch.library.opcheck(ops.swiglu.default, (GATE, UP, scaling, *one, *tail), test_utils=checks)
+    torch.library.opcheck(ops.swiglu_backward.default, (GRAD, GATE, UP, packed, False), test_utils=checks)
+    arguments = (GRAD, GATE, UP, packed, scaling, *one, *two, *tail)
+    torch.library.opcheck(ops.swiglu_backward_fp8.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_compiled_without_a_graph_break_the_bytes_are_the_same(scaling):
+    def all_of_them(gate, up, grad, one, two):
+        grads = swiglu_backward_fp8(grad, gate, up, E5M2, (one, two) if scaling == "given" else one)
+        return *swiglu(gate, up, E4M3, one)[:2], *grads[0][:2], *grads[1][:2], *swiglu_backward(grad, gate, up)
+
+    eager = [make_scaling(scaling), make_scaling(scaling)]
+    compiled = [make_scaling(scaling), make_scaling(scaling)]
+    expected = all_of_them(GATE, UP, GRAD, *eager)
+    got = torch.compile(all_of_them, fullgraph=True, backend="aot_eager")(GATE, UP, GRAD, *compiled)
+    for a, b in zip(expected, got, strict=True):
+        assert_same(a, b)
+    if scaling == "given":
+        assert all(a.amax_local == b.amax_local > 0 for a, b in zip(eager, compiled, strict=True))
