@@ -13,8 +13,10 @@ a code and is lost every time, unless noise dithers it. The synthetic families o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,13 +33,21 @@ SIZE = Size(2, 128, 256, 128, 8, 0)
 ROWS = {"never": (0, 1), "1 to 99": (1, 100), "100 to 2,999": (100, 3000), "3,000 and more": (3000, 1 << 62)}
 
 
-def run(rounding: str, steps: int) -> list[dict[str, float | int | str]]:
-    torch.manual_seed(0)
-    if rounding == "nearest":
+@contextlib.contextmanager
+def moments_rounded(how: str) -> Iterator[None]:
+    """Moments as they are ("ours"), or rounded to nearest."""
+    ours = reference.quantize_m, reference.quantize_root
+    if how == "nearest":
         reference.quantize_m = lambda m, noise: quantize_m(m)
         reference.quantize_root = lambda root, noise: quantize_root(root)
-    else:
-        reference.quantize_m, reference.quantize_root = quantize_m, quantize_root
+    try:
+        yield
+    finally:
+        reference.quantize_m, reference.quantize_root = ours
+
+
+def run(rounding: str, steps: int) -> list[dict[str, float | int | str]]:
+    torch.manual_seed(0)
     data = text(300, "cpu")
     counts = torch.bincount(data.long(), minlength=256)
     model = GPT(SIZE, 256, 0).float()
@@ -61,7 +71,8 @@ def run(rounding: str, steps: int) -> list[dict[str, float | int | str]]:
             shadow.grad = head.grad.clone()
         before = head.detach().clone()
         exact.step()
-        ours.step()
+        with moments_rounded(rounding):
+            ours.step()
         if step % 100 == 0 or step == steps:
             u = (head.detach() - before * (1 - lr * 0.1)) / lr
             v = ours.read_moment(ours.core.shards[0], "exp_avg_sq").view_as(head)

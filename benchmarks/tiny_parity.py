@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 from gpt_parity_worker import GPT, Size, param_groups
 from results_io import command_line, dated_stem
+from smooth_gradients import moments_rounded
 from torch import Tensor, nn
 from update_error_gpt import CLIP, EPS, text
 
-import fp8_ds.ops.adamw.reference as reference
 from fp8_ds import Fp8AdamW
-from fp8_ds.optim.moments import quantize_m, quantize_root
 
 SIZE = Size(2, 128, 256, 128, 8, 0)
 LR, WARMUP = 1e-3, 50
@@ -52,11 +51,6 @@ def held_out_loss(model: GPT, held_out: Tensor) -> float:
 
 def train(arm: str, seed: int, betas: tuple[float, float], steps: int, data: Tensor) -> float:
     """Held-out loss after `steps` steps, in nats per byte."""
-    if arm == "nearest":
-        reference.quantize_m = lambda m, noise: quantize_m(m)
-        reference.quantize_root = lambda root, noise: quantize_root(root)
-    else:
-        reference.quantize_m, reference.quantize_root = quantize_m, quantize_root
     cut = int(0.95 * data.numel())
     model = GPT(SIZE, 256, seed).float()
     kind = torch.optim.AdamW if arm == "torch" else Fp8AdamW
@@ -67,7 +61,8 @@ def train(arm: str, seed: int, betas: tuple[float, float], steps: int, data: Ten
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         model(windows(data[:cut], SIZE.batch, generator)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        with moments_rounded(arm):
+            optimizer.step()
         optimizer.zero_grad()
     return held_out_loss(model, data[cut:])
 

@@ -12,6 +12,8 @@ from torch import Tensor
 HELD_OUT_ONE_IN = 10
 # Third-party packages differ from machine to machine; the library's own tests hold large generated tables.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Build variables of this Python, on Debian in two files that are alike.
+SKIPPED_PREFIX = "_sysconfigdata"
 
 
 def read_stdlib(split: str) -> Tensor:
@@ -27,7 +29,7 @@ def read_stdlib(split: str) -> Tensor:
     files = []
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
-        if SKIPPED_FOLDERS.isdisjoint(parts):
+        if SKIPPED_FOLDERS.isdisjoint(parts) and not parts[-1].startswith(SKIPPED_PREFIX):
             held_out = zlib.crc32(Path(parts[0]).stem.encode()) % HELD_OUT_ONE_IN == 0
             if held_out == (split == "held_out"):
                 files.append(path)

@@ -55,24 +55,23 @@ def keys(seed: int, param_id: int) -> tuple[int, int]:
 
 
 def _words(seed: int, step: int, param_id: int, start: int, numel: int, device: torch.device) -> Tensor:
-    """int64 [numel]: 32 bits of the pair (2k, 2k + 1) that an element is of."""
+    """int64 [num_hashes, 4]: 32 bits for each pair of elements (2k, 2k + 1), from the hash that `start` is of."""
     first, second = keys(seed, param_id)
-    element = torch.arange(start, start + numel, dtype=torch.int64, device=device)
-    x = (element // SHARED * WEYL + first) & _MASK
+    octet = torch.arange(start // SHARED, -(-(start + numel) // SHARED), dtype=torch.int64, device=device)
+    x = (octet * WEYL + first) & _MASK
     x = ((x ^ (x >> 16)) * MIX_1) & _MASK
     x = x ^ second
     x = ((x ^ (x >> 15)) * MIX_2) & _MASK
     x = x ^ (x >> 15)
-    powers = torch.tensor([pow(NEXT_PAIR, power, 1 << 32) for power in range(4)], device=device)
+    powers = torch.tensor([pow(NEXT_PAIR, power, 1 << 32) for power in range(SHARED // 2)], device=device)
     # In int64 products wrap at 2**64: their low 32 bits are right.
-    x = (x * powers[element % SHARED // 2]) & _MASK
-    return (x + step * STRIDE) & _MASK
+    return (x[:, None] * powers + step * STRIDE) & _MASK
 
 
-def _halves(words: Tensor, start: int, bits: int) -> Tensor:
-    """The upper `bits` of an element's half of its word: the low half for an even element."""
-    element = torch.arange(start, start + words.numel(), device=words.device)
-    return torch.where(element % 2 == 0, words & 0xFFFF, words >> 16).int() >> (NOISE_BITS - bits)
+def _halves(words: Tensor, start: int, numel: int, bits: int) -> Tensor:
+    """int32 [numel]: the upper `bits` of an element's half of its word, the low half for an even element."""
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=2).flatten()
+    return halves.narrow(0, start % SHARED, numel).int() >> (NOISE_BITS - bits)
 
 
 def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device) -> Tensor:
@@ -86,7 +85,7 @@ def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int
         int32 [numel].
     """
     assert bits <= NOISE_BITS
-    return _halves(_words(seed, step, param_id, start, numel, device), start, bits)
+    return _halves(_words(seed, step, param_id, start, numel, device), start, numel, bits)
 
 
 def moment_noise(
@@ -95,4 +94,4 @@ def moment_noise(
     """As `noise`, for moments: other numbers. One for both: their rounding errors partly cancel in the update."""
     assert bits <= NOISE_BITS
     words = _words(seed, step, param_id, start, numel, device)
-    return _halves((words * MOMENT_FACTOR) & _MASK, start, bits)
+    return _halves((words * MOMENT_FACTOR) & _MASK, start, numel, bits)
