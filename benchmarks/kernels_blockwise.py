@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from results_io import command_line, device_name
+from timing import copy_rate, make_flush, median_ms
 from torch import Tensor
 
 from fp8_ds.formats import E4M3
@@ -40,34 +40,6 @@ PRODUCTS = [(8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384
 ROWS, SQUARES = (1, 128), (128, 128)
 PEAK_FP8 = 1979e12
 """Dense FP8 operations per second of an H200 SXM. Source: NVIDIA H200 data sheet (3958 with sparsity)."""
-
-ROTATED_BYTES = 256 << 20
-NUM_WARM, NUM_TIMED = 5, 30
-COPY_BYTES = 4 << 30
-
-
-def median_ms(functions: list[Callable[[], object]]) -> float:
-    """Of calls that take turns, each timed alone."""
-    for index in range(NUM_WARM):
-        functions[index % len(functions)]()
-    times = []
-    for index in range(NUM_TIMED):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The host is ahead by then: what is timed is the kernel, not its launch.
-        torch.cuda._sleep(200_000)
-        begin.record()
-        functions[index % len(functions)]()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes per second of a device copy, reads and writes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms([lambda: target.copy_(source)]) * 1e3
 
 
 def num_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -107,40 +79,37 @@ def arms() -> dict[str, Callable[[Tensor], tuple[Iterable[Tensor | None], Callab
     }
 
 
-def run_kernel(name: str, prepare: Any, shape: tuple[int, int], device: str, copy: float | None) -> dict[str, Any]:
-    calls: list[Callable[[], Any]] = []
-    moved = 0
-    while len(calls) * moved < (ROTATED_BYTES if device == "cuda" else 1):
-        read, call = prepare(torch.randn(shape, dtype=torch.bfloat16, device=device))
-        moved = num_bytes(read) + num_bytes(call())
-        calls.append(call)
+def run_kernel(
+    name: str, prepare: Any, shape: tuple[int, int], device: str, copy: float | None, flush: Tensor | None
+) -> dict[str, Any]:
+    read, call = prepare(torch.randn(shape, dtype=torch.bfloat16, device=device))
+    moved = num_bytes(read) + num_bytes(call())
     row: dict[str, Any] = {"kernel": name, "shape": shape, "moved_bytes": moved}
-    if copy is None:
+    if flush is None or copy is None:
         return row
-    outputs: deque[Any] = deque(maxlen=len(calls))
-    ms = median_ms([lambda call=call: outputs.append(call()) for call in calls])
+    ms = median_ms(call, flush)
     rate = moved / ms * 1e3
     return row | {"ms": ms, "GB_per_s": rate / 1e9, "share_of_copy": rate / copy}
 
 
-def run_product(name: str, shape: tuple[int, int, int], device: str) -> dict[str, Any]:
+def run_product(name: str, shape: tuple[int, int, int], device: str, flush: Tensor | None) -> dict[str, Any]:
     num_m, num_k, num_n = shape
     x = torch.randn(num_m, num_k, dtype=torch.bfloat16, device=device)
     weight = torch.randn(num_n, num_k, dtype=torch.bfloat16, device=device)
     if name == "tensorwise":
         one = torch.ones((), device=device)
         a, b = x.to(E4M3.dtype), weight.to(E4M3.dtype)
-        call: Callable[[], object] = lambda: scaled_mm(a, b, one, one, torch.bfloat16)  # noqa: E731
+        call: Callable[[], object] = partial(scaled_mm, a, b, one, one, torch.bfloat16)
     else:
         block_b = SQUARES if name.endswith("128x128") else ROWS
         a_planes, b_planes = quantize_blockwise(x, E4M3, ROWS, "row"), quantize_blockwise(weight, E4M3, block_b, "row")
         args: Any = (a_planes.x_fp8, b_planes.x_fp8, a_planes.scale_inv, b_planes.scale_inv)
-        call = lambda: scaled_mm_blockwise(*args, torch.bfloat16)  # noqa: E731
+        call = partial(scaled_mm_blockwise, *args, torch.bfloat16)
     call()
     row: dict[str, Any] = {"product": name, "shape": shape}
-    if device == "cpu":
+    if flush is None:
         return row
-    ms = median_ms([call])
+    ms = median_ms(call, flush)
     rate = 2 * num_m * num_k * num_n / ms * 1e3
     return row | {"ms": ms, "TFLOP_per_s": rate / 1e12, "share_of_peak": rate / PEAK_FP8}
 
@@ -173,17 +142,18 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="on CPU with 1/32 of the sides")
     args = parser.parse_args()
     device, divisor = ("cpu", 32) if args.dry_run else ("cuda", 1)
-    copy = None if args.dry_run else copy_rate()
+    flush = None if args.dry_run else make_flush()
+    copy = None if args.dry_run else copy_rate(flush)
     rows: list[dict[str, Any]] = []
     for warps in [int(number) for number in args.warps.split()] or [None]:
         set_warps(warps)
         for name, prepare in arms().items():
             for rows_of_x, cols in SHAPES:
                 shape = (rows_of_x // divisor, cols // divisor)
-                rows.append(run_kernel(name, prepare, shape, device, copy) | {"warps": warps})
+                rows.append(run_kernel(name, prepare, shape, device, copy, flush) | {"warps": warps})
     for name in ("tensorwise", "1x128 by 128x128", "1x128 by 1x128"):
         for m, k, n in PRODUCTS:
-            rows.append(run_product(name, (m // divisor, k // divisor, n // divisor), device) | {"warps": None})
+            rows.append(run_product(name, (m // divisor, k // divisor, n // divisor), device, flush) | {"warps": None})
     result = {"command": command_line(), "device": device_name(), "torch": torch.__version__,
               "copy_GB_per_s": copy and copy / 1e9, "rows": rows}  # fmt: skip
     if args.out is not None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from optimizer_step import copy_rate, median_ms
 from results_io import command_line, device_name
+from timing import copy_rate, median_ms
 from torch import Tensor
 
 from fp8_ds.formats import E4M3, E5M2

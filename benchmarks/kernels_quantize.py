@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from results_io import command_line, device_name
-from torch import Tensor
+from timing import copy_rate, make_flush, median_ms
 
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import (
@@ -42,29 +41,6 @@ from fp8_ds.ops.transpose import transpose
 
 SHAPES = [(8192, 4096), (8192, 14336), (16384, 4096)]
 """Tokens by features: hidden and inner activations of 8192 tokens, hidden ones of 16384."""
-
-NUM_WARM, NUM_TIMED = 5, 30
-COPY_BYTES, FLUSH_BYTES = 4 << 30, 1 << 30
-
-
-def median_ms(function: Callable[[], object], flush: Tensor) -> float:
-    times = []
-    for _ in range(NUM_WARM + NUM_TIMED):
-        flush.sum()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[NUM_WARM:])
-
-
-def copy_rate(flush: Tensor) -> float:
-    """Bytes per second of a device copy, reads and writes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source), flush) * 1e3
 
 
 def kernels(num_rows: int, num_cols: int, device: str) -> Iterator[tuple[str, int, Callable[[], object]]]:
@@ -125,7 +101,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="on CPU with 1/128 of the sides; nothing is timed")
     args = parser.parse_args()
     device, divisor = ("cpu", 128) if args.dry_run else ("cuda", 1)
-    flush = torch.zeros(0 if args.dry_run else FLUSH_BYTES // 4, device=device)
+    flush = None if args.dry_run else make_flush()
     copy = None if args.dry_run else copy_rate(flush)
     result: dict[str, Any] = {"command": command_line(), "device": device_name(), "torch": torch.__version__,
                               "copy_GB_per_s": copy and copy / 1e9, "kernels": []}  # fmt: skip

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from results_io import command_line, device_name
+from timing import copy_rate, median_ms
 from torch import Tensor
 
 from fp8_ds.ops.adamw import AdamShard, StepInputs, prepare
@@ -93,27 +92,6 @@ def moved_bytes(shard: AdamShard, grad: Tensor) -> int:
 def resident_bytes(shards: list[AdamShard]) -> int:
     tensors = [t for s in shards for t in (s.hi, s.lo, s.m, s.v, s.m_scale_inv, s.v_scale_inv) if t is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def median_ms(function: Callable[[], object]) -> float:
-    for _ in range(NUM_WARM):
-        function()
-    times = []
-    for _ in range(NUM_TIMED):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes per second of a device copy, reads and writes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) * 1e3
 
 
 def inputs_of(device: str) -> StepInputs:

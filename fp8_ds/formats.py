@@ -36,6 +36,17 @@ class Float8Format:
     smallest_normal: float
     smallest_subnormal: float
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype`, where torch has one.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.dtype is None:
+            raise ValueError(f"format: expected one with a torch dtype, got {self.name}. Use E4M3 or E5M2.")
+        return self.dtype
+
 
 def _derive(
     name: str,

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.formats import Float8Format
 from fp8_ds.ops.quantize import reference as quantize_reference
 from fp8_ds.scaling.current import scale_from_amax
 from fp8_ds.scaling.delayed import AmaxSlot
@@ -61,12 +60,6 @@ def is_twice(rounding: Rounding) -> bool:
     if rounding not in ("once", "twice"):
         raise ValueError(f"rounding: expected 'once' or 'twice', got {rounding!r}. Use one of these.")
     return rounding == "twice"
-
-
-def dtype_of(fmt: Float8Format) -> torch.dtype:
-    if fmt.dtype is None:
-        raise ValueError(f"fmt: expected one with a torch dtype, got {fmt.name}. Use E4M3 or E5M2.")
-    return fmt.dtype
 
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:

@@ -174,14 +174,13 @@ def quantize_blockwise(x: Tensor, fmt: Float8Format, block: tuple[int, int], pla
     Returns:
         The planes asked for; the others are None.
     """
-    if fmt.dtype is None:
-        raise ValueError(f"fmt: expected one with a torch dtype, got {fmt.name}. Use E4M3 or E5M2.")
+    dtype = fmt.torch_dtype
     _check_block(block)
     if planes not in PLANES:
         raise ValueError(f"planes: expected one of {PLANES}, got {planes!r}. Use one of these.")
     _check_hp("x", x, 2)
     row, col = planes != "col", planes != "row"
-    x_fp8, scale_inv, x_fp8_t, scale_inv_t = _quantize(x, fmt.dtype, fmt.max, block[0], row, col)
+    x_fp8, scale_inv, x_fp8_t, scale_inv_t = _quantize(x, dtype, fmt.max, block[0], row, col)
     return BlockwisePlanes(
         x_fp8 if row else None, scale_inv if row else None, x_fp8_t if col else None, scale_inv_t if col else None
     )

@@ -57,6 +57,24 @@ _scaled_mm, _LIBRARY = register(
 )
 
 
+def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backend: str) -> None:
+    """Refuses operands, result and backend that no product of this package takes."""
+    if a_fp8.dtype not in _FP8_DTYPES or b_fp8.dtype not in _FP8_DTYPES or a_fp8.dtype == b_fp8.dtype == _FP8_DTYPES[1]:
+        raise ValueError(
+            f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a_fp8.dtype} and "
+            f"{b_fp8.dtype}. Quantise one operand to E4M3."
+        )
+    if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
+        raise ValueError(
+            f"a_fp8, b_fp8: expected [M, K] and [N, K], got {tuple(a_fp8.shape)} and {tuple(b_fp8.shape)}. "
+            "Both operands are given with the contracted dim last."
+        )
+    if out_dtype not in _OUT_DTYPES:
+        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
+
+
 def scaled_mm(
     a_fp8: Tensor,
     b_fp8: Tensor,
@@ -86,19 +104,6 @@ def scaled_mm(
     Raises:
         ValueError: dtypes, shapes or backend other than these.
     """
-    if a_fp8.dtype not in _FP8_DTYPES or b_fp8.dtype not in _FP8_DTYPES or a_fp8.dtype == b_fp8.dtype == _FP8_DTYPES[1]:
-        raise ValueError(
-            f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {a_fp8.dtype} and "
-            f"{b_fp8.dtype}. Quantise one operand to E4M3."
-        )
-    if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
-        raise ValueError(
-            f"a_fp8, b_fp8: expected [M, K] and [N, K], got {tuple(a_fp8.shape)} and {tuple(b_fp8.shape)}. "
-            "Both operands are given with the contracted dim last."
-        )
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
+    check_arguments(a_fp8, b_fp8, out_dtype, backend)
     output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
     return output

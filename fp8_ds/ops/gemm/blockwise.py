@@ -27,10 +27,9 @@ from torch import Tensor
 from fp8_ds.ops._register import register
 from fp8_ds.ops.blockwise import num_blocks
 from fp8_ds.ops.blockwise.reference import BLOCK
-from fp8_ds.ops.gemm import BACKENDS, GemmBackend
+from fp8_ds.ops.gemm import GemmBackend, check_arguments
+from fp8_ds.ops.gemm.scaled_mm import k_major
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS = 16
 _SCALE_ROWS = 4
 
@@ -50,15 +49,6 @@ def reference(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, ou
     a_hp = a.to(torch.float32) * _per_element(a, scale_inv_a)
     b_hp = b.to(torch.float32) * _per_element(b, scale_inv_b)
     return (a_hp @ b_hp.t()).to(out_dtype)
-
-
-def pad_operand(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
-    """`x` row by row in memory, padded with zeros to [num_rows, num_cols]; `x` itself where it is that already."""
-    if tuple(x.shape) == (num_rows, num_cols):
-        return x.contiguous()
-    padded = torch.zeros(num_rows, num_cols, dtype=torch.uint8, device=x.device)
-    padded[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)  # byte 0 is +0 in every FP8 format
-    return padded.view(x.dtype)
 
 
 def outer_major_scales(scale_inv: Tensor, num_rows: int) -> Tensor:
@@ -90,8 +80,8 @@ def _torch_scaled_mm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Ten
     padded_m, padded_n, padded_k = _round_up(num_m, _ROWS), _round_up(num_n, _ROWS), _round_up(num_k, BLOCK)
     is_square = scale_inv_b.shape[0] != num_n
     output = F.scaled_mm(
-        pad_operand(a, padded_m, padded_k),
-        pad_operand(b, padded_n, padded_k).t(),
+        k_major(a, padded_m, padded_k),
+        k_major(b, padded_n, padded_k).t(),
         outer_major_scales(scale_inv_a, padded_m),
         F.ScalingType.BlockWise1x128,
         square_scales(scale_inv_b) if is_square else outer_major_scales(scale_inv_b, padded_n),
@@ -164,23 +154,9 @@ def scaled_mm_blockwise(
         ValueError: dtypes, shapes or backend other than these.
         NotImplementedError: by torch, on CUDA devices other than Hopper.
     """
-    dtypes = (a_fp8.dtype, b_fp8.dtype)
-    if not set(dtypes) <= {_E4M3, _E5M2} or dtypes == (_E5M2, _E5M2):
-        raise ValueError(
-            f"a_fp8, b_fp8: expected float8_e4m3fn with float8_e4m3fn or float8_e5m2, got {dtypes[0]} and {dtypes[1]}. "
-            "Quantise one operand to E4M3."
-        )
-    if a_fp8.dim() != 2 or b_fp8.dim() != 2 or a_fp8.shape[1] != b_fp8.shape[1]:
-        raise ValueError(
-            f"a_fp8, b_fp8: expected [M, K] and [N, K], got {tuple(a_fp8.shape)} and {tuple(b_fp8.shape)}. "
-            "Both operands are given with the contracted dim last."
-        )
+    check_arguments(a_fp8, b_fp8, out_dtype, backend)
     blocks, num_n = num_blocks(a_fp8.shape[1]), b_fp8.shape[0]
     _check_scale("scale_inv_a", scale_inv_a, ((a_fp8.shape[0], blocks),))
     _check_scale("scale_inv_b", scale_inv_b, ((num_n, blocks), (num_blocks(num_n), blocks)))
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}. Use one of these.")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
     output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, backend)
     return output

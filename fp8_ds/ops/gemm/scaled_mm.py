@@ -14,7 +14,7 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
+def k_major(x: Tensor, num_rows: int, num_cols: int) -> Tensor:
     """`x` row by row in memory, zero-padded to [num_rows, num_cols]; `x` itself where it is that already."""
     if tuple(x.shape) == (num_rows, num_cols):
         return x.contiguous()
@@ -42,8 +42,8 @@ def scaled_mm(
         return torch.zeros(num_m, num_n, dtype=out_dtype, device=a.device)
     aligned_k, aligned_n = _align(num_k), _align(num_n)
     output: Tensor = torch._scaled_mm(
-        _k_major(a, num_m, aligned_k),
-        _k_major(b, aligned_n, aligned_k).t(),
+        k_major(a, num_m, aligned_k),
+        k_major(b, aligned_n, aligned_k).t(),
         scale_a=_aligned(scale_inv_a),
         scale_b=_aligned(scale_inv_b),
         out_dtype=out_dtype,

@@ -129,12 +129,6 @@ _quantize_colwise_t = _op(
 )
 
 
-def _dtype_of(fmt: Float8Format) -> torch.dtype:
-    if fmt.dtype is None:
-        raise ValueError(f"format: expected one with a torch dtype, got {fmt.name}. Use E4M3 or E5M2.")
-    return fmt.dtype
-
-
 def _check_scale(scale: Tensor) -> None:
     if scale.dtype != torch.float32:
         raise ValueError(f"scale: expected float32, got {scale.dtype}. Scales are kept in float32 throughout.")
@@ -201,7 +195,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
         `fmt.dtype`, shape of `x`. Values beyond +-fmt.max (infinities too) become +-fmt.max; NaN stays NaN.
     """
     _check_scale(scale)
-    x_fp8: Tensor = _quantize(x, scale, _dtype_of(fmt), fmt.max)
+    x_fp8: Tensor = _quantize(x, scale, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 
@@ -216,7 +210,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): `fmt.dtype` of the shape of `x`; float32, 0-dim, multiply to leave FP8, NaN if `x` holds a
         NaN or an infinity.
     """
-    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, _dtype_of(fmt), fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -237,7 +231,7 @@ def quantize_delayed(
         (x_fp8, scale_inv): as in `quantize_tensorwise`; the scale_inv is the one given, or NaN if `x` is not finite.
     """
     _check_scale(scale)
-    dtype = _dtype_of(fmt)
+    dtype = fmt.torch_dtype
     result: tuple[Tensor, Tensor] = _quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fmt.max)
     return result
 
@@ -265,7 +259,7 @@ def quantize_planes(x: Tensor, scale: Tensor, fmt: Float8Format, planes: Planes)
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane = _quantize_planes(x, scale, _dtype_of(fmt), fmt.max, planes)
+    row_plane, col_plane = _quantize_planes(x, scale, fmt.torch_dtype, fmt.max, planes)
     return _named(row_plane, col_plane, planes)
 
 
@@ -284,7 +278,7 @@ def quantize_tensorwise_planes(
     """
     _check_matrix(x)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, _dtype_of(fmt), fmt.max, planes)
+    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
     return (*_named(row_plane, col_plane, planes), scale_inv)
 
 
@@ -312,7 +306,7 @@ def quantize_delayed_planes(
     _check_scalar("scale", scale)
     _check_planes(planes)
     row_plane, col_plane, scale_inv = _quantize_delayed_planes(
-        x, scale, scale_inv, amax_local, record, _dtype_of(fmt), fmt.max, planes
+        x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv)
 
@@ -335,7 +329,7 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[1])
-    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, _dtype_of(fmt), fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -355,5 +349,5 @@ def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None)
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[0])
-    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, _dtype_of(fmt), fmt.max)
+    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
     return result

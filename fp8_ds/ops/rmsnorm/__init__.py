@@ -23,7 +23,6 @@ from fp8_ds.ops._producer import (
     Scaling,
     SlotTensors,
     check_rows,
-    dtype_of,
     empty_output,
     is_twice,
     mode_of,
@@ -151,7 +150,7 @@ def rmsnorm(
     """
     _check(x, weight)
     mode, slot = mode_of(scaling)
-    dtype, twice = dtype_of(fmt), is_twice(rounding)
+    dtype, twice = fmt.torch_dtype, is_twice(rounding)
     x_fp8, scale_inv, rstd, hp = _rmsnorm(x, weight, eps, mode, *slot, record, dtype, fmt.max, twice, with_hp)
     return Fp8Output(x_fp8, scale_inv, hp if with_hp else None), rstd
 

@@ -26,7 +26,6 @@ from fp8_ds.ops._producer import (
     Scaling,
     SlotTensors,
     check_rows,
-    dtype_of,
     empty_output,
     is_twice,
     mode_of,
@@ -211,7 +210,7 @@ def swiglu(
     check_rows("gate", gate)
     check_rows("up", up, gate)
     mode, slot = mode_of(scaling)
-    dtype, twice = dtype_of(fmt), is_twice(rounding)
+    dtype, twice = fmt.torch_dtype, is_twice(rounding)
     x_fp8, scale_inv, hp = _swiglu(gate, up, mode, *slot, record, dtype, fmt.max, twice, with_hp)
     return _output(x_fp8, scale_inv, hp, with_hp)
 
@@ -264,7 +263,7 @@ def swiglu_backward_fp8(
         mode_of(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 2)
     ]
     g_fp8, g_scale_inv, g_hp, u_fp8, u_scale_inv, u_hp = _swiglu_backward_fp8(
-        grad_hidden, gate, up, False, mode, *gate_slot, *up_slot, record, dtype_of(fmt), fmt.max, is_twice(rounding),
+        grad_hidden, gate, up, False, mode, *gate_slot, *up_slot, record, fmt.torch_dtype, fmt.max, is_twice(rounding),
         with_hp,
     )  # fmt: skip
     return _output(g_fp8, g_scale_inv, g_hp, with_hp), _output(u_fp8, u_scale_inv, u_hp, with_hp)
@@ -286,7 +285,7 @@ def swiglu_backward_packed_fp8(
     mode, slot = mode_of(scaling)
     none = SlotTensors(None, None, None)
     x_fp8, scale_inv, hp, *_ = _swiglu_backward_fp8(
-        grad_hidden, gate, up, True, mode, *slot, *none, record, dtype_of(fmt), fmt.max, is_twice(rounding), with_hp
+        grad_hidden, gate, up, True, mode, *slot, *none, record, fmt.torch_dtype, fmt.max, is_twice(rounding), with_hp
     )
     return _output(x_fp8, scale_inv, hp, with_hp)
 
