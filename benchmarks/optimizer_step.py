@@ -49,9 +49,6 @@ LAUNCHES = [
 ]
 """Tried by `--launches sweep`: rows, tiles, warps and most registers of a program, for the master format of the arm."""
 
-NUM_WARM, NUM_TIMED = 5, 20
-COPY_BYTES = 4 << 30
-
 
 def shapes(divisor: int) -> tuple[list[int], list[int]]:
     """Elements of the linear weights, and of the others; `divisor` shrinks both sides of the matrices."""

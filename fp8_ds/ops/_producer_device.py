@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fp8_ds.formats import E4M3
-from fp8_ds.scaling.current import MAX_SCALE
+from fp8_ds.ops._device import INFINITY, code_of
 
 GIVEN = tl.constexpr(0)
 """Scale known; the amax is recorded."""
@@ -22,9 +22,6 @@ AMAX = tl.constexpr(2)
 FROM_AMAX = tl.constexpr(3)
 """Second pass of tensorwise: the scale follows from that amax."""
 
-INFINITY = tl.constexpr(0x7F800000)
-"""Bits of infinity: magnitudes whose bits are not below are not finite."""
-_MAX_SCALE = tl.constexpr(MAX_SCALE)
 _E4M3_MAX = tl.constexpr(E4M3.max)
 
 _QUANTIZE_E4M3 = tl.constexpr("""{
@@ -89,34 +86,6 @@ def to_bf16(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def magnitude(x):
-    """Bits of |x|, int32, of float32: compare as the floats do, infinity above all finite ones, NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def record_amax(amax, bits):
-    """`amax` (float32 in memory, >= 0) is at least the float with these bits; NaN stays.
-
-    Most programs find a larger one there and save the atomic.
-    """
-    at = amax.to(tl.pointer_type(tl.int32), bitcast=True)
-    if bits > tl.load(at):
-        tl.atomic_max(at, bits, sem="relaxed")
-
-
-@triton.jit
-def scale_from_amax(bits, FP8_MAX: tl.constexpr):
-    """`scaling.current.scale_from_amax` of the float with these bits: (scale, scale_inv)."""
-    has_scale = (bits > 0) & (bits < INFINITY)
-    amax = tl.where(has_scale, bits, 0x3F800000).to(tl.float32, bitcast=True)
-    quotient = tl.minimum(tl.div_rn(FP8_MAX, amax), _MAX_SCALE)
-    scale = tl.where(has_scale, quotient, 1.0)
-    scale_inv = tl.div_rn(1.0, scale)
-    return scale, tl.where(bits < INFINITY, scale_inv, float("nan"))
-
-
-@triton.jit
 def quantize(x, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
     """Codes, uint8, of bf16 times `factor`: to nearest even, saturating, NaN stays. FP8_MAX names the format.
 
@@ -128,16 +97,5 @@ def quantize(x, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
         factor = tl.zeros(x.shape, tl.float32) + factor
         codes = tl.inline_asm_elementwise(TEXT, "=r,r,r,f,f,f,f", [x, factor], tl.uint8, is_pure=True, pack=4)
     else:
-        DROP: tl.constexpr = 20 if IS_E4M3 else 21  # mantissa bits that FP8 lacks
-        BIAS: tl.constexpr = 120 if IS_E4M3 else 112  # of float32, less that of FP8
-        MAGIC: tl.constexpr = 2.0**14 if IS_E4M3 else 2.0**7  # its last mantissa bit is the smallest subnormal
-        bits = (to_float(x, PTX) * factor).to(tl.int32, bitcast=True)
-        mag = bits & 0x7FFFFFFF
-        capped = tl.minimum(mag.to(tl.float32, bitcast=True), FP8_MAX)
-        small = (capped + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-        wide = capped.to(tl.int32, bitcast=True)
-        wide = ((wide + ((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)) >> DROP) - (BIAS << (23 - DROP))
-        code = tl.where(capped < 2.0 ** (BIAS - 126), small, wide)
-        code = tl.where(mag > INFINITY, 0x7F, code)
-        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        codes = code_of(to_float(x, PTX) * factor, IS_E4M3).to(tl.uint8)
     return codes

@@ -33,7 +33,7 @@ STRIDE = 0xC46DC46D
 MOMENT_FACTOR = 0xA1AC9EB3
 """Makes words for moments from those for masters. They move by STRIDE * MOMENT_FACTOR = 0x9E379E37, the golden ratio's
 fraction, .618. The three constants were searched for: whatever two thresholds of eight elements are taken, as a lattice
-their shortest dual vector is at least .67 of the longest possible, so no short wave fits both."""
+their shortest dual vector is at least .49 of the longest possible, so no short wave fits both."""
 
 
 def mix(x: int) -> int:

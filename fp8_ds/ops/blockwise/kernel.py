@@ -14,21 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8_ds.ops._device import ENCODE_E4M3, ENCODE_E5M2, INFINITY, code_of, encode_four, magnitude
 from fp8_ds.ops.blockwise.reference import BLOCK, MAX_EXPONENT
 
 _BLOCK = tl.constexpr(BLOCK)
 _MAX_BIASED = tl.constexpr(MAX_EXPONENT + 127)
 _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-_INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-
-_ENCODE = """{
-.reg .b16 low, high;
-cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
-cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
-mov.b32 $0, {low, high};
-}"""
-"""Four numbers to four codes in one register, the first in the lowest byte."""
 
 _STORE_SCALE = tl.constexpr("""{
 .reg .pred inside;
@@ -36,15 +28,6 @@ setp.ne.b32 inside, $3, 0;
 @inside st.global.f32 [$1], $2;
 mov.b32 $0, 0;
 }""")
-
-_ENCODE_E4M3 = tl.constexpr(_ENCODE.replace("FORMAT", "e4m3"))
-_ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("FORMAT", "e5m2"))
-
-
-@triton.jit
-def _magnitude(x):
-    """Bits of |x| in float32: ordered as the magnitudes are, infinity above all numbers, NaN above infinity."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -55,49 +38,20 @@ def _scales(amax, MAX_BITS: tl.constexpr):
     amax is the larger.
     """
     biased = tl.minimum(127 + ((MAX_BITS - amax) >> 23), _MAX_BIASED)
-    biased = tl.where((amax == 0) | (amax >= _INFINITY), 127, biased)
-    scale_inv = tl.where(amax >= _INFINITY, _NAN, (254 - biased) << 23)
+    biased = tl.where((amax == 0) | (amax >= INFINITY), 127, biased)
+    scale_inv = tl.where(amax >= INFINITY, _NAN, (254 - biased) << 23)
     return (biased << 23).to(tl.float32, bitcast=True), scale_inv.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _code(x, IS_E4M3: tl.constexpr):
-    """The code of a float32, to nearest even, saturating; int32 in 0 to 255."""
-    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
-    BIAS: tl.constexpr = 7 if IS_E4M3 else 15
-    DROP: tl.constexpr = 23 - MANTISSA
-    # The float whose last bit has the value of the format's smallest subnormal: adding it rounds to that grid.
-    GRID_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-    bits = x.to(tl.int32, bitcast=True)
-    mag = bits & 0x7FFFFFFF
-    normal = (mag - ((127 - BIAS) << 23) + ((1 << (DROP - 1)) - 1) + ((mag >> DROP) & 1)) >> DROP
-    grid = tl.full(x.shape, GRID_BITS, tl.int32).to(tl.float32, bitcast=True)
-    subnormal = (mag.to(tl.float32, bitcast=True) + grid).to(tl.int32, bitcast=True) - GRID_BITS
-    code = tl.where(mag < ((128 - BIAS) << 23), subnormal, normal)
-    code = tl.where(mag > _INFINITY, 0x7F, tl.minimum(code, 0x7E if IS_E4M3 else 0x7B))
-    return code | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def _encode(x, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
     """Codes as uint8."""
     if PTX:
-        asm: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
+        asm: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
         code = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
     else:
-        code = _code(x, IS_E4M3).to(tl.uint8)
+        code = code_of(x, IS_E4M3).to(tl.uint8)
     return code
-
-
-@triton.jit
-def _encode_four(a, b, c, d, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Codes of four tensors as the bytes of one int32 each, a's the lowest."""
-    if PTX:
-        asm: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
-        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1)
-    else:
-        word = _code(a, IS_E4M3) | (_code(b, IS_E4M3) << 8) | (_code(c, IS_E4M3) << 16) | (_code(d, IS_E4M3) << 24)
-    return word
 
 
 @triton.jit
@@ -179,8 +133,8 @@ def quantize_kernel(
     x1 = _load(corner, rows + 1, cols, stride, mask1, EVEN)
     x2 = _load(corner, rows + 2, cols, stride, mask2, EVEN)
     x3 = _load(corner, rows + 3, cols, stride, mask3, EVEN)
-    mag0, mag1, mag2, mag3 = _magnitude(x0), _magnitude(x1), _magnitude(x2), _magnitude(x3)
     x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    mag0, mag1, mag2, mag3 = magnitude(x0), magnitude(x1), magnitude(x2), magnitude(x3)
 
     if SQUARE or COL:
         of_cols = tl.max(tl.maximum(tl.maximum(mag0, mag1), tl.maximum(mag2, mag3)), 0)
@@ -218,7 +172,7 @@ def quantize_kernel(
 
     if COL:
         s = scale if SQUARE else col_scale
-        word = _encode_four(x0 * s, x1 * s, x2 * s, x3 * s, IS_E4M3, PTX)
+        word = encode_four(x0 * s, x1 * s, x2 * s, x3 * s, IS_E4M3, PTX)
         _store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
 
 
@@ -233,7 +187,7 @@ def _decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
         UP: tl.constexpr = 2.0**120 if IS_E4M3 else 2.0**112
         mag = code.to(tl.int32) & 0x7F
         number = ((mag << DROP).to(tl.float32, bitcast=True) * UP).to(tl.int32, bitcast=True)
-        beyond = _NAN if IS_E4M3 else _INFINITY | ((mag & 3) << DROP)
+        beyond = _NAN if IS_E4M3 else INFINITY | ((mag & 3) << DROP)
         bits = tl.where(mag > TOP, beyond, number)
         value = (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
     return value
@@ -252,7 +206,7 @@ def _occupied_scale(code, scale_inv, PTX: tl.constexpr):
         largest = tl.reduce(code.to(tl.int32), 1, _or) & 0x7F
     else:
         largest = tl.max((code & 0x7F).to(tl.int32), 1)
-    return tl.where((largest == 0) & (bits <= _INFINITY), 0, bits)
+    return tl.where((largest == 0) & (bits <= INFINITY), 0, bits)
 
 
 @triton.jit
@@ -263,7 +217,7 @@ def _ratio(scale_inv, new):
     """
     new = new.to(tl.int32, bitcast=True)
     biased = 127 + (((scale_inv.to(tl.int32, bitcast=True) & 0x7FFFFFFF) - new) >> 23)
-    biased = tl.where(new > _INFINITY, 127, tl.minimum(tl.maximum(biased, 0), 127))
+    biased = tl.where(new > INFINITY, 127, tl.minimum(tl.maximum(biased, 0), 127))
     return (biased << 23).to(tl.float32, bitcast=True)[:, None]
 
 
@@ -309,11 +263,11 @@ def transpose_kernel(
         tl.maximum(_occupied_scale(x2, scale2, PTX), _occupied_scale(x3, scale3, PTX)),
     )
     new = tl.max(largest, 0)
-    new = tl.where(new > _INFINITY, _NAN, tl.where(new == 0, 0x3F800000, new)).to(tl.float32, bitcast=True)
+    new = tl.where(new > INFINITY, _NAN, tl.where(new == 0, 0x3F800000, new)).to(tl.float32, bitcast=True)
     at = scale_inv_t + row_tile.to(tl.int64) * num_cols + first_col + cols
     tl.store(at, tl.zeros([_BLOCK], tl.float32) + new, None if EVEN else cols < num_cols - first_col)
 
-    word = _encode_four(
+    word = encode_four(
         _decode(x0, IS_E4M3, PTX) * _ratio(scale0, new),
         _decode(x1, IS_E4M3, PTX) * _ratio(scale1, new),
         _decode(x2, IS_E4M3, PTX) * _ratio(scale2, new),
@@ -348,13 +302,13 @@ def block_amax_kernel(
         high = tl.minimum(tl.maximum(numel - origin, 0), reach).to(tl.int32)
         in_cols = (cols < num_cols - col_tile * _BLOCK)[None, :]
         value = tl.load(x + origin + local, (local >= low) & (local < high) & in_cols, 0.0)
-    largest = tl.max(_magnitude(value), 1)
+    largest = tl.max(magnitude(value.to(tl.float32)), 1)
     if SQUARE:
         bits = tl.max(largest, 0)
-        bits = tl.where(bits > _INFINITY, _NAN, bits)
+        bits = tl.where(bits > INFINITY, _NAN, bits)
         tl.store(amax + row_tile * col_tiles + col_tile, bits.to(tl.float32, bitcast=True))
     else:
-        bits = tl.where(largest > _INFINITY, _NAN, largest)
+        bits = tl.where(largest > INFINITY, _NAN, largest)
         at = amax + (row_tile.to(tl.int64) * ROWS + rows) * col_tiles + col_tile
         # Rows that lie past the shard are past the matrix, or 0 in it already.
         inside = origin + rows * num_cols < numel

@@ -13,15 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words, word_pointer
-from fp8_ds.scaling.current import MAX_SCALE
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops._device import INFINITY, encode_four, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words
 
-ENCODE = """{
-.reg .b16 low, high;
-cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
-cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
-mov.b32 $0, {low, high};
-}"""
 LOAD_16_BYTES = """{
 .reg .pred inside;
 setp.ne.b32 inside, $5, 0;
@@ -48,12 +43,8 @@ max.s32 $0, a, $5;
 tile stays in a register until then (255 of them, and spills)."""
 
 _MAGNITUDE = tl.constexpr(MAGNITUDE)
+_E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)
 _LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
-_ENCODE_E4M3 = tl.constexpr(ENCODE.replace("FORMAT", "e4m3"))
-_ENCODE_E5M2 = tl.constexpr(ENCODE.replace("FORMAT", "e5m2"))
-
-_MAX_SCALE = tl.constexpr(MAX_SCALE)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
 MAX_PARTIALS = tl.constexpr(512)
 """Most programs of the amax kernel whose maxima a cast kernel reads; a power of two."""
 
@@ -116,9 +107,7 @@ def _pair(bits, ELEMENT: tl.constexpr):
 @triton.jit
 def _magnitude(x0, x1, x2, x3):
     """Bits of the largest magnitude in each word."""
-    x0, x1 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    x2, x3 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
 
 
 @triton.jit
@@ -132,55 +121,12 @@ def _larger(largest, x0, x1, x2, x3, PTX: tl.constexpr):
 
 
 @triton.jit
-def _code(x, IS_E4M3: tl.constexpr):
-    """The FP8 code of a float32, to nearest even, saturating, by integers: Triton's interpreter casts without carries.
-
-    Below the smallest normal number one addition rounds: the sum's last bit weighs one subnormal step.
-    """
-    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
-    BIAS: tl.constexpr = 7 if IS_E4M3 else 15
-    LARGEST: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
-    DROP: tl.constexpr = 23 - MANTISSA
-    bits = x.to(tl.int32, bitcast=True)
-    mag = bits & 0x7FFFFFFF
-    normal = ((mag + ((1 << (DROP - 1)) - 1) + ((mag >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
-    STEP: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
-    shifted = mag.to(tl.float32, bitcast=True) + STEP
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0x7FFFFF
-    code = tl.minimum(tl.where(mag < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
-    return tl.where(mag > _INFINITY_BITS, 0x7F, code) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _encode(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Words of four FP8 bytes: to nearest even, saturating, NaN stays NaN (PTX gives it a positive sign)."""
-    if PTX:
-        ENCODE_PTX: tl.constexpr = _ENCODE_E4M3 if IS_E4M3 else _ENCODE_E5M2
-        return tl.inline_asm_elementwise(ENCODE_PTX, "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, is_pure=True, pack=1)
-    low = _code(x0, IS_E4M3) | (_code(x1, IS_E4M3) << 8)
-    return low | (_code(x2, IS_E4M3) << 16) | (_code(x3, IS_E4M3) << 24)
-
-
-@triton.jit
-def _scale_from_amax(bits, IS_E4M3: tl.constexpr):
-    """`scaling.scale_from_amax` of the bits of an amax: (scale, scale_inv)."""
-    FP8_MAX: tl.constexpr = 448.0 if IS_E4M3 else 57344.0
-    scale = bits.to(tl.float32, bitcast=True)
-    finite = bits < _INFINITY_BITS
-    usable = finite & (bits > 0)
-    divisor = tl.where(usable, scale, FP8_MAX)
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(divisor) + FP8_MAX, divisor), _MAX_SCALE)
-    scale_inv = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    return scale, tl.where(finite, scale_inv, float("nan"))
-
-
-@triton.jit
 def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.constexpr, IS_E4M3: tl.constexpr):
     """The scale of the whole tensor; in mode CURRENT the first program stores its inverse."""
     if MODE == CURRENT:
         at = tl.arange(0, MAX_PARTIALS)
         amax = tl.max(tl.load(partials + at, at < num_partials, 0), 0)
-        factor, inverse = _scale_from_amax(amax, IS_E4M3)
+        factor, inverse = scale_from_amax(amax, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
         tl.store(scale_inv, inverse, is_first)
     else:
         factor = tl.load(scale)
@@ -191,10 +137,8 @@ def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.c
 def _record(amax, scale_inv, amax_local, RECORD: tl.constexpr):
     """The amax of one program is taken into that of the tensor; a non-finite one spoils its scale_inv."""
     if RECORD:
-        slot = word_pointer(amax_local)
-        # Most programs find a larger one there already, and do not queue for it.
-        tl.atomic_max(slot, amax, amax > tl.load(slot), sem="relaxed")
-    tl.store(scale_inv, float("nan"), amax >= _INFINITY_BITS)
+        record_amax(amax_local, amax)
+    tl.store(scale_inv, float("nan"), amax >= INFINITY)
 
 
 @triton.jit
@@ -210,8 +154,7 @@ def amax_kernel(x, out, numel, WORDS: tl.constexpr, ATOMIC: tl.constexpr, VECTOR
         start += tl.num_programs(0) * (WORDS * 4)
     amax = tl.max(largest, 0)
     if ATOMIC:
-        slot = word_pointer(out)
-        tl.atomic_max(slot, amax, amax > tl.load(slot), sem="relaxed")
+        record_amax(out, amax)
     else:
         tl.store(out + tl.program_id(0), amax)
 
@@ -238,7 +181,7 @@ def quantize_kernel(
     factor = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
     if MODE == DELAYED:
         _record(tl.max(_magnitude(x0, x1, x2, x3), 0), scale_inv, amax_local, RECORD)
-    code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+    code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
     store_word(out + start, word, code, left, VECTOR)
 
 
@@ -246,7 +189,7 @@ def quantize_kernel(
 def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
     """Scales of the columns `col`; the programs of the first rows store their inverses."""
     bits = tl.load(amax_cols + col, col < num_cols, 0)
-    factor, inverse = _scale_from_amax(bits, IS_E4M3)
+    factor, inverse = scale_from_amax(bits, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + col, inverse, col < tl.where(first_row == 0, num_cols, 0))
     return factor
 
@@ -267,7 +210,7 @@ def _row(
     if HAS_FOLD:
         factor = tl.load(fold + row, row < num_rows, 0.0)
         x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
-    code = _encode(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
+    code = encode_four(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
     if ROW_PLANE:
         store_word(row_plane + at, word, code, left, VECTOR)
     return code, largest
@@ -424,7 +367,7 @@ def rowwise_kernel(
             )
             largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
             first += WORDS * 4
-    factor, inverse = _scale_from_amax(tl.max(largest, 1)[:, None], IS_E4M3)
+    factor, inverse = scale_from_amax(tl.max(largest, 1)[:, None], _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + row, inverse, is_row)
     if LOOP:
         first = 0
@@ -432,9 +375,9 @@ def rowwise_kernel(
             x0, x1, x2, x3 = _load_folded(
                 x + first + at, fold + first, word, left - first, num_cols - first, HAS_FOLD, VECTOR, PTX
             )
-            code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+            code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
             store_word(out + first + at, word, code, left - first, VECTOR)
             first += WORDS * 4
     else:
-        code = _encode(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+        code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
         store_word(out + at, word, code, left, VECTOR)

@@ -6,16 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8_ds.ops._device import INFINITY, magnitude, record_amax, scale_from_amax
 from fp8_ds.ops._producer_device import (
     AMAX,
     FROM_AMAX,
     GIVEN,
-    INFINITY,
     ROWWISE,
-    magnitude,
     quantize,
-    record_amax,
-    scale_from_amax,
     to_bf16,
     to_float,
 )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3
-from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
@@ -66,6 +66,23 @@ def test_three_layers_quantise_their_common_input_once_and_compute_the_same_bits
     assert calls.names[QUANTIZE] == 3 + 3
     for a, b in zip(got, expected, strict=True):
         assert_bitwise(a, b)
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False).bfloat16() for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+def test_layers_of_a_converted_model_share_their_input():
+    model, config = Projections(), LinearConfig()
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    with Calls() as calls, torch.no_grad():
+        model(torch.randn(16, 32).bfloat16())
+    assert calls.names[QUANTIZE] == 1
 
 
 def test_layers_keep_one_plane_of_their_common_input_for_backward():

@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused():
     for weight in (WEIGHT.half(), WEIGHT[1:]):
         with pytest.raises(ValueError, match="weight: expected bfloat16 or float32"):
             call(weight=weight)
-    with pytest.raises(ValueError, match="fmt: expected one with a torch dtype, got e4m4"):
+    with pytest.raises(ValueError, match="format: expected one with a torch dtype, got e4m4"):
         call(fmt=E4M4)
     with pytest.raises(ValueError, match="scaling: expected an AmaxSlot, 'rowwise' or 'tensorwise', got 'delayed'"):
         call(scaling="delayed")

@@ -146,6 +146,29 @@ def test_no_two_keys_are_alike_over_seeds_and_parameters():
     assert len(firsts) == 40000
 
 
+def shortest_dual_vector(factor, bits):
+    """Of the lattice of (threshold, threshold * factor) modulo 2**bits, as a share of the longest possible."""
+    size = 1 << bits
+    u, v = (size, 0), (-factor % size, 1)
+    while True:
+        if u[0] ** 2 + u[1] ** 2 < v[0] ** 2 + v[1] ** 2:
+            u, v = v, u
+        times = round((u[0] * v[0] + u[1] * v[1]) / (v[0] ** 2 + v[1] ** 2))
+        if times == 0:
+            return math.hypot(*v) / math.sqrt(2 / math.sqrt(3) * size)
+        u = (u[0] - times * v[0], u[1] - times * v[1])
+
+
+def test_no_short_wave_fits_two_thresholds_of_eight_elements():
+    """Low halves are products modulo 2**16, high ones modulo 2**32 with the low half below them."""
+    for pairs in range(-3, 4):
+        for kind in (-1, 0, 1):
+            if (pairs, kind) != (0, 0):
+                factor = pow(NEXT_PAIR, pairs, 1 << 32) * pow(MOMENT_FACTOR, kind, 1 << 32)
+                assert min(shortest_dual_vector(factor % (1 << bits), bits) for bits in (16, 32)) > 0.49
+    assert STRIDE * MOMENT_FACTOR % (1 << 32) == 0x9E379E37
+
+
 def test_hash_is_a_bijection_on_what_is_tried():
     assert len({mix(number) for number in range(1 << 16)}) == 1 << 16
     assert all(0 <= mix(number) < 1 << 32 for number in (0, 1, 0x7FFFFFFF, 0xFFFFFFFF))

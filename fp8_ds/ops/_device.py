@@ -1,0 +1,84 @@
+"""Device code that kernels share: magnitudes as integers, scales, codes of FP8.
+
+`PTX` is true on NVIDIA's GPUs, whose own conversions are taken then. The plain forms beside them give the same codes
+(but for the sign of NaN) and are what Triton's interpreter runs, whose cast to FP8 does not carry into the exponent.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8_ds.scaling.current import MAX_SCALE
+
+_ENCODE = """{
+.reg .b16 low, high;
+cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
+cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}"""
+ENCODE_E4M3 = tl.constexpr(_ENCODE.replace("FORMAT", "e4m3"))
+"""Four numbers to four codes in one register, the first in the lowest byte."""
+ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("FORMAT", "e5m2"))
+
+INFINITY = tl.constexpr(0x7F800000)
+"""Bits of infinity: magnitudes whose bits are not below are not finite."""
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x|, int32, of float32: compare as the floats do, infinity above all finite ones, NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_from_amax(bits, FP8_MAX: tl.constexpr):
+    """`scaling.current.scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    has_scale = (bits > 0) & (bits < INFINITY)
+    amax = tl.where(has_scale, bits, 0x3F800000).to(tl.float32, bitcast=True)
+    quotient = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FP8_MAX, amax), _MAX_SCALE)
+    scale = tl.where(has_scale, quotient, 1.0)
+    scale_inv = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return scale, tl.where(bits < INFINITY, scale_inv, float("nan"))
+
+
+@triton.jit
+def record_amax(amax, bits):
+    """`amax` (float32 in memory, >= 0) is at least the float with these bits, a scalar; NaN stays.
+
+    Most programs find a larger one there already, and do not queue for it.
+    """
+    at = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(at, bits, bits > tl.load(at), sem="relaxed")
+
+
+@triton.jit
+def code_of(x, IS_E4M3: tl.constexpr):
+    """The FP8 code of a float32, to nearest even, saturating, NaN stays, by integers; int32 in 0 to 255.
+
+    Below the smallest normal number one addition rounds: the sum's last bit weighs one subnormal step.
+    """
+    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
+    BIAS: tl.constexpr = 7 if IS_E4M3 else 15
+    LARGEST: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
+    DROP: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    mag = bits & 0x7FFFFFFF
+    normal = ((mag + ((1 << (DROP - 1)) - 1) + ((mag >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
+    STEP: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    shifted = mag.to(tl.float32, bitcast=True) + STEP
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0x7FFFFF
+    code = tl.minimum(tl.where(mag < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
+    return tl.where(mag > INFINITY, 0x7F, code) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def encode_four(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Codes of four tensors as the bytes of one int32 each, the first one's lowest."""
+    if PTX:
+        ENCODE: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
+        return tl.inline_asm_elementwise(ENCODE, "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, is_pure=True, pack=1)
+    low = code_of(x0, IS_E4M3) | (code_of(x1, IS_E4M3) << 8)
+    return low | (code_of(x2, IS_E4M3) << 16) | (code_of(x3, IS_E4M3) << 24)
