@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ from fp8_ds.ops.quantize import (
     quantize_colwise_t,
     quantize_delayed,
     quantize_delayed_planes,
+    quantize_part,
     quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
     quantize_tensorwise_planes,
 )
 from fp8_ds.ops.transpose import transpose
+from fp8_ds.scaling.granularity import ROW, TILE
 
 SHAPES = [(8192, 4096), (8192, 14336), (16384, 4096)]
 """Tokens by features: hidden and inner activations of 8192 tokens, hidden ones of 16384."""
@@ -75,6 +78,13 @@ def kernels(num_rows: int, num_cols: int, device: str) -> Iterator[tuple[str, in
         3 * numel + 4 * num_rows + 4 * num_cols,
         lambda: quantize_rowwise(x, E4M3, fold),
     )
+    # What a step does for a fp32 master: amaxes by row or tile, then the cast by that grid.
+    master = torch.randn(numel, device=device)
+    for name, granularity in (("row", ROW), ("tile", TILE)):
+        grid = torch.ones(granularity.grid((num_rows, num_cols)), device=device)
+        block = (granularity.block[0] or 1, granularity.block[1] or num_cols)
+        yield f"master amax {name}", 4 * numel, partial(granularity.amax, master, (num_rows, num_cols))
+        yield f"quantize_part {name}", 5 * numel, partial(quantize_part, master, grid, 0, num_cols, block, E4M3)
     yield "quantize_colwise_t", 5 * numel + 12 * num_cols, lambda: quantize_colwise_t(x, E4M3)
     yield (
         "quantize_colwise_t fold",

@@ -368,12 +368,74 @@ RELEASE_REFUSALS = (
 )
 
 
-def markdown_tables() -> tuple[str, str, str]:
-    """The rows of REFUSALS, MODEL_REFUSALS and RELEASE_REFUSALS, as docs/refusals.md shows them."""
+@dataclass(frozen=True)
+class DeviceRefusal:
+    """What a GPU, or the CUDA that torch was built with, must have for a recipe; `reference` needs none of it."""
+
+    what: str
+    reason: str
+    remedy: str
+    recipes: tuple[str, ...]
+    is_able: Callable[[tuple[int, int], tuple[int, int]], bool]
+    """(compute capability, CUDA's version) -> whether it has it."""
+
+
+_ANYWHERE = 'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow'
+DEVICE_REFUSALS = (
+    DeviceRefusal(
+        "compute capability below 8.9",
+        "its tensor cores have no FP8",
+        f"{_ANYWHERE}.",
+        ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"),
+        lambda capability, cuda: capability >= (8, 9),
+    ),
+    DeviceRefusal(
+        "compute capability other than 9.0 with fp8.linear.recipe: blockwise",
+        "cuBLASLt multiplies 1x128 and 128x128 blocks on Hopper only",
+        'Use "recipe": "rowwise".',
+        ("blockwise",),
+        lambda capability, cuda: capability == (9, 0),
+    ),
+    DeviceRefusal(
+        "a torch built with CUDA below 12.9 with fp8.linear.recipe: blockwise",
+        "cuBLASLt has block scales since then",
+        'Install a torch built with CUDA 12.9 or later, or use "recipe": "rowwise".',
+        ("blockwise",),
+        lambda capability, cuda: cuda >= (12, 9),
+    ),
+)
+
+
+def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:
+    """Nothing happens if FP8 linears of this recipe run there.
+
+    Args:
+        recipe, backend: of the "linear" block.
+        capability: compute capability of this rank's GPU; None on CPU, where all recipes run.
+        cuda: version that torch was built with; None for a build of another vendor, which nothing is known of here.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    if capability is None or cuda is None or backend == "reference":
+        return
+    for row in DEVICE_REFUSALS:
+        if recipe in row.recipes and not row.is_able(capability, cuda):
+            raise UnsupportedError(
+                f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]} and CUDA "
+                f"{cuda[0]}.{cuda[1]}: {row.reason}. {row.remedy}"
+            )
+
+
+def markdown_tables() -> tuple[str, str, str, str]:
+    """The rows of REFUSALS, MODEL_, RELEASE_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
     keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
     models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
     release = [(f"`{row.what}`", row.reason, row.remedy) for row in RELEASE_REFUSALS]
-    return _markdown("Key", keys), _markdown("Model", models), _markdown("With release", release)
+    device = [(row.what, row.reason, row.remedy) for row in DEVICE_REFUSALS]
+    tables = {"Key": keys, "Model": models, "With release": release, "GPU": device}
+    first, second, third, fourth = (_markdown(name, rows) for name, rows in tables.items())
+    return first, second, third, fourth
 
 
 def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:

@@ -122,7 +122,7 @@ SEAMS = (
         "divides the bucket, cuts it by rank in buffer order, and calls allreduce_and_scatter",
     ),
     Seam(_S12, f"{_Z12}.initialize_optimizer_states", ("self",), "override", "FP8 states: left out"),
-    Seam(_S12, f"{_Z12}.process_gradients", ("self", "param", "i"), "override", "release: into a bucket at once"),
+    Seam(_S12, f"{_Z12}.process_gradients", ("self", "param", "i"), "override", "release: at once; one rank: never"),
     Seam(_S12, f"{_Z12}.reduce_gradients", ("self", "pipeline_parallel"), "override", "release: the last bucket"),
     Seam(_S12, f"{_Z12}.copy_grads_in_partition", ("self", "param"), "override", "release: collects for the update"),
     Seam(_S12, f"{_Z12}.reduce_ipg_grads", ("self", "comm_dtype"), "override", "release: updates and frees a bucket"),
@@ -131,7 +131,7 @@ SEAMS = (
         f"{_Z12}.independent_gradient_partition_epilogue",
         ("self",),
         "override",
-        "release: replaced, without the flat gradients",
+        "release: replaced, without the flat gradients; one rank with FP8 states: gradients stay where they are",
     ),
     Seam(
         _S12,

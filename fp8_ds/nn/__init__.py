@@ -2,6 +2,20 @@
 
 from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan, make_plan
 from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.recipe import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
+from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
+from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
 
-__all__ = ["DelayedRecipe", "Fp8Linear", "LayerPlan", "Plan", "TensorwiseRecipe", "apply_plan", "make_plan"]
+__all__ = [
+    "BlockwiseRecipe",
+    "DelayedRecipe",
+    "Fp8Linear",
+    "LayerPlan",
+    "Plan",
+    "Recipe",
+    "RowwiseGradWeightHpRecipe",
+    "RowwiseRecipe",
+    "TensorwiseRecipe",
+    "apply_plan",
+    "make_plan",
+]

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E4M3
-from fp8_ds.nn.recipe import TensorwiseRecipe
-from fp8_ds.ops.gemm import scaled_mm
-from fp8_ds.ops.quantize import quantize, quantize_tensorwise
-from fp8_ds.ops.transpose import transpose
+from fp8_ds.nn.recipe import Fp8Weight, Recipe
 
 if TYPE_CHECKING:
     from fp8_ds.zero.payload import Fp8Payload
@@ -25,27 +21,25 @@ if TYPE_CHECKING:
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def read_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
     """The weight's E4M3 bytes as they are now.
 
     Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
 
     Args:
         weight: [O, I]. With a payload holding data: these bytes, no cast. With a payload without data (a stock reader
-            has gathered the weight in bf16): the bf16 values by the payload's scale. Without a payload (no ZeRO):
-            current scaling.
-
-    Returns:
-        (weight_fp8, scale_inv): float8_e4m3fn [O, I]; float32, 0-dim, multiply to leave FP8.
+            has gathered the weight in bf16): the bf16 values by the payload's scales. Without a payload (no ZeRO):
+            current scaling, as `recipe` has it.
+        recipe: of the layer.
     """
     payload: Fp8Payload | None = getattr(weight, "_fp8", None)
     if payload is None:
-        return quantize_tensorwise(weight.detach(), E4M3)
+        return recipe.quantize_weight(weight.detach())
     if payload.data is not None:
-        return payload.data, payload.scale_inv
+        return Fp8Weight(payload.data, payload.scale_inv)
     # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
     with torch._C.DisableTorchFunctionSubclass():
-        return quantize(weight.detach(), payload.scale, E4M3), payload.scale_inv
+        return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -56,16 +50,10 @@ class _LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: TensorwiseRecipe, record: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, record: bool) -> Tensor:
         keeps_x = record and weight.requires_grad
         x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
-        assert x_fp8.rows is not None
-        weight_fp8, weight_scale_inv = read_weight(weight)
-        output_TO = scaled_mm(
-            x_fp8.rows, weight_fp8, x_fp8.scale_inv, weight_scale_inv, x.dtype, recipe.backend, use_fast_accum=True
-        )
+        output_TO = recipe.output(x_fp8, read_weight(weight, recipe), x.dtype)
         if bias is not None:
             output_TO = output_TO + bias.to(x.dtype)
         # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
@@ -75,35 +63,27 @@ class _LinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = x.shape
         if keeps_x:
-            ctx.save_for_backward(x_fp8.columns, x_fp8.scale_inv)
-        return output_TO.reshape(*x.shape[:-1], output_TO.shape[-1])
+            ctx.save_for_backward(*recipe.kept(x, x_fp8))
+        # As F.linear does: a view from inside a Function could not be written in place, as nn.ReLU(inplace=True) does.
+        output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        recipe: TensorwiseRecipe = ctx.recipe
+        recipe: Recipe = ctx.recipe
         grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1]).contiguous()
         grad_input = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            grad_fp8 = recipe.quantize_grad_output(grad_TO, needs_rows=needs_input, needs_columns=needs_weight)
-        if needs_input:
-            assert grad_fp8.rows is not None
-            weight_fp8, weight_scale_inv = read_weight(ctx.weight)
-            grad_input = scaled_mm(
-                grad_fp8.rows,
-                transpose(weight_fp8) if weight_fp8.is_contiguous() else weight_fp8.t(),
-                grad_fp8.scale_inv,
-                weight_scale_inv,
-                grad_output.dtype,
-                recipe.backend,
-            ).reshape(ctx.x_shape)
-        if needs_weight:
-            assert grad_fp8.columns is not None
-            x_fp8_IT, x_scale_inv = ctx.saved_tensors
-            grad_weight = scaled_mm(
-                grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, ctx.weight.dtype, recipe.backend
-            )
+            weight = read_weight(ctx.weight, recipe) if needs_input else None
+            kept = ctx.saved_tensors if needs_weight else None
+            needs_columns = needs_weight and recipe.needs_grad_columns
+            grad_fp8 = recipe.quantize_grad_output(grad_TO, weight, kept if needs_columns else None)
+            if weight is not None:
+                grad_input = recipe.grad_input(grad_fp8, weight, grad_output.dtype).reshape(ctx.x_shape)
+            if kept is not None:
+                grad_weight = recipe.grad_weight(grad_fp8, grad_TO, kept, ctx.weight.dtype)
         if needs_bias:
             grad_bias = grad_TO.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None
@@ -119,15 +99,15 @@ class Fp8Linear(nn.Linear):
         fp8_recipe: where scales come from, gradient format, GEMM backend.
     """
 
-    fp8_recipe: TensorwiseRecipe
+    fp8_recipe: Recipe
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, recipe: TensorwiseRecipe) -> Fp8Linear:
+    def from_linear(cls, module: nn.Linear, recipe: Recipe) -> Fp8Linear:
         """`module` itself, now an Fp8Linear: same object, same Parameters, hooks and state dict.
 
         Args:
             module: exactly an nn.Linear.
-            recipe: TensorwiseRecipe, or a DelayedRecipe with this layer's slots.
+            recipe: of its own (a DelayedRecipe has the slots of one layer).
 
         Raises:
             ConfigError: `module` is an Fp8Linear already, or a subclass of nn.Linear with a forward of its own.

@@ -1,42 +1,76 @@
 """How a linear enters FP8: one object per layer, chosen when the layer is converted.
 
-Both recipes are, with T tokens,
+All recipes are, with T tokens,
 
     output      = gemm(q_e4m3(x),           weight_fp8)
     grad_input  = gemm(q_grad(grad_output), weight_fp8.T)
     grad_weight = gemm(q_grad(grad_output).T, q_e4m3(x).T)
 
-and differ in where the scales of x and grad_output come from. The weight's always comes from its payload.
+and differ in which elements of x and grad_output share a scale, and where scales come from. The weight's always come
+from its payload. This file: one scale per tensor. The others: recipe_rowwise.py, recipe_blockwise.py.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import BY_NAME, E4M3, Float8Format
-from fp8_ds.nn.shared import Quantized, SharedInput
-from fp8_ds.ops.gemm import GemmBackend
-from fp8_ds.ops.quantize import Planes, quantize_delayed_planes, quantize_tensorwise_planes, record_amax
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.shared import SharedInput
+from fp8_ds.ops._producer import Scaling
+from fp8_ds.ops.gemm import GemmBackend, scaled_mm
+from fp8_ds.ops.quantize import (
+    Planes,
+    quantize_delayed_planes,
+    quantize_tensorwise,
+    quantize_tensorwise_planes,
+    record_amax,
+)
+from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
 
 
-class TensorwiseRecipe:
-    """Scales from the tensor at hand: one amax pass before each cast, nothing remembered from step to step.
+class Fp8Weight(NamedTuple):
+    """A weight as a GEMM reads it.
+
+    Args:
+        data: float8_e4m3fn [O, I].
+        scale_inv: its grid (scaling/granularity.py), multiply to leave FP8.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+
+    def transposed(self) -> Tensor:
+        """[I, O], the contracted dim of grad_input last."""
+        return transpose(self.data) if self.data.is_contiguous() else self.data.t()
+
+
+class Recipe(ABC):
+    """The three GEMMs of one linear, from and to high precision.
 
     Args:
         linear_config: of the layer.
         shared: of all layers of a model: an input that several of them read is quantised once. None: each for itself.
+
+    Attributes:
+        needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
     """
 
-    name = "tensorwise"
+    name: str
+    needs_grad_columns = True
 
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
         self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
-        self._shared = shared
+        self.shared = shared
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         """The layer's input in E4M3, [T, I]: always its rows, for the output.
@@ -46,63 +80,180 @@ class TensorwiseRecipe:
             needs_columns: also its columns, for grad_weight.
             record: whether this is a training forward.
         """
-        if self._shared is None:
-            return self._quantize_tensorwise(x, needs_columns)
-        return self._shared.quantize(x, needs_columns, self._quantize_tensorwise)
+        if self.shared is None:
+            return self._quantize_input(x, needs_columns, record)
+        quantize = partial(self._quantize_input, record=record)
+        return self.shared.quantize(x, needs_columns, quantize, self._complete, self._epoch(record))
 
-    def quantize_grad_output(self, grad_TO: Tensor, *, needs_rows: bool, needs_columns: bool) -> Quantized:
-        """grad_output in the configured gradient format: rows for grad_input, columns for grad_weight."""
-        return _tensorwise(grad_TO, self.grad_format, needs_rows, needs_columns)
+    def offer(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> None:
+        """A producer of `x` has quantised it already, as `producer_scaling` says: layers that read `x` take that."""
+        if self.shared is not None:
+            self.shared.offer(x, x_fp8, self._epoch(record))
 
-    @staticmethod
-    def _quantize_tensorwise(x: Tensor, needs_columns: bool) -> Quantized:
-        return _tensorwise(_as_matrix(x), E4M3, True, needs_columns)
+    def producer_scaling(self) -> Scaling | None:
+        """How a fused producer of this layer's input quantises it; None: it leaves that to the layer."""
+        return None
+
+    def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
+        """What grad_weight needs of the input: saved from forward to backward."""
+        assert x_fp8.columns is not None
+        return x_fp8.columns, x_fp8.scale_inv
+
+    @abstractmethod
+    def quantize_weight(self, weight: Tensor) -> Fp8Weight:
+        """A weight without a payload (no ZeRO): current scaling. [O, I]."""
+
+    @abstractmethod
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized: ...
+
+    def _complete(self, x_fp8: Quantized) -> Quantized:
+        return x_fp8.with_columns()
+
+    def _epoch(self, record: bool) -> object:
+        """Inputs quantised in another epoch are quantised again."""
+        return None
+
+    @abstractmethod
+    def quantize_grad_output(
+        self,
+        grad_TO: Tensor,
+        weight: Fp8Weight | None,
+        kept: tuple[Tensor, ...] | None,
+    ) -> Quantized:
+        """grad_output in the configured gradient format.
+
+        Args:
+            grad_TO: [T, O], contiguous.
+            weight: what grad_input multiplies its rows with; None if it is not wanted.
+            kept: from `kept`, what grad_weight multiplies its columns with; None if it is not wanted.
+        """
+
+    @abstractmethod
+    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        """[T, O]."""
+
+    @abstractmethod
+    def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        """[T, I]."""
+
+    @abstractmethod
+    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """[O, I]."""
+
+
+class TensorwiseRecipe(Recipe):
+    """Scales from the tensor at hand: one amax pass before each cast, nothing remembered from step to step."""
+
+    name = "tensorwise"
+
+    def producer_scaling(self) -> Scaling | None:
+        return "tensorwise"
+
+    def quantize_weight(self, weight: Tensor) -> Fp8Weight:
+        return Fp8Weight(*quantize_tensorwise(weight, E4M3))
+
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        return _tensorwise(as_matrix(x), E4M3, True, needs_columns)
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        return _tensorwise(grad_TO, self.grad_format, weight is not None, kept is not None)
+
+    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        assert x_fp8.rows is not None
+        return scaled_mm(
+            x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
+        )
+
+    def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        assert grad_fp8.rows is not None
+        scales = (grad_fp8.scale_inv, weight.scale_inv)
+        return scaled_mm(grad_fp8.rows, weight.transposed(), *scales, dtype, self.backend)
+
+    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        assert grad_fp8.columns is not None
+        x_fp8_IT, x_scale_inv = kept
+        return scaled_mm(grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype, self.backend)
 
 
 class DelayedRecipe(TensorwiseRecipe):
     """Scales from an AmaxHistory, this step's amaxes maximumed into it; until its first update as tensorwise.
 
-    A slot that saw no tensor before the first update has scale 1 until the update after its first use.
+    A slot that saw no tensor before the first update has scale 1 until the update after its first use. Layers that
+    share an input have seen the same amaxes, so their scales are the same: the first one's planes serve all.
 
     Args:
         linear_config: of the layer.
         history: shared by all layers.
         slot_x: the layer's input in `history`.
         slot_grad: its grad_output.
+        shared: as in `Recipe`.
     """
 
     name = "delayed"
 
-    def __init__(self, linear_config: LinearConfig, history: AmaxHistory, slot_x: int, slot_grad: int) -> None:
-        super().__init__(linear_config)
+    def __init__(
+        self,
+        linear_config: LinearConfig,
+        history: AmaxHistory,
+        slot_x: int,
+        slot_grad: int,
+        shared: SharedInput | None = None,
+    ) -> None:
+        super().__init__(linear_config, shared)
         self.history = history
         self.slot_x = history.slot(slot_x)
         self.slot_grad = history.slot(slot_grad)
 
-    def _quantize(
-        self, x: Tensor, slot: AmaxSlot, fmt: Float8Format, record: bool, needs_rows: bool, needs_columns: bool
-    ) -> Quantized:
-        if not self.history.ready:
-            if record:
-                record_amax(x, slot.amax_local)
-            return _tensorwise(x, fmt, needs_rows, needs_columns)
-        scales = (slot.scale, slot.scale_inv, slot.amax_local)
-        planes = _planes(needs_rows, needs_columns)
-        return Quantized(*quantize_delayed_planes(x, *scales, fmt, planes, record=record))
+    def producer_scaling(self) -> Scaling | None:
+        return self.slot_x if self.history.ready else "tensorwise"
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        return self._quantize(_as_matrix(x), self.slot_x, E4M3, record, True, needs_columns)
+        x_fp8 = super().quantize_input(x, needs_columns=needs_columns, record=record)
+        recorded = x_fp8.slot
+        if not record or recorded is self.slot_x:
+            return x_fp8
+        if recorded is None:
+            record_amax(x, self.slot_x.amax_local)
+        else:
+            self.slot_x.amax_local.copy_(torch.maximum(self.slot_x.amax_local, recorded.amax_local))
+        return x_fp8
 
-    def quantize_grad_output(self, grad_TO: Tensor, *, needs_rows: bool, needs_columns: bool) -> Quantized:
-        return self._quantize(grad_TO, self.slot_grad, self.grad_format, True, needs_rows, needs_columns)
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        if not self.history.ready:
+            return super()._quantize_input(x, needs_columns, record)
+        return _delayed(as_matrix(x), self.slot_x, E4M3, record, True, needs_columns)
+
+    def _epoch(self, record: bool) -> object:
+        """With each update scales change, and what was recorded before counts no more."""
+        return self.history.num_updates, record
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        needs_rows, needs_columns = weight is not None, kept is not None
+        if self.history.ready:
+            return _delayed(grad_TO, self.slot_grad, self.grad_format, True, needs_rows, needs_columns)
+        record_amax(grad_TO, self.slot_grad.amax_local)
+        return _tensorwise(grad_TO, self.grad_format, needs_rows, needs_columns)
 
 
-def _as_matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., C] as [T, C], contiguous."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def _tensorwise(x: Tensor, fmt: Float8Format, needs_rows: bool, needs_columns: bool) -> Quantized:
     return Quantized(*quantize_tensorwise_planes(x, fmt, _planes(needs_rows, needs_columns)))
+
+
+def _delayed(
+    x: Tensor, slot: AmaxSlot, fmt: Float8Format, record: bool, needs_rows: bool, needs_columns: bool
+) -> Quantized:
+    scales = (slot.scale, slot.scale_inv, slot.amax_local)
+    planes = _planes(needs_rows, needs_columns)
+    return Quantized(*quantize_delayed_planes(x, *scales, fmt, planes, record=record), slot=slot)
 
 
 def _planes(needs_rows: bool, needs_columns: bool) -> Planes:

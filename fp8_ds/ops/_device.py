@@ -24,6 +24,8 @@ ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("FORMAT", "e5m2"))
 
 INFINITY = tl.constexpr(0x7F800000)
 """Bits of infinity: magnitudes whose bits are not below are not finite."""
+NAN = tl.constexpr(0x7FC00000)
+"""Bits of the plain NaN."""
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 
 
@@ -82,3 +84,20 @@ def encode_four(x0, x1, x2, x3, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(ENCODE, "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, is_pure=True, pack=1)
     low = code_of(x0, IS_E4M3) | (code_of(x1, IS_E4M3) << 8)
     return low | (code_of(x2, IS_E4M3) << 16) | (code_of(x3, IS_E4M3) << 24)
+
+
+@triton.jit
+def decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """uint8 codes as float32. By integers for the interpreter, which takes a NaN's code for a number."""
+    if PTX:
+        value = code.to(tl.float8e4nv if IS_E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        DROP: tl.constexpr = 20 if IS_E4M3 else 21
+        TOP: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
+        UP: tl.constexpr = 2.0**120 if IS_E4M3 else 2.0**112
+        mag = code.to(tl.int32) & 0x7F
+        number = ((mag << DROP).to(tl.float32, bitcast=True) * UP).to(tl.int32, bitcast=True)
+        beyond = NAN if IS_E4M3 else INFINITY | ((mag & 3) << DROP)
+        bits = tl.where(mag > TOP, beyond, number)
+        value = (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return value

@@ -10,6 +10,7 @@ from fp8_ds.comm import ByteCounter
 from fp8_ds.config import Fp8Config
 from fp8_ds.nn.convert import Plan
 from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, Granularity
 from fp8_ds.zero.release import ReleaseUpdater
 
 
@@ -32,6 +33,12 @@ class Fp8Context:
     counter: ByteCounter = field(default_factory=ByteCounter)
     check_overflow: bool = True
     release: ReleaseUpdater | None = None
+
+    @property
+    def granularity(self) -> Granularity:
+        """Which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
+        is_split = self.config.optimizer.master_format != "fp32"
+        return TENSOR if is_split else OF_RECIPE[self.config.linear.recipe]
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

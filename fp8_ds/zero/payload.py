@@ -7,21 +7,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.quantize import quantize
+from fp8_ds.scaling.granularity import per_element
+
 
 class Fp8Payload:
     """One FP8 weight. `p._fp8` is the only attribute this package hangs on a Parameter it does not own.
 
     Args:
         name: the weight's name in the model, for messages.
-        scale: 0-dim float32 tensor on the weight's device, multiplies to enter FP8. Like `scale_inv` a view into
-            the ZeRO optimizer's scale vector: its value changes in place once per optimizer step.
-        scale_inv: 0-dim float32 tensor, multiplies to leave FP8: `weight ~ data.float() * scale_inv`.
+        scale: the weight's grid (scaling/granularity.py), float32 on the weight's device, multiplies to enter FP8. Like
+            `scale_inv` a view into the ZeRO optimizer's scale vector: its values change in place once per optimizer
+            step.
+        scale_inv: likewise, multiplies to leave FP8.
         dtype: nominal dtype of the Parameter (bf16), the dtype that readers get.
         device: where the placeholder lives.
 
     Attributes:
         data: float8_e4m3fn tensor of the Parameter's full shape, contiguous, or None while the weight is
-            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters).
+            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters). What is assigned is aliased, and
+            who holds the tensor sees what is assigned later.
         placeholder: one NaN element of `dtype`, a storage of its own; the Parameter's nominal data expands it, so
             that whatever reads past the hooks reads NaN.
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
@@ -29,7 +35,7 @@ class Fp8Payload:
         quiet: while set, `flatten` returns the placeholder expanded, at zero bytes (linking of fp32 fragments).
     """
 
-    __slots__ = ("data", "dtype", "export", "name", "placeholder", "quiet", "scale", "scale_inv", "write")
+    __slots__ = ("_bytes", "_is_here", "dtype", "export", "name", "placeholder", "quiet", "scale", "scale_inv", "write")
 
     def __init__(
         self, name: str, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, device: torch.device | None = None
@@ -38,11 +44,23 @@ class Fp8Payload:
         self.scale = scale
         self.scale_inv = scale_inv
         self.dtype = dtype
-        self.data: Tensor | None = None
+        self._bytes = torch.empty(0, dtype=E4M3.torch_dtype, device=device or scale.device)
+        self._is_here = False
         self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device or scale.device)
         self.write: Callable[[Tensor], None] | None = None
         self.export: Tensor | None = None
         self.quiet = False
+
+    @property
+    def data(self) -> Tensor | None:
+        return self._bytes if self._is_here else None
+
+    @data.setter
+    def data(self, value: Tensor | None) -> None:
+        # One tensor object for life, as DeepSpeed does with `param.data`: a compiled forward keeps it for its backward,
+        # and must not keep the memory that ZeRO-3 releases in between, nor miss what it gathers then.
+        self._is_here = value is not None
+        self._bytes.data = self._bytes.new_empty(0) if value is None else value
 
     def dequantize(self) -> Tensor:
         """The weight in its nominal dtype, full shape; a new tensor.
@@ -51,7 +69,11 @@ class Fp8Payload:
             AssertionError: the weight is not gathered.
         """
         assert self.data is not None, f"{self.name} is not gathered"
-        return (self.data.float() * self.scale_inv).to(self.dtype)
+        return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """`weight` (hp, full shape) by the scales as they are."""
+        return quantize(weight, per_element(self.scale, weight.shape), E4M3)
 
     def nominal(self, shape: torch.Size) -> Tensor:
         """NaN of `shape` at the cost of one element."""

@@ -21,6 +21,8 @@ _STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 class Fp8ReleaseStage12(Fp8StatesStage12):
     """Mix-in before DeepSpeedZeroOptimizer. With `overlap_comm` updates run on the stream of the reduction."""
 
+    _fp8_takes_gradients = False
+
     def fp8_init(self: Any, context: Fp8Context) -> None:
         super().fp8_init(context)
         settings = context.config.optimizer

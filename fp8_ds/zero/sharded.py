@@ -48,11 +48,14 @@ class ShardedWeight:
         param.__class__ = Fp8Parameter
 
     @property
+    def start(self) -> int:
+        """First element of the shard in the flattened weight."""
+        return int(ds_comm.get_rank(group=self.param.ds_process_group) * self.param.ds_tensor.ds_numel)
+
+    @property
     def num_real(self) -> int:
         """Elements of the shard that are not padding; 0 on ranks beyond the weight's end."""
-        rank = ds_comm.get_rank(group=self.param.ds_process_group)
-        per_rank = self.param.ds_tensor.ds_numel
-        return int(max(0, min(per_rank, self.param.ds_numel - rank * per_rank)))
+        return int(max(0, min(self.param.ds_tensor.ds_numel, self.param.ds_numel - self.start)))
 
     def drop_bf16(self) -> None:
         """Release the bf16 shard; what reads it past the hooks reads NaN."""
@@ -202,12 +205,13 @@ class Fp8Shards:
         for weight in weights:
             bf16 = weight.param.ds_tensor.data[: weight.num_real]
             values.append(newer(weight.source, bf16))
-        zero = torch.zeros((), device=self.quantizer.scale.device)
-        amaxes = torch.stack([torch.linalg.vector_norm(v, float("inf")) if v.numel() else zero for v in values])
+        local = [self.quantizer.amax_of(w.index, v, w.start) for w, v in zip(weights, values, strict=True)]
+        amaxes = torch.cat([amax.reshape(-1) for amax in local])
         max_reduce(self.quantizer.group, amaxes)
-        for weight, value, amax in zip(weights, values, amaxes, strict=True):
-            self.quantizer.rescale(weight.index, amax)
-            self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index)
+        reduced = amaxes.split([amax.numel() for amax in local])
+        for weight, value, here, amax in zip(weights, values, local, reduced, strict=True):
+            self.quantizer.rescale(weight.index, amax.view(here.shape))
+            self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index, weight.start)
             if not weight.keeps_bf16 and bool((value != weight.source.float()).any()):
                 self._written.add(id(weight))
         self.mark_ready()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8_ds.comm import max_reduce
 from fp8_ds.optim.masters import MasterFormat, encode
+from fp8_ds.scaling.granularity import TENSOR
 from fp8_ds.scaling.predicted import PredictedScales, pow2_scale_inv
 
 _CHUNK = 1 << 24
@@ -47,6 +48,15 @@ class SplitQuantizer:
     def scale_inv(self) -> Tensor:
         return self.scales.scale_inv
 
+    @property
+    def device(self) -> torch.device:
+        return self.scales.amax.device
+
+    @torch.no_grad()
+    def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
+        """Largest magnitude of `value`, a part of weight `index`: float32, 0-dim."""
+        return TENSOR.amax(value, ())
+
     @torch.no_grad()
     def rescale(self, index: int, amax: Tensor) -> None:
         """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
@@ -60,8 +70,8 @@ class SplitQuantizer:
         scales.scale[index] = scale_inv.reciprocal()
 
     @torch.no_grad()
-    def quantize_into(self, out: Tensor, value: Tensor, index: int) -> None:
-        """Write the high parts of `value` (1-D) into `out` (1-D float8)."""
+    def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
+        """Write the high parts of `value` (1-D), wherever in the weight it starts, into `out` (1-D float8)."""
         target = out.view(torch.uint8)
         for source, bytes_ in zip(value.split(_CHUNK), target.split(_CHUNK), strict=True):
             bytes_.copy_(encode(source.float(), self.fmt, self.scale_inv[index])[0])

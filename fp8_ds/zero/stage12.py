@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from fp8_ds.comm import as_bytes, gather_runs
 from fp8_ds.formats import E4M3
-from fp8_ds.ops.quantize import quantize
-from fp8_ds.scaling import scale_from_amax
+from fp8_ds.scaling.granularity import Granularity, per_element_of_part
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
-from fp8_ds.zero.weights import WeightQuantizer
+from fp8_ds.zero.weights import Part, WeightQuantizer
 
 _FP8_ALIGNMENT = 16
 _HP_ALIGNMENT = 8
@@ -100,13 +99,20 @@ class Fp8ZeroStage12:
         for i in range(len(self.bit16_groups)):
             first += self._fp8_init_group(i, names, first)
         for name, p in context.frozen.items():
-            _freeze(name, p)
+            _freeze(name, p, context.granularity)
         self._fp8_set_shards()
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """What holds the scale vectors. Overridden where masters are split."""
-        return WeightQuantizer(self.dp_process_group, len(context.trainable), device, context.history, context.counter)
+        shapes = [p.shape for p in self._fp8_flat_order(context)]
+        granularity = context.granularity
+        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
+
+    def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
+        """FP8 weights in the order of the scale vectors: groups, then flat order."""
+        fp8 = {id(p) for p in context.trainable.values()}
+        return [p for group in self.round_robin_bit16_groups for p in group if id(p) in fp8]
 
     def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
         """Encode the masters of group `i` from its bf16 weights, where masters are split; else nothing."""
@@ -158,20 +164,19 @@ class Fp8ZeroStage12:
 
     def _fp8_set_shards(self: Any) -> None:
         """Tell the quantiser which master elements this rank quantises into which bytes."""
-        sources: list[Tensor | None] = []
-        shards: list[Tensor | None] = []
+        parts: list[Part | None] = []
         for i, kind in enumerate(self._fp8_kinds):
             own = {fragment.index: fragment for fragment in kind.own}
+            master = self.single_partition_of_fp32_groups[i].detach()
             for index in range(len(kind.params)):
                 fragment = own.get(index)
                 if fragment is None:
-                    sources.append(None)
-                    shards.append(None)
+                    parts.append(None)
                     continue
-                master = self.single_partition_of_fp32_groups[i].detach()
-                sources.append(master.narrow(0, fragment.partition_start, fragment.numel))
-                shards.append(kind.buffer.narrow(0, fragment.compact_start, fragment.numel))
-        self._fp8_quantizer.set_shards(sources, shards)
+                source = master.narrow(0, fragment.partition_start, fragment.numel)
+                shard = kind.buffer.narrow(0, fragment.compact_start, fragment.numel)
+                parts.append(Part(source, shard, fragment.tensor_start))
+        self._fp8_quantizer.set_parts(parts)
 
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
@@ -233,7 +238,8 @@ class Fp8ZeroStage12:
                 payload = fp8.params[f.index]._fp8
                 if id(payload) in self._fp8_overwritten:
                     piece = payload.data.view(-1).narrow(0, f.tensor_start, f.numel)
-                    master.narrow(0, f.partition_start, f.numel).copy_(piece.float() * payload.scale_inv)
+                    scale_inv = per_element_of_part(payload.scale_inv, payload.data.shape, f.tensor_start, f.numel)
+                    master.narrow(0, f.partition_start, f.numel).copy_(piece.float() * scale_inv)
             for f in hp.own:
                 piece = hp.buffer.narrow(0, f.compact_start, f.numel)
                 master.narrow(0, f.partition_start, f.numel).copy_(piece)
@@ -345,7 +351,7 @@ class _Writer:
         kind, quantizer = owner._fp8_kinds[self.group_index], owner._fp8_quantizer
         payload = kind.params[self.index]._fp8
         flat = value.contiguous().view(-1)
-        quantizer.rescale(self.slot, torch.linalg.vector_norm(flat.float(), float("inf")))
+        quantizer.rescale(self.slot, quantizer.amax_of(self.slot, flat))
         quantizer.quantize_into(payload.data.view(-1), flat, self.slot)
         owner._fp8_take_over(self.group_index, self.index, flat)
 
@@ -365,19 +371,19 @@ def _flat_offsets(optimizer: Any, i: int) -> list[int]:
     return starts
 
 
-def _freeze(name: str, p: Any) -> None:
+def _freeze(name: str, p: Any, granularity: Granularity) -> None:
     """Store a frozen weight in FP8: every rank has all of it, so no collective and no owner."""
-    scale, scale_inv = scale_from_amax(torch.linalg.vector_norm(p.data.float(), float("inf")), E4M3.max)
+    scale, scale_inv = granularity.scales(granularity.amax(p.data.reshape(-1), p.shape))
     payload = Fp8Payload(name, scale, scale_inv, p.dtype, p.device)
-    payload.data = quantize(p.data, scale, E4M3)
+    payload.data = payload.quantize(p.data)
 
     @torch.no_grad()
     def write(value: Tensor) -> None:
-        new_scale, new_scale_inv = scale_from_amax(torch.linalg.vector_norm(value.float(), float("inf")), E4M3.max)
+        new_scale, new_scale_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
         scale.copy_(new_scale)
         scale_inv.copy_(new_scale_inv)
         assert payload.data is not None
-        payload.data.copy_(quantize(value, scale, E4M3))
+        payload.data.copy_(payload.quantize(value))
 
     payload.write = write
     p._fp8 = payload

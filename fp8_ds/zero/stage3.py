@@ -22,7 +22,10 @@ from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.offload import split_lp_params
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
-from fp8_ds.zero.weights import WeightQuantizer
+from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
+
+_ALIGNMENT = 16
+"""Bytes: FP8 GEMMs read 16 at a time."""
 
 
 class Fp8ZeroStage3:
@@ -52,7 +55,9 @@ class Fp8ZeroStage3:
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """What holds the scale vectors. This and the next three are overridden where masters are split."""
-        return WeightQuantizer(self.dp_process_group, len(context.weights), device, context.history, context.counter)
+        shapes = [p.ds_shape for p in context.weights.values()]  # type: ignore[attr-defined]
+        granularity = context.granularity
+        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
 
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
         return Fp8Shards(quantizer, self._fp8.counter)
@@ -70,7 +75,7 @@ class Fp8ZeroStage3:
         """One FP8 buffer for all weights, each shard at a multiple of 16 bytes."""
         weights = self._fp8_shards.weights
         sizes = [weight.param.ds_tensor.ds_numel for weight in weights]
-        starts = _aligned_starts(sizes)
+        starts = aligned_starts(sizes, _ALIGNMENT)
         self._fp8_flat = torch.zeros(starts[-1], dtype=E4M3.dtype, device=device)
         for weight, start, size in zip(weights, starts, sizes, strict=False):
             weight.shard = self._fp8_flat.narrow(0, start, size)
@@ -85,9 +90,8 @@ class Fp8ZeroStage3:
                 weight.source = master.narrow(0, offset, weight.num_real)
             else:
                 weight.source = weight.param.ds_tensor.data[: weight.num_real]
-        self._fp8_shards.quantizer.set_shards(
-            [weight.source for weight in weights], [weight.shard[: weight.num_real] for weight in weights]
-        )
+        parts = [Part(w.source, w.shard[: w.num_real], w.start) for w in weights]
+        self._fp8_shards.quantizer.set_parts(parts)
 
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         self._fp8_shards.refresh(is_step)
@@ -276,11 +280,3 @@ class Fp8ZeroStage3:
             "persistent": persistent,
             "num_fp8_weights": sum(p.ds_numel for p in parameters if self._fp8_shards.of([p])),
         }
-
-
-def _aligned_starts(sizes: list[int], alignment: int = 16) -> list[int]:
-    """Start of each shard, a multiple of `alignment`; the end of the last one behind them."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // alignment) * alignment)
-    return starts

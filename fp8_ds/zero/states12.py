@@ -39,6 +39,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
 
     optimizer: Fp8AdamW
     _fp8_is_dense = False
+    _fp8_takes_gradients = True
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Encode masters from the bf16 weights, group by group. Collective."""
@@ -50,6 +51,8 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         self._fp8_names = {id(p): name for p, name in self.param_names.items()}
         self._fp8_flats: list[Flat] = []
         super().fp8_init(context)
+        self._fp8_is_direct = self._fp8_takes_gradients and self._fp8_has_one_rank()
+        self._fp8_taken: dict[int, Tensor] = {}
         self._fp8_manage()
         self._fp8_link()
 
@@ -62,11 +65,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         sources = [(order[id(p)], p.data) for p in context.trainable.values()]
         scales.set(reduced_amaxes(scales.num, sources, self.dp_process_group, device))
         return SplitQuantizer(scales, self._fp8_format)
-
-    def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
-        """FP8 weights in the order of the scale vectors: groups, then flat order."""
-        fp8 = {id(p) for p in context.trainable.values()}
-        return [p for group in self.round_robin_bit16_groups for p in group if id(p) in fp8]
 
     def _fp8_set_shards(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after a reload has moved them)."""
@@ -143,6 +141,64 @@ class Fp8StatesStage12(Fp8ZeroStage12):
     def _fp8_is_fp8(self: Any, p: Any) -> bool:
         return any(p is weight for weight in self._fp8.trainable.values())
 
+    # --- gradients of one rank ---
+
+    def _fp8_has_one_rank(self: Any) -> bool:
+        """Whether a reduced gradient is the gradient itself: no rank to sum with, no other dtype on the way."""
+        return (
+            all(dist.get_world_size(group) == 1 for group in self.real_dp_process_group)
+            and not self.use_grad_accum_attribute
+            and self.gradient_accumulation_dtype == self.dtype
+            and self.gradient_predivide_factor == 1.0
+        )
+
+    def process_gradients(self: Any, param: Any, i: int) -> None:
+        """With one rank nothing: no bucket is made, autograd accumulates micro-batches in place."""
+        if not self._fp8_is_direct:
+            super().process_gradients(param, i)  # type: ignore[misc]
+
+    def reduce_gradients(self: Any, pipeline_parallel: bool = False) -> None:
+        if self._fp8_is_direct:
+            self.independent_gradient_partition_epilogue()
+        else:
+            super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """With one rank: where accumulation ends, the step and readers get the gradients as they are."""
+        if not self._fp8_is_direct:
+            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+            return
+        is_boundary = self.is_gradient_accumulation_boundary
+        if is_boundary() if callable(is_boundary) else is_boundary:  # a method since DeepSpeed 0.19.8
+            self._fp8_take_gradients()
+        self._epilogue_ran_this_backward = True
+
+    def finalize_gradient_accumulation_boundary(self: Any) -> None:
+        """Since DeepSpeed 0.19.8, where the user's loop decides when to step."""
+        if not self._fp8_is_direct:
+            super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
+            return
+        self.set_gradient_accumulation_boundary(True)
+        self._fp8_take_gradients()
+
+    @torch.no_grad()
+    def _fp8_take_gradients(self: Any) -> None:
+        """Move every `p.grad` to where stock code has reduced ones. Reentrant checkpointing calls this repeatedly."""
+        for i, params in enumerate(self.params_in_partition):
+            for p in params:
+                if p.grad is None:
+                    continue
+                taken = self._fp8_taken.get(id(p))
+                if taken is None:
+                    self._fp8_taken[id(p)] = p.grad.reshape(-1)
+                else:
+                    taken.add_(p.grad.reshape(-1))
+                p.grad = None
+            for p in params:
+                if id(p) not in self._fp8_taken:
+                    self._fp8_taken[id(p)] = torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+            self.averaged_gradients[i] = [self._fp8_taken[id(p)] for p in params]
+
     # --- the step ---
 
     def step(self: Any, closure: Any = None) -> None:
@@ -204,6 +260,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         return [grad for grad, _ in found], [p for _, p in found]
 
     def _fp8_free_gradients(self: Any) -> None:
+        self._fp8_taken.clear()
         for i, params in enumerate(self.params_in_partition):
             self.free_grad_in_param_list(params)
             self.averaged_gradients[i] = None

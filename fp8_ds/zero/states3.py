@@ -195,7 +195,7 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         """Masters of FP8 weights become `values` (1-D, this rank's), with scales to fit. Collective."""
         quantizer: SplitQuantizer = self._fp8_shards.quantizer
         sources = [(weight.index, value) for weight, value in zip(weights, values, strict=True)]
-        amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.scale.device)
+        amaxes = reduced_amaxes(quantizer.scales.num, sources, self.dp_process_group, quantizer.device)
         for weight, value in zip(weights, values, strict=True):
             quantizer.rescale(weight.index, amaxes[weight.index])
             shard = self._fp8_shard_of.get(id(weight.param))
@@ -419,7 +419,8 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         assert value.numel() == param.ds_numel, f"expected {param.ds_numel} elements, got {value.numel()}"
         fp8, shard = self._fp8_shards.of([param]), self._fp8_shard_of.get(id(param))
         if optim_state_key is None and fp8 and self._fp8_is_split:
-            self._fp8_shards.quantizer.rescale(fp8[0].index, torch.linalg.vector_norm(value.float(), float("inf")))
+            quantizer = self._fp8_shards.quantizer
+            quantizer.rescale(fp8[0].index, quantizer.amax_of(fp8[0].index, value.reshape(-1)))
         if shard is not None:
             piece = value.detach().reshape(-1).narrow(0, shard.start, shard.numel)
             self._fp8_write_state(shard, optim_state_key, piece)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,36 +12,57 @@ from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, max_reduce
 from fp8_ds.formats import E4M3
-from fp8_ds.ops.quantize import quantize
-from fp8_ds.scaling import AmaxHistory, scale_from_amax, scale_vector
+from fp8_ds.ops.quantize import quantize, quantize_part
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.granularity import TENSOR, Granularity
 
 _CHUNK = 1 << 24
 """Elements quantised at a time: bounds the fp32 temporary to 64 MiB."""
+
+_ALIGNMENT = 4
+"""A weight's scales start every 4 floats: cuBLASLt reads a scale through a pointer aligned to 16 bytes."""
+
+
+class Part(NamedTuple):
+    """What one rank owns of one weight.
+
+    Args:
+        source: 1-D, fp32 or bf16, without padding: what is quantised.
+        shard: 1-D float8 of the same numel: where to.
+        start: its first element in the flattened weight.
+    """
+
+    source: Tensor
+    shard: Tensor
+    start: int
 
 
 class WeightQuantizer:
     """Keeps the FP8 shards of this rank equal to the quantised masters.
 
-    All local amaxes lie in one float32 vector, the amax histories of activations and gradients (recipe `delayed`)
-    behind those of the weights; one MAX all-reduce makes them, and so every scale, equal on all ranks. A shard edge
-    may cut a weight: quantising is element by element, so that partition-then-quantise equals
-    quantise-then-partition bit for bit.
+    All local amaxes lie in one float32 vector, those of rows or tiles as well, and behind them the amax histories of
+    activations and gradients (recipe `delayed`); one MAX all-reduce makes them, and so every scale, equal on all
+    ranks. A shard edge may cut a weight, a row, a tile: amaxes are maximumed and elements quantised one by one, so
+    that partition-then-quantise equals quantise-then-partition bit for bit.
 
     Args:
         group: the ZeRO group.
-        num_weights: entries of the scale vectors.
+        shapes: of the weights, unsharded.
+        granularity: which elements of a weight share a scale.
         device: where weights live.
         history: of the recipe `delayed`, else None.
         counter: books the all-reduce.
 
     Attributes:
-        scale, scale_inv: float32 [num_weights]; payloads hold 0-dim views into them.
+        scale, scale_inv: float32 [num_weights] of views: the grid of each weight (see scaling/granularity.py), in
+            place for life.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        num_weights: int,
+        shapes: Sequence[Sequence[int]],
+        granularity: Granularity,
         device: torch.device,
         history: AmaxHistory | None,
         counter: ByteCounter,
@@ -47,34 +70,42 @@ class WeightQuantizer:
         self.group = group
         self.history = history
         self.counter = counter
-        self.scale = scale_vector(num_weights, device)
-        self.scale_inv = scale_vector(num_weights, device)
+        self.granularity = granularity
+        self.device = device
+        self._shapes = [tuple(shape) for shape in shapes]
+        sizes = [granularity.num_scales(shape) for shape in self._shapes]
+        self._starts = aligned_starts(sizes, 1)
+        scale_starts = aligned_starts(sizes, _ALIGNMENT)
+        self._num_scales = self._starts[-1]
         num_history = 0 if history is None else history.amax_local.numel()
-        self._amax = torch.zeros(num_weights + num_history, device=device)
-        self._sources: list[Tensor] = []
-        self._shards: list[Tensor] = []
-        self._index: list[int] = []
-        self._index_tensor = torch.empty(0, dtype=torch.long, device=device)
+        self._amax = torch.zeros(self._num_scales + num_history, device=device)
+        self._amaxes = self._grids(self._amax, self._starts)
+        self._scales, self._scales_inv = (torch.ones(scale_starts[-1], device=device) for _ in range(2))
+        self.scale = self._grids(self._scales, scale_starts)
+        self.scale_inv = self._grids(self._scales_inv, scale_starts)
+        places = [torch.arange(start, start + size) for start, size in zip(scale_starts, sizes, strict=False)]
+        self._scale_at = torch.cat([torch.empty(0, dtype=torch.long), *places]).to(device)
+        self._parts: list[tuple[int, Part]] = []
+        self._at = torch.empty(0, dtype=torch.long, device=device)
+
+    def _grids(self, vector: Tensor, starts: list[int]) -> list[Tensor]:
+        """Each weight's own of a vector; with version counters of their own."""
+        shapes = [self.granularity.grid(shape) for shape in self._shapes]
+        each = zip(starts, shapes, strict=False)
+        return [vector.data[start : start + math.prod(shape)].view(shape) for start, shape in each]
 
     @property
     def num_weights(self) -> int:
-        return self.scale.numel()
+        return len(self._shapes)
 
-    def set_shards(self, sources: Sequence[Tensor | None], shards: Sequence[Tensor | None]) -> None:
-        """Name what this rank quantises: `sources[i]` (1-D, fp32 or bf16) into `shards[i]` (1-D float8, same numel).
-
-        None or empty where this rank owns nothing of weight `i`. Padding is not part of a source.
-        """
-        assert len(sources) == len(shards) == self.num_weights
-        self._sources, self._shards, self._index = [], [], []
-        for index, (source, shard) in enumerate(zip(sources, shards, strict=True)):
-            if source is None or shard is None or source.numel() == 0:
-                continue
-            assert source.numel() == shard.numel(), (index, source.numel(), shard.numel())
-            self._sources.append(source)
-            self._shards.append(shard)
-            self._index.append(index)
-        self._index_tensor = torch.tensor(self._index, dtype=torch.long, device=self.scale.device)
+    def set_parts(self, parts: Sequence[Part | None]) -> None:
+        """Name what this rank quantises of each weight; None or empty where it owns nothing."""
+        assert len(parts) == self.num_weights
+        self._parts = [(index, part) for index, part in enumerate(parts) if part is not None and part.source.numel()]
+        for index, part in self._parts:
+            assert part.source.numel() == part.shard.numel(), (index, part.source.numel(), part.shard.numel())
+        at = [self._starts[index] for index, _ in self._parts]
+        self._at = torch.tensor(at, dtype=torch.long, device=self.device)
 
     @torch.no_grad()
     def refresh(self, is_step: bool) -> None:
@@ -86,30 +117,53 @@ class WeightQuantizer:
             is_step: an optimizer step has ended, so the amax histories advance by one entry.
         """
         self._amax.zero_()
-        if self._sources:
-            amaxes = torch._foreach_norm(self._sources, float("inf"))
-            self._amax.index_copy_(0, self._index_tensor, torch.stack([a.float() for a in amaxes]))
+        if self._parts and self.granularity == TENSOR:
+            amaxes = torch._foreach_norm([part.source for _, part in self._parts], float("inf"))
+            self._amax.index_copy_(0, self._at, torch.stack([a.float() for a in amaxes]))
+        else:
+            for index, part in self._parts:
+                self._amaxes[index].copy_(self.amax_of(index, part.source, part.start))
         if self.history is not None:
-            self._amax[self.num_weights :].copy_(self.history.amax_local)
+            self._amax[self._num_scales :].copy_(self.history.amax_local)
         max_reduce(self.group, self._amax)
         self.counter.num_amax_reduces += 1
-        scale, scale_inv = scale_from_amax(self._amax[: self.num_weights], E4M3.max)
-        self.scale.copy_(scale)
-        self.scale_inv.copy_(scale_inv)
-        for source, shard, index in zip(self._sources, self._shards, self._index, strict=True):
-            self.quantize_into(shard, source, index)
+        scale, scale_inv = self.granularity.scales(self._amax[: self._num_scales])
+        self._scales.index_copy_(0, self._scale_at, scale)
+        self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
+        for index, part in self._parts:
+            self.quantize_into(part.shard, part.source, index, part.start)
         if self.history is not None and is_step:
-            self.history.update(self._amax[self.num_weights :])
+            self.history.update(self._amax[self._num_scales :])
+
+    @torch.no_grad()
+    def amax_of(self, index: int, value: Tensor, start: int = 0) -> Tensor:
+        """Grid of the largest magnitudes of the elements from `start` on (1-D) of weight `index`, float32."""
+        return self.granularity.amax(value, self._shapes[index], start)
 
     @torch.no_grad()
     def rescale(self, index: int, amax: Tensor) -> None:
-        """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
-        scale, scale_inv = scale_from_amax(amax.float(), E4M3.max)
+        """Give weight `index` the scales of `amax` (a grid), the same on all ranks if `amax` is."""
+        scale, scale_inv = self.granularity.scales(amax)
         self.scale[index].copy_(scale)
         self.scale_inv[index].copy_(scale_inv)
 
     @torch.no_grad()
-    def quantize_into(self, out: Tensor, value: Tensor, index: int) -> None:
-        """Write `value` (1-D) quantised with the scale of weight `index` into `out` (1-D float8)."""
+    def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:
+        """Write `value` (1-D), elements of weight `index` from `start` on, into `out` (1-D float8)."""
+        grid = self.scale[index]
         for source, target in zip(value.split(_CHUNK), out.split(_CHUNK), strict=True):
-            target.copy_(quantize(source, self.scale[index], E4M3))
+            if self.granularity == TENSOR:
+                target.copy_(quantize(source, grid, E4M3))
+                continue
+            num_cols = self._shapes[index][1]
+            block = (self.granularity.block[0] or 1, self.granularity.block[1] or num_cols)
+            target.copy_(quantize_part(source, grid, start, num_cols, block, E4M3))
+            start += source.numel()
+
+
+def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:
+    """Start of each piece, a multiple of `alignment`; the end of the last one behind them."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // alignment) * alignment)
+    return starts

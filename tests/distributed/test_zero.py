@@ -188,10 +188,11 @@ def scales_on_all_ranks(stage: int) -> bool:
     engine = training.build(training.ds_config(stage, {}))
     training.train(engine, 2)
     quantizer = engine.optimizer._fp8_quantizer if stage < 3 else engine.optimizer._fp8_shards.quantizer
-    everywhere = [torch.empty_like(quantizer.scale) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, quantizer.scale)
+    scale = torch.stack(quantizer.scale)
+    everywhere = [torch.empty_like(scale) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, scale)
     training.destroy(engine)
-    return len({tuple(scale.tolist()) for scale in everywhere}) == 1 and bool((quantizer.scale != 1).all())
+    return len({tuple(one.tolist()) for one in everywhere}) == 1 and bool((scale != 1).all())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

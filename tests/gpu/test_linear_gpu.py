@@ -8,7 +8,14 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn import (
+    BlockwiseRecipe,
+    DelayedRecipe,
+    Fp8Linear,
+    RowwiseGradWeightHpRecipe,
+    RowwiseRecipe,
+    TensorwiseRecipe,
+)
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory, scale_from_amax
@@ -235,3 +242,41 @@ def test_compiled_equals_eager(with_payload, dtype, recipe, dims):
     for a, b in zip(got[:3], expected[:3], strict=True):
         assert_bitwise(a, b)
     torch.testing.assert_close(got[3], expected[3])  # the bias sum is inductor's own, in its order
+
+
+FINE = {recipe.name: recipe for recipe in (RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
+
+
+@pytest.mark.parametrize("recipe", FINE)
+@pytest.mark.parametrize("grad_dtype", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "features", "outputs"), [(256, 512, 384), (33, 140, 150)])
+def test_fine_recipes_agree_with_the_reference_backend(recipe, grad_dtype, dtype, tokens, features, outputs):
+    """The same bytes, so what differs is accumulation: torch's GEMM of a recipe against float32 of those bytes."""
+    torch.manual_seed(0)
+    linear = nn.Linear(features, outputs, device="cuda", dtype=dtype)
+    x, grad_output = inputs((tokens, features), (tokens, outputs), dtype)
+    results = []
+    for backend in ("torch", "reference"):
+        config = LinearConfig(recipe=recipe, grad_dtype=grad_dtype, backend=backend)
+        module = Fp8Linear.from_linear(copy.deepcopy(linear), FINE[recipe](config))
+        results.append(run(module, module, x, grad_output))
+    bound = 40 if dtype == torch.bfloat16 else 50  # bf16 results; accumulation of 14 bits in the output
+    for name, got, expected in zip(("output", "grad_input", "grad_weight"), *results, strict=False):
+        assert sqnr_db(expected.float().cpu(), got.float().cpu()) > bound, name
+
+
+@pytest.mark.parametrize("recipe", FINE)
+def test_fine_recipes_never_wait_for_the_device(recipe):
+    module = Fp8Linear.from_linear(
+        nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16), FINE[recipe](LinearConfig(recipe=recipe))
+    )
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    module(x).sum().backward()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -14,6 +14,7 @@ from fp8_ds.ops.quantize import (
     quantize_colwise_t,
     quantize_delayed,
     quantize_delayed_planes,
+    quantize_part,
     quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
@@ -252,3 +253,14 @@ def test_casts_never_wait_for_the_device_and_allocate_their_results_only():
     assert len(results) == 7
     num_planes = 1 + 1 + 2 + 1 + 1 + 1 + 1
     assert torch.cuda.max_memory_allocated() - before < num_planes * x.numel() + (1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("shape", "block"), [((304, 4096), (1, 4096)), ((300, 4100), (128, 128)), ((67, 35), (1, 35))])
+def test_parts_by_a_grid_of_scales_equal_reference(shape, block, dtype):
+    x = many_scales("per_tile", *shape).to(dtype).flatten()
+    grid = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1])) + 0.5
+    for start, end in ((0, x.numel()), (3, 1000), (128, 2000), (x.numel() - 700, x.numel())):
+        expected = quantize_part(x[start:end].clone(), grid, start, shape[1], block, E4M3)
+        got = quantize_part(x[start:end].clone().cuda(), grid.cuda(), start, shape[1], block, E4M3)
+        assert_bitwise(got.cpu(), expected)

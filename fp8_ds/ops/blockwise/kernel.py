@@ -14,13 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import ENCODE_E4M3, ENCODE_E5M2, INFINITY, code_of, encode_four, magnitude
+from fp8_ds.ops._device import ENCODE_E4M3, ENCODE_E5M2, INFINITY, NAN, code_of, decode, encode_four, magnitude
 from fp8_ds.ops.blockwise.reference import BLOCK, MAX_EXPONENT
 
 _BLOCK = tl.constexpr(BLOCK)
 _MAX_BIASED = tl.constexpr(MAX_EXPONENT + 127)
 _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-_NAN = tl.constexpr(0x7FC00000)
 
 _STORE_SCALE = tl.constexpr("""{
 .reg .pred inside;
@@ -39,7 +38,7 @@ def _scales(amax, MAX_BITS: tl.constexpr):
     """
     biased = tl.minimum(127 + ((MAX_BITS - amax) >> 23), _MAX_BIASED)
     biased = tl.where((amax == 0) | (amax >= INFINITY), 127, biased)
-    scale_inv = tl.where(amax >= INFINITY, _NAN, (254 - biased) << 23)
+    scale_inv = tl.where(amax >= INFINITY, NAN, (254 - biased) << 23)
     return (biased << 23).to(tl.float32, bitcast=True), scale_inv.to(tl.float32, bitcast=True)
 
 
@@ -177,23 +176,6 @@ def quantize_kernel(
 
 
 @triton.jit
-def _decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """uint8 codes as float32. By integers for the interpreter, which takes a NaN's code for a number."""
-    if PTX:
-        value = code.to(tl.float8e4nv if IS_E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
-    else:
-        DROP: tl.constexpr = 20 if IS_E4M3 else 21
-        TOP: tl.constexpr = 0x7E if IS_E4M3 else 0x7B
-        UP: tl.constexpr = 2.0**120 if IS_E4M3 else 2.0**112
-        mag = code.to(tl.int32) & 0x7F
-        number = ((mag << DROP).to(tl.float32, bitcast=True) * UP).to(tl.int32, bitcast=True)
-        beyond = _NAN if IS_E4M3 else INFINITY | ((mag & 3) << DROP)
-        bits = tl.where(mag > TOP, beyond, number)
-        value = (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
-    return value
-
-
-@triton.jit
 def _or(a, b):
     return a | b
 
@@ -263,15 +245,15 @@ def transpose_kernel(
         tl.maximum(_occupied_scale(x2, scale2, PTX), _occupied_scale(x3, scale3, PTX)),
     )
     new = tl.max(largest, 0)
-    new = tl.where(new > INFINITY, _NAN, tl.where(new == 0, 0x3F800000, new)).to(tl.float32, bitcast=True)
+    new = tl.where(new > INFINITY, NAN, tl.where(new == 0, 0x3F800000, new)).to(tl.float32, bitcast=True)
     at = scale_inv_t + row_tile.to(tl.int64) * num_cols + first_col + cols
     tl.store(at, tl.zeros([_BLOCK], tl.float32) + new, None if EVEN else cols < num_cols - first_col)
 
     word = encode_four(
-        _decode(x0, IS_E4M3, PTX) * _ratio(scale0, new),
-        _decode(x1, IS_E4M3, PTX) * _ratio(scale1, new),
-        _decode(x2, IS_E4M3, PTX) * _ratio(scale2, new),
-        _decode(x3, IS_E4M3, PTX) * _ratio(scale3, new),
+        decode(x0, IS_E4M3, PTX) * _ratio(scale0, new),
+        decode(x1, IS_E4M3, PTX) * _ratio(scale1, new),
+        decode(x2, IS_E4M3, PTX) * _ratio(scale2, new),
+        decode(x3, IS_E4M3, PTX) * _ratio(scale3, new),
         IS_E4M3,
         PTX,
     )
@@ -305,10 +287,10 @@ def block_amax_kernel(
     largest = tl.max(magnitude(value.to(tl.float32)), 1)
     if SQUARE:
         bits = tl.max(largest, 0)
-        bits = tl.where(bits > INFINITY, _NAN, bits)
+        bits = tl.where(bits > INFINITY, NAN, bits)
         tl.store(amax + row_tile * col_tiles + col_tile, bits.to(tl.float32, bitcast=True))
     else:
-        bits = tl.where(largest > INFINITY, _NAN, largest)
+        bits = tl.where(largest > INFINITY, NAN, largest)
         at = amax + (row_tile.to(tl.int64) * ROWS + rows) * col_tiles + col_tile
         # Rows that lie past the shard are past the matrix, or 0 in it already.
         inside = origin + rows * num_cols < numel

@@ -75,6 +75,14 @@ def check_arguments(a_fp8: Tensor, b_fp8: Tensor, out_dtype: torch.dtype, backen
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}. Use one of these.")
 
 
+def _check_scale(name: str, scale_inv: Tensor, num_rows: int) -> None:
+    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) not in ((), (num_rows, 1)):
+        raise ValueError(
+            f"{name}: expected float32, 0-dim or {(num_rows, 1)}, got {scale_inv.dtype} {tuple(scale_inv.shape)}. "
+            "Scales per block are those of scaled_mm_blockwise."
+        )
+
+
 def scaled_mm(
     a_fp8: Tensor,
     b_fp8: Tensor,
@@ -92,8 +100,8 @@ def scaled_mm(
     Args:
         a_fp8: float8_e4m3fn or float8_e5m2 [M, K].
         b_fp8: the same [N, K]; at most one of the two is e5m2 (no tensor core multiplies E5M2 by E5M2).
-        scale_inv_a: float32, 0-dim, on the operands' device; multiply to leave FP8.
-        scale_inv_b: the same for b.
+        scale_inv_a: float32, on the operands' device, multiply to leave FP8: 0-dim, or [M, 1] with one per row.
+        scale_inv_b: the same for b: 0-dim or [N, 1].
         out_dtype: bfloat16, float16 or float32.
         backend: "torch" is `torch._scaled_mm`; "reference" de-quantises and multiplies in float32.
         use_fast_accum: shorter accumulation, on CUDA only; see the module's text for where.
@@ -105,5 +113,7 @@ def scaled_mm(
         ValueError: dtypes, shapes or backend other than these.
     """
     check_arguments(a_fp8, b_fp8, out_dtype, backend)
+    _check_scale("scale_inv_a", scale_inv_a, len(a_fp8))
+    _check_scale("scale_inv_b", scale_inv_b, len(b_fp8))
     output: Tensor = _scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum, backend)
     return output

@@ -28,6 +28,32 @@ def _aligned(scale_inv: Tensor) -> Tensor:
     return scale_inv if scale_inv.data_ptr() % 16 == 0 else scale_inv.clone()
 
 
+def _row_vectors(a: Tensor, b: Tensor, num_m: int, padded_n: int) -> tuple[Tensor, Tensor]:
+    """Scales as the rowwise product wants them, [M, 1] and [1, padded_n]: one for all goes into the other's vector."""
+    if a.dim() == 0:
+        a, b = torch.ones(num_m, 1, device=b.device), a * b
+    elif b.dim() == 0:
+        a, b = a * b, torch.ones(padded_n, 1, device=a.device)
+    if len(b) < padded_n:
+        b = torch.cat([b, b.new_ones(padded_n - len(b), 1)])
+    return a.contiguous(), b.reshape(1, padded_n)
+
+
+def _rowwise(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
+    """Padded operands. torch's rowwise product gives bf16 only; others leave unscaled in float32."""
+    row_a, row_b = _row_vectors(scale_inv_a, scale_inv_b, len(a), len(b))
+    if out_dtype == torch.bfloat16:
+        output: Tensor = torch._scaled_mm(
+            a, b.t(), _aligned(row_a), _aligned(row_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+        return output
+    one = torch.ones((), device=a.device)
+    unscaled: Tensor = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
+    return (unscaled * row_a * row_b).to(out_dtype)
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
@@ -41,12 +67,16 @@ def scaled_mm(
         # CUDA refuses empty operands, and the CPU leaves memory unset for K = 0.
         return torch.zeros(num_m, num_n, dtype=out_dtype, device=a.device)
     aligned_k, aligned_n = _align(num_k), _align(num_n)
-    output: Tensor = torch._scaled_mm(
-        k_major(a, num_m, aligned_k),
-        k_major(b, aligned_n, aligned_k).t(),
-        scale_a=_aligned(scale_inv_a),
-        scale_b=_aligned(scale_inv_b),
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
+    a, b = k_major(a, num_m, aligned_k), k_major(b, aligned_n, aligned_k)
+    if scale_inv_a.dim() == scale_inv_b.dim() == 0:
+        output: Tensor = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=_aligned(scale_inv_a),
+            scale_b=_aligned(scale_inv_b),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    else:
+        output = _rowwise(a, b, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)
     return output if aligned_n == num_n else output[:, :num_n].contiguous()

@@ -98,6 +98,11 @@ _quantize = _op(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
     lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
 )
+_quantize_part = _op(
+    "quantize_part(Tensor x, Tensor grid, SymInt start, SymInt num_cols, SymInt block_rows, SymInt block_cols, "
+    "ScalarType dtype, float fp8_max) -> Tensor",
+    lambda x, grid, start, num_cols, block_rows, block_cols, dtype, fp8_max: _fp8(x, dtype),
+)
 _quantize_tensorwise = _op(
     "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
 )
@@ -196,6 +201,41 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
     """
     _check_scale(scale)
     x_fp8: Tensor = _quantize(x, scale, fmt.torch_dtype, fmt.max)
+    return x_fp8
+
+
+def quantize_part(
+    x: Tensor, grid: Tensor, start: int, num_cols: int, block: tuple[int, int], fmt: Float8Format
+) -> Tensor:
+    """`quantize` of a part of a flattened matrix [R, C] that has a scale for each block: what a ZeRO shard holds of it.
+
+    Args:
+        x: bf16, fp16 or fp32 [numel], contiguous: elements [start, start + numel) of the matrix.
+        grid: float32 [ceil(R / block[0]), ceil(C / block[1])], contiguous; multiply to enter FP8.
+        start: >= 0.
+        num_cols: C.
+        block: rows and columns that share a scale.
+        fmt: E4M3 or E5M2.
+
+    Returns:
+        `fmt.dtype` [numel]; the bytes that the whole matrix would have there.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_scale(grid)
+    if x.dim() != 1 or not x.is_contiguous() or start < 0 or num_cols < 1 or min(block) < 1:
+        raise ValueError(
+            f"x: expected a contiguous vector, start >= 0, columns and blocks >= 1, got {tuple(x.shape)}, {start}, "
+            f"{num_cols}, {block}. Pass the shard without its padding."
+        )
+    expected = (-(-(start + x.numel()) // num_cols // block[0]), -(-num_cols // block[1]))
+    if grid.dim() != 2 or not grid.is_contiguous() or len(grid) < expected[0] or grid.shape[1] != expected[1]:
+        raise ValueError(
+            f"grid: expected float32 with at least {expected[0]} rows of {expected[1]}, contiguous, got "
+            f"{tuple(grid.shape)} with strides {grid.stride()}. Pass the scales of the whole matrix."
+        )
+    x_fp8: Tensor = _quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 

@@ -186,6 +186,43 @@ def quantize_kernel(
 
 
 @triton.jit
+def _part_scale(grid, grid_cols, row, col, inside, num_cols, block_rows, block_cols):
+    """The scale of each element at `col`, which may lie beyond the end of `row`; 0 where not `inside`."""
+    row += col // num_cols
+    block = row // block_rows * grid_cols + col % num_cols // block_cols
+    return tl.load(grid + block, inside, 0.0)
+
+
+@triton.jit
+def part_kernel(
+    x, out, grid, grid_cols, start, numel, num_cols, block_rows, block_cols,
+    WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_SCALE: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Elements `start` and on of a flattened matrix; a program for 4 * WORDS of them.
+
+    Args:
+        grid: float32 [_, grid_cols], contiguous: a scale for each block of block_rows x block_cols elements.
+        ONE_SCALE: the four elements of a word are always of one block.
+    """
+    word = tl.arange(0, WORDS)
+    first = tl.program_id(0).to(tl.int64) * (WORDS * 4)
+    left = tl.minimum(numel - first, WORDS * 4).to(tl.int32)
+    x0, x1, x2, x3 = _load_words(x + first, word, left, VECTOR, PTX)
+    # Divided once in 64 bits: what is left fits 32.
+    row = ((start + first) // num_cols).to(tl.int32)
+    col = ((start + first) % num_cols).to(tl.int32) + word * 4
+    at = word * 4
+    scale0 = _part_scale(grid, grid_cols, row, col, at < left, num_cols, block_rows, block_cols)
+    scale1, scale2, scale3 = scale0, scale0, scale0
+    if not ONE_SCALE:
+        scale1 = _part_scale(grid, grid_cols, row, col + 1, at + 1 < left, num_cols, block_rows, block_cols)
+        scale2 = _part_scale(grid, grid_cols, row, col + 2, at + 2 < left, num_cols, block_rows, block_cols)
+        scale3 = _part_scale(grid, grid_cols, row, col + 3, at + 3 < left, num_cols, block_rows, block_cols)
+    code = encode_four(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
+    store_word(out + first, word, code, left, VECTOR)
+
+
+@triton.jit
 def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
     """Scales of the columns `col`; the programs of the first rows store their inverses."""
     bits = tl.load(amax_cols + col, col < num_cols, 0)

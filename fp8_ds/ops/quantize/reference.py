@@ -24,6 +24,16 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Te
     return (x.to(torch.float32) * scale).clamp_(-fp8_max, fp8_max).to(dtype)
 
 
+def quantize_part(
+    x: Tensor, grid: Tensor, start: int, num_cols: int, block_rows: int, block_cols: int, dtype: torch.dtype,
+    fp8_max: float,
+) -> Tensor:  # fmt: skip
+    """`quantize` of elements `start` and on of a flattened matrix, by a grid of scales, one for each block."""
+    at = torch.arange(start, start + x.numel(), device=x.device)
+    scale = grid[at // num_cols // block_rows, at % num_cols // block_cols]
+    return quantize(x, scale, dtype, fp8_max)
+
+
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     scale, scale_inv = scale_from_amax(amax(x), fp8_max)
     return quantize(x, scale, dtype, fp8_max), scale_inv

@@ -126,6 +126,33 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Te
     return _cast(x, dtype, kernel.GIVEN.value, scale=scale)
 
 
+def quantize_part(
+    x: Tensor, grid: Tensor, start: int, num_cols: int, block_rows: int, block_cols: int, dtype: torch.dtype,
+    fp8_max: float,
+) -> Tensor:  # fmt: skip
+    out = torch.empty_like(x, dtype=dtype)
+    num_programs = triton.cdiv(x.numel(), CAST_WORDS * 4)
+    if num_programs == 0:
+        return out
+    kernel.part_kernel[(num_programs,)](
+        x,
+        out.view(torch.uint8),
+        grid,
+        grid.shape[1],
+        start,
+        x.numel(),
+        num_cols,
+        block_rows,
+        block_cols,
+        WORDS=CAST_WORDS,
+        ONE_SCALE=start % 4 == 0 and num_cols % 4 == 0 and block_cols % 4 == 0,
+        VECTOR=_is_vector(x.numel(), at=(x,)),
+        num_warps=CAST_WARPS,
+        **_options(x, dtype),
+    )
+    return out
+
+
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     scale_inv = _scalar(x)
     x_fp8 = _cast(x, dtype, kernel.CURRENT.value, partials=_partial_amaxes(x), scale_inv=scale_inv)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_model, zero_stage
+from fp8_ds.engine.refusals import (
+    DEVICE_REFUSALS,
+    REFUSALS,
+    markdown_tables,
+    refuse_config,
+    refuse_device,
+    refuse_model,
+    zero_stage,
+)
 from fp8_ds.errors import UnsupportedError
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
@@ -229,6 +237,33 @@ def test_a_pipeline_class_without_an_fp8_engine_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"DualPipeVModule.*Use deepspeed\.pipe\.PipelineModule"):
         refuse_model(DualPipeVModule.__new__(DualPipeVModule))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "row"),
+    [
+        ("tensorwise", (8, 6), (13, 0), 0),
+        ("rowwise", (8, 0), (12, 8), 0),
+        ("blockwise", (10, 0), (13, 0), 1),
+        ("blockwise", (8, 9), (12, 9), 1),
+        ("blockwise", (9, 0), (12, 8), 2),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_recipe_is_refused(
+    recipe: str, capability: tuple[int, int], cuda: tuple[int, int], row: int
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_device(recipe, "torch", capability, cuda)
+    message = str(caught.value)
+    assert message.startswith(f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]}")
+    assert DEVICE_REFUSALS[row].reason in message and DEVICE_REFUSALS[row].remedy in message
+    refuse_device(recipe, "reference", capability, cuda)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_hopper_and_the_cpu_run_every_recipe(recipe: str) -> None:
+    refuse_device(recipe, "torch", (9, 0), (12, 9))
+    refuse_device(recipe, "torch", None, None)
 
 
 def test_the_page_shows_exactly_the_rows() -> None:

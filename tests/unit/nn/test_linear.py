@@ -316,11 +316,11 @@ def test_frozen_weight_gets_no_gradient_and_saves_nothing():
 
 
 def test_input_that_needs_no_gradient_costs_no_gemm(monkeypatch):
-    from fp8_ds.nn import linear as linear_module
+    from fp8_ds.nn import recipe as recipe_module
 
     calls = []
-    original = linear_module.scaled_mm
-    monkeypatch.setattr(linear_module, "scaled_mm", lambda *a, **k: calls.append(k) or original(*a, **k))
+    original = recipe_module.scaled_mm
+    monkeypatch.setattr(recipe_module, "scaled_mm", lambda *a, **k: calls.append(k) or original(*a, **k))
     module = fp8_of(nn.Linear(32, 16))
     module(torch.randn(8, 32)).sum().backward()
     assert len(calls) == 2  # output, grad_weight
@@ -328,16 +328,16 @@ def test_input_that_needs_no_gradient_costs_no_gemm(monkeypatch):
 
 
 def test_fast_accumulation_is_for_the_output_only(monkeypatch):
-    from fp8_ds.nn import linear as linear_module
+    from fp8_ds.nn import recipe as recipe_module
 
     fast = []
-    original = linear_module.scaled_mm
+    original = recipe_module.scaled_mm
 
     def spy(*args, use_fast_accum=False):
         fast.append(use_fast_accum)
         return original(*args, use_fast_accum=use_fast_accum)
 
-    monkeypatch.setattr(linear_module, "scaled_mm", spy)
+    monkeypatch.setattr(recipe_module, "scaled_mm", spy)
     run(fp8_of(nn.Linear(32, 16)), torch.randn(8, 32))
     assert fast == [True, False, False]
 
@@ -362,6 +362,20 @@ def test_grad_bias_is_summed_in_float32():
     module = fp8_of(nn.Linear(16, 16).bfloat16())
     _, _, _, grad_bias = run(module, torch.randn(4096, 16, dtype=torch.bfloat16))
     assert (grad_bias == 4096).all()  # a bf16 running sum of ones stops at 256
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 16)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_may_be_written_in_place(shape, bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16, bias=bias)
+    x = torch.randn(shape)
+    grads = []
+    for inplace in (True, False):
+        module = fp8_of(linear)
+        torch.nn.functional.relu(module(x), inplace=inplace).sum().backward()
+        grads.append(module.weight.grad)
+    assert_bitwise(*grads)
 
 
 def test_a_module_used_twice_sums_its_gradients():

@@ -112,6 +112,70 @@ def test_equal_values_in_another_tensor_are_quantised_again():
     assert calls.names[QUANTIZE] == 3
 
 
+def test_an_alias_of_the_same_elements_is_the_same_tensor():
+    """ZeRO-3's hooks give each module `detach` of what it is called with."""
+    first, second = layers(2, SharedInput())
+    x = torch.randn(2, 8, 32).bfloat16()
+    with Calls() as calls, torch.no_grad():
+        first(x.detach()), second(x.view_as(x))
+    assert calls.names[QUANTIZE] == 1
+
+
+def test_other_elements_of_the_same_memory_are_quantised_again():
+    first, second = layers(2, SharedInput())
+    plain = layers(2, None)[1]
+    x = torch.randn(32, 32).bfloat16()
+    with torch.no_grad():
+        for other in (x[16:], x.t(), x[:16].view(2, 8, 32), x[:16].view(torch.float16)):
+            first(x[:16])
+            assert_bitwise(second(other), plain(other))
+        for other in (x[16:], x.t()):
+            first(x)
+            assert_bitwise(second(other), plain(other))
+
+
+def test_a_write_through_an_alias_is_seen():
+    first, second = layers(2, SharedInput())
+    x = torch.randn(16, 32).bfloat16()
+    first(x)
+    x.detach().mul_(-3)
+    assert_bitwise(second(x), layers(2, None)[1](x))
+
+
+def test_planes_live_as_long_as_any_alias():
+    shared = SharedInput()
+    (linear,) = layers(1, shared)
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        linear(x)
+    alias = x.detach()
+    gc.disable()
+    try:
+        del x
+        assert shared._planes is not None
+        del alias
+        assert shared._planes is None
+    finally:
+        gc.enable()
+
+
+def test_memory_that_is_used_again_is_another_tensor():
+    """The allocator may give a new tensor the address of one that is gone."""
+    shared = SharedInput()
+    first, second = layers(2, shared)
+    plain = layers(2, None)[1]
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        first(x)
+    address = x.data_ptr()
+    del x
+    for _ in range(50):
+        y = torch.randn(16, 32).bfloat16()
+        if y.data_ptr() == address:
+            break
+    assert_bitwise(second(y), plain(y))
+
+
 def test_a_layer_that_trains_after_a_frozen_one_gets_its_plane():
     frozen, trained = layers(2, SharedInput())
     frozen.weight.requires_grad_(False)
@@ -171,8 +235,8 @@ def test_copies_and_pickles_of_a_model_start_with_nothing_remembered():
     x = torch.randn(16, 32).bfloat16()
     expected = [linear(x) for linear in linears]
     for other in (copy.deepcopy(linears), pickle.loads(pickle.dumps(linears))):
-        assert other[0].fp8_recipe._shared is other[1].fp8_recipe._shared
-        assert other[0].fp8_recipe._shared is not linears[0].fp8_recipe._shared
+        assert other[0].fp8_recipe.shared is other[1].fp8_recipe.shared
+        assert other[0].fp8_recipe.shared is not linears[0].fp8_recipe.shared
         for linear, output in zip(other, expected, strict=True):
             assert_bitwise(linear(x), output)
 

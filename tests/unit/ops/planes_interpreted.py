@@ -68,6 +68,21 @@ def test_elementwise_casts_equal_reference(numel, dtype):
     assert_equal(*both("quantize_tensorwise", x, E4M3.dtype, E4M3.max))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((33, 160), (1, 160)), ((130, 257), (128, 128)), ((130, 132), (128, 128))]
+)
+def test_parts_of_a_matrix_with_a_scale_for_each_block_equal_reference(shape, block, dtype):
+    """Cut where words hold one row and where they hold two, where they are aligned and where they are not."""
+    x = matrix(*shape, dtype).flatten()
+    grid = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1])) + 0.5
+    for start, end in ((0, 32), (3, 40), (128, 160), (x.numel() - 700, x.numel()), (5, 5)):
+        part = x[start:end].clone()
+        args = (part, grid, start, shape[1], *block)
+        assert_bitwise(*both("quantize_part", *args, E4M3.dtype, E4M3.max))
+    assert_bitwise(*both("quantize_part", x, grid, 0, shape[1], *block, E5M2.dtype, E5M2.max))
+
+
 def test_amax_sees_the_last_element_of_several_tiles_and_every_program():
     x = torch.zeros(SEVERAL_TILES, dtype=BF16)
     for at in (0, 4 * triton.AMAX_WORDS, SEVERAL_TILES - 1):

@@ -1,0 +1,104 @@
+"""How many elements of a weight share a scale: all, a row, or a 128x128 tile.
+
+A weight's scales are its *grid*: float32, 0-dim, [R, 1] or [ceil(R / 128), ceil(C / 128)] for a weight [R, C].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
+from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
+from fp8_ds.scaling.current import scale_from_amax
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """One of TENSOR, ROW and TILE.
+
+    Args:
+        name: "tensor", "row" or "tile".
+        block: rows and columns that share a scale; None: all.
+        is_pow2: scales are powers of two, as the blockwise GEMM's are here.
+    """
+
+    name: str
+    block: tuple[int | None, int | None]
+    is_pow2: bool = False
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the scales of a weight [R, C]; () where there is one for any shape."""
+        if self == TENSOR:
+            return ()
+        rows, cols = shape
+        block_rows, block_cols = self.block
+        return -(-rows // (block_rows or max(rows, 1))), -(-cols // (block_cols or max(cols, 1)))
+
+    def num_scales(self, shape: Sequence[int]) -> int:
+        return math.prod(self.grid(shape))
+
+    def amax(self, part: Tensor, shape: Sequence[int], start: int = 0) -> Tensor:
+        """Largest magnitudes of the blocks of a weight, as far as they lie in one part of it; the rest is 0.
+
+        Args:
+            part: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight.
+            shape: of the weight.
+            start: >= 0.
+
+        Returns:
+            float32, the grid.
+        """
+        if self == TENSOR:
+            if not part.numel():
+                return torch.zeros((), device=part.device)
+            return torch.linalg.vector_norm(part, float("inf"), dtype=torch.float32)
+        whole = (shape[0], shape[1])
+        if self == ROW:
+            return shard_block_amax(part, start, whole, (1, BLOCK)).amax(1, keepdim=True)
+        return shard_block_amax(part, start, whole, (BLOCK, BLOCK))
+
+    def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, scale_inv) of E4M3 weights, elementwise, by the rule of this granularity."""
+        rule = pow2_scale_from_amax if self.is_pow2 else scale_from_amax
+        return rule(amax.to(torch.float32), E4M3.max)
+
+
+TENSOR = Granularity("tensor", (None, None))
+ROW = Granularity("row", (1, None))
+TILE = Granularity("tile", (BLOCK, BLOCK), is_pow2=True)
+OF_RECIPE = {
+    "tensorwise": TENSOR,
+    "delayed": TENSOR,
+    "rowwise": ROW,
+    "rowwise_with_gw_hp": ROW,
+    "blockwise": TILE,
+}
+"""How weights are scaled, by recipe of the linears."""
+
+
+def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
+    """A grid as a tensor that broadcasts against the weight of `shape`: the grid itself but for tiles."""
+    if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (shape[0], 1):
+        return grid
+    return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
+
+
+def per_element_of_part(grid: Tensor, shape: Sequence[int], start: int, numel: int) -> Tensor:
+    """`per_element` of the elements [start, start + numel) of the flattened weight: 0-dim, or float32 [numel]."""
+    if grid.numel() == 1:
+        return grid.reshape(())
+    num_cols = max(shape[1], 1)
+    first_row, end_row = start // num_cols, -(-(start + numel) // num_cols)
+    if grid.shape == (shape[0], 1):
+        rows = grid[first_row:end_row].expand(-1, num_cols)
+    else:
+        index = torch.arange(first_row, end_row, device=grid.device) // BLOCK
+        rows = grid[index].repeat_interleave(BLOCK, 1)[:, :num_cols]
+    skipped = start - first_row * num_cols
+    return rows.reshape(-1)[skipped : skipped + numel]

@@ -1,0 +1,127 @@
+"""FP8 states on one rank: gradients go from autograd to the update without a bucket, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.distributed
+
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+NUM_STEPS = 3
+
+
+class UnusedLM(training.TinyLM):
+    """A linear that no forward reads: its gradient stays None."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unused = nn.Linear(16, 16)
+
+
+def run(stage: int, accumulation: int, direct: bool, model: dict[str, Any], monkeypatch: Any = None) -> dict[str, Any]:
+    """Train with the direct way, or with stock buckets; what both must agree in."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    import fp8_ds  # noqa: F401
+    from fp8_ds.zero.states12 import Fp8StatesStage12
+
+    torch.manual_seed(0)
+    before = Fp8StatesStage12._fp8_takes_gradients
+    Fp8StatesStage12._fp8_takes_gradients = direct
+    try:
+        net = UnusedLM(**model)
+        config = training.ds_config(stage, STATES, gradient_accumulation_steps=accumulation)
+        engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    finally:
+        Fp8StatesStage12._fp8_takes_gradients = before
+    losses, grads, norms = [], {}, []
+    for step in range(NUM_STEPS):
+        for tokens in training.micro_batches(step, accumulation):
+            loss = engine(tokens)
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                for name, p in engine.module.named_parameters():
+                    grads[step, name] = safe_get_full_grad(p).float().clone()
+            engine.step()
+            losses.append(float(loss))
+        norms.append(float(engine.get_global_grad_norm()))
+    result = {
+        "is_direct": engine.optimizer._fp8_is_direct,
+        "has_buckets": any(len(bucket.buffer) > 0 for bucket in engine.optimizer.ipg_buckets.values())
+        if hasattr(engine.optimizer, "ipg_buckets")
+        else None,
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "left": [name for name, p in engine.module.named_parameters() if p.grad is not None],
+        "masters": training.full_masters(engine),
+        "fp8": training.fp8_state(engine),
+    }
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "model"), [(1, {}), (2, {}), (2, {"checkpointing": "reentrant"})], ids=["1", "2", "2-reentrant"]
+)
+def test_every_number_is_that_of_the_way_through_buckets(
+    ranks: Any, stage: int, accumulation: int, model: dict[str, Any]
+) -> None:
+    ours = ranks(1).run(run, stage, accumulation, True, model)[0]
+    stock = ranks(1).run(run, stage, accumulation, False, model)[0]
+    assert ours["is_direct"] and not stock["is_direct"]
+    assert ours["losses"] == stock["losses"] and ours["norms"] == stock["norms"]
+    training.assert_fp8_equals(ours["fp8"], stock["fp8"])
+    for kind in ("masters", "grads"):
+        assert ours[kind].keys() == stock[kind].keys()
+        for name, value in stock[kind].items():
+            assert torch.equal(ours[kind][name], value), (kind, name)
+    assert not ours["left"]
+    assert all(float(ours["grads"][0, name].abs().max()) > 0 for name in ("embedding.weight", "blocks.0.up.weight"))
+
+
+class Copies(TorchDispatchMode):
+    """Elements written by whatever copies, divides or concatenates a gradient: bf16 tensors that no GEMM makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name in ("copy_", "div_", "cat", "clone", "mul_", "allreduce_") and isinstance(out, torch.Tensor):
+            self.elements += out.numel() if out.dtype == torch.bfloat16 else 0
+        return out
+
+
+def gradient_copies(direct: bool) -> float:
+    """bf16 elements copied between two calls of forward, per parameter, outside the update itself."""
+    from fp8_ds.zero.states12 import Fp8StatesStage12
+
+    before = Fp8StatesStage12._fp8_takes_gradients
+    Fp8StatesStage12._fp8_takes_gradients = direct
+    try:
+        engine = training.build(training.ds_config(2, STATES), {"width": 64, "hidden": 256})
+    finally:
+        Fp8StatesStage12._fp8_takes_gradients = before
+    training.train(engine, 1)
+    loss = engine(training.micro_batches(1, 1)[0])
+    with Copies() as copies:
+        engine.backward(loss)
+    num = sum(p.numel() for p in engine.module.parameters())
+    training.destroy(engine)
+    return copies.elements / num
+
+
+def test_no_gradient_is_copied(ranks: Any) -> None:
+    direct, stock = (ranks(1).run(gradient_copies, way)[0] for way in (True, False))
+    assert stock >= 3 and direct <= 0.1, (direct, stock)

@@ -1,0 +1,125 @@
+"""Row and tile scales under ZeRO: whatever shard edges cut, the bytes are those of quantising the whole master."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.blockwise import quantize_blockwise
+from fp8_ds.ops.quantize import quantize_rowwise
+
+pytestmark = pytest.mark.distributed
+
+FINE = ["rowwise", "rowwise_with_gw_hp", "blockwise"]
+# Tiles of 128 cut by rows, by columns, and by the edges of shards; two tiles each way.
+MODEL = {"width": 140, "hidden": 150, "num_blocks": 1, "tiny": True}
+
+
+def expected(recipe: str, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if recipe == "blockwise":
+        planes = quantize_blockwise(master, E4M3, (128, 128), "row")
+        assert planes.x_fp8 is not None and planes.scale_inv is not None
+        return planes.x_fp8.view(torch.uint8), planes.scale_inv
+    data, scale_inv = quantize_rowwise(master, E4M3)
+    return data.view(torch.uint8), scale_inv
+
+
+def run(stage: int, accumulation: int, num_steps: int, fp8: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    engine = training.build(training.ds_config(stage, fp8, gradient_accumulation_steps=accumulation), model)
+    first, losses = training.fp8_state(engine), training.train(engine, num_steps)
+    report = engine.fp8_report()
+    result = {
+        "first": first,
+        "losses": losses,
+        "last": training.fp8_state(engine),
+        "masters": training.full_masters(engine),
+        "gathered": report["gathered_fp8_bytes"],
+        "weights": report["num_fp8_weights"],
+        "num_amax_reduces": report["num_amax_reduces"],
+    }
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(ranks: Any, stage: int, recipe: str) -> None:
+    fp8 = {"linear": {"recipe": recipe}}
+    one = ranks(1).run(run, stage, 3, 4, fp8, MODEL)[0]
+    many = ranks(3).run(run, stage, 1, 4, fp8, MODEL)
+    for result in (one, *many):
+        assert result["num_amax_reduces"] == 1
+        training.assert_fp8_equals(
+            result["last"], {name: expected(recipe, result["masters"][name]) for name in result["last"]}
+        )
+    for result in many:
+        training.assert_fp8_equals(result["first"], one["first"])
+        training.assert_fp8_equals(result["last"], many[0]["last"])
+        assert result["losses"] == many[0]["losses"] and result["losses"][-1] < result["losses"][0]
+    assert max(abs(a - b) for a, b in zip(many[0]["losses"], one["losses"], strict=True)) < 0.05
+    assert not torch.equal(next(iter(one["first"].values()))[0], next(iter(one["last"].values()))[0])
+
+
+def losses_of(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> list[float]:
+    engine = training.build(training.ds_config(stage, fp8), MODEL)
+    losses = training.train(engine, num_steps)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("recipe", FINE)
+@pytest.mark.parametrize("master", ["fp32", "e4m19", "e4m11"])
+def test_every_recipe_trains_with_every_master_as_bf16_does(ranks: Any, recipe: str, master: str) -> None:
+    """20 steps; the bound is that of test_states.py for tensorwise."""
+    states = {} if master == "fp32" else {"optimizer": {"states": "fp8", "master": master}}
+    stock = ranks(2).run(losses_of, 2, None, 20)[0]
+    ours = ranks(2).run(losses_of, 2, {"linear": {"recipe": recipe}, **states}, 20)[0]
+    assert stock[-1] < 0.9 * stock[0]
+    assert max(abs(a - b) / a for a, b in zip(stock, ours, strict=True)) < 0.05
+
+
+def written(stage: int, recipe: str) -> dict[str, Any]:
+    """A user writes a trained and a frozen weight; a step later the trained one is quantised from its master again."""
+    import deepspeed
+
+    fp8 = {"linear": {"recipe": recipe, "frozen": "fp8"}}
+    engine = training.build(training.ds_config(stage, fp8), {**MODEL, "frozen": "blocks.0.up.weight"})
+    weight, frozen = engine.module.blocks[0].down.weight, engine.module.blocks[0].up.weight
+    value = torch.randn(weight.ds_shape if stage == 3 else weight.shape, generator=torch.Generator().manual_seed(5))
+    value *= torch.logspace(-3, 1, value.shape[0])[:, None]
+    value = value.bfloat16()
+    context = deepspeed.zero.GatheredParameters([weight, frozen], modifier_rank=0)
+    with torch.no_grad(), context:
+        weight.copy_(value)
+        frozen.copy_(value.t().contiguous())
+    state = training.fp8_state(engine)
+    with deepspeed.zero.GatheredParameters([weight, frozen]):
+        read = weight.float().clone(), frozen.float().clone()
+    training.train(engine, 1)
+    after, masters = training.fp8_state(engine), training.full_masters(engine)
+    training.destroy(engine)
+    return {"value": value, "state": state, "read": read, "after": after, "masters": masters}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_written_and_frozen_weights_have_scales_of_their_rows(ranks: Any, stage: int, recipe: str) -> None:
+    for result in ranks(2).run(written, stage, recipe):
+        down, up = "blocks.0.down.weight", "blocks.0.up.weight"
+        wanted = {down: result["value"], up: result["value"].t().contiguous()}
+        state = {name: result["state"][name] for name in wanted}
+        training.assert_fp8_equals(state, {n: expected(recipe, v.float()) for n, v in wanted.items()})
+        if stage < 3:  # readers of stage 3 get the bf16 that was written
+            from fp8_ds.scaling.granularity import per_element
+
+            for name, read in zip((down, up), result["read"], strict=True):
+                data, scale_inv = result["state"][name]
+                true = data.view(torch.float8_e4m3fn).float() * per_element(scale_inv, data.shape)
+                assert torch.equal(read, true.bfloat16().float())
+        after = result["after"]
+        training.assert_fp8_equals({down: after[down]}, {down: expected(recipe, result["masters"][down])})
+        training.assert_fp8_equals({up: after[up]}, {up: result["state"][up]})

@@ -1,0 +1,97 @@
+"""FP8 linears in an engine on a GPU: no host synchronisation beyond stock's, every recipe, few calls for a linear."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+MODEL = {"width": 512, "hidden": 2048, "num_blocks": 3}
+RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+
+
+def synchronisations(stage: int, fp8: dict[str, Any] | None) -> dict[str, int]:
+    """How often the host waits for the device in one forward, backward and step, after two to warm up."""
+    config = training.ds_config(stage, fp8, zero_optimization={"stage": stage, "overlap_comm": False})
+    config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    engine = training.build(config, MODEL)
+    training.train(engine, 2)
+    tokens = training.micro_batches(3, 1)[0].to(engine.device)
+    counts = {}
+    explicit = []
+    stock = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda *args, **kwargs: explicit.append(1) or stock(*args, **kwargs)  # type: ignore[func-returns-value]
+    mode = torch.cuda.get_sync_debug_mode()
+
+    def counted(name: str, call: Callable[[], Any]) -> Any:
+        explicit.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = call()
+        counts[name] = sum("synchroniz" in str(w.message) for w in caught) + len(explicit)
+        return result
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        loss = counted("forward", lambda: engine(tokens))
+        counted("backward", lambda: engine.backward(loss))
+        counted("step", engine.step)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.synchronize = stock
+    training.destroy(engine)
+    return counts
+
+
+@pytest.mark.parametrize("states", [{}, STATES], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_waits_no_more_often_than_in_stock(
+    gpu_ranks: Any, stage: int, recipe: str, states: dict[str, Any]
+) -> None:
+    stock = gpu_ranks(1).run(synchronisations, stage, None)[0]
+    ours = gpu_ranks(1).run(synchronisations, stage, {"linear": {"recipe": recipe}, **states})[0]
+    for phase in ("forward", "backward", "step"):
+        assert ours[phase] <= stock[phase], (phase, ours, stock)
+
+
+def losses_and_bytes(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> Any:
+    engine = training.build(training.ds_config(stage, fp8), MODEL)
+    losses = training.train(engine, num_steps)
+    state = {} if fp8 is None else training.fp8_state(engine)
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    torch.cuda.empty_cache()
+    return losses, state, masters
+
+
+@pytest.mark.parametrize("master", ["fp32", "e4m19", "e4m11"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_recipe_trains_and_its_bytes_are_those_of_the_masters(
+    gpu_ranks: Any, stage: int, recipe: str, master: str
+) -> None:
+    from fp8_ds.formats import E4M3
+    from fp8_ds.ops.quantize import quantize
+    from fp8_ds.scaling.granularity import OF_RECIPE, per_element
+
+    states = {} if master == "fp32" else {"optimizer": {"states": "fp8", "master": master}}
+    stock, _, _ = gpu_ranks(1).run(losses_and_bytes, stage, None, 20)[0]
+    losses, state, masters = gpu_ranks(1).run(losses_and_bytes, stage, {"linear": {"recipe": recipe}, **states}, 20)[0]
+    assert max(abs(a - b) / a for a, b in zip(stock, losses, strict=True)) < 0.05
+    if master != "fp32":
+        return
+    granularity = OF_RECIPE[recipe]
+    for name, (data, scale_inv) in state.items():
+        value = masters[name]
+        scale, expected_inv = granularity.scales(granularity.amax(value.reshape(-1), value.shape))
+        assert torch.equal(scale_inv, expected_inv), name
+        expected = quantize(value, per_element(scale, value.shape), E4M3)
+        assert torch.equal(data, expected.view(torch.uint8)), name

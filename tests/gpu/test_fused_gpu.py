@@ -1,0 +1,115 @@
+"""Fused producers on CUDA: the kernels behind them, the bits of a decoder layer, what is kept, no waiting."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.formats import E4M3
+from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
+from fp8_ds.nn.norm import arithmetic_of
+from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing.producers import assert_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+WIDTH, LENGTH = 512, 256
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 129), (64, 4096), (8192, 1024)], ids=str)
+def test_groups_come_back_as_from_the_cpu_reference_bitwise(shape):
+    x = many_scales("per_row", *shape).bfloat16()
+    expected, got = quantize_groupwise(x), quantize_groupwise(x.cuda())
+    for a, b in zip(expected, got, strict=True):
+        assert_same(a, b)
+    assert_same(dequantize_groupwise(*expected), dequantize_groupwise(*got))
+
+
+def test_all_codes_come_back_as_from_the_cpu_reference_bitwise():
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3.dtype).repeat(64, 1)
+    scale_inv = torch.exp2(torch.linspace(-126, 127, 64).round())[:, None].repeat(1, 2)
+    assert_same(dequantize_groupwise(codes, scale_inv), dequantize_groupwise(codes.cuda(), scale_inv.cuda()))
+
+
+@pytest.mark.parametrize("eps", [1e-5, None])
+def test_torchs_norm_is_recognised_on_this_device(eps):
+    found = arithmetic_of(nn.RMSNorm(1024, eps=eps, device="cuda", dtype=torch.bfloat16))
+    assert found in [(eps, "once"), *((torch.finfo(dtype).eps, "once") for dtype in (torch.float32, torch.bfloat16))]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+        config = llama.LlamaConfig(
+            hidden_size=WIDTH, intermediate_size=1536, num_attention_heads=4, num_key_value_heads=2
+        )
+        config._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        self.layer = llama.LlamaDecoderLayer(config, 0).to("cuda", torch.bfloat16)
+        rotary = llama.LlamaRotaryEmbedding(config).cuda()
+        positions = torch.arange(LENGTH, device="cuda")[None]
+        self.positions = rotary(torch.empty(1, dtype=torch.bfloat16, device="cuda"), positions)
+
+    def forward(self, x):
+        return self.layer(x, position_embeddings=self.positions)
+
+
+def make(recipe, fused=True, nonlinear="bf16"):
+    model, config = Layer(), LinearConfig(recipe=recipe)
+    history = apply_plan(model, make_plan(model, config), config, "cuda")
+    if fused:
+        fuse_producers(model, ActivationsConfig(fused=True, nonlinear=nonlinear))
+    if history is not None:
+        history.update(torch.full_like(history.amax_local, 8.0))
+    return model
+
+
+def inputs(seed):
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+
+
+def run(model, x, grad):
+    x = x.clone().requires_grad_()
+    output = model(x * 1)
+    output.backward(grad)
+    found = {"output": output.detach(), "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_read_the_bytes_that_they_would_make_themselves(recipe):
+    model = make(recipe)
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, Fp8Linear):
+            module.fp8_recipe.producer_scaling = lambda: None
+    expected, got = (run(one, inputs(0), inputs(1) * 1e-3) for one in (plain, model))
+    for name in ("output", *(name for name in got if "proj" in name)):
+        assert_bitwise(expected[name], got[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_layer_computes_what_the_unfused_one_computes(recipe):
+    expected, got = (run(make(recipe, fused), inputs(0), inputs(1) * 1e-3) for fused in (False, True))
+    for name, value in expected.items():
+        assert sqnr_db(value, got[name]) > 20, name
+
+
+@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
+def test_forward_and_backward_wait_for_nothing(nonlinear):
+    model = make("tensorwise", nonlinear=nonlinear)
+    x, grad = inputs(0).requires_grad_(), inputs(1)
+    model(x).backward(grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
