@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -20,17 +21,15 @@ from fp8_ds.errors import ConfigError
 # Of the whole block in DESIGN.md, what a later version brings: keys, and values of keys that exist.
 _LATER_KEYS = frozenset(
     (
-        "fp8.linear.layer_choice",
         "fp8.tensor_parallel",
         "fp8.attention",
-        "fp8.activations",
+        "fp8.activations.smooth_swiglu",
         "fp8.schedule",
         "fp8.guard",
         "fp8.monitor",
     )
 )
 _LATER_VALUES = {
-    "fp8.linear.recipe": ("rowwise", "rowwise_with_gw_hp", "blockwise"),
     "fp8.linear.backend": ("te",),
 }
 _NOT_YET = "not available in this version"
@@ -46,13 +45,32 @@ class _Block(BaseModel):
 
 
 class LinearConfig(_Block):
-    recipe: Literal["tensorwise", "delayed"] = "tensorwise"
+    recipe: Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
     grad_dtype: Literal["e5m2", "e4m3"] = "e5m2"
     backend: Literal["torch", "reference"] = "torch"
     filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
         "lm_head",
     )
+    layer_choice: Literal["all", "measured"] = "all"
+    tokens: Annotated[int, Field(ge=1)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"
+
+    def check(self) -> None:
+        """`tokens` is there exactly where it takes effect.
+
+        Raises:
+            ConfigError: it is missing, or without effect.
+        """
+        if self.layer_choice == "measured" and self.tokens is None:
+            raise ConfigError(
+                'fp8.linear.tokens: expected an integer with layer_choice "measured", got null. Write the tokens that '
+                "one rank computes at a time: micro batch x sequence length."
+            )
+        if self.layer_choice == "all" and self.tokens is not None:
+            raise ConfigError(
+                f'fp8.linear.tokens: expected null with layer_choice "all", got {self.tokens}. Remove the key, or set '
+                '"layer_choice": "measured".'
+            )
 
 
 class ZeroConfig(_Block):
@@ -85,6 +103,23 @@ class OptimizerConfig(_Block):
         return "e4m19" if self.states == "fp8" else "fp32"
 
 
+class ActivationsConfig(_Block):
+    fused: bool = False
+    nonlinear: Literal["bf16", "fp8"] = "bf16"
+
+    def check(self) -> None:
+        """`nonlinear` has modules to take effect in.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if self.nonlinear == "fp8" and not self.fused:
+            raise ConfigError(
+                'fp8.activations.nonlinear: expected "bf16" with fused false, got "fp8". It says what fused modules '
+                'keep: set "fused": true, or remove the key.'
+            )
+
+
 class Key(NamedTuple):
     """One key of the block, as docs/config.md shows it."""
 
@@ -99,6 +134,7 @@ class Fp8Config(_Block):
     linear: LinearConfig = Field(default_factory=LinearConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:
@@ -115,9 +151,13 @@ class Fp8Config(_Block):
                 f'fp8: expected an object such as {{"enabled": true}}, got {_as_json(block)}. {_block_remedy(block)}'
             )
         try:
-            return cls.model_validate(block)
+            config = cls.model_validate(block)
         except ValidationError as error:
             lines = [_explain(details) for details in error.errors(include_url=False)]
+        else:
+            config.linear.check()
+            config.activations.check()
+            return config
         if len(lines) == 1:
             raise ConfigError(lines[0])
         raise ConfigError(f'{len(lines)} errors in the "fp8" block:\n' + "\n".join(f"  {line}" for line in lines))
@@ -183,6 +223,8 @@ def _values_of(kind: Any) -> str:
         return "true, false"
     if kind is int:
         return "integer"
+    if get_origin(kind) is Annotated:
+        return _values_of(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return ", ".join(_as_json(value) for value in get_args(kind))
     if get_origin(kind) in (Union, UnionType):
@@ -226,7 +268,7 @@ def _expected(key: str, details: ErrorDetails) -> str:
 
 def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
     if details["type"] == "literal_error" and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), details["ctx"]["expected"].replace("'", "").split(" or "), n=1)
+        near = difflib.get_close_matches(value.lower(), re.findall("'([^']+)'", details["ctx"]["expected"]), n=1)
         if near:
             return f'Did you mean "{near[0]}"?'
     if details["type"] == "string_too_short":
@@ -255,7 +297,7 @@ def _unknown_key_remedy(key: str) -> str:
     if key in _LATER_KEYS:
         return f"The key is {_NOT_YET}: remove it."
     known = list(Fp8Config.keys())
-    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer")]
+    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer", "activations")]
     parent, _, name = key.rpartition(".")
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]

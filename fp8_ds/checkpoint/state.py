@@ -6,6 +6,7 @@ saved all the same, so that a tool can read FP8 bytes' scales without masters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +60,8 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
             "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
         )
-    converted = [row.fqn for row in Plan.from_state(state["plan"]).layers if row.converted]
+    plan = Plan.from_state(state["plan"])
+    converted = [row.fqn for row in plan.layers if row.converted]
     same_layers = converted == [row.fqn for row in context.plan.layers if row.converted]
     if not same_layers:
         before = set(converted)
@@ -67,7 +69,7 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
         say(
             "fp8: the layers differ from the checkpoint's: "
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
-            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}"
+            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. {_how_to_keep(plan, state['config'])}"
         )
     if context.release is not None and state.get("release") is not None:
         context.release.load_state_dict(state["release"])
@@ -78,3 +80,19 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
         say("fp8: amax histories start anew (the checkpoint has none for these layers)")
         return
     context.history.load_state_dict(history)
+
+
+def _how_to_keep(plan: Plan, config: Mapping[str, Any]) -> str:
+    """What to write so that the next start trains the layers of `plan` in FP8, and no others.
+
+    Args:
+        plan: of the checkpoint.
+        config: the "fp8" block it was trained with.
+    """
+    if plan.num_converted == 0 and config.get("optimizer", {}).get("states") != "fp8":
+        return 'The checkpoint has none in FP8: to go on so, set "fp8.enabled" to false.'
+    patterns = plan.filter_fqns()
+    if patterns is None:
+        return "No fp8.linear.filter_fqns names the checkpoint's layers."
+    linear = {"layer_choice": "all", "filter_fqns": patterns}
+    return f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'

@@ -15,9 +15,11 @@ from deepspeed.utils import logger
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
 from fp8_ds.config import Fp8Config, LinearConfig, OptimizerConfig
-from fp8_ds.engine.refusals import TENSOR_PARALLEL
+from fp8_ds.engine.layer_choice import choose_layers
+from fp8_ds.engine.refusals import TENSOR_PARALLEL, refuse_device
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import Plan, apply_plan, make_plan, revert
+from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.zero.building import BuildingHost, building
 from fp8_ds.zero.context import Fp8Context
@@ -52,6 +54,7 @@ class Fp8Engine:
     """Mix-in before DeepSpeedEngine or PipelineEngine. Seams: fp8_ds/engine/seams.py."""
 
     fp8: Fp8Context | None = None
+    _fp8_unused: Fp8Context | None = None
     _fp8_said_state_dict = False
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
@@ -63,7 +66,10 @@ class Fp8Engine:
         if self.client_optimizer is None and not self.optimizer_name():
             _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
             return
+        refuse_device(config.linear.recipe, config.linear.backend, *_capabilities(self.device))
         plan = _agree_on_plan(self.module, config.linear, may_be_empty=config.optimizer.states == "fp8")
+        if config.linear.layer_choice == "measured":
+            plan = choose_layers(self.module, plan, config.linear, self.device, _say)
         history = apply_plan(self.module, plan, config.linear, self.device) if plan.num_converted else None
         modules = dict(self.module.named_modules())
         weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
@@ -71,6 +77,8 @@ class Fp8Engine:
         self.fp8 = Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
         self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
         _say(plan.describe())
+        if config.activations.fused:
+            _say(fuse_producers(self.module, config.activations).describe())
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         """Let DeepSpeed build its optimizer, then retype it."""
@@ -93,8 +101,9 @@ class Fp8Engine:
                 f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
                 'option that selects it, or turn "fp8.enabled" off.'
             )
-        if not self.fp8.weights and not isinstance(self, PipelineEngine) and settings.states == "fp32":
-            self.fp8 = None
+        if settings.states == "fp32" and self.fp8.config.zero.reduce_scatter == "bf16" and self._fp8_has_no_weights():
+            _say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
+            self.fp8, self._fp8_unused = None, self.fp8
             return zero
         mixins = [_mixins_for(settings, self.gradient_clipping())[host]]
         if self.fp8.config.zero.reduce_scatter == "fp8":
@@ -103,6 +112,13 @@ class Fp8Engine:
         zero.fp8_init(self.fp8)
         _start_count_anew(self.fp8)
         return zero
+
+    def _fp8_has_no_weights(self: Any) -> bool:
+        """Whether this rank has no FP8 weight, nor has any other pipeline stage."""
+        found = torch.tensor([len(self.fp8.weights)], device=self.device)
+        if isinstance(self, PipelineEngine):
+            ds_comm.all_reduce(found)
+        return int(found) == 0
 
     def _fp8_check_release(self: Any) -> None:
         """Updates during the backward are possible here.
@@ -191,9 +207,10 @@ class Fp8Engine:
     ) -> Any:
         """Stock save, with bf16 of the masters as `module` and our state under one key of the model file."""
         client_state = dict(client_state or {})
+        if (context := self.fp8 or self._fp8_unused) is not None:
+            client_state[CHECKPOINT_KEY] = save_state(context)
         if self.fp8 is None:
             return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
-        client_state[CHECKPOINT_KEY] = save_state(self.fp8)
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with self.optimizer.fp8_export(writes):
             return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
@@ -208,7 +225,10 @@ class Fp8Engine:
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
         if self.fp8 is None:
-            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            if self._fp8_unused is not None and client_state is not None:
+                restore_state(self._fp8_unused, client_state.pop(CHECKPOINT_KEY, None), _say)
+            return path, client_state
         with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
             path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
             state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
@@ -250,6 +270,14 @@ def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[typ
     if settings.states == "fp32":
         return _MIXINS
     return _RELEASE_MIXINS if settings.releases(gradient_clipping) else _STATES_MIXINS
+
+
+def _capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """(compute capability, version of CUDA), each None where there is none."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None, None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return torch.cuda.get_device_capability(device), (int(major), int(minor))
 
 
 def _say(line: str) -> None:

@@ -14,10 +14,15 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.recipe import DelayedRecipe, TensorwiseRecipe
+from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
+from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
+from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.scaling.delayed import AmaxHistory
 
+_RECIPES: dict[str, type[Recipe]] = {
+    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
+}
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
 
@@ -69,6 +74,25 @@ class Plan:
             for layer in self.layers
         ]
         return "\n".join([self.describe(), *rows])
+
+    def filter_fqns(self) -> list[str] | None:
+        """The shortest name endings that, as `linear.filter_fqns`, leave just this plan's bf16 layers in bf16.
+
+        Returns:
+            None if there are none such: a name is part of the name of a layer in FP8.
+        """
+        in_fp8 = [layer.fqn for layer in self.layers if layer.converted]
+        patterns: list[str] = []
+        for layer in self.layers:
+            if layer.converted or any(pattern in layer.fqn for pattern in patterns):
+                continue
+            parts = layer.fqn.split(".")
+            endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+            found = next((end for end in endings if not any(end in fqn for fqn in in_fp8)), None)
+            if found is None:
+                return None
+            patterns.append(found)
+        return patterns
 
     def to_state(self) -> dict[str, Any]:
         """Builtin types only, readable by `torch.load(weights_only=True)`."""
@@ -170,7 +194,7 @@ def apply_plan(
 
     Returns:
         For recipe "delayed" the history: the i-th converted layer's input in slot 2 i, its grad_output in 2 i + 1.
-        For "tensorwise" None.
+        For the others None.
 
     Raises:
         ConfigError: a layer of the plan is missing, is of another shape, or is converted already; nothing is changed.
@@ -192,15 +216,15 @@ def apply_plan(
                 "Use the plan of this model."
             )
         targets.append(module)
-    if linear_config.recipe == "tensorwise":
-        shared = SharedInput()
+    shared = SharedInput()
+    if linear_config.recipe != "delayed":
         for module in targets:
-            Fp8Linear.from_linear(module, TensorwiseRecipe(linear_config, shared))
+            Fp8Linear.from_linear(module, _RECIPES[linear_config.recipe](linear_config, shared))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
     history = AmaxHistory(len(fp8_max), fp8_max, device=device)
     for i, module in enumerate(targets):
-        Fp8Linear.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1))
+        Fp8Linear.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
     return history
 
 

@@ -17,6 +17,8 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "grad_dtype": "e5m2",
             "backend": "torch",
             "filter_fqns": ("lm_head",),
+            "layer_choice": "all",
+            "tokens": None,
             "frozen": "bf16",
         },
         "zero": {"keep_bf16_shard": False, "reduce_scatter": "bf16"},
@@ -27,21 +29,25 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "release_clipping": "exact",
             "outstanding_update_bytes": 67108864,
         },
+        "activations": {"fused": False, "nonlinear": "bf16"},
     }
 
 
 def test_a_full_block_of_json_is_accepted() -> None:
     text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
-               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
+               "filter_fqns": ["lm_head", "layers.0."], "layer_choice": "measured", "tokens": 8192, "frozen": "fp8"},
                "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
-                             "outstanding_update_bytes": 1048576}}"""
+                             "outstanding_update_bytes": 1048576},
+               "activations": {"fused": true, "nonlinear": "fp8"}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
+    assert (config.linear.layer_choice, config.linear.tokens) == ("measured", 8192)
     assert config.zero.keep_bf16_shard
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
+    assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +118,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "filter is auto": (on(filter_fqns="auto"), "fp8.linear.filter_fqns:", ['"auto" is not supported']),
     "filter holds a number": (on(filter_fqns=["a", 3]), "fp8.linear.filter_fqns.1:", ["a string", "got 3"]),
     "filter holds nothing": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:", ["at least one character"]),
-    "a later value": (on(recipe="blockwise"), "fp8.linear.recipe:", ["not available in this version"]),
-    "a later backend": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
+    "a later value": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
     "a master of no format": (
         {"enabled": True, "optimizer": {"master": "e4m20"}},
         "fp8.optimizer.master:",
@@ -123,6 +128,18 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "optimizer": {"states": "e4m3"}},
         "fp8.optimizer.states:",
         ['"fp32" or "fp8"'],
+    ),
+    "a number of tokens that is none": (on(tokens=0), "fp8.linear.tokens:", ["an integer of at least 1, got 0"]),
+    "tokens are auto": (on(layer_choice="measured", tokens="auto"), "fp8.linear.tokens:", ["integer or null"]),
+    "a choice without tokens": (
+        on(layer_choice="measured"),
+        "fp8.linear.tokens:",
+        ['expected an integer with layer_choice "measured", got null', "micro batch x sequence length"],
+    ),
+    "tokens without a choice": (
+        on(tokens=4096),
+        "fp8.linear.tokens:",
+        ['expected null with layer_choice "all", got 4096', 'set "layer_choice": "measured"'],
     ),
     "a value that is a list": (on(recipe=["tensorwise"]), "fp8.linear.recipe:", ['got ["tensorwise"]']),
 }
@@ -139,16 +156,22 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
         assert fragment in message
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "attention", "activations", "schedule", "guard", "monitor"])
+@pytest.mark.parametrize("name", ["tensor_parallel", "attention", "schedule", "guard", "monitor"])
 def test_a_block_of_a_later_version_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^fp8\.{name}: .*not available in this version"):
         Fp8Config.from_block({"enabled": True, name: {}})
 
 
-@pytest.mark.parametrize(("block", "key"), [("linear", "layer_choice")])
-def test_a_key_of_a_later_version_is_refused(block: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^fp8\.{block}\.{key}: .*not available in this version"):
-        Fp8Config.from_block({"enabled": True, block: {key: "x"}})
+def test_smooth_swiglu_is_of_a_later_version() -> None:
+    with pytest.raises(ConfigError, match=r"^fp8\.activations\.smooth_swiglu: .*not available in this version"):
+        Fp8Config.from_block({"enabled": True, "activations": {"fused": True, "smooth_swiglu": True}})
+
+
+def test_inputs_kept_in_fp8_without_fused_modules_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r'^fp8\.activations\.nonlinear: .*fused false, got "fp8"\. .*set "fused": true'
+    ):
+        Fp8Config.from_block({"enabled": True, "activations": {"nonlinear": "fp8"}})
 
 
 def test_one_error_names_every_wrong_key() -> None:

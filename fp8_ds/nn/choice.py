@@ -1,0 +1,311 @@
+"""Which linears are worth FP8: a table of measured times, the files it lives in, and the choice that follows.
+
+A row holds the time of one linear as it is run, forward and backward, in FP8 and in bf16. Rows hold where they were
+measured: with the same device, torch, CUDA and fp8_ds. docs/layer-choice.md says how to read and make a table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+
+from fp8_ds import __version__
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.convert import Plan
+
+SHIPPED = Path(__file__).with_name("tables")
+"""One file per machine, written by benchmarks/layer_table.py."""
+
+_CACHE_VARIABLE = "FP8_DS_CACHE"
+_MAX_STEP = 2
+"""Times are interpolated between token counts that differ by this factor at most."""
+
+_Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Size = Annotated[int, Field(ge=1)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Machine(_Record):
+    """Where times hold."""
+
+    device: str
+    torch_version: str
+    cuda_version: str
+    fp8_ds_version: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """This process, computing on `device`."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        version = torch.__version__.partition("+")[0]
+        cuda = torch.version.cuda or "none"
+        return cls(device=name, torch_version=version, cuda_version=cuda, fp8_ds_version=__version__)
+
+    def describe(self) -> str:
+        return f"{self.device}, torch {self.torch_version}, CUDA {self.cuda_version}"
+
+
+class Case(_Record):
+    """A linear [m, k] x [n, k]: m tokens of one rank and micro-batch, k input and n output features of this rank."""
+
+    recipe: str
+    grad_dtype: str
+    backend: str
+    m: _Size
+    k: _Size
+    n: _Size
+    bias: bool = False
+    frozen: bool = False
+
+    def describe(self) -> str:
+        more = ", bias" * self.bias + ", frozen" * self.frozen
+        return f"[{self.n}, {self.k}]{more}"
+
+
+class Times(_Record):
+    """Microseconds of one forward and backward."""
+
+    fp8_us: _Microseconds
+    bf16_us: _Microseconds
+
+    @property
+    def fp8_is_faster(self) -> bool:
+        return self.fp8_us < self.bf16_us
+
+    def verdict(self) -> str:
+        """Which is faster, and by what: "fp8: 410 us against 655 us"."""
+        if self.fp8_is_faster:
+            return f"fp8: {self.fp8_us:.0f} us against {self.bf16_us:.0f} us"
+        return f"bf16 is faster: {self.bf16_us:.0f} us against {self.fp8_us:.0f} us"
+
+
+class _Row(_Record):
+    case: Case
+    times: Times
+
+
+class _File(_Record):
+    version: Literal[1]
+    machine: Machine
+    rows: tuple[_Row, ...]
+
+
+class LayerTable:
+    """Times by case, of one machine.
+
+    Args:
+        machine: where they were measured.
+        times: what is known.
+    """
+
+    def __init__(self, machine: Machine, times: Mapping[Case, Times] | None = None) -> None:
+        self.machine = machine
+        self.times = dict(times or {})
+
+    def lookup(self, case: Case) -> Times | None:
+        """The row of `case`, or one on the line between its neighbours in m, if these are at most a factor of 2 apart.
+
+        A linear in m, since a GEMM takes a fixed time and one for each token; None where nothing can be said.
+        """
+        if case in self.times:
+            return self.times[case]
+        others = {known.m: times for known, times in self.times.items() if _at(known, case.m) == case}
+        below = max((m for m in others if m < case.m), default=0)
+        above = min((m for m in others if m > case.m), default=0)
+        if not below or not above or above > _MAX_STEP * below:
+            return None
+        share = (case.m - below) / (above - below)
+        low, high = others[below], others[above]
+        return Times(
+            fp8_us=low.fp8_us + share * (high.fp8_us - low.fp8_us),
+            bf16_us=low.bf16_us + share * (high.bf16_us - low.bf16_us),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> LayerTable:
+        """The table in `path`.
+
+        Raises:
+            ConfigError: the file is no table.
+            OSError: it cannot be read.
+        """
+        try:
+            file = _File.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(f"{path}: expected a layer table, got {first['msg']}. Remove the file.") from error
+        return cls(file.machine, {row.case: row.times for row in file.rows})
+
+    def write(self, path: Path) -> None:
+        """`path` holds this table: the old file or the new one at any moment, whoever reads or writes besides.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        rows = [_Row(case=case, times=self.times[case]).model_dump_json() for case in sorted(self.times, key=_order)]
+        head = f'{{"version": 1, "machine": {self.machine.model_dump_json()}, "rows": [\n'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            draft.write_text(head + ",\n".join(rows) + "\n]}\n")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _at(case: Case, m: int) -> Case:
+    return case.model_copy(update={"m": m})
+
+
+def _order(case: Case) -> tuple[str | int, ...]:
+    return (case.recipe, case.grad_dtype, case.backend, case.bias, case.frozen, case.k, case.n, case.m)
+
+
+def cache_file(machine: Machine) -> Path:
+    """Where what is measured on `machine` is kept: in $FP8_DS_CACHE, or ~/.cache/fp8_ds.
+
+    Raises:
+        ConfigError: there is no home directory.
+    """
+    folder = os.environ.get(_CACHE_VARIABLE)
+    if not folder:
+        try:
+            folder = str(Path.home() / ".cache" / "fp8_ds")
+        except RuntimeError as error:
+            raise ConfigError(f"{_CACHE_VARIABLE}: expected a folder, got nothing, and no home. Set it.") from error
+    device = re.sub(r"[^a-z0-9.]+", "-", machine.device.lower()).strip("-")
+    versions = f"torch{machine.torch_version}-cuda{machine.cuda_version}-fp8_ds{machine.fp8_ds_version}"
+    return Path(folder) / f"layer-table-{device}-{versions}.json"
+
+
+def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Case]:
+    """The case of each layer that `plan` converts, by name.
+
+    Args:
+        model: of the plan, not converted yet.
+        plan: from `make_plan`.
+        config: the "linear" block, with `tokens`.
+    """
+    assert config.tokens is not None
+    found = {}
+    for row in plan.layers:
+        if not row.converted:
+            continue
+        module = model.get_submodule(row.fqn)
+        assert isinstance(module, nn.Linear)
+        found[row.fqn] = Case(
+            recipe=config.recipe,
+            grad_dtype=config.grad_dtype,
+            backend=config.backend,
+            m=config.tokens,
+            k=row.in_features,
+            n=row.out_features,
+            bias=module.bias is not None,
+            frozen=not module.weight.requires_grad,
+        )
+    return found
+
+
+def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times]) -> Plan:
+    """`plan`, where a layer that is not faster in FP8 stays bf16; reasons name the times.
+
+    Args:
+        plan: from `make_plan`.
+        cases: of `cases_of`.
+        times: of every one of these.
+    """
+    rows = []
+    for row in plan.layers:
+        case = cases.get(row.fqn)
+        if case is None:
+            rows.append(row)
+            continue
+        found = times[case]
+        rows.append(replace(row, converted=found.fp8_is_faster, reason=f"{found.verdict()} at M {case.m}"))
+    return Plan(tuple(rows))
+
+
+class Book:
+    """All tables that hold on this machine: what was kept, what ships, and what is measured now.
+
+    Args:
+        device: that the layers will run on.
+        say: called with a line when something is measured, kept or unreadable.
+        measure: the times of a case on `device`; None: nothing can be measured there.
+    """
+
+    def __init__(
+        self, device: torch.device, say: Callable[[str], None], measure: Callable[[Case], Times] | None
+    ) -> None:
+        self.machine = Machine.of(device)
+        self.path = cache_file(self.machine)
+        self._say = say
+        self._measure = measure
+
+    def times_of(self, cases: Collection[Case]) -> dict[Case, Times]:
+        """The times of all `cases`; those that no table has are measured, and kept for the next start.
+
+        Raises:
+            ConfigError: some are in no table and cannot be measured.
+        """
+        tables = [table for table in (self._read(path) for path in self._paths()) if table is not None]
+        found = {case: times for case in cases if (times := _first(tables, case)) is not None}
+        missing = [case for case in cases if case not in found]
+        if not missing:
+            return found
+        if self._measure is None:
+            raise ConfigError(
+                f'fp8.linear.layer_choice: expected "all" on {self.machine.device}, got "measured". Only CUDA devices '
+                f"are measured, and {self.path} has no row for {missing[0]!r} ({len(missing)} missing). "
+                'Write "all", or remove the key.'
+            )
+        self._say(
+            f"fp8: measuring {len(missing)} kinds of linear at {missing[0].m} tokens on {self.machine.describe()}; "
+            f"they are kept in {self.path}"
+        )
+        measured = {case: self._measure(case) for case in missing}
+        self._keep(measured)
+        return found | measured
+
+    def _paths(self) -> Iterable[Path]:
+        return [self.path, *sorted(SHIPPED.glob("*.json"))]
+
+    def _read(self, path: Path) -> LayerTable | None:
+        """The table in `path` if there is one and it holds here; says so if it cannot be read."""
+        try:
+            table = LayerTable.read(path)
+        except FileNotFoundError:
+            return None
+        except (ConfigError, OSError) as error:
+            self._say(f"fp8: a layer table is not used: {error}")
+            return None
+        return table if table.machine == self.machine else None
+
+    def _keep(self, measured: Mapping[Case, Times]) -> None:
+        """Add rows to the file as it is by now: another process may have written since it was read."""
+        try:
+            table = LayerTable.read(self.path)
+        except (ConfigError, OSError):
+            table = LayerTable(self.machine)
+        table.times.update(measured)
+        try:
+            table.write(self.path)
+        except OSError as error:
+            self._say(f"fp8: the layer table is not kept, and will be measured again: {error}. Set {_CACHE_VARIABLE}.")
+
+
+def _first(tables: Iterable[LayerTable], case: Case) -> Times | None:
+    return next((times for table in tables if (times := table.lookup(case)) is not None), None)

@@ -1,0 +1,116 @@
+"""What a fused producer knows of its surroundings, and how a module becomes one.
+
+A producer computes what FP8 linears read. Fused, it hands them its output quantised, made in the pass that computes it,
+beside the bf16 tensor that any other reader sees; and it keeps only its inputs for backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.formats import E4M3
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import Recipe
+from fp8_ds.ops._producer import Fp8Output, Scaling
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.scaling.delayed import AmaxSlot
+
+Nonlinear = Literal["bf16", "fp8"]
+
+FORMAT = E4M3
+"""Of activations."""
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Who reads the output of a fused module, and how it keeps its inputs.
+
+    Args:
+        readers: the linears, at least one. Those that are Fp8Linears when the module runs share one recipe kind.
+        nonlinear: "bf16": inputs are kept as they are; "fp8": in E4M3 with a power-of-two scale per 128 in a row.
+    """
+
+    readers: tuple[nn.Linear, ...]
+    nonlinear: Nonlinear
+
+    def recipe(self) -> Recipe | None:
+        """That of the first reader which is in FP8 now; None: the module has nothing to do but its stock work."""
+        return next((linear.fp8_recipe for linear in self.readers if isinstance(linear, Fp8Linear)), None)
+
+
+def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: torch.Size, record: bool) -> Tensor:
+    """The bf16 output in `shape`, which its readers will find quantised.
+
+    Args:
+        output: of an op that was given `scaling` (any one for None) and `with_hp`.
+        recipe: of a reader.
+        scaling: what its `producer_scaling` said; None: readers quantise for themselves.
+        shape: of the module's output.
+        record: whether this is a training forward.
+    """
+    assert output.hp is not None
+    # Not a view: what a custom autograd function returns as a view cannot be written in place.
+    hp: Tensor = torch.ops.aten._unsafe_view.default(output.hp, shape)
+    if scaling is not None and not hp.is_inference():
+        slot = scaling if isinstance(scaling, AmaxSlot) else None
+        recipe.offer(hp, Quantized(output.x_fp8, None, output.scale_inv, slot=slot), record=record)
+    return hp
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., C] as [T, C], rows without gaps."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def keep(x: Tensor, nonlinear: Nonlinear) -> tuple[Tensor, ...]:
+    """An input as it is saved for backward: itself, or codes and scales."""
+    return quantize_groupwise(as_rows(x)) if nonlinear == "fp8" else (x,)
+
+
+def recover(kept: Sequence[Tensor]) -> Tensor:
+    """Of what `keep` gave: the input as bf16 [T, C]."""
+    return as_rows(kept[0]) if len(kept) == 1 else dequantize_groupwise(*kept)
+
+
+class FusedModule(nn.Module):
+    """Mix-in before the stock class of a fused module, which keeps its Parameters, hooks and state dict.
+
+    Attributes:
+        fp8_producer: see `Producer`.
+    """
+
+    fp8_producer: Producer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, [super().extra_repr(), f"fused, kept={self.fp8_producer.nonlinear}"]))
+
+
+def _make_class(mixin: type[FusedModule], stock: type[nn.Module]) -> type[FusedModule]:
+    return type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": mixin.__module__})
+
+
+fused_class: Callable[[Any, Any], Any] = functools.cache(_make_class)
+"""The subclass of a FusedModule and the class of a module, the same one each time."""
+
+
+def _new(mixin: type[FusedModule], stock: type[nn.Module]) -> FusedModule:
+    """For copies and pickles."""
+    cls: type[FusedModule] = fused_class(mixin, stock)
+    return cls.__new__(cls)
+
+
+def bf16_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The one positional bf16 tensor that a module was called with; None if it was called otherwise."""
+    is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == torch.bfloat16
+    return args[0] if is_plain else None

@@ -1,0 +1,126 @@
+"""The time of one linear, forward and backward, in FP8 and in bf16, as it runs under the engine in eager mode."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.nn.choice import Case, Times
+from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.scaling.granularity import OF_RECIPE
+from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.payload import Fp8Payload
+
+Step = Callable[[], None]
+"""One forward and backward."""
+
+_NUM_WARM, _NUM_SAMPLES = 5, 7
+_SAMPLE_US, _MAX_CALLS = 20_000.0, 50
+
+
+def time_case(
+    case: Case, device: torch.device, clock: Callable[[Sequence[Step]], Sequence[float]] | None = None
+) -> Times:
+    """Microseconds of `case` on `device`. Leaves no memory behind and no random number generator advanced.
+
+    Args:
+        case: what is measured.
+        device: a CUDA device, unless `clock` is given.
+        clock: microseconds of one call of each step; `cuda_clock` by default.
+    """
+    with torch.enable_grad():
+        if clock is not None:
+            fp8_us, bf16_us = clock(make_steps(case, device))
+        else:
+            with torch.cuda.device(device):
+                fp8_us, bf16_us = cuda_clock(make_steps(case, device))
+            torch.cuda.empty_cache()
+    return Times(fp8_us=fp8_us, bf16_us=bf16_us)
+
+
+def make_steps(case: Case, device: torch.device) -> tuple[LinearStep, LinearStep]:
+    """One step in FP8, one in bf16. Each gives the gradients of the input, and of weight and bias unless frozen."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+
+    def linear() -> nn.Linear:
+        module = nn.Linear(case.k, case.n, bias=case.bias, device="meta", dtype=torch.bfloat16)
+        module.weight = nn.Parameter(normal(case.n, case.k), requires_grad=not case.frozen)
+        if case.bias:
+            module.bias = nn.Parameter(normal(case.n), requires_grad=not case.frozen)
+        return module
+
+    x, grad_output = normal(case.m, case.k), normal(case.m, case.n)
+    fp8, bf16 = (LinearStep(linear(), x, grad_output) for _ in range(2))
+    history = _to_fp8(fp8.module, case, device)
+    if history is not None:  # from its first update on it scales by what it remembers
+        fp8()
+        history.update(history.amax_local.clone())
+    return fp8, bf16
+
+
+class LinearStep:
+    """One forward and backward of `module`, whose gradients are dropped."""
+
+    def __init__(self, module: nn.Linear, x: Tensor, grad_output: Tensor) -> None:
+        self.module = module
+        self._x = x
+        self._grad_output = grad_output
+
+    def __call__(self) -> None:
+        self.module(self._x.detach().requires_grad_()).backward(self._grad_output)
+        for p in self.module.parameters():
+            p.grad = None
+
+
+def _to_fp8(module: nn.Linear, case: Case, device: torch.device) -> Any:
+    """`module` is an Fp8Linear as ZeRO leaves it: bytes beside a nominal weight. Returns its amax history, if any."""
+    granularity = OF_RECIPE[case.recipe]
+    weight: Any = module.weight
+    scale, scale_inv = granularity.scales(granularity.amax(weight.detach().reshape(-1), weight.shape))
+    payload = Fp8Payload("measured", scale, scale_inv, weight.dtype)
+    payload.data = payload.quantize(weight.detach())
+    weight._fp8 = payload
+    weight.data = payload.nominal(weight.shape)
+    weight.__class__ = Fp8Parameter
+    config = LinearConfig.model_validate(
+        {"recipe": case.recipe, "grad_dtype": case.grad_dtype, "backend": case.backend}
+    )
+    plan = Plan((LayerPlan("0", case.n, case.k, True, "measured"),))
+    history = apply_plan(nn.Sequential(module), plan, config, device)
+    assert isinstance(module, Fp8Linear)
+    module.fp8_recipe.shared = None  # every call is given the same input, and is to quantise it
+    return history
+
+
+def cuda_clock(steps: Sequence[Step]) -> list[float]:
+    """Microseconds of one call of each step on the current CUDA device, in eager mode: host or device, what is slower.
+
+    Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is many calls
+    queued one behind the other.
+    """
+    for step in steps:
+        for _ in range(_NUM_WARM):
+            step()
+    slowest = max(_sample(step, 2) for step in steps)
+    num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / slowest)))
+    samples = [[_sample(step, num_calls) for step in steps] for _ in range(_NUM_SAMPLES)]
+    return [statistics.median(column) for column in zip(*samples, strict=True)]
+
+
+def _sample(step: Step, num_calls: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(num_calls):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / num_calls

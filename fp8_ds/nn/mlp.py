@@ -1,0 +1,179 @@
+"""SwiGLU MLPs, `down(silu(gate(x)) * up(x))`, whose product reaches `down` in FP8; recognised by their source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from fp8_ds.nn.dataflow import child_name, forward_of, parse
+from fp8_ds.nn.fused import (
+    FORMAT,
+    FusedModule,
+    Nonlinear,
+    Producer,
+    as_rows,
+    bf16_argument,
+    deliver,
+    fused_class,
+    keep,
+    recover,
+)
+from fp8_ds.nn.recipe import Recipe
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward
+
+_OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
+
+
+@dataclass(frozen=True)
+class SwigluParts:
+    """Names of an MLP's linears: of its gate, of the other factor, of its output."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class _SwigluFunction(torch.autograd.Function):
+    """`silu(gate) * up`, rounded where eager bf16 rounds; kept for backward are gate and up, as they are or in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, nonlinear: Nonlinear, recipe: Recipe, record: bool) -> Any:
+        scaling = recipe.producer_scaling()
+        by = scaling or "rowwise"
+        output = swiglu(as_rows(gate), as_rows(up), FORMAT, by, record=record, rounding="twice", with_hp=True)
+        if record and any(ctx.needs_input_grad):
+            ctx.save_for_backward(*keep(gate, nonlinear), *keep(up, nonlinear))
+        return deliver(output, recipe, scaling, gate.shape, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        kept = ctx.saved_tensors
+        half = len(kept) // 2
+        grads = swiglu_backward(as_rows(grad_output), recover(kept[:half]), recover(kept[half:]), rounding="twice")
+        return *(grad.view(grad_output.shape) for grad in grads), None, None, None
+
+
+class FusedSwiglu(FusedModule):
+    """Mix-in before the class of a SwiGLU MLP.
+
+    Its linears are called as modules, its activation is not. It is the stock module under torch.compile, which fuses it
+    by itself, under autocast, where its last linear is not in FP8, and with anything but one bf16 tensor.
+
+    Attributes:
+        fp8_parts: which attributes are what.
+    """
+
+    fp8_parts: SwigluParts
+
+    @classmethod
+    def from_mlp(cls, module: nn.Module, parts: SwigluParts, producer: Producer) -> None:
+        """`module` is fused afterwards: the same object, Parameters, hooks and state dict. See `parts_of`."""
+        module.__class__ = fused_class(cls, type(module))
+        assert isinstance(module, FusedSwiglu)
+        module.fp8_parts, module.fp8_producer = parts, producer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        x, recipe = bf16_argument(args, kwargs), self.fp8_producer.recipe()
+        if x is None or recipe is None or torch.is_autocast_enabled(x.device.type):
+            return super().forward(*args, **kwargs)
+        parts = self.fp8_parts
+        gate, up = getattr(self, parts.gate)(x), getattr(self, parts.up)(x)
+        apply: Any = _SwigluFunction.apply  # untyped in torch
+        hidden = apply(gate, up, self.fp8_producer.nonlinear, recipe, torch.is_grad_enabled())
+        return getattr(self, parts.down)(hidden)
+
+
+def parts_of(module: nn.Module) -> SwigluParts | str:
+    """Its linears, if the source of its forward is `down(silu(gate(x)) * up(x))`; or why it is not seen to be."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    function = forward_of(module)
+    tree = parse(function)
+    if tree is None or function is None:
+        return "its forward has no source"
+    parameters = [one.arg for one in tree.args.args]
+    product = _called(_result(tree), tree)
+    if len(parameters) != 2 or product is None or not isinstance(product[1], ast.BinOp):
+        return _OTHER_FORM
+    down, factors = product[0], product[1]
+    if not isinstance(factors.op, ast.Mult):
+        return _OTHER_FORM
+    for activated, other in ((factors.left, factors.right), (factors.right, factors.left)):
+        if not isinstance(activated, ast.Call) or len(activated.args) != 1 or activated.keywords:
+            continue
+        gate, up = _called(activated.args[0], tree), _called(other, tree)
+        if gate is None or up is None or not all(_is_name(one[1], parameters[1]) for one in (gate, up)):
+            continue
+        names = gate[0], up[0], down
+        if not all(isinstance(module._modules.get(name), nn.Linear) for name in names) or len(set(names)) != 3:
+            return "its factors are no linears"
+        if not _is_silu(_resolve(activated.func, module, tree, function)):
+            return "its activation is not SiLU"
+        return SwigluParts(*names)
+    return _OTHER_FORM
+
+
+def _result(tree: ast.FunctionDef) -> ast.expr | None:
+    """What it returns, with local names replaced by what was assigned to them; None if there is more to it."""
+    values: dict[str, ast.expr] = {}
+
+    class Inline(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return values.get(node.id, node)
+
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # the docstring
+        if isinstance(statement, ast.Return):
+            return None if statement.value is None else Inline().visit(statement.value)
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            return None
+        target = statement.targets[0]
+        if not isinstance(target, ast.Name):
+            return None
+        values[target.id] = Inline().visit(statement.value)
+    return None
+
+
+def _called(node: ast.expr | None, tree: ast.FunctionDef) -> tuple[str, ast.expr] | None:
+    """(name, argument) of `self.name(argument)`."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+        return None
+    name = child_name(node, tree)
+    return None if name is None else (name, node.args[0])
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _resolve(node: ast.expr, module: nn.Module, tree: ast.FunctionDef, function: Callable[..., Any]) -> Any:
+    """The object that `self.name`, `name` or `name.name` is; None if it is not there."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_resolve(node.value, module, tree, function), node.attr, None)
+    if not isinstance(node, ast.Name):
+        return None
+    return module if node.id == tree.args.args[0].arg else getattr(function, "__globals__", {}).get(node.id)
+
+
+def _is_silu(activation: Any) -> bool:
+    if not isinstance(activation, nn.Module):
+        return activation is silu
+    if any(True for _ in activation.parameters()):
+        return False
+    x = torch.linspace(-20, 20, 999).bfloat16()
+    try:
+        with torch.no_grad():
+            return torch.equal(activation.forward(x), silu(x))
+    except Exception:  # whatever another class's code raises
+        return False

@@ -1,0 +1,140 @@
+"""RMSNorm modules that hand their readers FP8: recognised by what they compute, not by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.nn.fused import FORMAT, FusedModule, Producer, as_rows, bf16_argument, deliver, fused_class, keep, recover
+from fp8_ds.nn.recipe import Recipe
+from fp8_ds.ops._producer import Rounding
+from fp8_ds.ops.rmsnorm import MAX_COLS, reference, rmsnorm, rmsnorm_backward
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_ROUNDINGS: tuple[Rounding, ...] = ("once", "twice")
+_PROBE_SCALES = (1.0, 1e-4, 1e-2, 30.0)
+"""Of the probe's rows, in turn. Next to the squares of the second, eps is the larger."""
+_PROBE_ELEMENTS = 4096
+_MAX_SHARE = 2e-3
+"""Of probe values that may lie one bf16 step off: sums have another order, and the wrong rounding is off in 5 % and
+more."""
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """`x * rstd * weight`; kept for backward is x, as it is or in FP8, and rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: FusedRMSNorm, recipe: Recipe, record: bool) -> Any:
+        scaling = recipe.producer_scaling()
+        by = scaling or "rowwise"
+        eps, rounding = module.fp8_eps, module.fp8_rounding
+        output, rstd = rmsnorm(as_rows(x), weight, eps, FORMAT, by, record=record, rounding=rounding, with_hp=True)
+        if record and any(ctx.needs_input_grad):
+            ctx.save_for_backward(weight, rstd, *keep(x, module.fp8_producer.nonlinear))
+        return deliver(output, recipe, scaling, x.shape, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        weight, rstd, *kept = ctx.saved_tensors
+        grad_x, grad_weight = rmsnorm_backward(as_rows(grad_output), recover(kept), weight, rstd)
+        return grad_x.view(grad_output.shape), grad_weight.to(weight.dtype), None, None, None
+
+
+class FusedRMSNorm(FusedModule):
+    """Mix-in before the class of an RMSNorm.
+
+    It is the stock module under torch.compile, which fuses it by itself, where none of its readers is in FP8, and with
+    anything but one bf16 tensor and a bf16 weight.
+
+    Attributes:
+        fp8_eps: added to the mean of the squares.
+        fp8_rounding: where the stock module rounds.
+    """
+
+    fp8_eps: float
+    fp8_rounding: Rounding
+
+    @classmethod
+    def from_norm(cls, module: nn.Module, eps: float, rounding: Rounding, producer: Producer) -> None:
+        """`module` is fused afterwards: the same object, Parameters, hooks and state dict. See `arithmetic_of`."""
+        module.__class__ = fused_class(cls, type(module))
+        assert isinstance(module, FusedRMSNorm)
+        module.fp8_eps, module.fp8_rounding, module.fp8_producer = eps, rounding, producer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        x, recipe = bf16_argument(args, kwargs), self.fp8_producer.recipe()
+        weight: Any = self.weight
+        if x is None or recipe is None or weight.dtype != torch.bfloat16:
+            return super().forward(*args, **kwargs)
+        apply: Any = _RMSNormFunction.apply  # untyped in torch
+        return apply(x, weight, self, recipe, torch.is_grad_enabled())
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """It has a vector to multiply with, an epsilon, and nothing else: a norm without a bias, or something like it."""
+    names = [name for name, p in module._parameters.items() if p is not None]
+    has_eps = any(hasattr(module, name) for name in _EPS_NAMES)
+    return names == ["weight"] and not module._modules and not module._buffers and has_eps
+
+
+def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
+    """(eps, rounding) with which `rmsnorm` computes what a candidate computes; or why it does not.
+
+    Its class's forward is run on the device of its weight, on a probe: rows where eps weighs, a large element, negative
+    weights.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    weight = module._parameters["weight"]
+    assert weight is not None
+    shape = tuple(getattr(weight, "ds_shape", weight.shape))  # empty under deepspeed.zero.Init
+    if len(shape) != 1 or not 0 < shape[0] <= MAX_COLS:
+        return f"weight of shape {shape}"
+    device = weight.device if weight.device.type != "meta" else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    num_repeats = -(-_PROBE_ELEMENTS // (shape[0] * len(_PROBE_SCALES)))
+    rows = torch.randn(num_repeats * len(_PROBE_SCALES), shape[0], generator=generator)
+    rows *= torch.tensor(_PROBE_SCALES).repeat(num_repeats)[:, None]
+    rows[0, 0] = 300.0
+    x = rows.to(device, torch.bfloat16)
+    probe_weight = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    try:
+        got = _call(module, probe_weight, x)
+    except Exception as error:  # whatever another class's code raises
+        return f"its forward raised {type(error).__name__}"
+    if not isinstance(got, Tensor) or got.dtype != x.dtype or got.shape != x.shape:
+        return "its forward is not that of an RMSNorm"
+    for eps in _candidate_eps(module):
+        rstd = reference.rstd_of(x, eps)
+        for rounding in _ROUNDINGS:
+            if _is_close(reference.normalize(x, probe_weight, rstd, rounding == "twice"), got):
+                return eps, rounding
+    return "other arithmetic"
+
+
+def _call(module: nn.Module, weight: Tensor, x: Tensor) -> Any:
+    """The forward of the module's class with that weight, without hooks, on a shell that shares all else."""
+    shell = object.__new__(type(module))
+    vars(shell).update(vars(module))
+    vars(shell)["_parameters"] = dict.fromkeys(module._parameters) | {"weight": weight}
+    with torch.no_grad():
+        return type(module).forward(shell, x)
+
+
+def _candidate_eps(module: nn.Module) -> list[float]:
+    """Numbers that its attributes name; for None, torch's defaults, which differ between versions."""
+    values = [getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)]
+    if None in values:
+        return [torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)]
+    return [float(value) for value in values if isinstance(value, (int, float))]
+
+
+def _is_close(expected: Tensor, got: Tensor) -> bool:
+    steps = (expected.view(torch.int16).int() - got.view(torch.int16).int()).abs()
+    return int(steps.max()) <= 2 and float((steps > 0).float().mean()) <= _MAX_SHARE

@@ -1,0 +1,353 @@
+"""The table of measured times: what it answers, the files it lives in, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8_ds
+from fp8_ds.config import LinearConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn import choice, make_plan
+from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose
+from fp8_ds.nn.measure import make_steps, time_case
+from fp8_ds.nn.recipe import Recipe
+
+CPU = torch.device("cpu")
+HERE = Machine.of(CPU)
+H200 = Machine(device="NVIDIA H200", torch_version="2.11.0", cuda_version="13.0", fp8_ds_version="0.1.0")
+SHIPPED = sorted(choice.SHIPPED.glob("*.json"))
+
+
+def case(m: int = 4096, k: int = 64, n: int = 128, **more: Any) -> Case:
+    return Case(**{"recipe": "tensorwise", "grad_dtype": "e5m2", "backend": "torch", "m": m, "k": k, "n": n, **more})
+
+
+def times(fp8_us: float, bf16_us: float) -> Times:
+    return Times(fp8_us=fp8_us, bf16_us=bf16_us)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FP8_DS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(choice, "SHIPPED", tmp_path / "shipped")
+    return tmp_path / "cache"
+
+
+class Bench:
+    """What measures in a Book's stead: notes the cases, and gives 1 us against 2."""
+
+    def __init__(self) -> None:
+        self.cases: list[Case] = []
+        self.said: list[str] = []
+
+    def __call__(self, measured: Case) -> Times:
+        self.cases.append(measured)
+        return times(1, 2)
+
+    def book(self) -> Book:
+        return Book(CPU, self.said.append, self)
+
+
+# --- what the table answers ---
+
+
+def test_times_between_two_token_counts_lie_on_their_line() -> None:
+    table = LayerTable(HERE, {case(m=1024): times(100, 80), case(m=2048): times(140, 160)})
+    assert table.lookup(case(m=1024)) == times(100, 80)
+    assert table.lookup(case(m=1280)) == times(110, 100)
+    table.times[case(m=1280)] = times(7, 8)
+    assert table.lookup(case(m=1280)) == times(7, 8)
+    assert table.lookup(case(m=1152)) == times(53.5, 44)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"m": 512},
+        {"m": 8192},
+        {"m": 3000},
+        {"m": 1280, "k": 65},
+        {"m": 1280, "n": 129},
+        {"m": 1280, "recipe": "delayed"},
+        {"m": 1280, "grad_dtype": "e4m3"},
+        {"m": 1280, "backend": "reference"},
+        {"m": 1280, "bias": True},
+        {"m": 1280, "frozen": True},
+    ],
+    ids=str,
+)
+def test_the_table_is_silent_outside_its_rows_and_over_gaps_of_more_than_two(asked: dict[str, Any]) -> None:
+    rows = {case(m=m): times(m, m) for m in (1024, 2048, 4097)}
+    assert LayerTable(HERE, rows).lookup(case(**asked)) is None
+
+
+def test_a_plan_keeps_in_fp8_what_is_faster_there_and_says_by_how_much() -> None:
+    model = nn.ModuleDict({"fast": nn.Linear(64, 128), "slow": nn.Linear(64, 64, bias=False)})
+    model["even"] = nn.Linear(128, 64)
+    model["even"].weight.requires_grad_(False)
+    model["lm_head"] = nn.Linear(64, 96)
+    config = LinearConfig(recipe="delayed", layer_choice="measured", tokens=4096, frozen="fp8")
+    plan = make_plan(model, config)
+    cases = cases_of(model, plan, config)
+    assert cases == {
+        "fast": case(bias=True, recipe="delayed"),
+        "slow": case(n=64, recipe="delayed"),
+        "even": case(k=128, n=64, bias=True, frozen=True, recipe="delayed"),
+    }
+    known = {cases["fast"]: times(410.4, 655), cases["slow"]: times(57, 41), cases["even"]: times(30, 30)}
+    chosen = choose(plan, cases, known)
+    assert [(row.fqn, row.converted, row.reason) for row in chosen.layers] == [
+        ("fast", True, "fp8: 410 us against 655 us at M 4096"),
+        ("slow", False, "bf16 is faster: 41 us against 57 us at M 4096"),
+        ("even", False, "bf16 is faster: 30 us against 30 us at M 4096"),
+        ("lm_head", False, "filter_fqns"),
+    ]
+    assert "slow (bf16 is faster: 41 us against 57 us at M 4096)" in chosen.describe()
+    assert type(chosen).from_state(json.loads(json.dumps(chosen.to_state()))) == chosen
+
+
+# --- files ---
+
+
+def test_a_table_reads_back_as_it_was_written_one_row_a_line(tmp_path: Path) -> None:
+    rows = {case(m=m, recipe=recipe): times(m / 3, m) for m in (2048, 512, 1024) for recipe in ("rowwise", "delayed")}
+    path = tmp_path / "new" / "table.json"
+    LayerTable(H200, rows).write(path)
+    assert LayerTable.read(path).times == rows and LayerTable.read(path).machine == H200
+    assert len(path.read_text().splitlines()) == 2 + len(rows)
+    assert [row["case"]["m"] for row in json.loads(path.read_text())["rows"]] == [512, 1024, 2048] * 2
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder" / "table.json"
+    LayerTable(HERE, {case(): times(1, 2)}).write(path)
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        LayerTable(HERE, {}).write(path)
+    assert LayerTable.read(path).times == {case(): times(1, 2)}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_file_is_named_by_device_and_versions_and_lies_in_the_cache_folder(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "layer-table-nvidia-h200-torch2.11.0-cuda13.0-fp8_ds0.1.0.json"
+    assert cache_file(H200) == cache / name
+    monkeypatch.delenv("FP8_DS_CACHE")
+    monkeypatch.setenv("HOME", "/somebody")
+    assert cache_file(H200) == Path("/somebody/.cache/fp8_ds") / name
+
+
+def test_what_is_missing_is_measured_once_and_kept(cache: Path) -> None:
+    first = Bench()
+    LayerTable(HERE, {case(): times(5, 6)}).write(cache_file(HERE))
+    assert first.book().times_of([case(), case(k=80)]) == {case(): times(5, 6), case(k=80): times(1, 2)}
+    assert first.cases == [case(k=80)]
+    (line,) = first.said
+    assert line.startswith("fp8: measuring 1 kinds of linear at 4096 tokens on cpu") and str(cache) in line
+    second = Bench()
+    assert second.book().times_of([case(), case(k=80)]) == {case(): times(5, 6), case(k=80): times(1, 2)}
+    assert second.cases == second.said == []
+
+
+def test_rows_that_another_process_adds_meanwhile_are_kept() -> None:
+    class Other(Bench):
+        def __call__(self, measured: Case) -> Times:
+            LayerTable(HERE, {case(n=48): times(3, 4)}).write(cache_file(HERE))
+            return super().__call__(measured)
+
+    Other().book().times_of([case()])
+    assert LayerTable.read(cache_file(HERE)).times == {case(): times(1, 2), case(n=48): times(3, 4)}
+
+
+ROW = '{"case": {"recipe": "a", "grad_dtype": "b", "backend": "c", "m": 1, "k": 1, "n": 1}, "times": %s}'
+MACHINE = HERE.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"version": 1, "rows": [',
+        "[]",
+        f'{{"version": 2, "machine": {MACHINE}, "rows": []}}',
+        f'{{"version": 1, "machine": {MACHINE}, "rows": [{ROW % {}}]}}',
+        f'{{"version": 1, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % '{"fp8_us": NaN, "bf16_us": 1}'),
+        f'{{"version": 1, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % '{"fp8_us": "7", "bf16_us": 1}'),
+    ],
+    ids=["empty", "cut off", "a list", "of another version", "without times", "with a NaN", "with a string"],
+)
+def test_a_file_that_is_no_table_is_reported_measured_again_and_replaced(text: str) -> None:
+    path = cache_file(HERE)
+    path.parent.mkdir()
+    path.write_text(text)
+    bench = Bench()
+    assert bench.book().times_of([case()]) == {case(): times(1, 2)}
+    assert len(bench.said) == 2
+    assert f"{path}: expected a layer table, got " in bench.said[0]
+    assert LayerTable.read(path).times == {case(): times(1, 2)}
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_the_times_are_used(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    bench = Bench()
+    assert bench.book().times_of([case()]) == {case(): times(1, 2)}
+    assert "is not kept" in bench.said[-1] and "Set FP8_DS_CACHE" in bench.said[-1]
+
+
+def test_tables_of_another_machine_or_version_are_not_used() -> None:
+    for change in ("device", "torch_version", "cuda_version", "fp8_ds_version"):
+        other = HERE.model_copy(update={change: "other"})
+        LayerTable(other, {case(): times(9, 9)}).write(choice.SHIPPED / f"{change}.json")
+    LayerTable(H200, {case(): times(9, 9)}).write(cache_file(HERE))  # copied by hand
+    assert Bench().book().times_of([case()]) == {case(): times(1, 2)}
+
+
+def test_a_shipped_table_of_this_machine_saves_the_measuring_but_own_times_come_first() -> None:
+    LayerTable(HERE, {case(): times(9, 9), case(k=80): times(8, 8)}).write(choice.SHIPPED / "any-name.json")
+    LayerTable(HERE, {case(): times(5, 6)}).write(cache_file(HERE))
+    bench = Bench()
+    assert bench.book().times_of([case(), case(k=80)]) == {case(): times(5, 6), case(k=80): times(8, 8)}
+    assert bench.cases == []
+
+
+def test_where_nothing_can_be_measured_a_missing_row_is_refused_with_the_remedy() -> None:
+    LayerTable(HERE, {case(): times(5, 6)}).write(cache_file(HERE))
+    book = Book(CPU, print, None)
+    assert book.times_of([case()]) == {case(): times(5, 6)}
+    with pytest.raises(ConfigError, match=r'^fp8\.linear\.layer_choice: .*got "measured"\. .*n=130.* Write "all"') as e:
+        book.times_of([case(), case(n=130)])
+    assert str(cache_file(HERE)) in str(e.value)
+
+
+@pytest.mark.skipif(not SHIPPED, reason="no table ships yet")
+def test_shipped_tables_are_of_this_version_and_cover_powers_of_two() -> None:
+    for path in SHIPPED:
+        table = LayerTable.read(path)
+        assert table.machine.fp8_ds_version == fp8_ds.__version__, path
+        llama = case(k=4096, n=14336)
+        assert all(table.lookup(llama.model_copy(update={"m": m})) for m in (512, 3000, 32768)), path
+
+
+# --- what is measured ---
+
+RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_is_the_work_of_a_linear_under_zero_each_time(
+    recipe: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cast(self: Recipe, weight: torch.Tensor) -> None:
+        raise AssertionError("a weight under ZeRO is in FP8 already")
+
+    for kind in (Recipe, *Recipe.__subclasses__()):
+        if "quantize_weight" in vars(kind):
+            monkeypatch.setattr(kind, "quantize_weight", cast)
+    before = torch.get_rng_state()
+    fp8, bf16 = make_steps(case(m=128, k=128, n=256, recipe=recipe, bias=True, frozen=frozen), CPU)
+    grads: list[tuple[int, ...]] = []
+    for step in (fp8, bf16):
+        for p in step.module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p: grads.append(tuple(p.grad.shape)))
+    runs = []
+    for step in (fp8, fp8, bf16, bf16):
+        with Count() as count:
+            step()
+        runs.append(count.names)
+        assert all(p.grad is None for p in step.module.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(grads) == ([] if frozen else [(256,)] * 4 + [(256, 128)] * 4)
+    # The second call quantises the input again: nothing is remembered of the first.
+    assert runs[0] == runs[1] and runs[2] == runs[3]
+    assert any("quantize" in name for name in runs[0]) and not any("fp8_ds" in name for name in runs[2])
+    assert any("scaled_mm" in name for name in runs[0])
+    gemms = [name for name in runs[2] if "mm" in name]
+    assert len(gemms) == (2 if frozen else 3)
+
+
+def test_delayed_scaling_is_measured_after_its_first_update() -> None:
+    fp8, _ = make_steps(case(m=32, k=32, n=32, recipe="delayed"), CPU)
+    assert fp8.module.fp8_recipe.history.ready  # type: ignore[union-attr]
+
+
+def test_times_are_the_clocks_in_the_order_of_the_steps() -> None:
+    seen: list[str] = []
+
+    def clock(steps: Any) -> list[float]:
+        seen.extend(type(step.module).__name__ for step in steps)
+        return [11.0, 22.0]
+
+    assert time_case(case(m=16, k=16, n=16), CPU, clock) == times(11, 22)
+    assert seen == ["Fp8Linear", "Linear"]
+
+
+# --- keeping the choice of a checkpoint ---
+
+
+def names(*parts: str) -> nn.Module:
+    model = nn.Module()
+    for part in parts:
+        at = model
+        *path, last = part.split(".")
+        for name in path:
+            if name not in at._modules:
+                at.add_module(name, nn.Module())
+            at = at._modules[name]  # type: ignore[assignment]
+        at.add_module(last, nn.Linear(16, 16))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("in_bf16", "expected"),
+    [
+        ((), []),
+        (("a.0.up", "a.1.up", "lm_head"), ["a.0.up", "1.up", "lm_head"]),
+        (("a.0.up",), ["a.0.up"]),
+        (("a.0.up", "a.1.up", "a.10.up"), ["up"]),
+        (("a.1.up",), ["1.up"]),
+        (("a.0.up", "a.0.down", "a.1.up", "a.1.down", "a.10.up", "lm_head"), ["up", "down", "lm_head"]),
+    ],
+)
+def test_a_filter_names_the_bf16_layers_of_a_plan_and_no_other(in_bf16: tuple[str, ...], expected: list[str]) -> None:
+    model = names("a.0.up", "a.0.down", "a.1.up", "a.1.down", "a.10.up", "lm_head")
+    everything = make_plan(model, LinearConfig(filter_fqns=()))
+    cases = {row.fqn: case(n=i + 1) for i, row in enumerate(everything.layers)}
+    plan = choose(everything, cases, {c: times(2 if fqn in in_bf16 else 1, 1.5) for fqn, c in cases.items()})
+    assert {row.fqn for row in plan.layers if not row.converted} == set(in_bf16)
+    found = plan.filter_fqns()
+    assert found == expected
+    again = make_plan(model, LinearConfig(filter_fqns=tuple(found or ())), may_be_empty=True)
+    assert [row.converted for row in again.layers] == [row.converted for row in plan.layers]
+
+
+def test_no_filter_names_a_layer_whose_name_is_part_of_anothers() -> None:
+    plan = make_plan(nn.Sequential(*[nn.Linear(16, 16) for _ in range(11)]), LinearConfig())
+    cases = {row.fqn: case(n=int(row.fqn) + 1) for row in plan.layers}
+    known = {c: times(3 if fqn == "1" else 1, 2) for fqn, c in cases.items()}
+    assert choose(plan, cases, known).filter_fqns() is None
