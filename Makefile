@@ -41,7 +41,7 @@ demo: $(READY)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) examples/deepspeed/demo.py $(DEMO_ARGS)
 
 test: $(READY)
-	$(ON_CPU) $(PY) -m pytest -q $(TEST_ARGS)
+	$(ON_CPU) $(PY) -m pytest -q -n 2 --max-worker-restart 0 $(TEST_ARGS)
 
 test-slow: $(READY)
 	$(ON_CPU) $(PY) -m pytest -q -m "slow and not gpu" $(TEST_ARGS)

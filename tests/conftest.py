@@ -1,4 +1,5 @@
-"""What several test folders share: the place of the repository, and the deepspeed launcher on two gloo ranks."""
+"""What several test folders share: the place of the repository, the deepspeed launcher on two gloo ranks, and which
+tests share a process."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,19 @@ if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `-n`, a file's tests share a process, and so do all files that need the pool of ranks."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith("tests/distributed/") else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # as collected: the long files, those with ranks and launchers, come first
+    return FilesAndRanks(config, log)
 
 
 @pytest.fixture(scope="session")

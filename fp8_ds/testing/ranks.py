@@ -1,7 +1,8 @@
 """RankPool: processes that stay up and run test functions as the ranks of one gloo group.
 
-A process start with torch and deepspeed costs 5 to 20 seconds; a pool pays it once per world size. Functions are
-named by file and qualified name, so that a test module need not be importable; results and arguments are pickled.
+A start with torch and deepspeed costs 5 to 20 seconds: on CPU one process imports them for all pools and forks the
+ranks. Functions are named by file and qualified name, so that a test module need not be importable; results and
+arguments are pickled.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_POLL_SECONDS = 0.05
+_IMPORTED_ONCE = ["torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon"]
 
 
 class RankError(AssertionError):
@@ -60,32 +61,37 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
     torch.set_num_threads(1)
     if os.environ["DS_ACCELERATOR"] == "cuda":
         torch.cuda.set_device(rank)
     import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon
 
-    # Every engine built or destroyed collects garbage: do not scan 1.5 million objects of torch's compiler each time.
-    gc.collect()
-    gc.freeze()
+    # Training never calls it, and g++ compiles it for a minute where no run did before.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     while True:
+        # Every engine built or destroyed collects garbage: do not scan what is there for good, 1.5 million objects of
+        # torch's compiler and what DeepSpeed keeps of each engine.
+        gc.collect()
+        gc.freeze()
         request = pipe.recv_bytes()
         if not request:
             break
-        path, qualname, args, kwargs = pickle.loads(request)
-        try:
-            function: Any = _load(path)
-            for part in qualname.split("."):
-                function = getattr(function, part)
-            answer = (True, function(*args, **kwargs))
-        except BaseException:  # the parent re-raises it
-            answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(_answer(request))
+
+
+def _answer(request: bytes) -> bytes:
+    """(True, result) or (False, traceback), pickled."""
+    path, qualname, args, kwargs = pickle.loads(request)
+    try:
+        function: Any = _load(path)
+        for part in qualname.split("."):
+            function = getattr(function, part)
+        return pickle.dumps((True, function(*args, **kwargs)))
+    except BaseException:  # the parent re-raises it
+        return pickle.dumps((False, traceback.format_exc()))
 
 
 class RankPool:
@@ -101,7 +107,6 @@ class RankPool:
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._port = 0
         descriptor, self._log_path = tempfile.mkstemp(prefix=f"ranks{world_size}-", suffix=".log")
         os.close(descriptor)
 
@@ -124,22 +129,19 @@ class RankPool:
         has_died = False
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout
-        while len(answers) < self.world_size:
+        while len(answers) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], left)
             for rank, pipe in enumerate(self._pipes):
-                if rank in answers or not pipe.poll(0):
+                if pipe not in ready:
                     continue
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     answers[rank] = (False, f"rank {rank} died; its log is {self._log_path}")
                     has_died = True
-            failed = [rank for rank, (ok, _) in answers.items() if not ok]
-            if failed:
+            if not all(ok for ok, _ in answers.values()):
                 # Peers may hang in a collective: give them a moment, then start anew.
                 deadline = min(deadline, time.monotonic() + 5.0)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS)
         missing = sorted(set(range(self.world_size)) - set(answers))
         errors = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
         if missing:
@@ -152,8 +154,12 @@ class RankPool:
         return [answers[rank][1] for rank in range(self.world_size)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._port = port = _free_port()
+        # CUDA does not survive a fork; gloo starts its threads after it.
+        on_cuda = os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cuda"
+        context: Any = multiprocessing.get_context("spawn" if on_cuda else "forkserver")
+        if not on_cuda:
+            context.set_forkserver_preload(_IMPORTED_ONCE)
+        port = _free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -171,7 +177,4 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        # DeepSpeed's CPU operator leaves 66 MiB of shared memory per rank behind.
-        for leftover in Path("/dev/shm").glob(f"deepspeed_*_{self._port}_*"):
-            leftover.unlink(missing_ok=True)
         self._processes, self._pipes = [], []

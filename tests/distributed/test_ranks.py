@@ -1,0 +1,124 @@
+"""The pool of ranks that all tests of this folder run on: what a caller learns of a rank that fails, dies or hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8_ds.testing.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Of its own, since its ranks are killed."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def sum_of_ranks(factor: int) -> int:
+    value = torch.tensor(factor * (1 + dist.get_rank()))
+    dist.all_reduce(value)
+    return int(value)
+
+
+def number() -> int:
+    return dist.get_rank()
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"said by {rank}")
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    num_alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        type(self).num_alive += 1
+
+    def __del__(self) -> None:
+        type(self).num_alive -= 1
+
+
+KEPT: list[Any] = []
+
+
+def leave_garbage_and_keep(kept: int) -> None:
+    Cycle()
+    KEPT.extend([] for _ in range(kept))
+
+
+def alive_and_scanned() -> tuple[int, int, int]:
+    return Cycle.num_alive, len(KEPT), len(gc.get_objects())
+
+
+def shared_memory_operator() -> Any:
+    from deepspeed.comm import comm
+
+    return comm.cdb.shm_comm_op
+
+
+def test_every_rank_answers_in_order_with_what_it_was_given(pool: RankPool) -> None:
+    assert pool.run(sum_of_ranks, 5) == [15, 15]
+    assert pool.run(number) == [0, 1]
+
+
+def test_a_rank_that_raises_shows_its_traceback_and_the_pool_goes_on(pool: RankPool) -> None:
+    before = pool.run(process)
+    with pytest.raises(RankError, match=r"rank 1:\nTraceback(.|\n)*ValueError: said by 1"):
+        pool.run(raise_on, 1)
+    assert pool.run(process) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_is_named_and_the_next_call_starts_new_ranks(pool: RankPool, rank: int) -> None:
+    before = pool.run(process)
+    with pytest.raises(RankError, match=f"rank {rank} died; its log is "):
+        pool.run(die_on, rank)
+    assert not set(pool.run(process)) & set(before)
+
+
+def test_a_call_that_takes_too_long_is_ended(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pool.run(process)
+    monkeypatch.setattr(pool, "timeout", 0.5)
+    with pytest.raises(RankError, match=r"ranks \[1\] did not answer within 0.5 s and were killed"):
+        pool.run(hang_on, 1)
+    monkeypatch.undo()
+    assert not set(pool.run(process)) & set(before)
+
+
+def test_garbage_is_freed_between_calls_and_what_stays_is_not_scanned_again(pool: RankPool) -> None:
+    pool.run(leave_garbage_and_keep, 100_000)
+    for num_alive, num_kept, num_scanned in pool.run(alive_and_scanned):
+        assert num_alive == 0 and num_kept == 100_000 and num_scanned < 50_000
+
+
+def test_ranks_build_no_operator_of_deepspeed(pool: RankPool) -> None:
+    assert pool.run(shared_memory_operator) == [None, None]
