@@ -26,8 +26,8 @@ class Fp8Payload:
 
     Attributes:
         data: float8_e4m3fn tensor of the Parameter's full shape, contiguous, or None while the weight is
-            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters). What is assigned is aliased, and
-            who holds the tensor sees what is assigned later.
+            sharded (ZeRO-3) or gathered by a stock reader in bf16 (GatheredParameters). Assigning aliases the value
+            in a tensor that stays the same: who holds it sees what is assigned later.
         placeholder: one NaN element of `dtype`, a storage of its own; the Parameter's nominal data expands it, so
             that whatever reads past the hooks reads NaN.
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).

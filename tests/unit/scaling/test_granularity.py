@@ -1,5 +1,7 @@
 """Grids of scales: a part of a weight is measured and quantised as the whole is, wherever it is cut."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_parts_have_the_amaxes_scales_and_bytes_of_the_whole(shape, granularity)
     weight = many_scales("per_tile", *shape)
     expected, expected_inv = whole(weight, granularity)
     flat, edges = weight.view(-1), cuts(weight.numel())
-    parts = list(zip(edges, edges[1:], strict=False))
+    parts = list(itertools.pairwise(edges))
     amax = torch.stack([granularity.amax(flat[a:b], shape, a) for a, b in parts]).amax(0)
     assert amax.shape == granularity.grid(shape) and amax.numel() == granularity.num_scales(shape)
     scale, scale_inv = granularity.scales(amax)
