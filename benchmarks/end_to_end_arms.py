@@ -1,0 +1,337 @@
+"""Models, arms and pieces of end_to_end.py: from names to settings. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+LR, BETAS, EPS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the run it is measured in.
+
+    Args:
+        kind: "llama" (Hugging Face's LlamaForCausalLM) or "gpt" (the GPT of gpt_parity_worker.py).
+        micro_batch: sequences a rank and step; no accumulation.
+        stage: of ZeRO, in all DeepSpeed arms.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq: int
+    micro_batch: int
+    stage: int
+    gpus: int
+
+    @property
+    def tokens(self) -> int:
+        """A rank and step."""
+        return self.micro_batch * self.seq
+
+    @property
+    def num_parameters(self) -> int:
+        """Of matrices; a GPT's MLP has two, a Llama's three."""
+        attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
+        mlp = (3 if self.kind == "llama" else 2) * self.hidden * self.ffn
+        return round(self.layers * (attention + mlp) + 2 * self.vocab * self.hidden)
+
+
+MODELS = {
+    "llama-2b": Model("llama", 8, 4096, 14336, 32, 8, 32000, 4096, 2, stage=2, gpus=1),
+    "llama-8b": Model("llama", 32, 4096, 14336, 32, 8, 128256, 8192, 1, stage=3, gpus=4),
+    "gpt2": Model("gpt", 12, 768, 3072, 12, 12, 50304, 1024, 16, stage=2, gpus=1),
+    "tiny-llama": Model("llama", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
+    "tiny-llama-3": Model("llama", 2, 64, 256, 4, 2, 512, 32, 1, stage=3, gpus=2),
+    "tiny-gpt": Model("gpt", 2, 64, 256, 1, 1, 512, 32, 2, stage=2, gpus=1),
+}
+
+ZERO: dict[int, dict[str, Any]] = {
+    2: {
+        "stage": 2,
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    },
+    3: {
+        "stage": 3,
+        "reduce_bucket_size": 500_000_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+        "sub_group_size": 1_000_000_000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    },
+}
+"""DeepSpeed's own defaults, written out; the same for all its arms. Stage 1 is stage 2's block."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train a model.
+
+    Args:
+        name: as on the command line.
+        system: "stock" or "ours" (DeepSpeed), "torch" or "torchao" (plain, or FSDP2 on several GPUs).
+        recipe: torchao's.
+        optimizer: "adamw" or "adamwfp8".
+        fp8: the "fp8" block of ours.
+        micro_batch: None: the model's.
+    """
+
+    name: str
+    system: str
+    compiled: bool
+    recipe: str | None = None
+    optimizer: str = "adamw"
+    fp8: dict[str, Any] | None = None
+    micro_batch: int | None = None
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self.system in ("stock", "ours")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_NAME = re.compile(
+    r"(?:(?P<plain>stock|torch)"
+    rf"|torchao-(?P<recipe>{'|'.join(RECIPES)})(?P<low>-adamwfp8)?"
+    r"|ours-(?P<states>fp32|e4m19|e4m11)(?P<release>-release)?)"
+    r"-(?P<mode>eager|compiled)"
+)
+GRAMMAR = (
+    "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
+    "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
+    "+measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of all: +mb=N (micro-batch)"
+)
+
+
+def parse_arm(name: str, model: Model) -> Arm:
+    """The arm of that name, as `GRAMMAR` says.
+
+    Raises:
+        ValueError: naming the part that is not understood.
+    """
+    stem, *options = name.split("+")
+    match = _NAME.fullmatch(stem)
+    if match is None:
+        raise ValueError(f"arm: expected {GRAMMAR}; got {name!r}.")
+    compiled = match["mode"] == "compiled"
+    if match["plain"]:
+        arm = Arm(name, match["plain"], compiled)
+    elif match["recipe"]:
+        arm = Arm(name, "torchao", compiled, match["recipe"], "adamwfp8" if match["low"] else "adamw")
+    else:
+        arm = Arm(name, "ours", compiled, fp8=_block(match["states"], bool(match["release"])))
+    for option in options:
+        key, _, value = option.partition("=")
+        if key == "mb":
+            arm = replace(arm, micro_batch=int(value))
+        elif arm.fp8 is None:
+            raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
+        else:
+            _set_option(arm.fp8, key, value, name)
+    if arm.fp8 is not None and arm.fp8["linear"].get("layer_choice") == "measured":
+        arm.fp8["linear"]["tokens"] = sized(model, arm).tokens
+    return arm
+
+
+def _block(states: str, release: bool) -> dict[str, Any]:
+    """Released gradients are clipped by the factor of the step before: the exact norm would hold them all."""
+    optimizer: dict[str, Any] = {"states": "fp32"}
+    if states != "fp32":
+        optimizer = {"states": "fp8", "master": states}
+    if release:
+        optimizer |= {"release": True, "release_clipping": "delayed_norm"}
+    return {"enabled": True, "linear": {"recipe": "tensorwise"}, "optimizer": optimizer}
+
+
+def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
+    if key in RECIPES:
+        block["linear"]["recipe"] = key
+    elif key == "fused":
+        block.setdefault("activations", {})["fused"] = True
+    elif key == "nonlinear":
+        block.setdefault("activations", {}).update(fused=True, nonlinear="fp8")
+    elif key == "measured":
+        block["linear"]["layer_choice"] = "measured"
+    elif "." in key and value:
+        section, _, leaf = key.partition(".")
+        try:
+            block.setdefault(section, {})[leaf] = json.loads(value)
+        except json.JSONDecodeError:
+            block.setdefault(section, {})[leaf] = value
+    else:
+        raise ValueError(f"arm: expected {GRAMMAR}; got option {key!r} in {name!r}.")
+
+
+def sized(model: Model, arm: Arm) -> Model:
+    """`model` with the arm's micro-batch."""
+    return model if arm.micro_batch is None else replace(model, micro_batch=arm.micro_batch)
+
+
+def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration: the same for all arms but for the "fp8" block and the micro-batch."""
+    optimizer: dict[str, Any] = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    if on_cpu:
+        optimizer["torch_adam"] = True
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": sized(model, arm).micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "zero_optimization": {**ZERO[max(model.stage, 2)], "stage": model.stage},
+        "steps_per_print": 1_000_000_000,
+    }
+    if arm.fp8 is not None:
+        config["fp8"] = arm.fp8
+    return config
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one command of at most ten minutes measures; the reference runs first and last."""
+
+    model: str
+    reference: str | None
+    arms: tuple[str, ...]
+    mode: str = "speed"
+
+
+PIECES = {
+    # 1. One GPU, Llama 2.0 B.
+    "peers": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "torchao-tensorwise-adamwfp8-compiled",
+            "ours-e4m11-compiled",
+            "ours-e4m19-compiled",
+            "torchao-tensorwise-compiled",
+            "stock-compiled",
+            "torch-compiled",
+        ),
+    ),
+    "states": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "ours-e4m11-compiled",
+            "ours-e4m11-eager",
+            "ours-e4m19-eager",
+            "ours-fp32-eager",
+            "ours-fp32-compiled",
+            "ours-e4m11-release-compiled",
+            "ours-e4m19-release-eager",
+        ),
+    ),
+    "recipes": Piece(
+        "llama-2b",
+        "ours-e4m11-compiled",
+        (
+            "ours-e4m11-compiled+delayed",
+            "ours-e4m11-compiled+rowwise",
+            "ours-e4m11-compiled+rowwise_with_gw_hp",
+            "ours-e4m11-compiled+blockwise",
+        ),
+    ),
+    "fused": Piece(
+        "llama-2b",
+        "ours-e4m11-eager",
+        (
+            "ours-e4m11-eager+fused",
+            "ours-e4m11-eager+nonlinear",
+            "ours-e4m11-eager+delayed",
+            "ours-e4m11-eager+delayed+fused",
+            "ours-e4m11-eager+rowwise",
+            "ours-e4m11-eager+rowwise+fused",
+            "ours-e4m11-eager+blockwise",
+        ),
+    ),
+    # 2. Four GPUs, Llama-3-8B.
+    "8b": Piece(
+        "llama-8b",
+        "stock-eager",
+        ("ours-e4m11-compiled", "torchao-tensorwise-compiled"),
+    ),
+    "8b-more": Piece("llama-8b", "stock-eager", ("ours-e4m11-eager", "torch-compiled")),
+    "8b-memory": Piece(
+        "llama-8b",
+        "stock-eager",
+        ("ours-e4m11-compiled+mb=2", "ours-e4m11-compiled"),
+    ),
+    # 4. Small layers.
+    "gpt2": Piece(
+        "gpt2",
+        "stock-eager",
+        (
+            "ours-e4m11-eager+measured",
+            "ours-e4m11-eager",
+            "stock-compiled",
+            "ours-e4m11-compiled+measured",
+            "ours-e4m11-compiled",
+        ),
+    ),
+    # Losses over 200 steps on real text.
+    "losses": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "ours-e4m11-eager",
+            "ours-e4m19-eager",
+            "ours-fp32-eager",
+            "ours-e4m11-eager+rowwise",
+            "ours-e4m11-eager+blockwise",
+        ),
+        mode="losses",
+    ),
+    "profiles": Piece(
+        "llama-2b",
+        "stock-eager",
+        ("ours-e4m11-compiled", "ours-e4m11-eager", "torchao-tensorwise-adamwfp8-compiled"),
+        mode="profile",
+    ),
+}
+
+
+START_SECONDS = {"deepspeed": 28, "plain": 18, "several GPUs": 30, "compiled": 40, "adamwfp8": 40, "profile": 30}
+"""What an arm takes beside its steps: launcher, imports and building (28 s, seen on an H200), on several GPUs so much
+more; compiling the model; compiling AdamWFp8's step for each shape of parameter; both traces."""
+FLOPS = 4e14
+"""A GPU's rate in a step of stock DeepSpeed: 8192 tokens of Llama 2.0 B in 250 ms."""
+
+
+def predicted_seconds(
+    arm: Arm, model: Model, mode: str, num_steps: int, known: Mapping[tuple[str, str], float]
+) -> float:
+    """Seconds that an arm will take, its start included.
+
+    Args:
+        num_steps: all that it takes, warm-up included.
+        known: (arm, mode) to seconds that it took before, with this model; these are believed, plus a tenth.
+    """
+    if (arm.name, mode) in known:
+        return 1.1 * known[arm.name, mode]
+    seconds = START_SECONDS["deepspeed" if arm.uses_deepspeed else "plain"]
+    seconds += START_SECONDS["several GPUs"] if model.gpus > 1 else 0
+    seconds += START_SECONDS["compiled"] if arm.compiled else 0
+    seconds += START_SECONDS["adamwfp8"] if arm.optimizer == "adamwfp8" else 0
+    seconds += START_SECONDS["profile"] if mode == "profile" else 0
+    m = sized(model, arm)
+    return seconds + num_steps * (0.02 + 6 * m.num_parameters * m.tokens / FLOPS)

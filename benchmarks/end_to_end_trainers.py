@@ -1,0 +1,273 @@
+"""Models and trainers of end_to_end.py: DeepSpeed's engine, and plain torch, torchao or FSDP2."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from end_to_end_arms import BETAS, EPS, LR, WEIGHT_DECAY, Arm, Model
+from step_profile import MARK
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+
+def need(package: str) -> None:
+    """Raises: SystemExit: the package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(f"NOT INSTALLED: {package}. This arm needs it.")
+
+
+# --- models ---
+
+
+def llama(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
+    """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
+
+    That one predicts the same tokens; its logits are never whole in memory.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=m.vocab,
+        hidden_size=m.hidden,
+        intermediate_size=m.ffn,
+        num_hidden_layers=m.layers,
+        num_attention_heads=m.heads,
+        num_key_value_heads=m.kv_heads,
+        max_position_embeddings=m.seq,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    if cross_entropy == "stock":
+        return lambda: LlamaForCausalLM(config)
+
+    need("liger_kernel")
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class FusedHead(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+            device = hidden.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+            return LigerFusedLinearCrossEntropyLoss()(self.weight.to(dtype), hidden.to(dtype), targets)
+
+    class LlamaWithFusedLoss(LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.lm_head.__class__ = FusedHead
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutputWithPast:
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+            return CausalLMOutputWithPast(loss=self.lm_head(hidden.flatten(0, 1), targets.flatten()))
+
+    return lambda: LlamaWithFusedLoss(config)
+
+
+def gpt(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
+    """Makes a model of which `model(tokens)` is the loss."""
+    from gpt_parity_worker import GPT, Size
+
+    if cross_entropy != "stock":
+        raise SystemExit(f"cross-entropy: expected stock with this model, got {cross_entropy}. Use a Llama.")
+    return lambda: GPT(Size(m.layers, m.hidden, m.vocab, m.seq, m.micro_batch, 0), m.vocab, seed=0)
+
+
+def factory(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
+    """Imports what the model needs (not possible under zero.Init) and returns what makes it."""
+    return (llama if m.kind == "llama" else gpt)(m, cross_entropy)
+
+
+def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """Mean cross entropy of int64 tokens [batch, seq + 1] (the GPT) or their first seq (a Llama predicts seq - 1)."""
+    if m.kind == "gpt":
+        return module(tokens)
+    inputs = tokens[:, :-1].contiguous()
+    return module(input_ids=inputs, labels=inputs).loss
+
+
+# --- trainers ---
+
+
+class Trainer:
+    """A step in three parts, which the profiler sees as ranges."""
+
+    model: nn.Module
+
+    def __init__(self, m: Model) -> None:
+        self.m = m
+
+    def step(self, tokens: Tensor) -> Tensor:
+        with record_function(MARK + "forward"):
+            loss = self.forward(tokens)
+        with record_function(MARK + "backward"):
+            self.backward(loss)
+        with record_function(MARK + "update"):
+            self.update()
+        return loss.detach()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups():
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any] | None:
+        return None
+
+
+class EngineTrainer(Trainer):
+    """DeepSpeed, stock or ours: the configuration decides."""
+
+    def __init__(self, arm: Arm, m: Model, spec: dict[str, Any], device: torch.device) -> None:
+        import deepspeed
+
+        if arm.system == "ours":
+            import fp8_ds  # noqa: F401
+
+        super().__init__(m)
+        config, make = spec["ds_config"], factory(m, spec["cross_entropy"])
+        if m.stage == 3:
+            # The weights are torch's initial ones: Hugging Face's initialisation does not see partitioned tensors.
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = make()
+        else:
+            with device:
+                model = make()
+            model = model.to(device, torch.bfloat16)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.model = self.engine.module
+        if arm.compiled:
+            self.engine.compile()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(self.m, self.engine, tokens)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.engine.optimizer.param_groups
+
+    def report(self) -> dict[str, Any] | None:
+        return self.engine.fp8_report() if hasattr(self.engine, "fp8_report") else None
+
+
+class PlainTrainer(Trainer):
+    """No DeepSpeed. Several GPUs: FSDP2 by decoder layer, bf16 over fp32 shards.
+
+    One GPU: fp32 weights under bf16 autocast and fused AdamW, or bf16 weights and torchao's AdamWFp8 with stochastic
+    rounding.
+    """
+
+    def __init__(self, arm: Arm, m: Model, spec: dict[str, Any], device: torch.device) -> None:
+        super().__init__(m)
+        if arm.system == "torchao":
+            need("torchao")
+        self.clip, self.device, self.num_ranks = spec["clip"], device, dist.get_world_size() if m.gpus > 1 else 1
+        self.low_bit = arm.optimizer == "adamwfp8"
+        self.autocast = self.num_ranks == 1 and not self.low_bit
+        self.gathers_fp8 = self.num_ranks > 1 and arm.recipe == "tensorwise"
+        self.model = (self._sharded if self.num_ranks > 1 else self._whole)(arm, spec)
+        if self.low_bit:
+            from torchao.optim import AdamWFp8
+
+            self.optimizer: Any = AdamWFp8(
+                self.model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY, bf16_stochastic_round=True
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
+
+    def _whole(self, arm: Arm, spec: dict[str, Any]) -> nn.Module:
+        make = factory(self.m, spec["cross_entropy"])
+        with self.device:
+            model = make()
+        # Through bf16, so that all arms start from the same numbers.
+        model = model.to(self.device, torch.bfloat16)
+        if not self.low_bit:
+            model = model.float()
+            if self.m.kind == "llama":
+                # Autocast leaves embeddings alone, and the residual stream would be fp32.
+                model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
+        self._convert(model, arm)
+        if arm.compiled:
+            model.compile()
+        return model
+
+    def _sharded(self, arm: Arm, spec: dict[str, Any]) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        make = factory(self.m, spec["cross_entropy"])
+        with torch.device("meta"):
+            model: Any = make()
+        self._convert(model, arm)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        layers = model.model.layers
+        for number, layer in enumerate(layers):
+            if arm.compiled:
+                layers[number] = torch.compile(layer)  # FSDP's hooks stay outside of the graph
+            fully_shard(layers[number], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        if arm.compiled and spec["cross_entropy"] == "stock":
+            model.loss_function = torch.compile(model.loss_function)
+        model.to_empty(device=self.device)
+        model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(self.device)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
+        return model
+
+    def _convert(self, model: nn.Module, arm: Arm) -> None:
+        if arm.recipe is None:
+            return
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if self.gathers_fp8:
+            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        else:
+            config = Float8LinearConfig.from_recipe_name(arm.recipe)
+        if self.device.type == "cpu":
+            object.__setattr__(config, "emulate", True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: "lm_head" not in fqn)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            return loss_of(self.m, self.model, tokens)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.gathers_fp8:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups

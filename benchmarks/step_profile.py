@@ -1,0 +1,219 @@
+"""Where a training step spends its time: from the events of torch's chrome trace to a compact table.
+
+Two traces: one of the device alone (`summarize_device`), so that the profiler hardly slows the host, and one of host
+and device (`summarize_host`), which says who launched a kernel and how often the host waited for the device.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+TOP = 40
+FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpose"
+ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
+CLASSES = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
+
+_OUR_CASTS = r"amax|quantize|part|planes|amax_cols|rowwise|transpose|block_amax"
+_NOT_FUSED = r"^(?!triton_(?:poi|red|per|for)_).*"
+"""Inductor names its pointwise and reduction kernels after everything around them."""
+_RULES = (
+    (NCCL, r"^nccl"),
+    (MEMCPY, r"^Mem(cpy|set)"),
+    (ATTENTION, rf"{_NOT_FUSED}(sdpa|flash|fmha|mem_eff|attention)"),
+    # Fused Adam of torch, DeepSpeed and ours; foreach norms and clipping; a compiled Adam has lerp in its name.
+    (OPTIMIZER, r"multi_tensor_apply|adam|_lerp"),
+    # cuBLAS names types by letter: "tst" is bf16 throughout, "qqtst" has two FP8 operands before output and sum.
+    (FP8, rf"nvjet_(sm\d+_)?[a-z]{{5}}_|{_NOT_FUSED}((gemm|cutlass|cublas|xmma).*(e4m3|e5m2)|deep_?gemm|_scaled_mm)"),
+    (BF16, rf"{_NOT_FUSED}(nvjet_|gemm|gemv|cutlass|cublas|splitKreduce|xmma|triton_(tem|mm))"),
+    (CAST, rf"^_?({_OUR_CASTS})_kernel|float8|e4m3|e5m2"),
+    # Inductor's fused casts to FP8 clamp first, and its amaxes carry abs_max or amax.
+    (CAST, r"^triton_.*(abs_max|amax|(to_copy|_to_fp8).*clamp|clamp.*to_copy|transpose)"),
+    (CAST, r"(direct_copy|bfloat16_copy|float16_copy|unrolled.*copy)_kernel"),
+    (ELEMENTWISE, r"^triton_|^void at::|at::native|^_?(rmsnorm|swiglu|sum_partials)|elementwise|reduce_kernel|softmax"),
+)
+_COMPILED_RULES = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _RULES)
+
+
+def kernel_class(name: str) -> str:
+    """The class of a kernel, copy or fill by its name; the first rule that fits."""
+    return next((found for found, pattern in _COMPILED_RULES if pattern.search(name)), OTHER)
+
+
+def union_ms(intervals: Iterable[tuple[float, float]]) -> float:
+    """Milliseconds covered by at least one of the intervals [start, end) in microseconds."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total / 1e3
+
+
+def _on_device(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
+
+
+def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Per step: kernels by time, classes, and what the device was busy.
+
+    Args:
+        events: "traceEvents" of a trace of `num_steps` steps.
+
+    Returns:
+        `busy_ms`: with at least one kernel; `span_ms`: first start to last end, divided; `classes_ms` (a sum: streams
+        that overlap make it exceed `busy_ms`); `kernels`: the top 40 as [name, class, ms, count]; `num_kernels`.
+    """
+    device = _on_device(events)
+    spent: dict[str, float] = defaultdict(float)
+    count: Counter[str] = Counter()
+    for event in device:
+        spent[event["name"]] += event["dur"] / 1e3
+        count[event["name"]] += 1
+    classes = dict.fromkeys(CLASSES, 0.0)
+    for name, ms in spent.items():
+        classes[kernel_class(name)] += ms / num_steps
+    intervals = [(event["ts"], event["ts"] + event["dur"]) for event in device]
+    span = (max(stop for _, stop in intervals) - min(start for start, _ in intervals)) / 1e3 if intervals else 0.0
+    top = sorted(spent, key=lambda name: -spent[name])[:TOP]
+    return {
+        "busy_ms": round(union_ms(intervals) / num_steps, 3),
+        "span_ms": round(span / num_steps, 3),
+        "classes_ms": {name: round(ms, 3) for name, ms in classes.items()},
+        "num_kernels": round(len(device) / num_steps),
+        "kernels": [
+            [name, kernel_class(name), round(spent[name] / num_steps, 4), round(count[name] / num_steps, 2)]
+            for name in top
+        ],
+    }
+
+
+PHASES, MARK = ("forward", "backward", "update"), "phase "
+"""Ranges that a step marks with `record_function(MARK + name)`."""
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_READS = ("aten::item", "aten::nonzero")
+_NODE = "autograd::engine::evaluate_function: "
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+class _Ranges:
+    """Disjoint ranges of one thread, or of all."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self.rows = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in events)
+        self.starts = [row[0] for row in self.rows]
+
+    def at(self, ts: float) -> str | None:
+        """The name of the range that holds `ts`, without MARK."""
+        index = bisect_right(self.starts, ts) - 1
+        return self.rows[index][2].removeprefix(MARK) if index >= 0 and ts < self.rows[index][1] else None
+
+
+def summarize_host(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Per step: waits of the host by phase, and device time by who launched it.
+
+    A kernel is the engine's if it was launched in the update, in an AccumulateGrad node (where ZeRO's gradient hooks
+    run), or in the backward outside of every autograd node (ZeRO's epilogue). All others are the model's. NCCL is
+    counted apart.
+
+    Args:
+        events: "traceEvents" of a trace with `PHASES` marked.
+
+    Returns:
+        `waits`: {phase: {name: count}} with cuda*Synchronize calls, "memcpy DtoH", aten::item, aten::nonzero;
+        `owner_ms`: {"model", "engine in backward", "engine in update", "nccl"}; `cpu_ops`: operators, nested ones
+        included.
+    """
+    events = [event for event in events if event.get("ph") == "X"]
+    marks = [MARK + phase for phase in PHASES]
+    phases = _Ranges(e for e in events if e.get("cat") == "user_annotation" and e["name"] in marks)
+    nodes: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE):
+            nodes[event["tid"]].append(event)
+    by_thread = {tid: _Ranges(some) for tid, some in nodes.items()}
+
+    waits = {phase: Counter[str]() for phase in PHASES}
+    launches: dict[Any, tuple[float, Any]] = {}
+    for event in events:
+        phase, name = phases.at(event["ts"]), event["name"]
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            launches[event.get("args", {}).get("correlation")] = (event["ts"], event["tid"])
+        if phase is not None and (name in _WAITS or (event.get("cat") == "cpu_op" and name in _READS)):
+            waits[phase][name] += 1
+    owners = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
+    for event in _on_device(events):
+        launch = launches.get(event.get("args", {}).get("correlation"))
+        if launch is None:
+            continue
+        ts, tid = launch
+        phase = phases.at(ts)
+        if event["name"].startswith("Memcpy DtoH") and phase is not None:
+            waits[phase]["memcpy DtoH"] += 1
+        node = by_thread[tid].at(ts) if tid in by_thread else None
+        owners[_owner(event["name"], phase, node)] += event["dur"] / 1e3
+    return {
+        "waits": {
+            phase: {name: round(n / num_steps, 2) for name, n in sorted(some.items())} for phase, some in waits.items()
+        },
+        "owner_ms": {name: round(ms / num_steps, 3) for name, ms in owners.items()},
+        "cpu_ops": round(sum(event.get("cat") == "cpu_op" for event in events) / num_steps),
+    }
+
+
+def _owner(name: str, phase: str | None, node: str | None) -> str:
+    if kernel_class(name) == NCCL:
+        return "nccl"
+    if phase == "update":
+        return "engine in update"
+    if phase == "backward" and (node is None or node.endswith(_ACCUMULATE)):
+        return "engine in backward"
+    return "model"
+
+
+def host_waits(host: Mapping[str, Any]) -> float:
+    """cuda*Synchronize calls per step within forward and backward."""
+    return sum(host["waits"][phase].get(name, 0.0) for phase in ("forward", "backward") for name in _WAITS)
+
+
+def table(arm: str, result: Mapping[str, Any]) -> str:
+    """Markdown of one profiled arm.
+
+    Args:
+        result: `step_ms` (timed without a profiler), `device`, `host`, and `dispatches_per_linear` or None.
+    """
+    device, host, step_ms = result["device"], result["host"], result["step_ms"]
+    idle = step_ms - device["busy_ms"]
+    owners = host["owner_ms"]
+    outside = idle + owners["engine in backward"] + owners["engine in update"]
+    lines = [
+        f"## {arm}",
+        "",
+        f"{step_ms:.1f} ms per step, device busy {device['busy_ms']:.1f}, idle {idle:.1f}; {device['num_kernels']} "
+        f"kernels, {host['cpu_ops']} operators (nested ones included). The host waits {host_waits(host):g} times "
+        "within forward and backward.",
+        f"Outside the model's kernels: **{outside:.1f} ms** = idle {idle:.1f} + engine in backward "
+        f"{owners['engine in backward']:.1f} + in update {owners['engine in update']:.1f}; nccl {owners['nccl']:.1f} "
+        f"(overlapped or not).",
+        f"Eager dispatches per linear, forward and backward: {result['dispatches_per_linear'] or 'not counted'}"
+        f"{result.get('dispatches_error', '')}.",
+        "",
+        "| class | ms per step |",
+        "|---|---|",
+        *(f"| {name} | {ms:.2f} |" for name, ms in device["classes_ms"].items()),
+        f"| idle | {idle:.2f} |",
+        "",
+        "| host waits per step | " + " | ".join(PHASES) + " |",
+        "|---|---|---|---|",
+    ]
+    names = sorted({name for some in host["waits"].values() for name in some})
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(f"{host['waits'][phase].get(name, 0):g}" for phase in PHASES) + " |")
+    lines += ["", "| kernel | class | ms per step | count |", "|---|---|---|---|"]
+    for name, kind, ms, count in device["kernels"]:
+        lines.append(f"| `{name[:100].replace('|', '/')}` | {kind} | {ms:.3f} | {count:g} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,521 @@
+"""end_to_end.py, step_profile.py and gather.py on CPU: names, budgets, sums and verdicts; and every mode runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_ds.config import Fp8Config
+
+# --- arms and pieces ---
+
+
+def test_every_piece_names_arms_whose_fp8_block_is_valid(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    seen = 0
+    for piece in arms.PIECES.values():
+        model = arms.MODELS[piece.model]
+        for name in (piece.reference, *piece.arms):
+            arm = arms.parse_arm(name, model)
+            if arm.fp8 is not None:
+                Fp8Config.from_block(arm.fp8).check_stage(model.stage)
+                seen += 1
+    assert seen > 20
+
+
+def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    for name, piece in arms.PIECES.items():
+        model = arms.MODELS[piece.model]
+        names = [piece.reference, *piece.arms, *([piece.reference] if piece.mode == "speed" else [])]
+        steps = 200 if piece.mode == "losses" else 40
+        total = sum(arms.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
+        assert total <= 570, (name, total)
+
+
+def test_models_have_the_sizes_of_the_issue(bench: Any) -> None:
+    models = bench("end_to_end_arms").MODELS
+    assert models["llama-2b"].num_parameters == 8 * 218_103_808 + 2 * 32000 * 4096
+    assert models["llama-8b"].num_parameters / 1e9 == pytest.approx(8.03, abs=0.005)
+    assert models["llama-8b"].tokens == models["llama-2b"].tokens == 8192
+    assert models["gpt2"].tokens == 16 * 1024
+
+
+def test_deepspeed_arms_differ_in_the_fp8_block_only(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    model = arms.MODELS["llama-2b"]
+    stock, ours = (
+        arms.ds_config(arms.parse_arm(name, model), model, 1.0, False)
+        for name in ("stock-eager", "ours-e4m11-release-compiled+rowwise+nonlinear+zero.reduce_scatter=fp8")
+    )
+    block = ours.pop("fp8")
+    assert stock == ours and stock["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert block["linear"]["recipe"] == "rowwise" and block["zero"] == {"reduce_scatter": "fp8"}
+    assert block["activations"] == {"fused": True, "nonlinear": "fp8"}
+    assert block["optimizer"] == {
+        "states": "fp8",
+        "master": "e4m11",
+        "release": True,
+        "release_clipping": "delayed_norm",
+    }
+
+
+def test_measured_layers_are_told_the_tokens_of_the_arms_own_micro_batch(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    arm = arms.parse_arm("ours-fp32-eager+measured+mb=3", arms.MODELS["gpt2"])
+    assert arm.fp8["linear"] == {"recipe": "tensorwise", "layer_choice": "measured", "tokens": 3 * 1024}
+    config = arms.ds_config(arm, arms.MODELS["gpt2"], 0.0, True)
+    assert config["train_micro_batch_size_per_gpu"] == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["stock", "ours-bf16-eager", "torchao-eager", "stock-eager+rowwise", "ours-fp32-eager+quick", ""]
+)
+def test_arm_that_is_not_one_is_refused(bench: Any, name: str) -> None:
+    arms = bench("end_to_end_arms")
+    with pytest.raises(ValueError, match="arm: expected"):
+        arms.parse_arm(name, arms.MODELS["llama-2b"])
+
+
+# --- the driver ---
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_piece(bench: Any, seconds: dict[str, float], budget: float, mode: str = "speed") -> tuple[list[str], list[str]]:
+    """(arms that ran, lines of those that did not) where each arm was predicted to take 10 s."""
+    arms, driver = bench("end_to_end_arms"), bench("end_to_end")
+    clock, ran = Clock(), []
+
+    def run(name: str, left: float) -> dict[str, Any]:
+        clock.now += seconds[name]
+        ran.append(name)
+        speed = {"step_ms": 1.0, "tokens_per_second_per_gpu": 1.0, "peak_allocated_gib": 1.0}
+        return {"wall_s": seconds[name], **({"error": "broke"} if name.startswith("torch-") else speed)}
+
+    piece = arms.Piece("llama-2b", "stock-eager", tuple(name for name in seconds if name != "stock-eager"), mode)
+    results, skipped = driver.run_piece(
+        piece, budget, run, lambda name, known: 1.1 * known.get((name, mode), 10 / 1.1), {}, clock
+    )
+    assert [result["arm"] for result in results] == ran
+    return ran, skipped
+
+
+def test_reference_runs_first_and_last_and_a_failure_does_not_stop_the_rest(bench: Any) -> None:
+    seconds = {"stock-eager": 10.0, "torch-eager": 10.0, "ours-fp32-eager": 10.0}
+    ran, skipped = run_piece(bench, seconds, 1000)
+    assert ran == ["stock-eager", "torch-eager", "ours-fp32-eager", "stock-eager"] and not skipped
+    ran, _ = run_piece(bench, seconds, 1000, mode="profile")
+    assert ran == ["stock-eager", "torch-eager", "ours-fp32-eager"]
+
+
+def test_arm_that_does_not_fit_is_left_out_and_the_reference_still_closes(bench: Any) -> None:
+    seconds = {"stock-eager": 20.0, "ours-fp32-eager": 30.0, "ours-e4m11-eager": 10.0, "ours-e4m19-eager": 10.0}
+    # 20 spent, then 30 for an arm predicted at 10: the next needs 10 + 22 with the reference of 60 left, then 50.
+    ran, skipped = run_piece(bench, seconds, 90)
+    assert ran == ["stock-eager", "ours-fp32-eager", "ours-e4m11-eager", "stock-eager"]
+    assert len(skipped) == 1 and skipped[0].startswith("ours-e4m19-eager: left out, it takes 32 s with the reference")
+
+
+def test_arm_that_hangs_is_ended_with_its_children(bench: Any, tmp_path: Path) -> None:
+    driver, pid = bench("end_to_end"), tmp_path / "pid"
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    with pid.open("w") as output:
+        assert driver._run([sys.executable, "-c", child], output, 1.5) == 124
+    number = int(pid.read_text())
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return
+        stat = Path(f"/proc/{number}/stat")
+        if stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the child still runs")
+
+
+def test_rival_that_is_not_installed_says_so(bench: Any) -> None:
+    with pytest.raises(SystemExit) as raised:
+        bench("end_to_end_trainers").need("no_such_package")
+    log = f"start\n[rank0]: {raised.value}\nRuntimeError: something after it\n"
+    assert bench("end_to_end")._error(1, log, 10) == "NOT INSTALLED: no_such_package. This arm needs it."
+    first = bench("end_to_end")._error(1, "Traceback\n[rank0]: ValueError: expected x, got y.\nends with 1\n", 10)
+    assert first.splitlines()[0] == "exit status 1: [rank0]: ValueError: expected x, got y."
+
+
+def test_launcher_is_that_of_the_arm(bench: Any) -> None:
+    arms, command = bench("end_to_end_arms"), bench("end_to_end").launch_command
+    one, four = arms.MODELS["llama-2b"], arms.MODELS["llama-8b"]
+    ours = command(arms.parse_arm("ours-fp32-eager", four), four, 1)
+    assert ours[1:5] == ["-m", "deepspeed.launcher.runner", "--num_gpus", "4"]
+    assert "torch.distributed.run" in command(arms.parse_arm("torch-eager", four), four, 1)
+    assert len(command(arms.parse_arm("torch-eager", one), one, 1)) == 2
+
+
+# --- step_profile.py ---
+
+KERNELS = {
+    "nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT": "GEMM fp8",
+    "nvjet_sm90_qqtst_128x128_128x6_1x2_h_bz_ovscale_TNT": "GEMM fp8",
+    "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1_kernel__5x_cublas": "GEMM fp8",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int>, cutlass::float_e4m3_t>>": (
+        "GEMM fp8"
+    ),
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "GEMM bf16",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_kernel__5x_cublas": "GEMM bf16",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>": "GEMM bf16",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1": "attention",
+    "void pytorch_flash::flash_bwd_convert_dq_kernel<...>": "attention",
+    "triton_tem_fused_flex_attention_0": "attention",
+    "quantize_kernel": "cast/transpose",
+    "_quantize_kernel": "cast/transpose",
+    "planes_kernel": "cast/transpose",
+    "amax_cols_kernel": "cast/transpose",
+    "transpose_kernel": "cast/transpose",
+    "triton_red_fused_abs_max_3": "cast/transpose",
+    "triton_poi_fused__to_copy_clamp_mul_reciprocal_5": "cast/transpose",
+    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIterator&)>": (
+        "cast/transpose"
+    ),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(...)>": "cast/transpose",
+    "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_0": "norm/elementwise",
+    "triton_poi_fused_mul_silu_2": "norm/elementwise",
+    "triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_1": "cast/transpose",
+    "triton_poi_fused__scaled_mm_add_view_7": "norm/elementwise",
+    "rmsnorm_backward_kernel": "norm/elementwise",
+    "swiglu_kernel": "norm/elementwise",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(...)>": "norm/elementwise",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>": (
+        "optimizer"
+    ),
+    "adamw_kernel": "optimizer",
+    "triton_poi_fused_add_div_lerp_mul_sqrt_0": "optimizer",
+    "Memcpy DtoD (Device -> Device)": "memcpy",
+    "Memset (Device)": "memcpy",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "nccl",
+    "some_kernel_of_theirs": "other",
+}
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_kernels_are_classed_by_name(bench: Any, name: str) -> None:
+    assert bench("step_profile").kernel_class(name) == KERNELS[name]
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, correlation: int | None = None) -> dict[str, Any]:
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_idle_time_is_what_no_kernel_of_any_stream_covers(bench: Any) -> None:
+    profile = bench("step_profile")
+    assert profile.union_ms([(0, 1000), (500, 1500), (3000, 4000), (3200, 3300)]) == pytest.approx(2.5)
+    events = [
+        event("kernel", "nvjet_tst_1", 0, 1000, tid=7),
+        event("kernel", "ncclDevKernel_AllGather", 500, 1000, tid=9),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 3000, 1000, tid=7),
+        event("gpu_user_annotation", "phase forward", 0, 9000, tid=7),
+        event("cpu_op", "aten::mm", 0, 9000),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = profile.summarize_device(events, num_steps=2)
+    assert (found["busy_ms"], found["span_ms"], found["num_kernels"]) == (1.25, 2.0, 2)
+    assert {k: v for k, v in found["classes_ms"].items() if v} == {"GEMM bf16": 0.5, "nccl": 0.5, "memcpy": 0.5}
+    assert sorted(found["kernels"])[0] == ["Memcpy DtoD (Device -> Device)", "memcpy", 0.5, 0.5]
+
+
+def host_events() -> list[dict[str, Any]]:
+    node = "autograd::engine::evaluate_function: "
+    launches = [
+        # (host time, thread, kernel, microseconds): model forward, node, gradient hook, epilogue, update, collective
+        (10, 1, "nvjet_tst_1", 1000),
+        (110, 2, "nvjet_tst_1", 2000),
+        (130, 2, "void at::native::direct_copy_kernel_cuda", 30),
+        (190, 1, "void at::native::direct_copy_kernel_cuda", 40),
+        (210, 1, "adamw_kernel", 5000),
+        (131, 2, "ncclDevKernel_AllReduce", 600),
+        (211, 1, "Memcpy DtoH (Device -> Pinned)", 1),
+    ]
+    events = [
+        event("user_annotation", "phase forward", 0, 100),
+        event("user_annotation", "phase backward", 100, 100),
+        event("user_annotation", "phase update", 200, 100),
+        event("cpu_op", f"{node}MmBackward0", 105, 15, tid=2),
+        event("cpu_op", f"{node}torch::autograd::AccumulateGrad", 125, 10, tid=2),
+        event("cuda_runtime", "cudaStreamSynchronize", 20, 5),
+        event("cuda_runtime", "cudaDeviceSynchronize", 220, 5),
+        event("cpu_op", "aten::item", 19, 7),
+        event("cuda_runtime", "cudaStreamSynchronize", 5000, 5),
+    ]
+    for number, (ts, tid, name, dur) in enumerate(launches):
+        events.append(event("cuda_runtime", "cudaLaunchKernel", ts, 1, tid, number))
+        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        events.append(event(kind, name, 10_000 * (number + 1), dur, 7, number))
+    return events
+
+
+def test_kernels_of_hooks_epilogue_and_update_are_the_engines(bench: Any) -> None:
+    profile = bench("step_profile")
+    host = profile.summarize_host(host_events(), num_steps=1)
+    assert host["owner_ms"] == {
+        "model": 3.0,
+        "engine in backward": 0.07,
+        "engine in update": 5.001,
+        "nccl": 0.6,
+    }
+    assert host["waits"]["forward"] == {"aten::item": 1, "cudaStreamSynchronize": 1}
+    assert host["waits"]["update"] == {"cudaDeviceSynchronize": 1, "memcpy DtoH": 1}
+    assert profile.host_waits(host) == 1
+    device = profile.summarize_device(host_events(), num_steps=1)
+    text = profile.table("an arm", {"step_ms": 20.0, "device": device, "host": host, "dispatches_per_linear": 12})
+    idle = 20 - device["busy_ms"]
+    assert f"**{idle + 0.07 + 5.001:.1f} ms**" in text and "| adamw_kernel" not in text and "`adamw_kernel`" in text
+
+
+def test_dispatches_of_a_bf16_linear_are_counted_without_its_gradient_hooks(bench: Any) -> None:
+    linear = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    calls: list[int] = []
+    linear.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    trainer = SimpleNamespace(m=SimpleNamespace(gpus=1), model=torch.nn.Sequential(linear))
+    count = bench("end_to_end_worker").dispatches_per_linear(trainer, torch.device("cpu"))
+    assert 10 <= count <= 14
+    assert not calls and linear.weight.grad is None
+
+
+# --- the report ---
+
+
+def speed_run(rows: dict[str, float], model: str = "llama-2b", number: int = 1, **peaks: float) -> dict[str, Any]:
+    shape = {"layers": 8, "hidden": 1, "ffn": 1, "vocab": 1, "seq": 1, "micro_batch": 1, "gpus": 1}
+    results = []
+    for arm, tokens in rows.items():
+        gib = peaks.get(arm.replace("-", "_"), 15.0)
+        result = {"arm": arm.rstrip("'"), "step_ms": 1.0, "block_ms": [1.0], "tokens_per_second_per_gpu": tokens}
+        memory = {"peak_allocated_gib": gib, "peak_reserved_gib": gib, "build_peak_allocated_gib": gib}
+        results.append({**result, **memory, "loss": 1.0, "finite": True, "fp8": None, "wall_s": 1.0})
+    return {
+        "id": f"2026-11-2{number}T00:00:00Z",
+        "piece": "peers",
+        "mode": "speed",
+        "model": {"name": model, **shape},
+        "reference": "stock-eager",
+        "cross_entropy": "stock",
+        "clip": 1.0,
+        "timing": "3 x 10",
+        "zero_optimization": {"stage": 2},
+        "command": "end_to_end.py",
+        "machine": {"device": "cpu", "versions": {}, "python": "3", "cuda": None},
+        "results": results,
+        "skipped": [],
+    }
+
+
+FULL = {"stock-eager": 30e3, "torchao-tensorwise-compiled": 50e3, "ours-e4m11-compiled": 73e3, "stock-eager'": 32e3}
+
+
+def test_ratios_are_taken_to_the_mean_of_both_references_of_a_run(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    table = report.speed_table(speed_run(FULL))
+    assert f"| {73 / 31:.3f} |" in table and "drifted by +6.67 %" in table
+
+
+def test_verdicts_are_met_missed_or_not_measured(bench: Any) -> None:
+    report = bench("end_to_end_report")
+
+    def lines(run: dict[str, Any]) -> dict[str, str]:
+        found = [line.split(": ", 1) for line in report.verdicts([run])]
+        return {rest.split(" (")[0]: word for word, rest in found}
+
+    good = lines(speed_run(FULL))
+    assert good["llama-2b: >= 72,000 tokens/s a GPU"] == good["llama-2b: >= 2.2 x stock-eager"] == "met"
+    assert good["llama-2b: >= 1.3 x the best torchao"] == good["llama-2b: peak <= 16 GiB"] == "met"
+    assert good["llama-8b: >= 15,000 tokens/s a GPU"] == "NOT MEASURED"
+    slow = lines(speed_run({**FULL, "ours-e4m11-compiled": 64e3}, ours_e4m11_compiled=17.0))
+    assert slow["llama-2b: >= 72,000 tokens/s a GPU"] == slow["llama-2b: >= 2.2 x stock-eager"] == "MISSED"
+    assert slow["llama-2b: >= 1.3 x the best torchao"] == slow["llama-2b: peak <= 16 GiB"] == "MISSED"
+    alone = lines(speed_run({"ours-e4m11-compiled": 73e3}))
+    assert alone["llama-2b: >= 2.2 x stock-eager"] == "NOT MEASURED"
+
+
+def test_larger_micro_batch_counts_only_within_stocks_memory(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    rows = {"stock-eager": 8e3, "ours-e4m11-compiled+mb=2": 15e3, "ours-e4m11-compiled+mb=3": 16e3}
+
+    def claim(two: float, three: float) -> str:
+        run = speed_run(rows, "llama-8b", stock_eager=94.0)
+        run["results"][1]["peak_allocated_gib"], run["results"][2]["peak_allocated_gib"] = two, three
+        return next(line for line in report.verdicts([run]) if "larger micro-batch" in line)
+
+    assert "+mb=2: 88.0" in claim(88, 120) and "1.875 x stock" in claim(88, 120)
+    assert "+mb=3" in claim(60, 90)
+    assert claim(95, 120).startswith("MISSED")
+
+
+def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) -> None:
+    report = bench("end_to_end_report")
+    for name, numbers in (("a.json", (1, 2)), ("b.json", (2, 3))):
+        report.write(tmp_path / name, [speed_run(FULL, number=number) for number in numbers])
+    path = report.merged(tmp_path / "out", [tmp_path / "a.json", tmp_path / "b.json"])
+    assert path.name == "2026-11-23-end-to-end.json" and len(report.load(path)) == 3
+    assert report.merged(tmp_path / "out", [tmp_path / "a.json"]).name == "2026-11-22-end-to-end.json"
+    text = report.publish(path)
+    assert {file.suffix for file in (tmp_path / "out").glob("2026-11-23*")} == {".json", ".md", ".png"}
+    assert "![tokens/s](2026-11-23-end-to-end.png)" in text
+
+
+# --- dry runs ---
+
+TINY = ("--steps", 2, "--warm-up", 1)
+
+
+def the_run(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*-end-to-end.json")
+    (run,) = json.loads(path.read_text())["runs"]
+    assert str(folder) not in path.read_text()
+    return run
+
+
+def by_arm(run: dict[str, Any]) -> dict[str, Any]:
+    for result in run["results"]:
+        assert "error" not in result, result["error"]
+    return {result["arm"]: result for result in run["results"]}
+
+
+def test_plain_arm_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    output = run_main("end_to_end", "--model", "tiny-gpt", "--arms", "torch-eager", *TINY, "--out", tmp_path)
+    result = by_arm(the_run(tmp_path))["torch-eager"]
+    assert len(result["block_ms"]) == 3 and result["finite"] and result["parameters"] > 1e5
+    assert "| torch-eager |" in output and "NOT MEASURED: llama-2b" in output
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_speed_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    arms = ("torch-eager", "ours-e4m11-eager+rowwise", "ours-e4m19-release-eager")
+    run_main(
+        "end_to_end", "--model", "tiny-llama", "--reference", "stock-eager", "--arms", *arms, *TINY, "--out", tmp_path
+    )
+    run = the_run(tmp_path)
+    found = by_arm(run)
+    assert [r["arm"] for r in run["results"]] == ["stock-eager", *arms, "stock-eager"]
+    # All arms start from the same weights and see the same tokens.
+    losses = [result["loss"] for result in found.values()]
+    assert max(losses) - min(losses) < 0.01
+    assert found["ours-e4m11-eager+rowwise"]["fp8"]["resident_weight_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_sharded_arms_run_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    arms = ("stock-eager", "ours-e4m11-eager+mb=2", "torch-eager")
+    run_main("end_to_end", "--model", "tiny-llama-3", "--arms", *arms, *TINY, "--out", tmp_path)
+    assert list(by_arm(the_run(tmp_path))) == list(arms)
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_losses_run_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    names = ("stock-eager", "ours-e4m11-eager", "torch-eager")
+    options = ("--loss-steps", 40, "--cache", tmp_path / "text", "--out", tmp_path / "out")
+    output = run_main("end_to_end", "--model", "tiny-llama", "--losses", *names, *options)
+    found = by_arm(the_run(tmp_path / "out"))
+    stock, ours, plain = (found[name]["losses"] for name in names)
+    assert len(stock) == 40 and stock[-1] < stock[0] - 0.2
+    assert ours[0] == pytest.approx(stock[0], abs=0.01) and plain == pytest.approx(stock, abs=0.02)
+    assert "+0.00 %" in output
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_profile_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    arms = ("stock-eager", "ours-e4m11-eager")
+    output = run_main("end_to_end", "--model", "tiny-llama", "--profile", *arms, *TINY, "--out", tmp_path)
+    found = by_arm(the_run(tmp_path))
+    for result in found.values():
+        assert result["host"]["waits"]["update"]["aten::item"] > 0 and result["host"]["cpu_ops"] > 1000
+    assert found["ours-e4m11-eager"]["dispatches_per_linear"] <= 20
+    assert "Outside the model's kernels" in output
+
+
+@pytest.mark.slow
+def test_rivals_that_are_missing_are_recorded_and_the_rest_runs(run_main: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arms = ("torchao-tensorwise-eager", "torch-eager")
+    run_main("end_to_end", "--model", "tiny-gpt", "--arms", *arms, *TINY, "--out", tmp_path)
+    torchao, plain = the_run(tmp_path)["results"]
+    assert torchao.get("error", "").startswith("NOT INSTALLED: torchao") or torchao["finite"]
+    assert plain["finite"]
+
+
+# --- gather.py ---
+
+
+def test_fit_finds_latency_and_bandwidth_of_gathers_on_any_number_of_ranks(bench: Any) -> None:
+    gather = bench("gather")
+    true = gather.Link(0.03, 350.0)
+    rows = [(size, ranks, true.ms(size, ranks)) for ranks in (2, 4) for size in gather.SWEEP]
+    found = gather.fit(rows)
+    assert found.latency_ms == pytest.approx(0.03) and found.gb_per_s == pytest.approx(350)
+    noisy = [(size, ranks, ms * (1.1 if number % 2 else 0.9)) for number, (size, ranks, ms) in enumerate(rows)]
+    again = gather.fit(noisy)
+    assert all(0.8 < again.ms(size, ranks) / ms < 1.25 for size, ranks, ms in rows)
+
+
+def test_model_of_nodes_moves_every_byte_into_each_node_once(bench: Any) -> None:
+    gather = bench("gather")
+    link = gather.Link(0.02, 400.0)
+    assert gather.node_gather_ms(4e8, 1, 8, link, 50) == pytest.approx(link.ms(4e8, 8))
+    two = gather.node_gather_ms(4e8, 2, 8, link, 50)
+    assert two == pytest.approx(0.02 + gather.HOP_MS + 4e8 * 15 / 16 / 50e6)
+    assert gather.node_gather_ms(4e8, 2, 8, link, 1000) == pytest.approx(0.02 + gather.HOP_MS + 4e8 * 15 / 16 / 400e6)
+    half = gather.node_gather_ms(2e8, 2, 8, link, 50)
+    assert two - half == pytest.approx(2e8 * 15 / 16 / 50e6)  # the latency is not halved
+    assert gather.node_gather_ms(4e8, 64, 8, link, 50) > gather.node_gather_ms(4e8, 32, 8, link, 50)
+
+
+def test_only_what_computation_does_not_cover_is_exposed(bench: Any) -> None:
+    exposed = bench("gather").exposed_ms
+    assert exposed(1, 2, 30) == 0
+    assert exposed(12, 0, 30) == pytest.approx(2)  # forward has 10
+    assert exposed(12, 12, 30) == pytest.approx(2 + 4)  # backward has 20
+
+
+def test_slow_network_slows_bf16_gathers_first_and_fp8_reduce_scatters_last(bench: Any) -> None:
+    gather = bench("gather")
+    slow, fast = (gather.node_rows(gather.Link(0.03, 350.0), network) for network in (50.0, 400.0))
+    assert [row["nodes"] for row in slow] == [2, 4, 8, 16, 32, 64]
+    for row in slow:
+        assert row["fp8_gather_ms"] < 0.55 * row["bf16_gather_ms"]
+        exposed = [row["exposed_ms"][kind] for kind in list(gather.KINDS)[1:]]
+        assert exposed[0] > exposed[1] > exposed[2] >= 0
+        assert list(row["tokens_per_s"].values())[1:] == sorted(list(row["tokens_per_s"].values())[1:])
+    assert all(ms == 0 for row in fast[:2] for ms in row["exposed_ms"].values())
+
+
+def test_gather_measures_both_dtypes_and_writes_residuals(run_main: Callable[..., str], tmp_path: Path) -> None:
+    output = run_main("gather", "--gpus", 2, "--scale", 4096, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-gather.json")
+    (run,) = json.loads(path.read_text())
+    layer = {name: row["bytes"] for name, row in run["layer"].items()}
+    weights = 218_103_808 // 4096
+    assert layer["fp8, one buffer"] == layer["fp8, weight by weight"] == weights
+    assert layer["bf16, one buffer"] == 2 * weights
+    assert output.count(" % |") == len(run["sweep"]) + 2 and "Nodes of 8 GPUs, 400 Gb/s a node" in output
