@@ -223,6 +223,7 @@ def make_spec(
         "ds_config": ds_config(arm, model, args.clip, not torch.cuda.is_available()) if arm.uses_deepspeed else None,
         "mode": piece.mode,
         "cross_entropy": args.cross_entropy,
+        "attention": args.attention,
         "clip": args.clip,
         "warm_up": args.warm_up,
         "blocks": args.blocks,
@@ -279,6 +280,7 @@ def measure(args: argparse.Namespace) -> Path:
         "model": {"name": piece.model, **vars(model)},
         "reference": piece.reference,
         "cross_entropy": args.cross_entropy,
+        "attention": args.attention,
         "clip": args.clip,
         "timing": f"{args.blocks} x {args.steps} steps after {args.warm_up}",
         "zero_optimization": ds_config(Arm("", "stock", False), model, args.clip, False)["zero_optimization"],
@@ -317,6 +319,7 @@ def parse_args() -> argparse.Namespace:
     how.add_argument("--model", choices=list(MODELS), default="llama-2b", help="a piece has its own")
     how.add_argument("--reference", metavar="ARM", help="is measured before and after --arms")
     how.add_argument("--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms")
+    how.add_argument("--attention", choices=["causal", "sdpa"], default="causal", help="of all arms; docs/compile.md")
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
     how.add_argument("--blocks", type=int, default=3)
     how.add_argument("--steps", type=int, default=10, help="of a block")

@@ -164,8 +164,8 @@ def section(run: Mapping[str, Any]) -> str:
         "",
         f"`{run['command']}` on {m['gpus']} x {box['device']}; {versions}, Python {box['python']}, CUDA {box['cuda']}.",
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
-        f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}. All "
-        f"DeepSpeed arms: {zero}.",
+        f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}; attention "
+        f"{run['attention']}. All DeepSpeed arms: {zero}.",
         *([f"Text: {run['text']}."] if run.get("text") else []),
         "",
         tables[run["mode"]](run),

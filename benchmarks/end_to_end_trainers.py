@@ -24,12 +24,16 @@ def need(package: str) -> None:
 # --- models ---
 
 
-def llama(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
+def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
     """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
 
-    That one predicts the same tokens; its logits are never whole in memory.
+    That one predicts the same tokens; its logits are never whole in memory. Attention is "sdpa", as the library has it,
+    or "causal": the same, but never given a mask, which compiled graphs otherwise get (docs/compile.md).
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
 
     config = LlamaConfig(
         vocab_size=m.vocab,
@@ -39,7 +43,7 @@ def llama(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
         num_attention_heads=m.heads,
         num_key_value_heads=m.kv_heads,
         max_position_embeddings=m.seq,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         use_cache=False,
     )
     if cross_entropy == "stock":
@@ -69,8 +73,8 @@ def llama(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
     return lambda: LlamaWithFusedLoss(config)
 
 
-def gpt(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
-    """Makes a model of which `model(tokens)` is the loss."""
+def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
+    """Makes a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
     from gpt_parity_worker import GPT, Size
 
     if cross_entropy != "stock":
@@ -78,9 +82,9 @@ def gpt(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
     return lambda: GPT(Size(m.layers, m.hidden, m.vocab, m.seq, m.micro_batch, 0), m.vocab, seed=0)
 
 
-def factory(m: Model, cross_entropy: str) -> Callable[[], nn.Module]:
+def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
     """Imports what the model needs (not possible under zero.Init) and returns what makes it."""
-    return (llama if m.kind == "llama" else gpt)(m, cross_entropy)
+    return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention)
 
 
 def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -144,7 +148,7 @@ class EngineTrainer(Trainer):
             import fp8_ds  # noqa: F401
 
         super().__init__(m)
-        config, make = spec["ds_config"], factory(m, spec["cross_entropy"])
+        config, make = spec["ds_config"], factory(m, spec["cross_entropy"], spec["attention"])
         if m.stage == 3:
             # The weights are torch's initial ones: Hugging Face's initialisation does not see partitioned tensors.
             with deepspeed.zero.Init(config_dict_or_path=config):
@@ -200,7 +204,7 @@ class PlainTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
 
     def _whole(self, arm: Arm, spec: dict[str, Any]) -> nn.Module:
-        make = factory(self.m, spec["cross_entropy"])
+        make = factory(self.m, spec["cross_entropy"], spec["attention"])
         with self.device:
             model = make()
         # Through bf16, so that all arms start from the same numbers.
@@ -219,7 +223,7 @@ class PlainTrainer(Trainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        make = factory(self.m, spec["cross_entropy"])
+        make = factory(self.m, spec["cross_entropy"], spec["attention"])
         with torch.device("meta"):
             model: Any = make()
         self._convert(model, arm)
