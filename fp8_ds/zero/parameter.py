@@ -21,7 +21,7 @@ from fp8_ds.errors import UnsupportedError
 _METADATA = frozenset(
     """size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage get_device
     is_contiguous is_floating_point is_complex is_signed is_inference is_shared is_pinned is_tensor has_names
-    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward register_hook
+    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward grad register_hook
     register_post_accumulate_grad_hook record_stream
     zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
     __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
@@ -67,6 +67,12 @@ def has_payload(tensor: Any) -> bool:
     return payload is not None and (payload.data is not None or payload.export is not None)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_of(func: Any) -> str:
+    """A function's name; in a graph, where it is no string, too."""
+    return getattr(func, "__name__", "")
+
+
 def _is_tracing() -> bool:
     return (
         torch.compiler.is_compiling()
@@ -81,13 +87,14 @@ class Fp8Parameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if (name in _METADATA and func != _DATA_SET) or _is_bookkeeping(name, args, kwargs):
                 return func(*args, **kwargs)
             if name == "__get__" and func not in _VALUE_GETTERS:
                 return func(*args, **kwargs)
-            if _is_tracing():  # dynamo and AOT trace the nominal tensor; Fp8Linear reads the payload beside it
+            is_in_graph = torch.compiler.is_dynamo_compiling()
+            if not is_in_graph and _is_tracing():  # the compiler's own looks at the nominal tensor
                 return func(*args, **kwargs)
             target = args[0] if args else None
             if isinstance(target, Fp8Parameter) and has_payload(target):
@@ -100,7 +107,8 @@ class Fp8Parameter(nn.Parameter):
             written = _written_by(name, args, kwargs)
             if written:
                 return _write_in_place(func, written, args, kwargs)
-            convert = _as_true_value if _is_writer(name, kwargs) or name in _ACCESSORS else _as_kept_value
+            reads = is_in_graph or _is_writer(name, kwargs) or name in _ACCESSORS
+            convert = _as_true_value if reads else _as_kept_value
             args, kwargs = tree_map(convert, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -168,6 +176,7 @@ def _written_by(name: str, args: Any, kwargs: Any) -> list[Any]:
     return [x for x in tree_leaves(target) if isinstance(x, Fp8Parameter) and has_payload(x)]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> Any:
     """Run a writing function on the true values, then quantise the results. `copy_` needs no true value."""
     for weight in weights:

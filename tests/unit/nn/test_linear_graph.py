@@ -1,6 +1,7 @@
 """Fp8Linear inside checkpointing and torch.compile: the same bits, no graph break."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -165,3 +166,18 @@ def test_compiled_under_autocast_equals_eager():
     got = run(torch.compile(forward, backend="aot_eager", fullgraph=True), linear, x)
     assert_all_bitwise(got, expected)
     assert got[0].dtype == torch.bfloat16
+
+
+@pytest.mark.slow  # inductor compiles C++
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_inductor_gives_the_bits_of_eager_but_for_the_order_of_the_bias_gradients_sum(recipe):
+    linear, history = make(recipe, with_payload=True, dtype=torch.bfloat16)
+    x = torch.randn(2, 3, 48, dtype=torch.bfloat16)
+    if history is not None:
+        history.update(torch.tensor([2.0, 4.0]))
+    *expected, bias_grad = run(linear, linear, x)
+    *got, got_bias_grad = run(torch.compile(linear, fullgraph=True), linear, x)
+    assert_all_bitwise(got, expected)
+    torch.testing.assert_close(got_bias_grad, bias_grad)

@@ -256,7 +256,7 @@ def test_weight_gathered_in_bf16_by_a_stock_reader_behaves_as_a_plain_parameter(
 )
 def test_backward_of_a_reader_survives_a_fetch_in_fp8_in_between(weight: Any, use: Any) -> None:
     retype(weight)
-    gathered, payload_data = torch.randn(SHAPE, dtype=torch.bfloat16), weight._fp8.data
+    gathered, payload_data = torch.randn(SHAPE, dtype=torch.bfloat16), weight._fp8.data.clone()
     true = nn.Parameter(gathered.clone())
     weight._fp8.data = None
     with torch._C.DisableTorchFunctionSubclass():
