@@ -16,8 +16,8 @@ class SharedInput:
 
     A layer that is given the same tensor, unchanged, gets the same planes; so it does for an alias of the same shape
     and strides, for ZeRO-3's hooks hand each module one of its own. Another tensor, one written in place, another
-    stream, a plane that was not made: it is quantised. As for autograd, a write past the version counter (through
-    `.data`) is not seen.
+    stream, a plane that was not made, a tensor that autograd has not computed (a parameter, a batch, anything without
+    gradients): it is quantised. As for autograd, a write past the version counter (`.data`, a collective) is not seen.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,8 @@ class SharedInput:
         if torch.compiler.is_compiling() or x.is_inference():  # a trace removes repetitions itself; no version counter
             return quantize(x, needs_columns)
         known = self._known(x, epoch)
+        if known is None and not _is_computed(x):
+            return quantize(x, needs_columns)
         if known is not None and (known.columns is not None or not needs_columns):
             return known
         planes = quantize(x, needs_columns) if known is None or complete is None else complete(known)
@@ -67,6 +69,13 @@ class SharedInput:
 
     def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
         return SharedInput, ()  # copies and pickles of a model start with nothing remembered
+
+
+def _is_computed(x: Tensor) -> bool:
+    """Whether autograd has just computed x. A parameter, a buffer, a batch may be written past their version counters:
+    by an optimizer step into the buffer that a parameter views, by a collective."""
+    base = x._base if x._is_view() else x
+    return x.grad_fn is not None and base is not None and base.grad_fn is not None
 
 
 def _key(x: Tensor, epoch: object) -> tuple[object, ...]:

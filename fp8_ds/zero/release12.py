@@ -73,7 +73,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         buckets = self.ipg_buckets.values() if comm_dtype is None else [self.ipg_buckets[comm_dtype]]
         params = [self.bit16_groups[i][index] for bucket in buckets for i, index, _ in bucket.params]
         grads = [self.get_gradient_for_reduction(p) for p in params]
-        super().reduce_ipg_grads(**({} if comm_dtype is None else {"comm_dtype": comm_dtype}))  # type: ignore[misc]
+        super().reduce_ipg_grads(comm_dtype)
         if not params:
             return
         stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()

@@ -39,6 +39,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
 
     optimizer: Fp8AdamW
     _fp8_is_dense = False
+    _fp8_is_direct = False
     _fp8_takes_gradients = True
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
@@ -52,7 +53,8 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         self._fp8_flats: list[Flat] = []
         super().fp8_init(context)
         self._fp8_is_direct = self._fp8_takes_gradients and self._fp8_has_one_rank()
-        self._fp8_taken: dict[int, Tensor] = {}
+        if self._fp8_is_direct:
+            self.overlap_comm = False  # no stream of a reduction to wait for
         self._fp8_manage()
         self._fp8_link()
 
@@ -152,52 +154,25 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             and self.gradient_predivide_factor == 1.0
         )
 
-    def process_gradients(self: Any, param: Any, i: int) -> None:
-        """With one rank nothing: no bucket is made, autograd accumulates micro-batches in place."""
+    def setup_buckets(self: Any) -> None:
+        """This and the next three do nothing with one rank: stock code then finds in `p.grad` what buckets would
+        bring back there, and accumulates, clears and hands it over as it does with any number of ranks."""
         if not self._fp8_is_direct:
-            super().process_gradients(param, i)  # type: ignore[misc]
+            super().setup_buckets()  # type: ignore[misc]
+
+    def reduce_ready_partitions_and_remove_grads(self: Any, param: Any, i: int) -> None:
+        if not self._fp8_is_direct:
+            super().reduce_ready_partitions_and_remove_grads(param, i)  # type: ignore[misc]
+
+    def reduce_ipg_grads(self: Any, comm_dtype: Any = None) -> None:
+        if not self._fp8_is_direct:
+            super().reduce_ipg_grads(comm_dtype=comm_dtype)  # type: ignore[misc]
 
     def reduce_gradients(self: Any, pipeline_parallel: bool = False) -> None:
         if self._fp8_is_direct:
-            self.independent_gradient_partition_epilogue()
+            self.overlapping_partition_gradients_reduce_epilogue()
         else:
             super().reduce_gradients(pipeline_parallel=pipeline_parallel)  # type: ignore[misc]
-
-    def independent_gradient_partition_epilogue(self: Any) -> None:
-        """With one rank: where accumulation ends, the step and readers get the gradients as they are."""
-        if not self._fp8_is_direct:
-            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
-            return
-        is_boundary = self.is_gradient_accumulation_boundary
-        if is_boundary() if callable(is_boundary) else is_boundary:  # a method since DeepSpeed 0.19.8
-            self._fp8_take_gradients()
-        self._epilogue_ran_this_backward = True
-
-    def finalize_gradient_accumulation_boundary(self: Any) -> None:
-        """Since DeepSpeed 0.19.8, where the user's loop decides when to step."""
-        if not self._fp8_is_direct:
-            super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
-            return
-        self.set_gradient_accumulation_boundary(True)
-        self._fp8_take_gradients()
-
-    @torch.no_grad()
-    def _fp8_take_gradients(self: Any) -> None:
-        """Move every `p.grad` to where stock code has reduced ones. Reentrant checkpointing calls this repeatedly."""
-        for i, params in enumerate(self.params_in_partition):
-            for p in params:
-                if p.grad is None:
-                    continue
-                taken = self._fp8_taken.get(id(p))
-                if taken is None:
-                    self._fp8_taken[id(p)] = p.grad.reshape(-1)
-                else:
-                    taken.add_(p.grad.reshape(-1))
-                p.grad = None
-            for p in params:
-                if id(p) not in self._fp8_taken:
-                    self._fp8_taken[id(p)] = torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-            self.averaged_gradients[i] = [self._fp8_taken[id(p)] for p in params]
 
     # --- the step ---
 
@@ -260,7 +235,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         return [grad for grad, _ in found], [p for _, p in found]
 
     def _fp8_free_gradients(self: Any) -> None:
-        self._fp8_taken.clear()
         for i, params in enumerate(self.params_in_partition):
             self.free_grad_in_param_list(params)
             self.averaged_gradients[i] = None

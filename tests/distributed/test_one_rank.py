@@ -88,6 +88,52 @@ def test_every_number_is_that_of_the_way_through_buckets(
     assert all(float(ours["grads"][0, name].abs().max()) > 0 for name in ("embedding.weight", "blocks.0.up.weight"))
 
 
+def norms_of(case: str, stage: int, direct: bool) -> list[float]:
+    """Gradient norms that a step would see, in loops that do not simply step after each backward."""
+    from fp8_ds.zero.states12 import Fp8StatesStage12
+
+    before = Fp8StatesStage12._fp8_takes_gradients
+    Fp8StatesStage12._fp8_takes_gradients = direct
+    accumulation = 2 if case == "zero_grad between micro-batches" else 1
+    overrides = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 8000}}
+    try:
+        engine = training.build(
+            training.ds_config(stage, STATES, gradient_accumulation_steps=accumulation, **overrides)
+        )
+    finally:
+        Fp8StatesStage12._fp8_takes_gradients = before
+    norms = []
+
+    def backward(step: int, factor: float = 1.0) -> None:
+        loss = engine(training.micro_batches(step, 1)[0]) * factor
+        if case == "coalesced" and hasattr(engine, "coalesce_grad_reduction"):
+            with engine.coalesce_grad_reduction():
+                engine.backward(loss)
+        else:
+            engine.backward(loss)
+
+    for step in range(4):
+        if case == "a backward without a step":
+            backward(10 + step, 1e3)
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
+        for _ in range(accumulation):
+            backward(step)
+            engine.step()
+            if case == "zero_grad between micro-batches":
+                engine.zero_grad()
+        norms.append(float(engine.get_global_grad_norm()))
+    training.destroy(engine)
+    return norms
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("case", ["a backward without a step", "zero_grad between micro-batches", "coalesced"])
+def test_unusual_loops_see_the_gradients_that_buckets_give(ranks: Any, case: str, stage: int) -> None:
+    ours, stock = (ranks(1).run(norms_of, case, stage, way)[0] for way in (True, False))
+    assert ours == stock
+
+
 class Copies(TorchDispatchMode):
     """Elements written by whatever copies, divides or concatenates a gradient: bf16 tensors that no GEMM makes."""
 

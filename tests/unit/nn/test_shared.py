@@ -43,6 +43,23 @@ def layers(num, shared, features=32):
     return [Fp8Linear.from_linear(layer, TensorwiseRecipe(LinearConfig(), shared)) for layer in made]
 
 
+def computed(*shape):
+    """A tensor that autograd has computed, as the inputs of a model's linears are."""
+    return torch.randn(shape).bfloat16().requires_grad_() * 1
+
+
+class Alias(torch.autograd.Function):
+    """What a hook of ZeRO-3 does with a module's input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
 def step(linears, x):
     """(outputs, gradients) of linears that read the same tensor."""
     x = x.clone().requires_grad_()
@@ -80,14 +97,14 @@ class Projections(nn.Module):
 def test_layers_of_a_converted_model_share_their_input():
     model, config = Projections(), LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
-    with Calls() as calls, torch.no_grad():
-        model(torch.randn(16, 32).bfloat16())
+    with Calls() as calls:
+        model(computed(16, 32))
     assert calls.names[QUANTIZE] == 1
 
 
 def test_layers_keep_one_plane_of_their_common_input_for_backward():
     linears = layers(3, SharedInput())
-    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    x = computed(16, 32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         [linear(x) for linear in linears]
@@ -98,7 +115,7 @@ def test_layers_keep_one_plane_of_their_common_input_for_backward():
 
 def test_a_tensor_written_in_place_is_quantised_again():
     first, second = layers(2, SharedInput())
-    x = torch.randn(16, 32).bfloat16()
+    x = computed(16, 32)
     first(x)
     x.mul_(-3)
     assert_bitwise(second(x), layers(2, None)[1](x))
@@ -106,7 +123,7 @@ def test_a_tensor_written_in_place_is_quantised_again():
 
 def test_equal_values_in_another_tensor_are_quantised_again():
     first, second = layers(2, SharedInput())
-    x = torch.randn(16, 32).bfloat16()
+    x = computed(16, 32)
     with Calls() as calls:
         first(x), second(x.clone()), second(x)
     assert calls.names[QUANTIZE] == 3
@@ -115,28 +132,27 @@ def test_equal_values_in_another_tensor_are_quantised_again():
 def test_an_alias_of_the_same_elements_is_the_same_tensor():
     """ZeRO-3's hooks give each module `detach` of what it is called with."""
     first, second = layers(2, SharedInput())
-    x = torch.randn(2, 8, 32).bfloat16()
-    with Calls() as calls, torch.no_grad():
-        first(x.detach()), second(x.view_as(x))
+    x = computed(2, 8, 32)
+    with Calls() as calls:
+        first(Alias.apply(x)), second(Alias.apply(x)), second(x.view_as(x))
     assert calls.names[QUANTIZE] == 1
 
 
 def test_other_elements_of_the_same_memory_are_quantised_again():
     first, second = layers(2, SharedInput())
     plain = layers(2, None)[1]
-    x = torch.randn(32, 32).bfloat16()
-    with torch.no_grad():
-        for other in (x[16:], x.t(), x[:16].view(2, 8, 32), x[:16].view(torch.float16)):
-            first(x[:16])
-            assert_bitwise(second(other), plain(other))
-        for other in (x[16:], x.t()):
-            first(x)
-            assert_bitwise(second(other), plain(other))
+    x = computed(32, 32)
+    for other in (x[16:], x.t(), x[:16].view(2, 8, 32)):
+        first(x[:16])
+        assert_bitwise(second(other), plain(other))
+    for other in (x[16:], x.t()):
+        first(x)
+        assert_bitwise(second(other), plain(other))
 
 
 def test_a_write_through_an_alias_is_seen():
     first, second = layers(2, SharedInput())
-    x = torch.randn(16, 32).bfloat16()
+    x = computed(16, 32)
     first(x)
     x.detach().mul_(-3)
     assert_bitwise(second(x), layers(2, None)[1](x))
@@ -145,9 +161,8 @@ def test_a_write_through_an_alias_is_seen():
 def test_planes_live_as_long_as_any_alias():
     shared = SharedInput()
     (linear,) = layers(1, shared)
-    x = torch.randn(16, 32).bfloat16()
-    with torch.no_grad():
-        linear(x)
+    x = computed(16, 32)
+    linear(x)
     alias = x.detach()
     gc.disable()
     try:
@@ -164,13 +179,12 @@ def test_memory_that_is_used_again_is_another_tensor():
     shared = SharedInput()
     first, second = layers(2, shared)
     plain = layers(2, None)[1]
-    x = torch.randn(16, 32).bfloat16()
-    with torch.no_grad():
-        first(x)
+    x = computed(16, 32)
+    first(x)
     address = x.data_ptr()
     del x
     for _ in range(50):
-        y = torch.randn(16, 32).bfloat16()
+        y = computed(16, 32)
         if y.data_ptr() == address:
             break
     assert_bitwise(second(y), plain(y))
@@ -190,9 +204,8 @@ def test_a_layer_that_trains_after_a_frozen_one_gets_its_plane():
 def test_planes_are_freed_with_the_tensor_they_were_made_of():
     shared = SharedInput()
     (linear,) = layers(1, shared)
-    x = torch.randn(16, 32).bfloat16()
-    with torch.no_grad():
-        linear(x)
+    x = computed(16, 32)
+    linear(x)
     plane = weakref.ref(shared._planes.rows)
     gc.disable()
     try:
@@ -218,6 +231,19 @@ def test_checkpointed_layers_share_and_compute_the_same_bits(use_reentrant):
         results.append([output, inner.grad, *(linear.weight.grad for linear in linears)])
     for a, b in zip(*results, strict=True):
         assert_bitwise(a, b)
+
+
+def test_parameters_and_buffers_are_quantised_each_time():
+    """ZeRO's step writes the buffer that a parameter views, a collective a batch: no version counter moves."""
+    first, second = layers(2, SharedInput())
+    plain = layers(2, None)[1]
+    flat = torch.randn(16 * 32).bfloat16()
+    latents = nn.Parameter(torch.empty(16, 32).bfloat16())
+    latents.data = flat.view(16, 32)
+    for read in (lambda: latents, lambda: latents.expand(2, 16, 32), lambda: latents.detach()):
+        first(read())
+        flat.mul_(-3)
+        assert_bitwise(second(read()), plain(read()))
 
 
 def test_inference_tensors_have_no_version_and_are_quantised_each_time():
