@@ -296,6 +296,16 @@ def test_decoder_layer_is_one_graph_that_quantises_each_input_once(ranks: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_decoder_layer_is_one_graph_with_every_recipe(ranks: Any, recipe: str) -> None:
+    pytest.importorskip("transformers")
+    for result in ranks(2).run(compile_layer, {"linear": {"recipe": recipe}}):
+        assert result["num_weights"] == 7 and all(result["is_same"])
+        if recipe != "delayed":  # whose layers have histories of their own
+            assert sum(num for op, num in result["ops"]["forward"].items() if "quantize" in op) == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fp8", "checkpointing"),
     [({}, False), ({}, True), (DELAYED, True), (STATES, False), (STATES | DELAYED, False), (RELEASE, False)],

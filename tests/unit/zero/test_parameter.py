@@ -112,6 +112,11 @@ def test_gradient_of_a_reader_reaches_the_parameter(weight: Any) -> None:
     assert weight.grad.dtype == torch.bfloat16 and torch.equal(weight.grad, true.grad)
 
 
+def test_autograd_grad_differentiates_by_the_parameter(weight: Any) -> None:
+    retype(weight)
+    assert torch.equal(*torch.autograd.grad((2 * weight).sum(), [weight]), torch.full_like(weight, 2.0))
+
+
 def test_hook_on_the_accumulated_gradient_fires_once(weight: Any) -> None:
     retype(weight)
     seen = []
