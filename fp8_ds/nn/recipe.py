@@ -128,9 +128,12 @@ class Recipe(ABC):
             kept: from `kept`, what grad_weight multiplies its columns with; None if it is not wanted.
         """
 
-    @abstractmethod
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[T, O]."""
+        """[T, O], by one scale for all or one for each row of either operand."""
+        assert x_fp8.rows is not None
+        return scaled_mm(
+            x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
+        )
 
     @abstractmethod
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -159,12 +162,6 @@ class TensorwiseRecipe(Recipe):
         self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
     ) -> Quantized:
         return _tensorwise(grad_TO, self.grad_format, weight is not None, kept is not None)
-
-    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        assert x_fp8.rows is not None
-        return scaled_mm(
-            x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
-        )
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.rows is not None

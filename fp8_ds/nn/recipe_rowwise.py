@@ -49,12 +49,6 @@ class RowwiseRecipe(Recipe):
             columns, columns_scale_inv = quantize_colwise_t(grad_TO, self.grad_format, kept[1].reshape(-1))
         return Quantized(rows, columns, scale_inv, columns_scale_inv)
 
-    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        assert x_fp8.rows is not None
-        return scaled_mm(
-            x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
-        )
-
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.rows is not None
         left = weight.scale_inv if weight.scale_inv.dim() == 0 else _one(grad_fp8.rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +18,19 @@ STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 NUM_STEPS = 3
 
 
+@contextmanager
+def gradients(direct: bool) -> Iterator[None]:
+    """Engines built inside take gradients directly, or through stock buckets."""
+    from fp8_ds.zero.states12 import Fp8StatesStage12
+
+    before = Fp8StatesStage12._fp8_takes_gradients
+    Fp8StatesStage12._fp8_takes_gradients = direct
+    try:
+        yield
+    finally:
+        Fp8StatesStage12._fp8_takes_gradients = before
+
+
 class UnusedLM(training.TinyLM):
     """A linear that no forward reads: its gradient stays None."""
 
@@ -24,23 +39,18 @@ class UnusedLM(training.TinyLM):
         self.unused = nn.Linear(16, 16)
 
 
-def run(stage: int, accumulation: int, direct: bool, model: dict[str, Any], monkeypatch: Any = None) -> dict[str, Any]:
+def run(stage: int, accumulation: int, direct: bool, model: dict[str, Any]) -> dict[str, Any]:
     """Train with the direct way, or with stock buckets; what both must agree in."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
     import fp8_ds  # noqa: F401
-    from fp8_ds.zero.states12 import Fp8StatesStage12
 
     torch.manual_seed(0)
-    before = Fp8StatesStage12._fp8_takes_gradients
-    Fp8StatesStage12._fp8_takes_gradients = direct
-    try:
+    with gradients(direct):
         net = UnusedLM(**model)
         config = training.ds_config(stage, STATES, gradient_accumulation_steps=accumulation)
         engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
-    finally:
-        Fp8StatesStage12._fp8_takes_gradients = before
     losses, grads, norms = [], {}, []
     for step in range(NUM_STEPS):
         for tokens in training.micro_batches(step, accumulation):
@@ -54,9 +64,6 @@ def run(stage: int, accumulation: int, direct: bool, model: dict[str, Any], monk
         norms.append(float(engine.get_global_grad_norm()))
     result = {
         "is_direct": engine.optimizer._fp8_is_direct,
-        "has_buckets": any(len(bucket.buffer) > 0 for bucket in engine.optimizer.ipg_buckets.values())
-        if hasattr(engine.optimizer, "ipg_buckets")
-        else None,
         "losses": losses,
         "norms": norms,
         "grads": grads,
@@ -90,18 +97,12 @@ def test_every_number_is_that_of_the_way_through_buckets(
 
 def norms_of(case: str, stage: int, direct: bool) -> list[float]:
     """Gradient norms that a step would see, in loops that do not simply step after each backward."""
-    from fp8_ds.zero.states12 import Fp8StatesStage12
-
-    before = Fp8StatesStage12._fp8_takes_gradients
-    Fp8StatesStage12._fp8_takes_gradients = direct
     accumulation = 2 if case == "zero_grad between micro-batches" else 1
     overrides = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 8000}}
-    try:
+    with gradients(direct):
         engine = training.build(
             training.ds_config(stage, STATES, gradient_accumulation_steps=accumulation, **overrides)
         )
-    finally:
-        Fp8StatesStage12._fp8_takes_gradients = before
     norms = []
 
     def backward(step: int, factor: float = 1.0) -> None:
@@ -151,14 +152,8 @@ class Copies(TorchDispatchMode):
 
 def gradient_copies(direct: bool) -> float:
     """bf16 elements copied between two calls of forward, per parameter, outside the update itself."""
-    from fp8_ds.zero.states12 import Fp8StatesStage12
-
-    before = Fp8StatesStage12._fp8_takes_gradients
-    Fp8StatesStage12._fp8_takes_gradients = direct
-    try:
+    with gradients(direct):
         engine = training.build(training.ds_config(2, STATES), {"width": 64, "hidden": 256})
-    finally:
-        Fp8StatesStage12._fp8_takes_gradients = before
     training.train(engine, 1)
     loss = engine(training.micro_batches(1, 1)[0])
     with Copies() as copies:

@@ -66,6 +66,9 @@ def test_bytes_are_those_of_the_whole_master_on_any_number_of_ranks(ranks: Any, 
 
 def losses_of(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> list[float]:
     engine = training.build(training.ds_config(stage, fp8), MODEL)
+    if fp8 is not None:
+        recipes = [module.fp8_recipe.name for module in engine.module.modules() if hasattr(module, "fp8_recipe")]
+        assert recipes and set(recipes) == {fp8["linear"]["recipe"]}
     losses = training.train(engine, num_steps)
     training.destroy(engine)
     return losses
