@@ -16,7 +16,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is.
 
     Args:
-        optimizer: the ZeRO optimizer.
+        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`.
         grads: this rank's pieces, none twice.
         params: the parameters they are of.
     """
@@ -28,8 +28,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
         and grad.numel()
     ]
     if counted:
-        norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
-        total = torch.stack(list(norms)).square().sum()
+        total = optimizer._fp8_squares(counted)
     else:
         device = grads[0].device if grads else optimizer.optimizer.core.device
         total = torch.zeros((), device=device)
@@ -50,37 +49,53 @@ def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 
 
 class OverflowFlag:
-    """Whether a step was skipped, as the host learns it: at once if it waits for the device, else a step later."""
+    """Whether a step was skipped, as the host learns it: in that step if it waits for the device, else a step later.
+
+    The flag travels as soon as the norm is known, before the update is launched: a host that waits for it goes on while
+    the update runs, so the device does not run dry.
+    """
 
     def __init__(self) -> None:
+        self._sent: Tensor | None = None
         self._host: Tensor | None = None
         self._ready: Any = None
-        self._is_pending = False
+        self._is_pending = self._before = False
         self.is_current = True
         """Whether the last answer was about the step that asked for it."""
 
-    def resolve(self, skip: Tensor, wait: bool) -> bool:
-        """Whether this step was skipped, or, if the host does not wait, the one before.
+    def send(self, skip: Tensor) -> None:
+        """The flag of this step sets out for the host.
 
         Args:
-            skip: int32, 0-dim, of this step.
-            wait: read it now (`bf16.check_grad_overflow`). On a CPU there is nothing to wait for.
+            skip: int32, 0-dim, not written before `resolve`.
         """
-        self.is_current = wait or skip.device.type != "cuda"
-        if self.is_current:
-            return bool(skip)
-        before = self._read()
+        if skip.device.type != "cuda":
+            self._sent = skip
+            return
+        self._before = self._read()
         if self._ready is None:
             self._host, self._ready = torch.zeros((), dtype=skip.dtype, pin_memory=True), torch.cuda.Event()
         assert self._host is not None
         self._host.copy_(skip, non_blocking=True)
         self._ready.record()
         self._is_pending = True
-        return before
+
+    def resolve(self, wait: bool) -> bool:
+        """Whether this step was skipped, or, if the host does not wait, the one before.
+
+        Args:
+            wait: for the device (`bf16.check_grad_overflow`). On a CPU there is nothing to wait for.
+        """
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            self.is_current = True
+            return bool(sent)
+        self.is_current = wait
+        return self._read() if wait else self._before
 
     def _read(self) -> bool:
         if not self._is_pending:
             return False
-        self._ready.synchronize()  # of a copy that was started a step ago
+        self._ready.synchronize()
         self._is_pending = False
         return bool(self._host)

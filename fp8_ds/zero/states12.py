@@ -20,6 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW, weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
@@ -49,6 +50,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self._fp8_is_split = self._fp8_format.is_split
         self._fp8_flag = OverflowFlag()
+        self._fp8_squares = SumOfSquares()
         self._fp8_names = {id(p): name for p, name in self.param_names.items()}
         self._fp8_flats: list[Flat] = []
         super().fp8_init(context)
@@ -187,8 +189,9 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         self.timers(_STEP_TIMER).start()
         norm = global_norm(self, grads, params)
         skip = (~torch.isfinite(norm)).int()
+        self._fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
-        self._fp8_end_step(norm, skip)
+        self._fp8_end_step(norm)
         self._fp8_free_gradients()
         self.timers(_STEP_TIMER).stop()
         self.timers(_GATHER_TIMER).start()
@@ -215,9 +218,9 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             self._fp8.history.amax_local.zero_()
         return skipped
 
-    def _fp8_end_step(self: Any, norm: Tensor, skip: Tensor) -> None:
-        """What the host keeps of a step: overflow, norm, loss scale."""
-        self.overflow = self._fp8_flag.resolve(skip, self.check_grad_overflow)
+    def _fp8_end_step(self: Any, norm: Tensor) -> None:
+        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
+        self.overflow = self._fp8_flag.resolve(self.check_grad_overflow)
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 

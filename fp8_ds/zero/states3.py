@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW, weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
@@ -83,6 +84,7 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self._fp8_is_split = self._fp8_format.is_split
         self._fp8_flag = OverflowFlag()
+        self._fp8_squares = SumOfSquares()
         self._fp8_waits = context.check_overflow
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
@@ -248,8 +250,9 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         norm = global_norm(self, grads, params)
         self.zero_grad(set_to_none=True)
         skip = (~torch.isfinite(norm)).int()
+        self._fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
-        self._fp8_end_step(norm, skip)
+        self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None
             if not self._fp8_is_split:
@@ -276,9 +279,9 @@ class Fp8StatesStage3(Fp8ZeroStage3):
             self._fp8.history.amax_local.zero_()
         return skipped
 
-    def _fp8_end_step(self: Any, norm: Tensor, skip: Tensor) -> None:
-        """What the host keeps of a step: overflow, norm, loss scale."""
-        self.overflow = self._fp8_flag.resolve(skip, self._fp8_waits)
+    def _fp8_end_step(self: Any, norm: Tensor) -> None:
+        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
+        self.overflow = self._fp8_flag.resolve(self._fp8_waits)
         self._global_grad_norm = norm / self.loss_scale
         self._update_scale(self.overflow)
 

@@ -52,8 +52,8 @@ _GRAD_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _ALIGNMENT = 16
 
 
-class _Addresses:
-    """Gradients' addresses on the device, one slot per piece; those that take no part are 0.
+class Addresses:
+    """Addresses of gradients (or pieces of them) on the device, one slot each; those that take no part are 0.
 
     They are copied when they change, from a pinned buffer that no pending copy reads. Where a CUDA graph was captured
     with them, they stay as they are for as long as the step lives.
@@ -188,7 +188,7 @@ class _Kind:
     table: Tensor
     block_pieces: Tensor
     first_blocks: tuple[int, ...]
-    addresses: dict[tuple[torch.dtype, int], _Addresses]
+    addresses: dict[tuple[torch.dtype, int], Addresses]
 
     @property
     def launch(self) -> Launch:
@@ -236,7 +236,7 @@ class TritonStep:
     def _launch(self, kind: _Kind, variant: tuple[torch.dtype, int], addresses: list[int], inputs: StepInputs) -> None:
         grad_dtype, vectors = variant
         if variant not in kind.addresses:
-            kind.addresses[variant] = _Addresses(len(kind.pieces), self.device)
+            kind.addresses[variant] = Addresses(len(kind.pieces), self.device)
         grads = kind.addresses[variant].update(addresses)
         active = [slot for slot, address in enumerate(addresses) if address]
         first_block = kind.first_blocks[active[0]]
