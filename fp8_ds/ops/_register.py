@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 DEVICE_KEYS = ("CPU", "CUDA")
-
-
-def runs_new_kernels() -> bool:
-    """Whether CUDA tensors go to the Triton kernels of `quantize` and `transpose`: not yet, unless asked for.
-
-    They are proven in Triton's interpreter and compiled for sm_90, but have not run on a GPU. Until tests/gpu has,
-    which asks for them, plain torch gives the same bytes. To be removed with that run (issue 4).
-    """
-    return os.environ.get("FP8_DS_NEW_KERNELS") == "1"
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> tuple[Any, torch.library.Library]:

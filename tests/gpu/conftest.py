@@ -8,8 +8,6 @@ import torch
 
 from fp8_ds.testing.ranks import RankPool
 
-os.environ["FP8_DS_NEW_KERNELS"] = "1"  # also for the ranks of pools
-
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:

@@ -7,9 +7,8 @@ de-quantised with it. NaN stays NaN; its sign is not kept.
 Hopper's FP8 GEMM contracts the last dim of both operands, so one matrix is wanted in two layouts by the GEMMs of a
 linear. Functions with `planes` make "row", the layout of `x`, "col", its transpose, or "both" in one read.
 
-CUDA runs the kernels of triton.py, once they are proven there (`runs_new_kernels`). Plain torch casts there what they
-do not take and only the functions without a matrix's shape in their arguments allow: tensors that are not contiguous
-or float64, and scales that are not 0-dim.
+CUDA runs the kernels of triton.py. Plain torch casts there what they do not take and only the functions without a
+matrix's shape in their arguments allow: tensors that are not contiguous or float64, and scales that are not 0-dim.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops._register import register, runs_new_kernels
+from fp8_ds.ops._register import register
 from fp8_ds.ops.quantize import reference
 
 Planes = Literal["row", "col", "both"]
@@ -80,7 +79,7 @@ def _op(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     def kernel(x: Tensor, *args: Any) -> Any:
         takes_kernel = x.is_contiguous() and x.dtype in _KERNEL_DTYPES and (name != "quantize" or args[0].dim() == 0)
-        if not (x.is_cuda and takes_kernel and runs_new_kernels()):
+        if not (x.is_cuda and takes_kernel):
             return plain(x, *args)
         from fp8_ds.ops.quantize import triton  # the package is missing where there is no GPU
 

@@ -16,17 +16,17 @@ from fp8_ds.ops.transpose.triton import runs_ptx
 
 _ALIGNMENT = 16
 
-AMAX_WORDS, AMAX_WARPS, AMAX_PROGRAMS = 8192, 16, 2
+AMAX_WORDS, AMAX_WARPS, AMAX_PROGRAMS = 16384, 32, 1
 """Of `amax`: words of a tile, warps of a program, programs for each multiprocessor. 16 words a thread are 128 bytes of
-bf16 on their way; a few long programs leave few maxima for the cast to read."""
+bf16 on their way; one long program on each leaves few maxima for the cast to read, and none waits for a second turn."""
 
 CAST_WORDS, CAST_WARPS = 2048, 4
 """Of a cast without transpose: words and warps of a program."""
 
-PLANES_VECTORS, PLANES_WARPS = 4, 1
-PLANES_WORDS = {True: 32, False: 16}
-"""Of a cast with transpose: 64 rows, and words of a row, by whether the plain plane is stored as well. Triton gives a
-thread four words of a row then, else two, and 8 threads the row: four more write 64 bytes of each column together."""
+PLANES_VECTORS = 4
+PLANES_WORDS, PLANES_WARPS = {True: 32, False: 16}, {True: 2, False: 1}
+"""Of a cast with transpose: 64 rows; words of a row and warps of a program, by whether the plain plane is stored as
+well. Measured on an H200, of VECTORS 2 to 16, WORDS 8 to 64, 1 to 4 warps."""
 
 COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 8, 8, 2, 128, 8
 """Of the amaxes of columns: a program for 512 columns, each of its 8 warps for 16 rows of them."""
@@ -220,7 +220,7 @@ def _cast_planes(
         HAS_FOLD=fold is not None,
         VECTOR_IN=_is_vector(num_cols, at=(x,)),
         VECTOR_OUT=_is_vector(num_rows, at=()),
-        num_warps=PLANES_WARPS,
+        num_warps=PLANES_WARPS[has_row_plane],
         **_options(x, dtype),
     )
     return row_plane, col_plane
