@@ -90,6 +90,7 @@ class Arm:
         optimizer: "adamw" or "adamwfp8".
         fp8: the "fp8" block of ours.
         micro_batch: None: the model's.
+        timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Arm:
     optimizer: str = "adamw"
     fp8: dict[str, Any] | None = None
     micro_batch: int | None = None
+    timer_waits: bool = True
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -117,7 +119,8 @@ _NAME = re.compile(
 GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of all: +mb=N (micro-batch)"
+    "+liger (activations.cross_entropy), +measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of "
+    "DeepSpeed's: +nowait (timers.throughput.synchronized false, as ours always has it); of all: +mb=N (micro-batch)"
 )
 
 
@@ -142,6 +145,8 @@ def parse_arm(name: str, model: Model) -> Arm:
         key, _, value = option.partition("=")
         if key == "mb":
             arm = replace(arm, micro_batch=int(value))
+        elif key == "nowait" and arm.uses_deepspeed:
+            arm = replace(arm, timer_waits=False)
         elif arm.fp8 is None:
             raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
         else:
@@ -168,6 +173,8 @@ def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
         block.setdefault("activations", {})["fused"] = True
     elif key == "nonlinear":
         block.setdefault("activations", {}).update(fused=True, nonlinear="fp8")
+    elif key == "liger":
+        block.setdefault("activations", {})["cross_entropy"] = "liger"
     elif key == "measured":
         block["linear"]["layer_choice"] = "measured"
     elif "." in key and value:
@@ -199,6 +206,8 @@ def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, An
         "zero_optimization": {**ZERO[max(model.stage, 2)], "stage": model.stage},
         "steps_per_print": 1_000_000_000,
     }
+    if not arm.timer_waits:
+        config["timers"] = {"throughput": {"synchronized": False}}
     if arm.fp8 is not None:
         config["fp8"] = arm.fp8
     return config
@@ -221,8 +230,8 @@ PIECES = {
         "stock-eager",
         (
             "torchao-tensorwise-adamwfp8-compiled",
-            "ours-e4m11-compiled",
-            "ours-e4m19-compiled",
+            "ours-e4m11-compiled+fused",
+            "ours-e4m11-compiled+fused+delayed",
             "torchao-tensorwise-compiled",
             "stock-compiled",
             "torch-compiled",
@@ -232,13 +241,13 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled",
-            "ours-e4m11-eager",
-            "ours-e4m19-eager",
+            "stock-eager+nowait",
+            "ours-e4m11-eager+fused",
+            "ours-e4m19-compiled+fused",
             "ours-fp32-eager",
             "ours-fp32-compiled",
-            "ours-e4m11-release-compiled",
-            "ours-e4m19-release-eager",
+            "ours-e4m11-release-compiled+fused",
+            "ours-e4m11-release-eager+nonlinear+liger",
         ),
     ),
     "recipes": Piece(
@@ -257,7 +266,7 @@ PIECES = {
         (
             "ours-e4m11-eager+fused",
             "ours-e4m11-eager+nonlinear",
-            "ours-e4m11-eager+delayed",
+            "ours-e4m11-eager+fused+liger",
             "ours-e4m11-eager+delayed+fused",
             "ours-e4m11-eager+rowwise",
             "ours-e4m11-eager+rowwise+fused",

@@ -38,14 +38,15 @@ TOKENS = [512 << i for i in range(7)]
 RECIPES: tuple[str, ...] = get_args(LinearConfig.model_fields["recipe"].annotation)
 
 
-def make_cases(recipes: Sequence[str], grad_dtypes: Sequence[str], divisor: int) -> Iterator[Case]:
+def make_cases(recipes: Sequence[str], divisor: int) -> Iterator[Case]:
+    """With the `grad_dtype` that each recipe has by default."""
     for recipe in recipes:
-        for grad_dtype in grad_dtypes:
-            for bias, shapes in ((False, SHAPES), (True, BIASED)):
-                for k, n in shapes:
-                    for m in TOKENS:
-                        key = {"recipe": recipe, "grad_dtype": grad_dtype, "backend": "torch", "bias": bias}
-                        yield Case(**key, m=m // divisor, k=k // divisor, n=n // divisor)
+        grad_dtype = LinearConfig.model_validate({"recipe": recipe}).grad_dtype
+        for bias, shapes in ((False, SHAPES), (True, BIASED)):
+            for k, n in shapes:
+                for m in TOKENS:
+                    key = {"recipe": recipe, "grad_dtype": grad_dtype, "backend": "torch", "bias": bias}
+                    yield Case(**key, m=m // divisor, k=k // divisor, n=n // divisor)
 
 
 def host_clock(steps: Sequence[Step]) -> list[float]:
@@ -63,7 +64,6 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the layer table of this device.")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write, or to go on with")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--grad-dtypes", nargs="+", default=["e5m2"], choices=["e5m2", "e4m3"])
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after these; the next run goes on")
     parser.add_argument("--dry-run", action="store_true", help="on CPU with 1/64 of the sides")
     return parser.parse_args()
@@ -77,7 +77,7 @@ def main() -> int:
     table = LayerTable.read(args.out) if args.out.exists() else LayerTable(machine)
     if table.machine != machine:
         raise SystemExit(f"--out: expected a table of {machine!r}, got one of {table.machine!r}. Name another file.")
-    cases = list(dict.fromkeys(make_cases(args.recipes, args.grad_dtypes, 64 if args.dry_run else 1)))
+    cases = list(dict.fromkeys(make_cases(args.recipes, 64 if args.dry_run else 1)))
     left = [case for case in cases if case not in table.times]
     print(f"{machine.describe()}: {len(left)} of {len(cases)} rows to measure", flush=True)
     end = time.monotonic() + 60 * args.minutes

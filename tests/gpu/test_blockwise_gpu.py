@@ -123,8 +123,11 @@ def test_transposed_edges_equal_the_cpu_reference_bitwise(fmt):
         (torch.zeros(0, 3).to(fmt.dtype), torch.zeros(0, 1)),
     ]
     for x_fp8, scale_inv in cases:
-        got = transpose_blockwise(x_fp8.cuda(), scale_inv.cuda())
-        assert_same(transpose_blockwise(x_fp8, scale_inv), got)
+        got, got_scale_inv = transpose_blockwise(x_fp8.cuda(), scale_inv.cuda())
+        expected, expected_scale_inv = transpose_blockwise(x_fp8, scale_inv)
+        assert_same([expected], [got])
+        assert torch.equal(expected_scale_inv.isnan(), got_scale_inv.cpu().isnan())  # of one NaN or another
+        assert_same([expected_scale_inv.nan_to_num()], [got_scale_inv.nan_to_num()])
 
 
 @pytest.mark.parametrize("block", [ROWS, SQUARES])
@@ -178,22 +181,29 @@ needs_hopper = pytest.mark.skipif(
 
 @needs_hopper
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3", "e5m2 a", "e5m2 b"])
 @pytest.mark.parametrize("block_b", [ROWS, SQUARES])
 @pytest.mark.parametrize("shape", PRODUCTS)
-def test_torch_equals_the_reference_up_to_accumulation(shape, block_b, pair, out_dtype):
+def test_torch_equals_the_reference_up_to_accumulation(shape, block_b, out_dtype):
     num_m, num_k, num_n = shape
-    a = quantize_blockwise(many_scales("per_tile", num_m, num_k).cuda(), pair[0], ROWS, "row")
-    b = quantize_blockwise(many_scales("per_tile", num_n, num_k, seed=1).cuda(), pair[1], block_b, "row")
+    a = quantize_blockwise(many_scales("per_tile", num_m, num_k).cuda(), E4M3, ROWS, "row")
+    b = quantize_blockwise(many_scales("per_tile", num_n, num_k, seed=1).cuda(), E4M3, block_b, "row")
     args = (a.x_fp8, b.x_fp8, a.scale_inv, b.scale_inv)
     got = scaled_mm_blockwise(*args, out_dtype)
     expected = scaled_mm_blockwise(*args, torch.float32, "reference")
     positive = [x_fp8.float().abs().to(x_fp8.dtype) for x_fp8 in args[:2]]
     magnitude = scaled_mm_blockwise(*positive, *args[2:], torch.float32, "reference")
     assert got.dtype == out_dtype and got.is_contiguous()
-    # Within a block of 128 the tensor core adds with about 14 bits (DeepSeek-V3 report, 3.3.2), beyond it in float32.
-    tolerance = 2.0**-11 + (2.0**-9 if out_dtype == torch.bfloat16 else 0)
+    # The tensor core cuts each of 32 products at about 14 bits of the largest (DeepSeek-V3 report, 3.3.2).
+    tolerance = 32 * 2.0**-14 + (2.0**-9 if out_dtype == torch.bfloat16 else 0)
     assert ((got.float() - expected).abs() <= tolerance * magnitude).all()
+
+
+@needs_hopper
+def test_torch_refuses_blocks_in_e5m2():
+    """When it does no longer, `grad_dtype` may be "e5m2" (fp8_ds/config.py)."""
+    a, b = (quantize_blockwise(torch.randn(256, 256).cuda(), fmt, ROWS, "row") for fmt in (E5M2, E4M3))
+    with pytest.raises(ValueError, match="BlockWise"):
+        scaled_mm_blockwise(a.x_fp8, b.x_fp8, a.scale_inv, b.scale_inv, torch.bfloat16)
 
 
 def test_reference_runs_on_cuda_and_agrees_with_cpu():

@@ -13,6 +13,7 @@ import test_choice
 import torch
 import training
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.nn.choice import Case
 from fp8_ds.nn.measure import time_case
 
@@ -81,7 +82,8 @@ def test_a_model_of_other_shapes_is_no_slower_either(gpu_ranks: Any, tmp_path: P
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_measuring_is_repeatable_and_leaves_memory_and_random_numbers_alone(recipe: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    case = Case(recipe=recipe, grad_dtype="e5m2", backend="torch", m=8192, k=4096, n=4096)
+    grad_dtype = LinearConfig(recipe=recipe).grad_dtype
+    case = Case(recipe=recipe, grad_dtype=grad_dtype, backend="torch", m=8192, k=4096, n=4096)
     time_case(case, device)  # compiles
     memory, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     first, second = time_case(case, device), time_case(case, device)
