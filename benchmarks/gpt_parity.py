@@ -348,6 +348,7 @@ def main() -> None:
         print(f"{sentence} (ready after {time.monotonic() - start:.0f} s)", flush=True)
         settings = {
             "size": args.size,
+            "positions": "rotary",
             "steps": args.steps,
             "lr": args.lr,
             "batch": size.batch,

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,7 +33,11 @@ LOG_EVERY = 10
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 without biases: learned positions, RMSNorm, GELU, untied head."""
+    """A GPT-2 without biases: rotary positions, RMSNorm, GELU, untied head.
+
+    Rotary, not learned: with learned ones the jump in which a model learns to copy from its context came at steps 1,200
+    to 1,600 of 3,072, earlier or later by chance, and left paired runs 0.3 % apart (results of 2026-11-21).
+    """
 
     layers: int
     dim: int
@@ -43,7 +48,7 @@ class Size:
 
 
 SIZES = {
-    # 12 x 7.08 M + 2 x 25216 x 768 + 1024 x 768 = 124.5 M parameters, as GPT-2 small with its tied 50257.
+    # 12 x 7.08 M + 2 x 25216 x 768 = 123.7 M parameters, as GPT-2 small with its tied 50257.
     "124m": Size(12, 768, 25216, 1024, 32, 1_048_576),
     "tiny": Size(2, 64, 512, 64, 4, 2048),
 }
@@ -61,6 +66,23 @@ ARMS: dict[str, dict[str, Any] | None] = {
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")
 
 
+ROTARY_BASE = 10_000.0
+
+
+@cache
+def rotary_table(seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles, float32 [seq_len, HEAD_DIM / 2]."""
+    frequencies = ROTARY_BASE ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    angles = torch.arange(seq_len, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys [batch, heads, seq_len, HEAD_DIM] by their positions, computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
 class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -71,9 +93,10 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, 4 * dim, bias=False)
         self.down = nn.Linear(4 * dim, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq_len, dim = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, seq_len, 3, -1, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, seq_len, dim))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
@@ -89,7 +112,6 @@ class GPT(nn.Module):
     def __init__(self, size: Size, vocab_size: int, seed: int) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab_size, size.dim)
-        self.wpe = nn.Embedding(size.seq_len, size.dim)
         self.blocks = nn.ModuleList(Block(size.dim) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.lm_head = nn.Linear(size.dim, vocab_size, bias=False)
@@ -103,9 +125,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy in nats, float32 scalar, of int64 tokens [batch, seq_len + 1]."""
-        x = self.wte(tokens[:, :-1]) + self.wpe.weight[: tokens.shape[1] - 1]
+        x = self.wte(tokens[:, :-1])
+        cos, sin = rotary_table(tokens.shape[1] - 1, tokens.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, cos, sin)
         return self.loss(self.lm_head(self.norm(x)), tokens[:, 1:])
 
 
