@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
 
 if TYPE_CHECKING:
@@ -42,6 +43,65 @@ def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
         return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
 
+def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """`x W^T + b`, [T, O].
+
+    Args:
+        x_fp8: rows [T, I].
+        weight: [O, I], see `read_weight`.
+        bias: [O].
+        recipe: of the layer.
+        dtype: of the output.
+    """
+    output_TO = recipe.output(x_fp8, read_weight(weight, recipe), dtype)
+    return output_TO if bias is None else output_TO + bias.to(dtype)
+
+
+def linear_grads(
+    grad: Tensor | Quantized,
+    weight: Tensor,
+    recipe: Recipe,
+    kept: tuple[Tensor, ...] | None,
+    *,
+    needs_input: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a linear's input and weight.
+
+    Args:
+        grad: grad_output [T, O], contiguous; or its rows, already quantised as `recipe.grad_scaling` says.
+        weight: [O, I], see `read_weight`.
+        recipe: of the layer.
+        kept: from `recipe.kept`; None: the weight's gradient is not wanted.
+        needs_input: whether the input's is.
+        dtype: of the input's gradient.
+
+    Returns:
+        (grad_input [T, I], grad_weight [O, I] in the weight's dtype), None for what is not wanted.
+    """
+    if not needs_input and kept is None:
+        return None, None
+    grad_input = grad_weight = None
+    weight_fp8 = read_weight(weight, recipe) if needs_input else None
+    if isinstance(grad, Quantized):
+        grad_fp8, grad_TO = grad, None
+    else:
+        grad_fp8 = recipe.quantize_grad_output(grad, weight_fp8, kept if recipe.needs_grad_columns else None)
+        grad_TO = grad
+    if weight_fp8 is not None:
+        grad_input = recipe.grad_input(grad_fp8, weight_fp8, dtype)
+    if kept is not None:
+        if grad_TO is None:
+            grad_fp8 = grad_fp8.with_columns()
+        grad_weight = recipe.grad_weight(grad_fp8, grad_TO, kept, weight.dtype)
+    return grad_input, grad_weight
+
+
+def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of grad_output [T, O] the sum over tokens, in float32; [O] in `dtype`."""
+    return grad_TO.sum(dim=0, dtype=torch.float32).to(dtype)
+
+
 class _LinearFunction(torch.autograd.Function):
     """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, and no weight.
 
@@ -53,9 +113,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, record: bool) -> Tensor:
         keeps_x = record and weight.requires_grad
         x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
-        output_TO = recipe.output(x_fp8, read_weight(weight, recipe), x.dtype)
-        if bias is not None:
-            output_TO = output_TO + bias.to(x.dtype)
+        output_TO = linear_output(x_fp8, weight, bias, recipe, x.dtype)
         # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
         # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway.
         ctx.weight = weight
@@ -72,20 +130,14 @@ class _LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        recipe: Recipe = ctx.recipe
         grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1]).contiguous()
-        grad_input = grad_weight = grad_bias = None
-        if needs_input or needs_weight:
-            weight = read_weight(ctx.weight, recipe) if needs_input else None
-            kept = ctx.saved_tensors if needs_weight else None
-            needs_columns = needs_weight and recipe.needs_grad_columns
-            grad_fp8 = recipe.quantize_grad_output(grad_TO, weight, kept if needs_columns else None)
-            if weight is not None:
-                grad_input = recipe.grad_input(grad_fp8, weight, grad_output.dtype).reshape(ctx.x_shape)
-            if kept is not None:
-                grad_weight = recipe.grad_weight(grad_fp8, grad_TO, kept, ctx.weight.dtype)
-        if needs_bias:
-            grad_bias = grad_TO.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        kept = ctx.saved_tensors if needs_weight else None
+        grad_input, grad_weight = linear_grads(
+            grad_TO, ctx.weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+        )
+        if grad_input is not None:
+            grad_input = grad_input.reshape(ctx.x_shape)
+        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -132,6 +184,11 @@ class Fp8Linear(nn.Linear):
         apply: Any = _LinearFunction.apply  # untyped in torch
         output: Tensor = apply(input, self.weight, self.bias, self.fp8_recipe, torch.is_grad_enabled())
         return output
+
+    def revert(self) -> None:
+        """Afterwards it is of the class that `from_linear` was given, with the same Parameters."""
+        del self.fp8_recipe
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def extra_repr(self) -> str:
         recipe = self.fp8_recipe

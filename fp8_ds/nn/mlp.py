@@ -26,6 +26,7 @@ from fp8_ds.nn.fused import (
     recover,
 )
 from fp8_ds.nn.recipe import Recipe
+from fp8_ds.nn.swiglu import is_one_function, swiglu_mlp
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
 
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
@@ -40,7 +41,7 @@ class SwigluParts:
     down: str
 
 
-class _SwigluFunction(torch.autograd.Function):
+class _ProductFunction(torch.autograd.Function):
     """`silu(gate) * up`, rounded where eager bf16 rounds; kept for backward are gate and up, as they are or in FP8."""
 
     @staticmethod
@@ -64,8 +65,10 @@ class _SwigluFunction(torch.autograd.Function):
 class FusedSwiglu(FusedModule):
     """Mix-in before the class of a SwiGLU MLP.
 
-    Its linears are called as modules, its activation is not. It is the stock module under torch.compile, which fuses it
-    by itself, under autocast, where its last linear is not in FP8, and with anything but one bf16 tensor.
+    It is one function of its input and weights (nn/swiglu.py), in eager and in a graph of torch.compile; its linears
+    and its activation are not called as modules then. Where that would leave something out (see `is_one_function`) the
+    linears are called and the activation is not, or in a graph the stock module is. It is the stock module too under
+    autocast, where its last linear is not in FP8, and with anything but one bf16 tensor.
 
     Attributes:
         fp8_parts: which attributes are what.
@@ -81,16 +84,19 @@ class FusedSwiglu(FusedModule):
         module.fp8_parts, module.fp8_producer = parts, producer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        x, parts = bf16_argument(args, kwargs), self.fp8_parts
+        if x is None or torch.is_autocast_enabled(x.device.type):
             return super().forward(*args, **kwargs)
-        x, recipe = bf16_argument(args, kwargs), self.fp8_producer.recipe()
-        if x is None or recipe is None or torch.is_autocast_enabled(x.device.type):
+        linears = [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
+        if is_one_function(linears):
+            return swiglu_mlp(x, linears, self.fp8_producer.nonlinear)
+        recipe = None if torch.compiler.is_compiling() else self.fp8_producer.recipe()
+        if recipe is None:
             return super().forward(*args, **kwargs)
-        parts = self.fp8_parts
-        gate, up = getattr(self, parts.gate)(x), getattr(self, parts.up)(x)
-        apply: Any = _SwigluFunction.apply  # untyped in torch
+        gate, up = linears[0](x), linears[1](x)
+        apply: Any = _ProductFunction.apply  # untyped in torch
         hidden = apply(gate, up, self.fp8_producer.nonlinear, recipe, torch.is_grad_enabled())
-        return getattr(self, parts.down)(hidden)
+        return linears[2](hidden)
 
 
 def parts_of(module: nn.Module) -> SwigluParts | str:

@@ -90,8 +90,26 @@ class Recipe(ABC):
         if self.shared is not None:
             self.shared.offer(x, x_fp8, self._epoch(record))
 
+    def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
+        """The layer's input as another layer with this kind of recipe, or a producer, has quantised it.
+
+        Args:
+            x: [..., I].
+            x_fp8: of `x`.
+            record: whether this is a training forward.
+        """
+        return x_fp8
+
     def producer_scaling(self) -> Scaling | None:
         """How a fused producer of this layer's input quantises it; None: it leaves that to the layer."""
+        return None
+
+    def scaling_without_hp(self) -> Scaling | None:
+        """`producer_scaling` of a producer that writes no bf16; None: the layer has to see bf16."""
+        return self.producer_scaling()
+
+    def grad_scaling(self) -> Scaling | None:
+        """How a fused producer of grad_output quantises it, in `grad_format`; None: it leaves that to the layer."""
         return None
 
     def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
@@ -140,8 +158,10 @@ class Recipe(ABC):
         """[T, I]."""
 
     @abstractmethod
-    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """[O, I]."""
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """[O, I]; grad_TO is None where a producer has quantised it (`grad_scaling`)."""
 
 
 class TensorwiseRecipe(Recipe):
@@ -150,6 +170,9 @@ class TensorwiseRecipe(Recipe):
     name = "tensorwise"
 
     def producer_scaling(self) -> Scaling | None:
+        return "tensorwise"
+
+    def grad_scaling(self) -> Scaling | None:
         return "tensorwise"
 
     def quantize_weight(self, weight: Tensor) -> Fp8Weight:
@@ -168,7 +191,9 @@ class TensorwiseRecipe(Recipe):
         scales = (grad_fp8.scale_inv, weight.scale_inv)
         return scaled_mm(grad_fp8.rows, weight.transposed(), *scales, dtype, self.backend)
 
-    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
         assert grad_fp8.columns is not None
         x_fp8_IT, x_scale_inv = kept
         return scaled_mm(grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype, self.backend)
@@ -206,8 +231,19 @@ class DelayedRecipe(TensorwiseRecipe):
     def producer_scaling(self) -> Scaling | None:
         return self.slot_x if self.history.ready else "tensorwise"
 
+    def scaling_without_hp(self) -> Scaling | None:
+        """Until there is a scale, the amax is recorded from bf16."""
+        return self.producer_scaling() if self.history.ready else None
+
+    def grad_scaling(self) -> Scaling | None:
+        return self.slot_grad if self.history.ready else None
+
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         x_fp8 = super().quantize_input(x, needs_columns=needs_columns, record=record)
+        return self.adopt(x, x_fp8, record=record)
+
+    def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
+        """Its amax is recorded as one of this layer's input."""
         recorded = x_fp8.slot
         if not record or recorded is self.slot_x:
             return x_fp8

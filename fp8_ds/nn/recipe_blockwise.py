@@ -60,7 +60,9 @@ class BlockwiseRecipe(Recipe):
         scales = (grad_fp8.scale_inv, _tiles(weight).t())
         return scaled_mm_blockwise(grad_fp8.rows, weight.transposed(), *scales, dtype, self.backend)
 
-    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
         assert grad_fp8.columns is not None and grad_fp8.columns_scale_inv is not None
         scales = (grad_fp8.columns_scale_inv, kept[1])
         return scaled_mm_blockwise(grad_fp8.columns, kept[0], *scales, dtype, self.backend)

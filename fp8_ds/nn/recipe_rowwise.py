@@ -54,7 +54,9 @@ class RowwiseRecipe(Recipe):
         left = weight.scale_inv if weight.scale_inv.dim() == 0 else _one(grad_fp8.rows)
         return scaled_mm(grad_fp8.rows, weight.transposed(), grad_fp8.scale_inv, left, dtype, self.backend)
 
-    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
         assert grad_fp8.columns is not None and grad_fp8.columns_scale_inv is not None
         scales = (grad_fp8.columns_scale_inv, _one(kept[0]))
         return scaled_mm(grad_fp8.columns, kept[0], *scales, dtype, self.backend)
@@ -75,7 +77,10 @@ class RowwiseGradWeightHpRecipe(RowwiseRecipe):
     def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
         return (as_matrix(x),)
 
-    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
+        assert grad_TO is not None
         return (grad_TO.t() @ kept[0]).to(dtype)
 
 

@@ -34,7 +34,7 @@ class Fp8Output(NamedTuple):
 
 
 class SlotTensors(NamedTuple):
-    """An AmaxSlot, or none, as an op's schema has it."""
+    """An AmaxSlot, or none, as an op's schema has it; without `amax_local` where nothing is recorded."""
 
     scale: Tensor | None
     scale_inv: Tensor | None
@@ -64,8 +64,8 @@ def is_twice(rounding: Rounding) -> bool:
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """Refuses all but bf16 [T, C] whose rows are contiguous, of the shape of `like`."""
-    expected = "[T, C]" if like is None else str(tuple(like.shape))
     if x.dtype != torch.bfloat16 or x.dim() != 2 or (like is not None and x.shape != like.shape):
+        expected = "[T, C]" if like is None else str(tuple(like.shape))
         raise ValueError(f"{name}: expected bfloat16 {expected}, got {x.dtype} {tuple(x.shape)}. Cast or reshape it.")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(
@@ -91,10 +91,9 @@ def quantize_by(
     if mode == "tensorwise":
         return quantize_reference.quantize_tensorwise(hp, dtype, fp8_max)
     if mode == "given":
-        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
-        return quantize_reference.quantize_delayed(
-            hp, slot.scale, slot.scale_inv, slot.amax_local, record, dtype, fp8_max
-        )
+        assert slot.scale is not None and slot.scale_inv is not None
+        amax_local = hp.new_zeros((), dtype=torch.float32) if slot.amax_local is None else slot.amax_local
+        return quantize_reference.quantize_delayed(hp, slot.scale, slot.scale_inv, amax_local, record, dtype, fp8_max)
     amax = hp.abs().amax(dim=1, keepdim=True) if hp.numel() else hp.new_zeros(hp.shape[0], 1)
     scale, scale_inv = scale_from_amax(amax, fp8_max)
     return quantize_reference.quantize(hp, scale, dtype, fp8_max), scale_inv

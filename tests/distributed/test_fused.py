@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 10
+LEAF = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
 
 
 class Llama(nn.Module):
@@ -39,23 +41,29 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def run(stage: int, recipe: str, activations: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Losses, which modules are fused, and how often an operator of ours ran in one more forward."""
+def run(
+    stage: int, recipe: str, activations: dict[str, Any], zero: dict[str, Any] | None = None, **overrides: Any
+) -> dict[str, Any]:
+    """Losses, which modules are fused, and of one more forward how often an operator of ours ran and how many MLPs were
+    one function."""
     import deepspeed
 
     import fp8_ds  # noqa: F401
+    from fp8_ds.nn import mlp
 
     torch.manual_seed(0)
     config = training.ds_config(stage, {"linear": {"recipe": recipe}, "activations": activations}, **overrides)
+    config["zero_optimization"].update(zero or {})
     model = Llama()
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     losses = training.train(engine, NUM_STEPS)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    spy = patch.object(mlp, "swiglu_mlp", wraps=mlp.swiglu_mlp)
+    with spy as one_function, profile(activities=[ProfilerActivity.CPU]) as profiled:
         engine(training.micro_batches(0, 1)[0])
     calls = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("fp8_ds::")}
     fused = [name for name, module in engine.module.named_modules() if type(module).__name__.startswith("Fp8Llama")]
     training.destroy(engine)
-    return {"losses": losses, "calls": calls, "fused": fused}
+    return {"losses": losses, "calls": calls, "fused": fused, "one_function": one_function.call_count}
 
 
 # How x is cast: in each of two layers once for q, k and v, once for gate and up, once for o and once for down.
@@ -83,12 +91,13 @@ def difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def check(results: list[dict[str, Any]], recipe: str, fused: bool) -> list[float]:
+def check(results: list[dict[str, Any]], recipe: str, fused: bool, one_function: bool = False) -> list[float]:
     """The losses, equal on all ranks; casts and modules are as expected."""
     losses: list[float] = results[0]["losses"]
     for result in results:
         assert result["losses"] == losses
         assert len(result["fused"]) == 6 * fused
+        assert result["one_function"] == 2 * one_function
         is_cast_by_producers = fused and recipe != "blockwise"
         assert result["calls"][CASTS[recipe]] == (2 if is_cast_by_producers else NUM_CASTS)
     return losses
@@ -104,12 +113,19 @@ OTHERS = [(stage, recipe) for stage in (2, 3) for recipe in CASTS if (stage, rec
 def test_fused_losses_are_the_unfused_ones_within_bf16s_noise(
     ranks: Any, stage: int, recipe: str, noise: float
 ) -> None:
-    """Also under ZeRO-3, whose hooks hand each module an alias of its own, no layer casts what another has cast."""
+    """Also under ZeRO-3, whose hooks hand each module an alias of its own, no layer casts what another has cast. There
+    the linears of an MLP are called, for their hooks; else it is one function."""
     plain = check(ranks(2).run(run, stage, recipe, {}), recipe, fused=False)
-    fused = check(ranks(2).run(run, stage, recipe, {"fused": True}), recipe, fused=True)
+    fused = check(ranks(2).run(run, stage, recipe, {"fused": True}), recipe, fused=True, one_function=stage == 2)
     assert noise > 0
     assert difference(plain, fused) <= 3 * noise, (difference(plain, fused), noise)
     assert plain[-1] < 0.9 * plain[0]
+
+
+def test_an_mlp_inside_a_leaf_of_zero_3_is_one_function_with_the_bits_of_its_linears(ranks: Any) -> None:
+    by_linears = check(ranks(2).run(run, 3, "delayed", {"fused": True}), "delayed", fused=True)
+    results = ranks(2).run(run, 3, "delayed", {"fused": True}, LEAF)
+    assert check(results, "delayed", fused=True, one_function=True) == by_linears
 
 
 def test_inputs_kept_in_fp8_train_as_well(ranks: Any) -> None:

@@ -210,6 +210,8 @@ def swiglu(
     check_rows("gate", gate)
     check_rows("up", up, gate)
     mode, slot = mode_of(scaling)
+    if not record:  # what is not written must not be an argument that a graph takes for written
+        slot = slot._replace(amax_local=None)
     dtype, twice = fmt.torch_dtype, is_twice(rounding)
     x_fp8, scale_inv, hp = _swiglu(gate, up, mode, *slot, record, dtype, fmt.max, twice, with_hp)
     return _output(x_fp8, scale_inv, hp, with_hp)

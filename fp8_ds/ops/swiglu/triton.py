@@ -57,8 +57,9 @@ def _num_programs(mode: str, num_rows: int, num_cols: int) -> int:
 def _scales(mode: str, slot: SlotTensors, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scale, scale_inv, amax) for a kernel: of the slot, or empty ones that it fills."""
     if mode == "given":
-        assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
-        return slot.scale, slot.scale_inv.clone(), slot.amax_local
+        assert slot.scale is not None and slot.scale_inv is not None
+        amax = slot.scale_inv if slot.amax_local is None else slot.amax_local  # None: nothing is recorded
+        return slot.scale, slot.scale_inv.clone(), amax
     amax = torch.zeros_like(scale_inv) if mode == "tensorwise" else scale_inv
     return scale_inv, scale_inv, amax
 

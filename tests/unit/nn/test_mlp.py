@@ -175,8 +175,7 @@ def test_kept_in_fp8_the_gradients_stay_within_its_error():
     x, grad = inputs(), inputs(1) * 1e-3
     exact, kept = run(make(), x, grad), run(make("fp8"), x, grad)
     assert_bitwise(exact[0], kept[0])
-    assert_bitwise(exact[-1], kept[-1])  # down_proj's: before the product
-    for a, b in zip(exact[1:-1], kept[1:-1], strict=True):
+    for a, b in zip(exact[1:], kept[1:], strict=True):
         assert 20 < sqnr_db(a, b) < 60  # beyond the kept inputs' error, codes of E5M2 gradients that fall elsewhere
 
 
@@ -202,7 +201,7 @@ def lambda_module(mlp, use_reentrant):
     return Checkpointed()
 
 
-def test_linears_are_called_as_modules_and_the_activation_is_not():
+def test_linears_with_hooks_are_called_as_modules_and_the_activation_is_not():
     mlp = make()
     calls = []
     for name, module in mlp.named_children():
@@ -231,13 +230,14 @@ def test_float32_and_autocast_take_the_stock_forward():
             assert_bitwise(fused(x.bfloat16()), stock(x.bfloat16()))
 
 
-def test_while_it_is_compiled_it_is_the_stock_module(monkeypatch):
+def test_while_it_is_compiled_with_hooks_on_its_linears_it_is_the_stock_module(monkeypatch):
     fused, stock = make(), make(fused=False)
     calls = []
-    fused.act_fn.register_forward_hook(lambda *_: calls.append("activation"))
+    for module in (fused.act_fn, fused.up_proj):
+        module.register_forward_hook(lambda module, *_: calls.append(module))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert_bitwise(fused(inputs()), stock(inputs()))
-    assert calls == ["activation"]
+    assert set(calls) == {fused.act_fn, fused.up_proj}
 
 
 def test_with_no_reader_in_fp8_it_is_the_stock_module():

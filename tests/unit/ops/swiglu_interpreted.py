@@ -117,6 +117,16 @@ def test_amax_is_maximumed_only_when_recorded():
     run_backward(up, gate, up, "given", True, record=False)
 
 
+def test_without_an_amax_to_record_into_the_bytes_are_the_same():
+    gate, up = make_gate(3, 50), make_rows(3, 50, 1)
+    mode, slot = mode_of(make_scaling("given"))
+    expected = run_forward(gate, up, "given", record=False)
+    bare = slot._replace(amax_local=None)
+    got = kernels.swiglu(gate, up, mode, bare, False, E4M3.dtype, E4M3.max, False, True)
+    for a, b in zip(expected, got, strict=True):
+        assert_same(a, b)
+
+
 def test_no_bf16_is_written_unless_asked_for():
     gate, up = make_gate(3, 50), make_rows(3, 50, 1)
     mode, slot = mode_of("tensorwise")

@@ -1,0 +1,244 @@
+"""A SwiGLU MLP, `down(silu(gate(x)) * up(x))`, as one autograd function: what is FP8 in it and what is kept.
+
+Shape suffixes: T tokens (all leading dims), I the MLP's width, F that of its product.
+
+    forward     x in FP8, once -> gate, up (bf16) -> their product, straight into FP8 -> output
+    kept        x's columns in FP8; gate and up in bf16 or FP8; not the product
+    backward    grad_output in FP8, once -> gradient of the product (bf16) -> those of gate and up, straight into FP8
+                where their scale does not hang on the weights; else bf16, quantised by the recipe
+
+The product's columns, which the gradient of `down`'s weight contracts, are made again from gate and up: the bytes of
+the forward where these are kept in bf16 (and, delayed, no update of the history lies in between), those of the values
+that came back where they are kept in FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
+
+from fp8_ds.nn.fused import FORMAT, Nonlinear, keep, recover
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.ops.swiglu import Fp8Output, swiglu, swiglu_backward, swiglu_backward_fp8
+from fp8_ds.scaling.delayed import AmaxSlot
+
+
+class _Recipes(NamedTuple):
+    """Of the three linears, equal in kind."""
+
+    gate: Recipe
+    up: Recipe
+    down: Recipe
+
+
+class _Wanted(NamedTuple):
+    """Which gradients autograd asks for: the function's first inputs."""
+
+    x: bool
+    gate: bool
+    up: bool
+    down: bool
+    gate_bias: bool
+    up_bias: bool
+    down_bias: bool
+
+    @property
+    def product(self) -> bool:
+        return self.x or self.gate or self.up or self.gate_bias or self.up_bias
+
+
+class _MlpFunction(torch.autograd.Function):
+    """See the module's text. Its inputs are those of `_Wanted`, and three that have no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        recipes: _Recipes,
+        nonlinear: Nonlinear,
+        record: bool,
+    ) -> Tensor:
+        keeps_x = record and (gate_weight.requires_grad or up_weight.requires_grad)
+        x_fp8 = recipes.gate.quantize_input(x, needs_columns=keeps_x, record=record)
+        up_x_fp8 = recipes.up.adopt(x, x_fp8, record=record)
+        gate_TF = linear_output(x_fp8, gate_weight, gate_bias, recipes.gate, x.dtype)
+        up_TF = linear_output(up_x_fp8, up_weight, up_bias, recipes.up, x.dtype)
+        _, product_fp8 = _product(gate_TF, up_TF, recipes.down, with_hp=False, needs_columns=False, record=record)
+        output_TI = linear_output(product_fp8, down_weight, down_bias, recipes.down, x.dtype)
+        # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
+        ctx.weights = gate_weight, up_weight, down_weight
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
+        ctx.recipes, ctx.x_shape = recipes, x.shape
+        kept_x = recipes.gate.kept(x, x_fp8) if keeps_x else ()
+        ctx.num_kept_x = len(kept_x)
+        if record and any(ctx.needs_input_grad):
+            ctx.save_for_backward(*kept_x, *keep(gate_TF, nonlinear), *keep(up_TF, nonlinear))
+        output: Tensor = torch.ops.aten._unsafe_view(output_TI, (*x.shape[:-1], output_TI.shape[-1]))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        wanted = _Wanted(*ctx.needs_input_grad[:7])
+        recipes: _Recipes = ctx.recipes
+        kept_x, gate_TF, up_TF = _read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        grad_TI = as_matrix(grad_output)
+        grad_product, down_grad = linear_grads(
+            grad_TI,
+            ctx.weights[2],
+            recipes.down,
+            _kept_product(gate_TF, up_TF, recipes.down) if wanted.down else None,
+            needs_input=wanted.product,
+            dtype=grad_output.dtype,
+        )
+        down_bias = bias_grad(grad_TI, ctx.bias_dtypes[2]) if wanted.down_bias else None
+        if grad_product is None:
+            return None, None, None, down_grad, None, None, down_bias, None, None, None
+        grads, hps = _swiglu_grads(grad_product, gate_TF, up_TF, recipes, wanted)
+        del grad_product, gate_TF, up_TF
+        gate_bias, up_bias = _bias_grads(hps, ctx.bias_dtypes, wanted)
+        first = _linear_grads(grads, kept_x, ctx, wanted, grad_output.dtype)
+        return *first, down_grad, gate_bias, up_bias, down_bias, None, None, None
+
+
+def _product(
+    gate: Tensor, up: Tensor, recipe: Recipe, *, with_hp: bool, needs_columns: bool, record: bool
+) -> tuple[Tensor | None, Quantized]:
+    """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8).
+
+    Args:
+        gate: bf16 [T, F].
+        up: bf16 [T, F].
+        recipe: of `down`.
+        with_hp: whether the bf16 values are wanted.
+        needs_columns: whether the transposed plane is, beside the rows.
+        record: whether this is a training forward. False in the backward, which repeats it: the repetition is then
+            another op than the first in a graph as well, where equal ones become one whose output is kept.
+    """
+    scaling = recipe.scaling_without_hp()
+    with_hp = with_hp or scaling is None
+    output = swiglu(gate, up, FORMAT, scaling or "rowwise", record=record, rounding="twice", with_hp=with_hp)
+    if scaling is None:
+        assert output.hp is not None
+        return output.hp, recipe.quantize_input(output.hp, needs_columns=needs_columns, record=record)
+    product_fp8 = _rows(output, scaling)
+    return output.hp, product_fp8.with_columns() if needs_columns else product_fp8
+
+
+def _kept_product(gate: Tensor, up: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    """What `recipe.kept` would give for the product, made again."""
+    takes_fp8 = recipe.needs_grad_columns
+    hp, product_fp8 = _product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
+    return recipe.kept(gate if hp is None else hp, product_fp8)
+
+
+def _read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """(x as `Recipe.kept` gave it, gate and up in bf16 [T, F])"""
+    half = (len(saved) - num_x) // 2
+    return saved[:num_x], recover(saved[num_x : num_x + half]), recover(saved[num_x + half :])
+
+
+_Grad = Tensor | Quantized
+"""bf16 [T, F], or its rows in FP8."""
+
+
+def _swiglu_grads(
+    grad: Tensor, gate: Tensor, up: Tensor, recipes: _Recipes, wanted: _Wanted
+) -> tuple[tuple[_Grad, _Grad], tuple[Tensor | None, Tensor | None]]:
+    """Gradients of gate and of up: (as their linears take them, in bf16 where a bias or a recipe needs it).
+
+    Amaxes are recorded of those that are quantised: a gradient that no GEMM reads is not.
+    """
+    scales = recipes.gate.grad_scaling(), recipes.up.grad_scaling()
+    is_quantized = wanted.x or (wanted.gate and wanted.up)
+    if None in scales or not is_quantized:
+        grads = swiglu_backward(grad, gate, up, rounding="twice")
+        return grads, grads
+    scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
+    with_hp = wanted.gate_bias or wanted.up_bias
+    fmt = recipes.gate.grad_format
+    outputs = swiglu_backward_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
+    gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
+    return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)
+
+
+def _linear_grads(
+    grads: tuple[_Grad, _Grad], kept_x: tuple[Tensor, ...], ctx: Any, wanted: _Wanted, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, in its shape, and of the weights of gate and up."""
+    from_gate, gate_grad = linear_grads(
+        grads[0], ctx.weights[0], ctx.recipes.gate, kept_x if wanted.gate else None, needs_input=wanted.x, dtype=dtype
+    )
+    from_up, up_grad = linear_grads(
+        grads[1], ctx.weights[1], ctx.recipes.up, kept_x if wanted.up else None, needs_input=wanted.x, dtype=dtype
+    )
+    grad_x = None if from_gate is None or from_up is None else from_gate.add_(from_up).view(ctx.x_shape)
+    return grad_x, gate_grad, up_grad
+
+
+def _bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: _Wanted) -> list[Tensor | None]:
+    """Of gate and of up."""
+    wants = wanted.gate_bias, wanted.up_bias
+    return [
+        bias_grad(hp, dtype) if is_wanted and hp is not None else None
+        for hp, dtype, is_wanted in zip(hps, dtypes, wants, strict=False)
+    ]
+
+
+def _rows(output: Fp8Output, scaling: Any) -> Quantized:
+    """A producer's FP8, made by that scaling."""
+    return Quantized(output.x_fp8, None, output.scale_inv, slot=scaling if isinstance(scaling, AmaxSlot) else None)
+
+
+def is_one_function(linears: Sequence[nn.Module]) -> bool:
+    """Whether calling these is no more than computing with their weights, in FP8 and by one kind of recipe.
+
+    Not so with a hook on any of them (ZeRO-3 has its own on every module that is not inside a leaf), with a replaced
+    forward, with a weight that is partitioned now, and where one is in bf16.
+    """
+    if not torch.compiler.is_compiling() and _has_any_global_hook():
+        return False
+    kinds = [_kind(linear) for linear in linears]
+    return kinds[0] is not None and all(kind == kinds[0] for kind in kinds)
+
+
+def _kind(linear: nn.Module) -> tuple[Any, ...] | None:
+    """Of its recipe; None: see `is_one_function`."""
+    if type(linear) is not Fp8Linear or "forward" in vars(linear):
+        return None
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return None
+    recipe = linear.fp8_recipe
+    is_whole = linear.weight.shape == (linear.out_features, linear.in_features)
+    return (type(recipe), recipe.grad_format, recipe.backend) if is_whole else None
+
+
+def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`.
+
+    Args:
+        x: bf16 [..., I].
+        linears: gate, up and down, of which `is_one_function` holds.
+        nonlinear: how gate and up are kept, see `Producer`.
+
+    Returns:
+        bf16 [..., I].
+    """
+    recipes = _Recipes(*(linear.fp8_recipe for linear in linears))
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    apply: Any = _MlpFunction.apply  # untyped in torch
+    output: Tensor = apply(x, *weights, *biases, recipes, nonlinear, torch.is_grad_enabled())
+    return output
