@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from fp8_ds.errors import ConfigError
@@ -21,7 +21,6 @@ from fp8_ds.errors import ConfigError
 # Of the whole block in DESIGN.md, what a later version brings: keys, and values of keys that exist.
 _LATER_KEYS = frozenset(
     (
-        "fp8.tensor_parallel",
         "fp8.attention",
         "fp8.activations.smooth_swiglu",
         "fp8.schedule",
@@ -55,12 +54,24 @@ class LinearConfig(_Block):
     tokens: Annotated[int, Field(ge=1)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gradients_of_blocks(cls, block: Any) -> Any:
+        if isinstance(block, dict) and block.get("recipe") == "blockwise":
+            return {"grad_dtype": "e4m3", **block}
+        return block
+
     def check(self) -> None:
-        """`tokens` is there exactly where it takes effect.
+        """`tokens` is there exactly where it takes effect, and the GEMM takes the gradients' format.
 
         Raises:
-            ConfigError: it is missing, or without effect.
+            ConfigError: `tokens` is missing, or without effect; or there is no such GEMM.
         """
+        if self.recipe == "blockwise" and self.grad_dtype == "e5m2" and self.backend == "torch":
+            raise ConfigError(
+                'fp8.linear.grad_dtype: expected "e4m3" with recipe "blockwise", got "e5m2". torch multiplies blocks '
+                'in E4M3 only: remove the key, or set "backend": "reference".'
+            )
         if self.layer_choice == "measured" and self.tokens is None:
             raise ConfigError(
                 'fp8.linear.tokens: expected an integer with layer_choice "measured", got null. Write the tokens that '
@@ -106,6 +117,7 @@ class OptimizerConfig(_Block):
 class ActivationsConfig(_Block):
     fused: bool = False
     nonlinear: Literal["bf16", "fp8"] = "bf16"
+    cross_entropy: Literal["stock", "liger"] = "stock"
 
     def check(self) -> None:
         """`nonlinear` has modules to take effect in.
@@ -117,6 +129,30 @@ class ActivationsConfig(_Block):
             raise ConfigError(
                 'fp8.activations.nonlinear: expected "bf16" with fused false, got "fp8". It says what fused modules '
                 'keep: set "fused": true, or remove the key.'
+            )
+
+
+class TensorParallelConfig(_Block):
+    gather: Literal["fp8", "bf16"] = "fp8"
+    scales: Literal["local", "shared"] = "local"
+    reduce_scatter: Literal["bf16", "fp8"] = "bf16"
+    chunks: Annotated[int, Field(ge=1)] = 1
+
+    def check(self, recipe: str) -> None:
+        """Everything that is set can take effect with this recipe of the linears.
+
+        Raises:
+            ConfigError: something cannot.
+        """
+        if self.gather == "bf16" and (self.scales == "shared" or self.chunks > 1):
+            raise ConfigError(
+                'fp8.tensor_parallel: expected "scales": "local" and "chunks": 1 with "gather": "bf16", got '
+                f'"{self.scales}" and {self.chunks}. They say how FP8 is gathered: remove them.'
+            )
+        if self.scales == "shared" and recipe != "tensorwise":
+            raise ConfigError(
+                f'fp8.tensor_parallel.scales: expected "local" with recipe {recipe}, got "shared". One scale for all '
+                "ranks is that of a tensor; those of rows and blocks belong to one rank."
             )
 
 
@@ -135,6 +171,7 @@ class Fp8Config(_Block):
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:
@@ -157,6 +194,7 @@ class Fp8Config(_Block):
         else:
             config.linear.check()
             config.activations.check()
+            config.tensor_parallel.check(config.linear.recipe)
             return config
         if len(lines) == 1:
             raise ConfigError(lines[0])
@@ -297,7 +335,7 @@ def _unknown_key_remedy(key: str) -> str:
     if key in _LATER_KEYS:
         return f"The key is {_NOT_YET}: remove it."
     known = list(Fp8Config.keys())
-    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer", "activations")]
+    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer", "activations", "tensor_parallel")]
     parent, _, name = key.rpartition(".")
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]

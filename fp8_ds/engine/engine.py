@@ -15,12 +15,15 @@ from deepspeed.utils import logger
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
 from fp8_ds.config import Fp8Config, LinearConfig, OptimizerConfig
+from fp8_ds.engine.attention import describe_attention
+from fp8_ds.engine.cross_entropy import fuse_loss
 from fp8_ds.engine.layer_choice import choose_layers
 from fp8_ds.engine.refusals import TENSOR_PARALLEL, refuse_device
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.tp.plan import configure as configure_tensor_parallel
 from fp8_ds.zero.building import BuildingHost, building
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.reduce3 import Fp8ReduceStage3
@@ -67,9 +70,11 @@ class Fp8Engine:
             _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
             return
         refuse_device(config.linear.recipe, config.linear.backend, *_capabilities(self.device))
+        _let_the_host_run_ahead(self._config)
         plan = _agree_on_plan(self.module, config.linear, may_be_empty=config.optimizer.states == "fp8")
         if config.linear.layer_choice == "measured":
             plan = choose_layers(self.module, plan, config.linear, self.device, _say)
+        configure_tensor_parallel(self.module, config.tensor_parallel, config.linear.recipe)
         history = apply_plan(self.module, plan, config.linear, self.device) if plan.num_converted else None
         modules = dict(self.module.named_modules())
         weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
@@ -77,8 +82,11 @@ class Fp8Engine:
         self.fp8 = Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
         self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
         _say(plan.describe())
+        _say(describe_attention(self.module, self.device))
         if config.activations.fused:
             _say(fuse_producers(self.module, config.activations).describe())
+        if config.activations.cross_entropy == "liger":
+            _say(fuse_loss(self.module, self.zero_optimization_stage()))
 
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
         """Let DeepSpeed build its optimizer, then retype it."""
@@ -278,6 +286,13 @@ def _capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[i
         return None, None
     major, minor = torch.version.cuda.split(".")[:2]
     return torch.cuda.get_device_capability(device), (int(major), int(minor))
+
+
+def _let_the_host_run_ahead(config: Any) -> None:
+    """DeepSpeed's throughput timer empties the device's queue twice a step; here only if the configuration says so."""
+    throughput = config._param_dict.get("timers", {}).get("throughput", {})
+    if "synchronized" not in throughput:
+        config.timers_config.synchronized = False
 
 
 def _say(line: str) -> None:

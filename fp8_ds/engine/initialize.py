@@ -32,6 +32,12 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     model = inspect.signature(stock).bind_partial(*args, **kwargs).arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)
+        if fp8.activations.cross_entropy == "liger":
+            from deepspeed.accelerator import get_accelerator
+
+            from fp8_ds.engine.cross_entropy import refuse_loss
+
+            refuse_loss(model, get_accelerator().device_name())
     _apply_patches()
     with _our_engines():
         return stock(*args, **kwargs)

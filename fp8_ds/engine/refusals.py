@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
 from fp8_ds.errors import UnsupportedError
 
 Config = Mapping[str, Any]
@@ -427,15 +428,15 @@ def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None,
             )
 
 
-def markdown_tables() -> tuple[str, str, str, str]:
-    """The rows of REFUSALS, MODEL_, RELEASE_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
+def markdown_tables() -> tuple[str, ...]:
+    """The rows of REFUSALS, MODEL_, RELEASE_, LOSS_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
     keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
     models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
     release = [(f"`{row.what}`", row.reason, row.remedy) for row in RELEASE_REFUSALS]
+    loss = [(row.what, row.reason, row.remedy) for row in LOSS_REFUSALS]
     device = [(row.what, row.reason, row.remedy) for row in DEVICE_REFUSALS]
-    tables = {"Key": keys, "Model": models, "With release": release, "GPU": device}
-    first, second, third, fourth = (_markdown(name, rows) for name, rows in tables.items())
-    return first, second, third, fourth
+    tables = {"Key": keys, "Model": models, "With release": release, "With Liger's loss": loss, "GPU": device}
+    return tuple(_markdown(name, rows) for name, rows in tables.items())
 
 
 def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:

@@ -110,6 +110,11 @@ class Plan:
         return cls(tuple(LayerPlan(*row) for row in state["layers"]))
 
 
+def _fp8_class(module: nn.Module) -> type[Fp8Linear] | None:
+    """What `module` can become: an Fp8Linear if it is exactly an nn.Linear; what a tensor-parallel one names."""
+    return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
+
+
 def _full_shape(weight: torch.Tensor) -> tuple[int, ...]:
     # deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape.
     return tuple(getattr(weight, "ds_shape", weight.shape))
@@ -126,7 +131,7 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
 def _verdict(module: nn.Linear, fqns: list[str], uses: Counter[int], linear_config: LinearConfig) -> tuple[bool, str]:
     """(converted, reason); `fqns` are all names of the module (one used twice has several)."""
     weight = module._parameters.get("weight")
-    if type(module) is not nn.Linear:
+    if _fp8_class(module) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
@@ -204,7 +209,7 @@ def apply_plan(
     targets: list[nn.Linear] = []
     for layer in chosen:
         module = modules.get(layer.fqn)
-        if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+        if not isinstance(module, nn.Linear) or _fp8_class(module) is None:
             found = "nothing" if module is None else f"a {type(module).__name__}"
             raise ConfigError(
                 f"layer plan: expected an nn.Linear at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
@@ -219,13 +224,19 @@ def apply_plan(
     shared = SharedInput()
     if linear_config.recipe != "delayed":
         for module in targets:
-            Fp8Linear.from_linear(module, _RECIPES[linear_config.recipe](linear_config, shared))
+            _convert(module, _RECIPES[linear_config.recipe](linear_config, shared))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
     history = AmaxHistory(len(fp8_max), fp8_max, device=device)
     for i, module in enumerate(targets):
-        Fp8Linear.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+        _convert(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
     return history
+
+
+def _convert(module: nn.Linear, recipe: Recipe) -> None:
+    fp8_class = _fp8_class(module)
+    assert fp8_class is not None
+    fp8_class.from_linear(module, recipe)
 
 
 def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
@@ -243,7 +254,6 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
     for fqn in fqns:
         module = model.get_submodule(fqn)
         assert isinstance(module, Fp8Linear), fqn
-        del module.fp8_recipe
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+        module.revert()
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
     return Plan(tuple(rows))

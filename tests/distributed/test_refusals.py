@@ -17,6 +17,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"fp8": {"linear": {"recipe": "auto"}}}, "ConfigError", "fp8.linear.recipe"),
     ({"fp8": {"no_such_key": 1}}, "ConfigError", "fp8.no_such_key"),
     ({"fp8": {"zero": {"keep_bf16_shard": True}}}, "ConfigError", "fp8.zero.keep_bf16_shard"),
+    ({"fp8": {"activations": {"cross_entropy": "liger"}}}, "UnsupportedError", "fp8.activations.cross_entropy"),
 ]
 
 

@@ -29,7 +29,8 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "release_clipping": "exact",
             "outstanding_update_bytes": 67108864,
         },
-        "activations": {"fused": False, "nonlinear": "bf16"},
+        "activations": {"fused": False, "nonlinear": "bf16", "cross_entropy": "stock"},
+        "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16", "chunks": 1},
     }
 
 
@@ -39,7 +40,8 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
                              "outstanding_update_bytes": 1048576},
-               "activations": {"fused": true, "nonlinear": "fp8"}}"""
+               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger"},
+               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
@@ -48,6 +50,8 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
+    assert config.activations.cross_entropy == "liger"
+    assert (config.tensor_parallel.reduce_scatter, config.tensor_parallel.chunks) == ("fp8", 4)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,17 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.optimizer.states:",
         ['"fp32" or "fp8"'],
     ),
+    "a loss of another library": (
+        {"enabled": True, "activations": {"cross_entropy": "cce"}},
+        "fp8.activations.cross_entropy:",
+        ['got "cce"', '"stock" or "liger"'],
+    ),
     "a number of tokens that is none": (on(tokens=0), "fp8.linear.tokens:", ["an integer of at least 1, got 0"]),
+    "a format that blocks have no GEMM for": (
+        on(recipe="blockwise", grad_dtype="e5m2"),
+        "fp8.linear.grad_dtype:",
+        ['expected "e4m3" with recipe "blockwise", got "e5m2"', "remove the key"],
+    ),
     "tokens are auto": (on(layer_choice="measured", tokens="auto"), "fp8.linear.tokens:", ["integer or null"]),
     "a choice without tokens": (
         on(layer_choice="measured"),
@@ -156,7 +170,7 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
         assert fragment in message
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "attention", "schedule", "guard", "monitor"])
+@pytest.mark.parametrize("name", ["attention", "schedule", "guard", "monitor"])
 def test_a_block_of_a_later_version_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^fp8\.{name}: .*not available in this version"):
         Fp8Config.from_block({"enabled": True, name: {}})
@@ -221,3 +235,17 @@ def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
 def test_an_integer_below_its_minimum_is_refused_with_the_minimum():
     with pytest.raises(ConfigError, match="outstanding_update_bytes: expected an integer of at least 65536, got 100"):
         Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "outstanding_update_bytes": 100}})
+
+
+@pytest.mark.parametrize(
+    ("block", "recipe", "message"),
+    [
+        ({"gather": "bf16", "chunks": 2}, "tensorwise", "They say how FP8 is gathered"),
+        ({"gather": "bf16", "scales": "shared"}, "tensorwise", "They say how FP8 is gathered"),
+        ({"scales": "shared"}, "rowwise", 'expected "local" with recipe rowwise'),
+    ],
+)
+def test_tensor_parallel_keys_that_cannot_take_effect_are_refused(block: Any, recipe: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "tensor_parallel": block})
+    Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "tensor_parallel": {}})

@@ -1,0 +1,177 @@
+"""Liger's loss in a Hugging Face causal LM: fused with the head, so that the logits of a whole batch never exist.
+
+liger-kernel has a forward for each kind of model that it knows and puts it on one instance if asked to. It is asked for
+that alone, not for its norms, MLPs and rotary embeddings, which it would put into transformers' modules for good.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_ds.engine.activation import RECORD
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear import Fp8Linear
+
+_KEY = "fp8.activations.cross_entropy"
+_LOSS_OPTION = "fused_linear_cross_entropy"
+_WITHOUT_KERNELS = ("cpu",)
+"""Types of device that Liger's Triton kernels do not run on."""
+
+
+@dataclass(frozen=True)
+class LossRefusal:
+    """Where Liger's loss cannot be had: what it is, why, and what to do instead."""
+
+    what: str
+    reason: str
+    remedy: str
+
+    def error(self, found: str) -> UnsupportedError:
+        return UnsupportedError(
+            f'{_KEY}: expected "stock" with {self.what}, got "liger" and {found}: {self.reason}. {self.remedy}'
+        )
+
+
+_STOCK = f'Set "{_KEY.rpartition(".")[2]}": "stock"'
+NOT_INSTALLED = LossRefusal(
+    "no liger-kernel that can be imported",
+    "the loss is its code",
+    f"`pip install -U liger-kernel` (0.7 or later). {_STOCK} otherwise.",
+)
+NO_KERNELS = LossRefusal("a CPU", "Liger's kernels are written in Triton", f"{_STOCK} there.")
+PIPELINE = LossRefusal(
+    "a PipelineModule", "its stages compute no loss of their own", "Put Liger's loss into its `loss_fn`."
+)
+UNKNOWN_MODEL = LossRefusal(
+    "a model that is no causal LM of Hugging Face's, or of a type that liger-kernel does not know",
+    "its forward is replaced by Liger's, which there is for some models only",
+    f"Give the Hugging Face model itself to deepspeed.initialize, or update liger-kernel. {_STOCK} otherwise.",
+)
+OTHER_FORWARD = LossRefusal(
+    "a forward that is not transformers' own",
+    "Liger's would replace it, with all that it does beside",
+    f"Leave the patching to this key (Trainer: `use_liger_kernel=False`). {_STOCK} otherwise.",
+)
+OTHER_HEAD = LossRefusal(
+    "an `lm_head` that is not an nn.Linear without bias",
+    "Liger's loss multiplies by `lm_head.weight` and nothing else: adapters and biases would be left out",
+    f"Take `lm_head` out of the adapter's modules. {_STOCK} otherwise.",
+)
+FP8_HEAD = LossRefusal(
+    "an `lm_head` in FP8",
+    "Liger's loss reads the weight in bf16",
+    'Put "lm_head" into fp8.linear.filter_fqns, where it is by default.',
+)
+LOSS_REFUSALS = (NOT_INSTALLED, NO_KERNELS, PIPELINE, UNKNOWN_MODEL, OTHER_FORWARD, OTHER_HEAD, FP8_HEAD)
+
+
+def refuse_loss(model: nn.Module, device_type: str) -> None:
+    """Nothing happens if Liger's loss can be had in this model. Reads classes and names only; before any collective.
+
+    Args:
+        model: what deepspeed.initialize was given.
+        device_type: of the accelerator, such as "cuda".
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    if isinstance(model, PipelineModule):
+        raise PIPELINE.error(type(model).__name__)
+    if device_type in _WITHOUT_KERNELS:
+        raise NO_KERNELS.error(f"device {device_type}")
+    lm = _causal_lm(model)
+    _liger_patch_of(lm)
+    owner = next(kind for kind in type(lm).__mro__ if "forward" in vars(kind))
+    forward = vars(lm).get("forward", vars(owner)["forward"])
+    if "forward" in vars(lm) or not forward.__module__.startswith("transformers."):
+        raise OTHER_FORWARD.error(f"{type(lm).__name__}.forward of {getattr(forward, '__module__', type(forward))}")
+    if not owner.__name__.endswith("ForCausalLM"):
+        raise UNKNOWN_MODEL.error(owner.__name__)
+    head = getattr(lm, "lm_head", None)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise OTHER_HEAD.error(f"{'no lm_head' if head is None else head}")
+
+
+def fuse_loss(model: nn.Module, zero_stage: int) -> str:
+    """The model's own loss is Liger's from now on, in training with labels; nothing else of it has changed.
+
+    Args:
+        model: one that `refuse_loss` lets pass; its linears are converted, DeepSpeed's hooks are not on it yet.
+        zero_stage: of the optimizer to come. In stage 3 the head's weight is gathered for the whole model's forward and
+            backward: the loss reads it without calling the head, whose hooks would gather it.
+
+    Returns:
+        One line that says so.
+
+    Raises:
+        UnsupportedError: the head is in FP8, or this liger-kernel does not do as it says.
+    """
+    lm = _causal_lm(model)
+    if isinstance(lm.lm_head, Fp8Linear):
+        raise FP8_HEAD.error(type(lm.lm_head).__name__)
+    patch = _liger_patch_of(lm)
+    patch(model=lm, **{name: name == _LOSS_OPTION for name in _options(patch)})
+    if not getattr(vars(lm).get("forward"), "__module__", "").startswith("liger_kernel."):
+        raise UNKNOWN_MODEL.error(f"{type(lm).__name__}, whose forward liger-kernel has left as it was")
+    _keep_out_of_graphs()
+    if zero_stage == 3:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        register_external_parameter(lm, lm.lm_head.weight)
+    return "fp8: cross entropy: Liger's, fused with lm_head; with labels in training, logits are None"
+
+
+def _keep_out_of_graphs() -> None:
+    """torch.compile calls Liger's kernel and traces nothing of it: the graph breaks there, numbers are those of eager.
+
+    Its host code reads a count back and loops over chunks of tokens; traced (torch 2.13, liger-kernel 0.8.5) it is
+    compiled in pieces.
+    """
+    functional = importlib.import_module("liger_kernel.transformers.functional")
+    stock = functional.liger_fused_linear_cross_entropy
+    if not hasattr(stock, "fp8_ds_stock"):
+        called = torch.compiler.disable(stock)
+        called.fp8_ds_stock = stock
+        RECORD.set(functional, "liger_fused_linear_cross_entropy", called)
+
+
+def _causal_lm(model: Any) -> Any:
+    """The Hugging Face model, out of PEFT's wrapper if it is in one."""
+    return model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+
+
+def _liger_patch_of(lm: Any) -> Callable[..., None]:
+    """Liger's function for models of this type.
+
+    Raises:
+        UnsupportedError: liger-kernel is not installed, or has none that would change the loss alone: one that takes
+            `**kwargs` patches models inside of this one, too, with options that are not known here.
+    """
+    try:
+        patches = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise NOT_INSTALLED.error(f"{type(error).__name__} ({error})") from error
+    model_type = getattr(getattr(lm, "config", None), "model_type", None)
+    patch = patches.get(model_type)
+    if patch is None:
+        raise UNKNOWN_MODEL.error(f"{type(lm).__name__} of type {model_type}")
+    parameters = inspect.signature(patch).parameters
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_more or not {"model", _LOSS_OPTION} <= parameters.keys():
+        raise UNKNOWN_MODEL.error(f"{type(lm).__name__} of type {model_type}, whose loss alone cannot be patched")
+    return patch
+
+
+def _options(patch: Callable[..., None]) -> list[str]:
+    """Names of what can be switched on and off."""
+    parameters = inspect.signature(patch).parameters.values()
+    return [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]

@@ -1,0 +1,67 @@
+"""Rows of FP8 codes that have a scale each, as columns that share one: codes are shifted by powers of two.
+
+A GEMM that contracts over tokens cannot apply a scale that varies from token to token. Where scales are powers of two,
+codes can take the largest of them instead: exactly where the shifted code is normal, to nearest even where it becomes
+subnormal, which lies as far below the largest code as it would had the whole matrix been quantised by that scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops._register import register
+from fp8_ds.ops.align import reference
+
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _kernel(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    if x_fp8.numel() == 0:
+        return reference.shift_transpose(x_fp8, scale_inv), scale_inv.new_ones(())
+    largest = scale_inv.amax()
+    ratio = torch.where(largest == 0, torch.zeros_like(scale_inv), scale_inv / largest)
+    if not x_fp8.is_cuda:
+        return reference.shift_transpose(x_fp8, ratio), largest
+    from fp8_ds.ops.align import triton  # the package is missing where there is no GPU
+
+    with torch.cuda.device_of(x_fp8):  # Triton launches on the current device
+        return triton.shift_transpose(x_fp8, ratio), largest
+
+
+_align, _LIBRARY = register(
+    "align(Tensor x_fp8, Tensor scale_inv) -> (Tensor, Tensor)",
+    _kernel,
+    lambda x_fp8, scale_inv: (
+        x_fp8.new_empty((x_fp8.shape[1], x_fp8.shape[0])),
+        scale_inv.new_empty(()),
+    ),
+)
+
+
+def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of `x_fp8` with one scale for all of it, the largest of its rows'.
+
+    Args:
+        x_fp8: float8_e4m3fn or float8_e5m2 [T, C], contiguous.
+        scale_inv: float32 [T], powers of two, multiply to leave FP8; 0 for rows that are all zeros at will. NaN makes
+            the result NaN.
+
+    Returns:
+        (x_fp8_t, scale_inv): [C, T], contiguous; float32, 0-dim.
+
+    Raises:
+        ValueError: dtypes, shapes or layout other than these.
+    """
+    if x_fp8.dtype not in _FP8_DTYPES or x_fp8.dim() != 2 or not x_fp8.is_contiguous():
+        raise ValueError(
+            f"x_fp8: expected a contiguous matrix in FP8, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
+            f"{x_fp8.stride()}. Quantise it first."
+        )
+    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != (x_fp8.shape[0],):
+        raise ValueError(
+            f"scale_inv: expected float32 ({x_fp8.shape[0]},), got {scale_inv.dtype} {tuple(scale_inv.shape)}. "
+            "Pass one for each row."
+        )
+    result: tuple[Tensor, Tensor] = _align(x_fp8, scale_inv)
+    return result

@@ -1,0 +1,24 @@
+"""Tensor parallelism whose activations travel in FP8: docs/tensor-parallel.md."""
+
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.linears import (
+    ColumnParallelFp8Linear,
+    ColumnParallelLinear,
+    RowParallelFp8Linear,
+    RowParallelLinear,
+)
+from fp8_ds.tp.mpu import ParallelGroups
+from fp8_ds.tp.plan import LLAMA, TensorParallelPlan, configure, parallelize
+
+__all__ = [
+    "LLAMA",
+    "ColumnParallelFp8Linear",
+    "ColumnParallelLinear",
+    "ParallelGroups",
+    "RowParallelFp8Linear",
+    "RowParallelLinear",
+    "TensorParallel",
+    "TensorParallelPlan",
+    "configure",
+    "parallelize",
+]

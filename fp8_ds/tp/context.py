@@ -1,0 +1,124 @@
+"""TensorParallel: the group of a model's tensor-parallel layers, how they talk, and what has been gathered."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.config import TensorParallelConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.group import check_same
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TensorParallel:
+    """Shared by all tensor-parallel layers of a model.
+
+    Args:
+        group: this rank's; see `check_group`.
+        sequence_parallel: whether activations between the layers are sharded by tokens.
+        config: the "tensor_parallel" block.
+
+    Attributes:
+        size, rank: of the group, in the group.
+        config: see `set_config`.
+        inputs: gathered inputs that are being read.
+        full_shape: (batch, sequence) of the current forward, where `parallelize` shards tokens.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sequence_parallel: bool = True, config: TensorParallelConfig | None = None
+    ) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ConfigError("group: expected one that this rank is in, got another. Pass each rank its own.")
+        self.sequence_parallel = sequence_parallel
+        self.set_config(config or TensorParallelConfig())
+        self.inputs = GatheredInputs()
+        self.full_shape: tuple[int, int] | None = None
+        self._is_checked = False
+
+    def set_config(self, config: TensorParallelConfig) -> None:
+        """Layers talk as `config` says; before they are converted to FP8.
+
+        Raises:
+            ConfigError: something in it cannot take effect.
+        """
+        if not self.sequence_parallel and (config.reduce_scatter == "fp8" or config.chunks > 1):
+            raise ConfigError(
+                'fp8.tensor_parallel: expected "reduce_scatter": "bf16" and "chunks": 1 without sequence parallelism, '
+                f'got "{config.reduce_scatter}" and {config.chunks}. Activations are all-reduced then: remove them, or '
+                "call parallelize with sequence_parallel=True."
+            )
+        self.config = config
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def check_first(self, x: Tensor, *, is_full: bool) -> None:
+        """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.
+
+        Args:
+            x: [..., tokens, C]: a shard, or all tokens.
+            is_full: x is to be cut by tokens, which must divide.
+
+        Raises:
+            ValueError: on all ranks of the group, if one of them brings another, or tokens do not divide.
+        """
+        if not self._is_checked:
+            shape = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
+            check_same("first batch of the tensor-parallel layers", [shape, kind], self.group, on_all_ranks=False)
+            self._is_checked = True
+        num_tokens = x[..., 0].numel()
+        if is_full and num_tokens % self.size:
+            raise ValueError(
+                f"input: expected tokens (batch x sequence) divisible by tensor-parallel size {self.size}, got "
+                f"{num_tokens} of shape {tuple(x.shape)}. Pad the sequences."
+            )
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"input: expected bfloat16, float16 or float32, got {x.dtype}. Cast it before.")
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # process groups cannot be copied, and copies of a model talk to the same ranks
+
+
+class GatheredInputs:
+    """Which nominal tensors stand for gathered FP8 matrices, for as long as these tensors live.
+
+    A nominal tensor has the shape and dtype of what was gathered, and the storage of one NaN: what reads it past the
+    layers that know it reads NaN. Aliases (ZeRO-3's hooks hand modules one each) have the same storage.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Gathered]] = {}
+
+    def nominal(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(shape)
+
+    def put(self, nominal: Tensor, gathered: Gathered) -> None:
+        storage = nominal.untyped_storage()
+        key = storage.data_ptr()
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            if key in self._known and self._known[key][0] is reference:
+                del self._known[key]
+
+        self._known[key] = (weakref.ref(storage, forget), gathered)
+
+    def find(self, x: Tensor) -> Gathered | None:
+        """What `x` stands for; None for any other tensor."""
+        if not self._known:
+            return None
+        storage = x.untyped_storage()
+        reference, gathered = self._known.get(storage.data_ptr(), (None, None))
+        return gathered if reference is not None and reference() is storage else None
+
+    def __len__(self) -> int:
+        return len(self._known)

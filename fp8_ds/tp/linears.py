@@ -1,0 +1,406 @@
+"""Linears whose weights are cut over the ranks of a tensor-parallel group, in high precision and in FP8.
+
+Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I input features, O output features.
+
+Column-parallel: a rank has rows of the weight, [O / n, I]; it reads all of x and gives its features of the output.
+Row-parallel: a rank has columns of the weight, [O, I / n]; it reads its features of x and gives an addend of
+the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output, read_weight
+from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.regions import (
+    copy_to_ranks,
+    gather_tokens,
+    gather_tokens_fp8,
+    gathered_tokens,
+    reduce_tokens,
+    reduced_tokens,
+    sum_over_ranks,
+    summed_over_ranks,
+)
+from fp8_ds.tp.rules import Rule, rule_of
+
+
+class ParallelLinear(nn.Linear):
+    """A part of an nn.Linear. Made from a whole one by `from_full`, never constructed.
+
+    Attributes:
+        tp: the group and how it talks.
+        fp8_class: what `apply_plan` makes of it.
+    """
+
+    tp: TensorParallel
+    fp8_class: ClassVar[type[Fp8Linear] | None] = None
+    cut_dim: ClassVar[int]
+
+    @classmethod
+    def from_full(cls, module: nn.Linear, tp: TensorParallel, unit: int = 1) -> Any:
+        """`module` itself, with this rank's part of the weight: same object, same Parameters, fewer numbers in them.
+
+        Sharded Parameters get `tensor_model_parallel` and `model_parallel`, by which DeepSpeed and Megatron know that
+        each rank's part counts in a gradient norm.
+
+        Args:
+            module: exactly an nn.Linear, whole, the same on all ranks.
+            tp: the group.
+            unit: features that must stay together (a head).
+
+        Raises:
+            ConfigError: `module` is no nn.Linear, is partitioned by ZeRO-3, or does not divide.
+        """
+        if type(module) is not nn.Linear:
+            raise ConfigError(f"module: expected an nn.Linear, got {type(module).__name__}. A layer is cut once.")
+        if hasattr(module.weight, "ds_id"):
+            raise ConfigError(
+                "module: expected a whole weight, got one that deepspeed.zero.Init partitioned. Build the model "
+                "without it, and cut it before deepspeed.initialize."
+            )
+        features = module.weight.shape[cls.cut_dim]
+        if features % (tp.size * unit):
+            raise ConfigError(
+                f"weight: expected dim {cls.cut_dim} divisible by {tp.size} ranks x {unit}, got {features} of "
+                f"{tuple(module.weight.shape)}. Use fewer ranks, or leave the layer out of the plan."
+            )
+        module.__class__ = cls
+        assert isinstance(module, ParallelLinear)
+        module.tp = tp
+        module._cut()
+        return module
+
+    def _cut(self) -> None:
+        raise NotImplementedError
+
+    def _shard(self, p: Any, dim: int) -> None:
+        num = p.shape[dim] // self.tp.size
+        p.data = p.data.narrow(dim, self.tp.rank * num, num).clone(memory_format=torch.contiguous_format)
+        p.tensor_model_parallel = p.model_parallel = True
+        p.partition_dim = dim
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tp={self.tp.size}, sequence_parallel={self.tp.sequence_parallel}"
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Rows of a weight, in high precision.
+
+    With sequence parallelism forward all-gathers x (2 S I (n - 1) bytes received in bf16) and backward reduce-scatters
+    its gradient (as many); without, backward all-reduces it. Neither where `gathers_input` is false.
+
+    Attributes:
+        gathers_input: whether it is called with a shard of the tokens, or, without sequence parallelism, whether it
+            adds up the gradient of its input; false: the module around it does that for all its linears.
+    """
+
+    gathers_input = True
+    cut_dim = 0
+
+    def _cut(self) -> None:
+        self._shard(self.weight, 0)
+        if self.bias is not None:
+            self._shard(self.bias, 0)
+        self.out_features //= self.tp.size
+
+    def full_input(self, x: Tensor) -> Tensor:
+        """All tokens of x, in its dtype; what this layer does to its gradient included."""
+        if not self.gathers_input:
+            return x
+        self.tp.check_first(x, is_full=False)
+        return gather_tokens(x, self.tp, reduces=True) if self.tp.sequence_parallel else copy_to_ranks(x, self.tp)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self.full_input(input), self.weight, self.bias)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Columns of a weight, in high precision; the bias is whole, and added once.
+
+    With sequence parallelism forward reduce-scatters the output and backward all-gathers its gradient (2 S O (n - 1)
+    bytes received each in bf16); without, forward all-reduces the output.
+    """
+
+    cut_dim = 1
+
+    def _cut(self) -> None:
+        self._shard(self.weight, 1)
+        self.in_features //= self.tp.size
+        if self.bias is not None and self.tp.sequence_parallel:
+            sum_gradient(self.bias, self.tp)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_input(input)
+        partial = F.linear(input, self.weight)
+        output = reduce_tokens(partial, self.tp) if self.tp.sequence_parallel else sum_over_ranks(partial, self.tp)
+        return output if self.bias is None else output + self.bias
+
+    def check_input(self, x: Tensor) -> None:
+        """Tokens divide, where they are to be cut."""
+        if self.tp.sequence_parallel:
+            self.tp.check_first(x, is_full=True)
+
+
+def sum_gradient(p: Tensor, tp: TensorParallel) -> Any:
+    """The gradient of `p`, which all ranks have and each uses on its tokens, is summed over ranks from now on.
+
+    One all-reduce in float32 per backward; before DeepSpeed's or anybody's hooks see the gradient.
+
+    Returns:
+        A handle with `remove()`.
+    """
+
+    def hook(grad: Tensor) -> Tensor:
+        return summed_over_ranks(tp, grad.float()).to(grad.dtype)
+
+    return p.register_hook(hook)
+
+
+class _ColumnFunction(torch.autograd.Function):
+    """y = x W^T + b of a gathered x; backward is any FP8 linear's, and leaves this rank's addend of grad_input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, gathered: Gathered, record: bool
+    ) -> Tensor:
+        ctx.weight, ctx.rule, ctx.x_shape = weight, rule, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if gathered.is_under_way:
+            output_TO = _output_of_pieces(rule, gathered, weight, bias, x.dtype)
+        else:
+            output_TO = linear_output(rule.rows(gathered), weight, bias, rule.recipe, x.dtype)
+        if record and weight.requires_grad:
+            ctx.save_for_backward(*rule.keep_input(gathered))
+        output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_TO = as_matrix(grad_output)
+        kept = ctx.saved_tensors if needs_weight else None
+        grad_input, grad_weight = linear_grads(
+            grad_TO, ctx.weight, ctx.rule.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+        )
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.x_shape)
+        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _output_of_pieces(
+    rule: Rule, gathered: Gathered, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """[T, O], a GEMM for each piece as it arrives, the next ones being under way."""
+    weight_fp8 = read_weight(weight, rule.recipe)
+    output_TO = torch.empty((gathered.shape[0], weight.shape[0]), dtype=dtype, device=weight_fp8.data.device)
+    for rows in gathered.pieces():
+        output_TO[rows] = rule.recipe.output(rule.arrived(gathered, rows), weight_fp8, dtype)
+    return output_TO if bias is None else output_TO + bias.to(dtype)
+
+
+class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
+    """ColumnParallelLinear in FP8. Made from one by `from_linear`.
+
+    Collectives, with sequence parallelism, where this layer gathers its input (else the module around it does, once for
+    all its linears):
+
+        forward   one all-gather of E4M3 codes and scales: S I bytes and a scale from each other rank (4 bytes
+                  tensorwise, 4 S rowwise, S I / 32 blockwise)
+        backward  one reduce-scatter of grad_input: 2 S I (n - 1) bytes in bf16, 1.01 S I (n - 1) in FP8
+
+    and with shared scales one all-reduce of 4 bytes each for x, grad_output and a weight that ZeRO does not hold.
+    """
+
+    tp_rule: Rule | None
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: Recipe) -> ColumnParallelFp8Linear:
+        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
+
+        Args:
+            module: exactly a ColumnParallelLinear.
+            recipe: of its own.
+
+        Raises:
+            ConfigError: another class, or a recipe that does not travel in FP8.
+        """
+        return _retype(cls, ColumnParallelLinear, module, recipe)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        gathered = self.tp.inputs.find(input)
+        if gathered is None and self.gathers_input and self.tp.sequence_parallel and self.tp_rule is not None:
+            input, gathered = gather_input(input, self.tp_rule, self.tp)
+        if gathered is None:
+            return Fp8Linear.forward(self, self.full_input(input))
+        assert self.tp_rule is not None
+        apply: Any = _ColumnFunction.apply  # untyped in torch
+        output: Tensor = apply(input, self.weight, self.bias, self.tp_rule, gathered, torch.is_grad_enabled())
+        return output
+
+    def revert(self) -> None:
+        del self.fp8_recipe, self.tp_rule
+        self.__class__ = ColumnParallelLinear  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_input(
+    x: Tensor, rule: Rule, tp: TensorParallel, shape: tuple[int, ...] | None = None
+) -> tuple[Tensor, Gathered]:
+    """Quantise a shard and gather it.
+
+    Args:
+        x: [..., I], this rank's tokens.
+        rule: of the layers that will read it.
+        tp: the group.
+        shape: of the nominal tensor; None: [1, T, I].
+
+    Returns:
+        (nominal tensor, what it stands for); see `gather_tokens_fp8`.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    tp.check_first(x, is_full=False)
+    shard = rule.send_input(x, record=torch.is_grad_enabled())
+    gathered = Gathered(tp.group, shard, tp.config.chunks)
+    return gather_tokens_fp8(x, gathered, tp, shape), gathered
+
+
+class _RowFunction(torch.autograd.Function):
+    """y = sum over ranks of x W^T; grad_output arrives in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelFp8Linear, record: bool) -> Tensor:
+        rule, tp = layer.tp_rule, layer.tp
+        keeps_x = record and weight.requires_grad
+        recipe = layer.fp8_recipe
+        if rule is None:
+            x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
+        else:
+            x_fp8 = rule.quantize_input(x, needs_columns=keeps_x, record=record)
+        partial_TO = linear_output(x_fp8, weight, None, recipe, x.dtype)
+        ctx.weight, ctx.layer, ctx.x_shape = weight, layer, x.shape
+        if keeps_x:
+            ctx.save_for_backward(*recipe.kept(x, x_fp8))
+        if tp.sequence_parallel:
+            return reduced_tokens(tp, partial_TO)[None]
+        return summed_over_ranks(tp, partial_TO).view(*x.shape[:-1], partial_TO.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        layer: RowParallelFp8Linear = ctx.layer
+        kept = ctx.saved_tensors if needs_weight else None
+        rule, tp = layer.tp_rule, layer.tp
+        if rule is not None and tp.sequence_parallel:
+            shard = rule.send_grad(as_matrix(grad_output))
+            gathered = Gathered(tp.group, shard, tp.config.chunks)
+            grads = _grads_of_gathered(gathered, ctx.weight, rule, kept, needs_input, grad_output.dtype)
+        else:
+            grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)
+            grads = linear_grads(
+                grad_TO, ctx.weight, layer.fp8_recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+            )
+        grad_input = None if grads[0] is None else grads[0].view(ctx.x_shape)
+        return grad_input, grads[1], None, None
+
+
+def _grads_of_gathered(
+    gathered: Gathered, weight: Tensor, rule: Rule, kept: Any, needs_input: bool, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(grad_input [T, I], grad_weight [O, I]) of a grad_output that arrives; None for what is not wanted."""
+    grad_input = None
+    if needs_input:
+        weight_fp8 = read_weight(weight, rule.recipe)
+        if gathered.is_under_way:
+            size = (gathered.shape[0], weight.shape[1])
+            grad_input = torch.empty(size, dtype=dtype, device=weight_fp8.data.device)
+            for rows in gathered.pieces():
+                grad_input[rows] = rule.grad_input(rule.arrived(gathered, rows), weight_fp8, dtype)
+        else:
+            grad_input = rule.grad_input(rule.rows(gathered), weight_fp8, dtype)
+    grad_weight = rule.grad_weight(gathered, kept, weight.dtype) if kept is not None else None
+    return grad_input, grad_weight
+
+
+class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
+    """RowParallelLinear in FP8. Made from one by `from_linear`.
+
+    Collectives, with sequence parallelism:
+
+        forward   one reduce-scatter of the output: 2 S O (n - 1) bytes in bf16, 1.01 S O (n - 1) in FP8
+        backward  one all-gather of grad_output's codes and scales: S O bytes and a scale from each other rank
+
+    without: one all-reduce of the output. With shared scales one all-reduce of 4 bytes each for x, grad_output and a
+    weight that ZeRO does not hold.
+    """
+
+    tp_rule: Rule | None
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: Recipe) -> RowParallelFp8Linear:
+        """As `ColumnParallelFp8Linear.from_linear`, of a RowParallelLinear."""
+        return _retype(cls, RowParallelLinear, module, recipe)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        self.check_input(input)
+        apply: Any = _RowFunction.apply  # untyped in torch
+        output: Tensor = apply(input, self.weight, self, torch.is_grad_enabled())
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def revert(self) -> None:
+        del self.fp8_recipe, self.tp_rule
+        self.__class__ = RowParallelLinear  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
+
+
+ColumnParallelLinear.fp8_class = ColumnParallelFp8Linear
+RowParallelLinear.fp8_class = RowParallelFp8Linear
+
+
+def _retype(cls: Any, stock: type[ParallelLinear], module: nn.Linear, recipe: Recipe) -> Any:
+    if type(module) is not stock:
+        raise ConfigError(
+            f"module: expected a {stock.__name__}, got {type(module).__name__}. Cut an nn.Linear by "
+            f"{stock.__name__}.from_full first; a layer is converted once."
+        )
+    rule = None
+    if module.tp.config.gather == "fp8":
+        rule = rule_of(recipe, module.tp.group, shares_scales=module.tp.config.scales == "shared")
+    module.__class__ = cls
+    assert isinstance(module, Fp8Linear)
+    module.fp8_recipe = recipe if rule is None else rule.recipe
+    module.tp_rule = rule  # type: ignore[assignment]
+    return module
+
+
+__all__ = [
+    "ColumnParallelFp8Linear",
+    "ColumnParallelLinear",
+    "ParallelLinear",
+    "RowParallelFp8Linear",
+    "RowParallelLinear",
+    "gather_input",
+    "sum_gradient",
+]

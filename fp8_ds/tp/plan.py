@@ -1,0 +1,308 @@
+"""parallelize: a model's linears cut over a tensor-parallel group, and its activations sharded between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8_ds.config import TensorParallelConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.group import check_group, check_same
+from fp8_ds.tp.linears import (
+    ColumnParallelFp8Linear,
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    gather_input,
+    sum_gradient,
+)
+from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens
+from fp8_ds.tp.rules import RECIPES
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """Which modules do what, by patterns (`fnmatch`) of their names.
+
+    Args:
+        heads: column-parallel, cut between heads; the module around them has `head_dim`.
+        column: column-parallel.
+        row: row-parallel.
+        row_heads: row-parallel, cut between heads.
+        blocks: modules whose first argument all column-parallel linears inside read, and nothing else does: it is
+            gathered (without sequence parallelism: its gradient summed) once for all of them.
+        first: the module at whose input tokens are sharded.
+        last: the module at whose output they are gathered.
+        in_shards: modules that compute token by token between the two and have replicated Parameters; their
+            gradients are summed over the group.
+    """
+
+    heads: tuple[str, ...]
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    row_heads: tuple[str, ...]
+    blocks: tuple[str, ...]
+    first: str
+    last: str
+    in_shards: tuple[str, ...]
+
+
+LLAMA = TensorParallelPlan(
+    heads=("*layers.*.self_attn.q_proj", "*layers.*.self_attn.k_proj", "*layers.*.self_attn.v_proj"),
+    column=("*layers.*.mlp.gate_proj", "*layers.*.mlp.up_proj"),
+    row=("*layers.*.mlp.down_proj",),
+    row_heads=("*layers.*.self_attn.o_proj",),
+    blocks=("*layers.*.self_attn", "*layers.*.mlp"),
+    first="*layers.0",
+    last="*norm",
+    in_shards=("*layers.*.input_layernorm", "*layers.*.post_attention_layernorm", "*norm"),
+)
+"""transformers' LlamaForCausalLM or LlamaModel, and models with its names and dataflow (Mistral, Qwen2). Embedding,
+lm_head and loss are computed on every rank."""
+
+
+def parallelize(
+    model: nn.Module,
+    plan: TensorParallelPlan,
+    tp_group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = True,
+    config: TensorParallelConfig | None = None,
+) -> TensorParallel:
+    """Cut `model` in place; what is then FP8 says the "fp8" block, when deepspeed.initialize is given it. Collective.
+
+    Replicated Parameters and buffers become those of the group's first rank. Call it on all ranks of the world, with
+    the model whole and the same, before `deepspeed.initialize(..., mpu=...)` (`ParallelGroups` is such an mpu).
+
+    Args:
+        model: names as in `plan`; in high precision.
+        plan: what is cut how.
+        tp_group: this rank's; groups of different ranks are the same or do not overlap.
+        sequence_parallel: activations outside the blocks are sharded by tokens, and gathered and reduce-scattered at
+            their borders; else they are on all ranks, and all-reduced.
+        config: how layers talk; under DeepSpeed the "tensor_parallel" block, which replaces this one.
+
+    Returns:
+        What the layers share.
+
+    Raises:
+        ConfigError: on all ranks: a rank is not in its group, models differ, the plan does not fit or does not divide,
+            something in `config` cannot take effect. Nothing is changed then.
+    """
+    check_group(tp_group)
+    texts = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    texts += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    texts += [f"{plan}", f"sequence_parallel={sequence_parallel} {config}"]
+    check_same("model", texts, tp_group, on_all_ranks=True)
+    tp = TensorParallel(tp_group, sequence_parallel, config)  # from here on all ranks see the same
+    cuts = _cuts(model, plan, tp)
+    blocks = _matching(model, plan.blocks)
+    borders = _borders(model, plan, sequence_parallel)
+    in_shards = _matching(model, plan.in_shards) if sequence_parallel else {}
+    sharded = _cut_all(cuts, tp)
+    _replicate(model, sharded, tp)
+    for block in blocks.values():
+        _gather_once(block, tp)
+    if sequence_parallel:
+        _shard_tokens(*borders, tp)
+    for module in in_shards.values():
+        for p in module.parameters():
+            if p.requires_grad:
+                sum_gradient(p, tp)
+    return tp
+
+
+def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> None:
+    """The layers of a model that `parallelize` has cut talk as `config` says. Before they are converted to FP8.
+
+    Args:
+        model: any.
+        config: the "tensor_parallel" block.
+        recipe: of the "linear" block.
+
+    Raises:
+        ConfigError: `config` is not the default, and the model has no such layers; or it has some, and they have no
+            FP8 gather for `recipe`.
+    """
+    contexts = {id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}
+    if not contexts and config != TensorParallelConfig():
+        raise ConfigError(
+            "fp8.tensor_parallel: expected a model that fp8_ds.tp.parallelize has cut, got one without tensor-parallel "
+            "layers. Call it before deepspeed.initialize, or remove the key."
+        )
+    if contexts and config.gather == "fp8" and recipe not in RECIPES:
+        raise ConfigError(
+            f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} with tensor-parallel layers and "
+            f'fp8.tensor_parallel.gather "fp8", got {recipe}. Use one of these, or "gather": "bf16".'
+        )
+    for tp in contexts.values():
+        tp.set_config(config)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    fqn: str
+    module: nn.Linear
+    kind: type[ParallelLinear]
+    unit: int
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Modules by name; every pattern must match one.
+
+    Raises:
+        ConfigError: one matches none.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matches = [name for name in modules if _matches(name, pattern)]
+        if not matches:
+            raise ConfigError(
+                f"plan: expected a module named {pattern!r}, got none in {type(model).__name__}. Use the plan of this "
+                "kind of model."
+            )
+        found.update((name, modules[name]) for name in matches)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`fnmatch`, where a star matches no dot but at the beginning: layers.*.mlp is no layers.0.x.mlp."""
+    tail = pattern.removeprefix("*")
+    parts, wanted = name.split("."), tail.split(".")
+    if len(parts) < len(wanted) or (tail == pattern and len(parts) != len(wanted)):
+        return False
+    return all(fnmatchcase(part, want) for part, want in zip(parts[-len(wanted) :], wanted, strict=True))
+
+
+def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> list[_Cut]:
+    """What is to be cut how.
+
+    Raises:
+        ConfigError: something cannot be; all of it at once.
+    """
+    cuts = []
+    for patterns, kind, is_heads in (
+        (plan.heads, ColumnParallelLinear, True),
+        (plan.column, ColumnParallelLinear, False),
+        (plan.row, RowParallelLinear, False),
+        (plan.row_heads, RowParallelLinear, True),
+    ):
+        for fqn, module in _matching(model, patterns).items():
+            unit = int(getattr(model.get_submodule(fqn.rpartition(".")[0]), "head_dim", 1)) if is_heads else 1
+            cuts.append(_Cut(fqn, module, kind, unit))  # type: ignore[arg-type]
+    problems = [problem for cut in cuts if (problem := _problem(cut, tp.size))]
+    if problems:
+        lines = "\n".join(f"  {line}" for line in problems)
+        raise ConfigError(f"model: expected linears that divide over {tp.size} ranks, got\n{lines}\nUse fewer ranks.")
+    return cuts
+
+
+def _problem(cut: _Cut, size: int) -> str:
+    """Why it cannot be cut; empty if it can."""
+    if type(cut.module) is not nn.Linear:
+        return f"{cut.fqn}: a {type(cut.module).__name__}, not exactly an nn.Linear"
+    if hasattr(cut.module.weight, "ds_id"):
+        return f"{cut.fqn}: partitioned by deepspeed.zero.Init; build the model without it"
+    features = cut.module.weight.shape[cut.kind.cut_dim]
+    if features % (size * cut.unit):
+        units = f"{features // cut.unit} heads of {cut.unit}" if cut.unit > 1 else f"{features} features"
+        return f"{cut.fqn} {tuple(cut.module.weight.shape)}: {units}"
+    return ""
+
+
+def _borders(model: nn.Module, plan: TensorParallelPlan, is_needed: bool) -> tuple[nn.Module, nn.Module]:
+    if not is_needed:
+        return model, model
+    first, last = (_matching(model, (pattern,)) for pattern in (plan.first, plan.last))
+    if len(first) != 1 or len(last) != 1:
+        raise ConfigError(f"plan: expected one first and one last module, got {list(first)} and {list(last)}.")
+    return next(iter(first.values())), next(iter(last.values()))
+
+
+def _cut_all(cuts: Sequence[_Cut], tp: TensorParallel) -> set[int]:
+    """Ids of the Parameters that are sharded now."""
+    for cut in cuts:
+        cut.kind.from_full(cut.module, tp, cut.unit)
+    parameters = (p for cut in cuts for p in cut.module.parameters())
+    return {id(p) for p in parameters if getattr(p, "tensor_model_parallel", False)}
+
+
+@torch.no_grad()
+def _replicate(model: nn.Module, sharded: set[int], tp: TensorParallel) -> None:
+    """Everything that is not sharded is that of the group's first rank."""
+    first = dist.get_global_rank(tp.group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in sharded and tensor.numel():
+            whole = tensor.data.contiguous()
+            dist.broadcast(whole, src=first, group=tp.group)
+            tensor.data.copy_(whole)
+
+
+def _gather_once(block: nn.Module, tp: TensorParallel) -> None:
+    """The column-parallel linears of `block` read one gathered input."""
+    columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
+    for column in columns:
+        column.gathers_input = False
+    block.register_forward_pre_hook(_Entry(tp, columns), with_kwargs=True)
+
+
+def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
+    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, put = _first_argument(args, kwargs)
+        tp.full_shape = (x.shape[0], x.shape[1])
+        return put(split_tokens(x, tp))
+
+    def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert tp.full_shape is not None
+        return gather_tokens(output, tp, (*tp.full_shape, output.shape[-1]), reduces=False)
+
+    first.register_forward_pre_hook(split, with_kwargs=True)
+    last.register_forward_hook(gather)
+
+
+def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """(the tensor that a module computes with, function that puts another in its place)."""
+    if args:
+        return args[0], lambda new: ((new, *args[1:]), kwargs)
+    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return kwargs[name], lambda new: (args, {**kwargs, name: new})
+
+
+class _Entry:
+    """Before a block: its input, gathered as all of its column-parallel linears can read it.
+
+    In FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
+    """
+
+    def __init__(self, tp: TensorParallel, columns: list[ColumnParallelLinear]) -> None:
+        self.tp = tp
+        self.columns = columns
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, put = _first_argument(args, kwargs)
+        if not self.tp.sequence_parallel:
+            self.tp.check_first(x, is_full=False)
+            return put(copy_to_ranks(x, self.tp))
+        shape = self._full_shape(x, kwargs)
+        rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]
+        if len(rules) < len(self.columns) or rules[0] is None:
+            return put(gather_tokens(x, self.tp, shape, reduces=True))
+        nominal, _ = gather_input(x, rules[0], self.tp, shape)
+        return put(nominal)
+
+    def _full_shape(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """(batch, sequence, C): attention needs to know where sequences begin."""
+        num_tokens = self.tp.size * x[..., 0].numel()
+        positions = kwargs.get("position_embeddings")
+        if positions is None:
+            return 1, num_tokens, x.shape[-1]
+        length = positions[0].shape[-2]
+        return num_tokens // length, length, x.shape[-1]

@@ -1,0 +1,204 @@
+"""Where activations change hands between tensor-parallel layers: autograd functions, a collective each way at most.
+
+    function           forward                          backward
+    split_tokens       own tokens of a full tensor      all-gather
+    gather_tokens      all-gather                       own tokens, or reduce-scatter
+    gather_tokens_fp8  all-gather in FP8                reduce-scatter
+    reduce_tokens      reduce-scatter                   all-gather
+    copy_to_ranks      nothing                          all-reduce
+    sum_over_ranks     all-reduce                       nothing
+
+Tokens are the leading dims of a tensor, flattened: rank r has tokens [r T / n, (r + 1) T / n), wherever sequences
+begin. A shard is [1, T / n, C].
+
+torch.compile leaves all of them, and the FP8 layers, as they are: graphs end at the borders of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.comm import reduce_scatter_fp8
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.group import all_gather
+
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gathered_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
+    """[T, C] of every rank's [..., C], in x's dtype."""
+    shard = x.reshape(-1, x.shape[-1]).contiguous()
+    full = shard.new_empty((tp.size * shard.shape[0], shard.shape[1]))
+    all_gather(full, shard, group=tp.group)
+    return full
+
+
+def own_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
+    """[T / n, C] of a full [..., C]."""
+    tokens = x.reshape(-1, x.shape[-1])
+    num = tokens.shape[0] // tp.size
+    return tokens[tp.rank * num : (tp.rank + 1) * num]
+
+
+def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
+    """Own tokens [T / n, C] of the sum over ranks of [..., C].
+
+    In bf16 the backend adds (NCCL and gloo round at every hop). In FP8 each rank's addend is rounded once, to E4M3 with
+    a power of two per 128 elements, travels by all-to-all, and is added exactly.
+    """
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()
+    num_tokens, num_channels = tokens.shape
+    if tp.config.reduce_scatter == "fp8":
+        pieces = [[piece.view(-1)] for piece in tokens.chunk(tp.size)]
+        (own,), _ = reduce_scatter_fp8(tp.group, pieces, x.dtype, 1.0)
+        return own.view(num_tokens // tp.size, num_channels)
+    own = tokens.new_empty((num_tokens // tp.size, num_channels))
+    _reduce_scatter(own, tokens, group=tp.group)
+    return own
+
+
+def summed_over_ranks(tp: TensorParallel, x: Tensor) -> Tensor:
+    """The sum over ranks, on all of them; a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=tp.group)
+    return total
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp, ctx.shape = tp, x.shape
+        return own_tokens(tp, x)[None].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered_tokens(ctx.tp, grad).view(ctx.shape), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, shape: tuple[int, ...], reduces: bool) -> Tensor:
+        ctx.tp, ctx.shape, ctx.reduces = tp, x.shape, reduces
+        return torch.ops.aten._unsafe_view.default(gathered_tokens(tp, x), shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        own = reduced_tokens(ctx.tp, grad) if ctx.reduces else own_tokens(ctx.tp, grad)
+        return own.reshape(ctx.shape), None, None, None
+
+
+class _GatherFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nominal: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp, ctx.shape = tp, x.shape
+        return nominal
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduced_tokens(ctx.tp, grad).view(ctx.shape), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp, ctx.shape = tp, x.shape
+        return reduced_tokens(tp, x)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered_tokens(ctx.tp, grad).view(ctx.shape), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed_over_ranks(ctx.tp, grad), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        return summed_over_ranks(tp, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[1, T / n, C] of a tensor [..., C] that all ranks have."""
+    tp.check_first(x, is_full=True)
+    result: Tensor = _Split.apply(x, tp)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None = None, *, reduces: bool) -> Tensor:
+    """All ranks' tokens.
+
+    Args:
+        x: [..., C], this rank's.
+        tp: the group.
+        shape: of the result; None: [1, T, C].
+        reduces: whether what follows differs from rank to rank, so that gradients have to be added.
+    """
+    shape = shape or (1, tp.size * x[..., 0].numel(), x.shape[-1])
+    result: Tensor = _Gather.apply(x, tp, shape, reduces)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_tokens_fp8(
+    x: Tensor, gathered: Gathered, tp: TensorParallel, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """A nominal tensor that stands for `gathered`, for column-parallel FP8 layers alone: all others read NaN.
+
+    Args:
+        x: [..., C], this rank's; its gradient is the sum of what the ranks' layers give for its tokens.
+        gathered: of it.
+        tp: the group.
+        shape: of the result; None: [1, T, C].
+    """
+    nominal = tp.inputs.nominal(shape or (1, *gathered.shape), x.dtype, x.device)
+    result: Tensor = _GatherFp8.apply(x, nominal, tp)
+    tp.inputs.put(result, gathered)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def reduce_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[1, T / n, C] of the sum over ranks of [..., C]."""
+    result: Tensor = _Reduce.apply(x, tp)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def copy_to_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
+    """x, which all ranks have; its gradient is the sum of theirs."""
+    result: Tensor = _Copy.apply(x, tp)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sum_over_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum over ranks, for all of which the same follows."""
+    result: Tensor = _Sum.apply(x, tp)
+    return result

@@ -1,0 +1,302 @@
+"""How the operands of each recipe travel, and what their GEMMs take on arrival: one object per layer.
+
+Only two operands of a linear are gathered: x of a column-parallel layer and grad_output of a row-parallel one. All
+others are local, and quantised as without tensor parallelism. On arrival each rank's rows have that rank's scales:
+
+    output, grad_input     contract over channels: a scale for each row, or block of a row, is applied by the GEMM.
+    grad_weight            contracts over tokens: codes are aligned to one scale by powers of two (ops/align), or the
+                           scales are multiplied into the operand that is still in high precision.
+
+Shape suffixes: S tokens of one rank, T of all, I input features, O output features (of the shard).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.formats import E4M3, Float8Format
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import Fp8Weight, Recipe, TensorwiseRecipe, as_matrix
+from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
+from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
+from fp8_ds.ops.align import align
+from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import amax, quantize, quantize_colwise_t, quantize_planes
+from fp8_ds.ops.transpose import transpose
+from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.tp.gather import Gathered, Shard
+from fp8_ds.tp.scales import quantize_rows_pow2, quantize_tensor_pow2
+
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+"""Of linears whose operands can be gathered in FP8."""
+
+Kept = tuple[Tensor, Tensor]
+"""(columns [I, T], scale_inv): x as grad_weight takes it."""
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """Of one tensor-parallel linear.
+
+    Args:
+        recipe: of the layer.
+    """
+
+    recipe: Recipe
+
+    # --- x of a column-parallel layer, gathered ---
+
+    @abstractmethod
+    def send_input(self, x: Tensor, *, record: bool) -> Shard:
+        """x of this rank, [..., I], in E4M3."""
+
+    @abstractmethod
+    def keep_input(self, gathered: Gathered) -> Kept:
+        """What grad_weight needs of a gathered x; made once for all layers that read it."""
+
+    # --- grad_output of a row-parallel layer, gathered ---
+
+    @abstractmethod
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        """x of a row-parallel layer, [..., I], which stays where it is."""
+
+    @abstractmethod
+    def send_grad(self, grad_SO: Tensor) -> Shard:
+        """grad_output of this rank's tokens, [S, O], contiguous, in the recipe's gradient format."""
+
+    def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        """[.., I] of some rows of the gathered grad_output."""
+        return self.recipe.grad_input(rows, weight, dtype)
+
+    @abstractmethod
+    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """[O, I] of the gathered grad_output and what was kept of x."""
+
+    # --- both ---
+
+    @abstractmethod
+    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
+        """Scales as they arrived, [n, ...] of `num_rows` rows, as a GEMM takes them."""
+
+    def rows(self, gathered: Gathered) -> Quantized:
+        """All rows of what was gathered."""
+        scales = gathered.once("row_scales", lambda: self.row_scales(gathered.scale_inv, gathered.shape[0]))
+        return Quantized(gathered.codes, None, scales)
+
+    def arrived(self, gathered: Gathered, rows: slice) -> Quantized:
+        """Rows of one rank that have arrived."""
+        codes, scale_inv = gathered.arrived(rows)
+        first = rows.start % gathered.tokens_per_rank
+        own = self.row_scales(scale_inv[None], gathered.tokens_per_rank)
+        return Quantized(codes, None, own if own.dim() == 0 else own[first : first + len(codes)])
+
+
+class TensorRule(Rule):
+    """One power-of-two scale for each rank's shard: 4 bytes in the payload."""
+
+    def send_input(self, x: Tensor, *, record: bool) -> Shard:
+        return Shard(*quantize_tensor_pow2(as_matrix(x), E4M3))
+
+    def keep_input(self, gathered: Gathered) -> Kept:
+        return gathered.once("kept", lambda: self._aligned(gathered))
+
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
+
+    def send_grad(self, grad_SO: Tensor) -> Shard:
+        return Shard(*quantize_tensor_pow2(grad_SO, self.recipe.grad_format))
+
+    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
+        columns, scale_inv = self._aligned(gathered)
+        return self.recipe.grad_weight(Quantized(None, columns, scale_inv), None, kept, dtype)
+
+    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
+        return scale_inv.repeat_interleave(num_rows // len(scale_inv))[:, None]
+
+    def _aligned(self, gathered: Gathered) -> Kept:
+        return align(gathered.codes, self.rows(gathered).scale_inv[:, 0])
+
+
+class SharedTensorRule(Rule):
+    """One scale for all ranks: bytes, scales and GEMMs are those of one device. An all-reduce of 4 bytes per cast.
+
+    The layer's recipe is a SharedTensorwiseRecipe.
+    """
+
+    def send_input(self, x: Tensor, *, record: bool) -> Shard:
+        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
+        assert x_fp8.rows is not None
+        return Shard(x_fp8.rows, x_fp8.scale_inv)
+
+    def keep_input(self, gathered: Gathered) -> Kept:
+        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
+
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
+
+    def send_grad(self, grad_SO: Tensor) -> Shard:
+        assert isinstance(self.recipe, SharedTensorwiseRecipe)
+        grad_fp8 = self.recipe.quantize(grad_SO, self.recipe.grad_format, True, False)
+        assert grad_fp8.rows is not None
+        return Shard(grad_fp8.rows, grad_fp8.scale_inv)
+
+    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
+        grad_fp8 = Quantized(None, transpose(gathered.codes), self.rows(gathered).scale_inv)
+        return self.recipe.grad_weight(grad_fp8, None, kept, dtype)
+
+    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
+        return scale_inv[0].clone()  # memory of its own: cuBLASLt reads scales at multiples of 16 bytes
+
+
+class RowRule(Rule):
+    """One scale for each token: 4 bytes a token in the payload, the values that one device would give.
+
+    A gathered x keeps them to the end, for the recipe folds them into a grad_output that is local. A gathered
+    grad_output has nothing left to be folded into: its scales and those of x are powers of two and aligned, and the
+    weight, whose scales grad_input contracts over, is quantised once more by its columns.
+    """
+
+    def send_input(self, x: Tensor, *, record: bool) -> Shard:
+        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
+        assert x_fp8.rows is not None
+        return Shard(x_fp8.rows, x_fp8.scale_inv)
+
+    def keep_input(self, gathered: Gathered) -> Kept:
+        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
+
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        x_fp8 = Quantized(*_swap(*quantize_rows_pow2(as_matrix(x), E4M3)))
+        return x_fp8.with_columns() if needs_columns else x_fp8
+
+    def send_grad(self, grad_SO: Tensor) -> Shard:
+        return Shard(*quantize_rows_pow2(grad_SO, self.recipe.grad_format))
+
+    def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        if weight.scale_inv.dim() == 0:
+            return self.recipe.grad_input(rows, weight, dtype)
+        assert rows.rows is not None
+        by_columns, scale_inv = quantize_colwise_t((weight.data.float() * weight.scale_inv).to(torch.bfloat16), E4M3)
+        return scaled_mm(rows.rows, by_columns, rows.scale_inv, scale_inv, dtype, self.recipe.backend)
+
+    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
+        x_fp8_IT, x_scale_inv = kept
+        columns, scale_inv = align(gathered.codes, (self.rows(gathered).scale_inv * x_scale_inv)[:, 0])
+        one = torch.ones_like(scale_inv)
+        return scaled_mm(columns, x_fp8_IT, scale_inv, one, dtype, self.recipe.backend)
+
+    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
+        return scale_inv.reshape(num_rows, 1)
+
+
+class BlockRule(Rule):
+    """One power-of-two scale for each 1x128 block: 1/32 byte an element in the payload.
+
+    Columns, with blocks along the tokens, are made of the gathered rows by exponent shifts (`transpose_blockwise`).
+    """
+
+    def send_input(self, x: Tensor, *, record: bool) -> Shard:
+        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
+        assert x_fp8.rows is not None
+        return Shard(x_fp8.rows, x_fp8.scale_inv.t().contiguous())
+
+    def keep_input(self, gathered: Gathered) -> Kept:
+        return gathered.once("kept", lambda: self._columns(gathered))
+
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
+
+    def send_grad(self, grad_SO: Tensor) -> Shard:
+        planes = quantize_blockwise(grad_SO, self.recipe.grad_format, (1, BLOCK), "row")
+        assert planes.x_fp8 is not None and planes.scale_inv is not None
+        return Shard(planes.x_fp8, planes.scale_inv.t().contiguous())
+
+    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
+        columns, scale_inv = self._columns(gathered)
+        return self.recipe.grad_weight(Quantized(None, columns, scale_inv, scale_inv), None, kept, dtype)
+
+    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
+        num_blocks = scale_inv.shape[1]  # [n, blocks, S] to [T, blocks] with strides (1, T), cuBLASLt's layout
+        return scale_inv.transpose(0, 1).reshape(num_blocks, num_rows).t()
+
+    def _columns(self, gathered: Gathered) -> Kept:
+        rows = self.rows(gathered)
+        assert rows.rows is not None
+        return transpose_blockwise(rows.rows, rows.scale_inv)
+
+
+class SharedTensorwiseRecipe(TensorwiseRecipe):
+    """Tensorwise, by the largest magnitude over the ranks of the group: what one device would have.
+
+    Args:
+        recipe: whose settings it takes over.
+        group: whose ranks quantise at the same time, each its shard.
+    """
+
+    def __init__(self, recipe: TensorwiseRecipe, group: dist.ProcessGroup) -> None:
+        self.grad_format, self.backend, self.shared = recipe.grad_format, recipe.backend, recipe.shared
+        self.group = group
+
+    def quantize(self, x: Tensor, fmt: Float8Format, needs_rows: bool, needs_columns: bool) -> Quantized:
+        """[T, C] by the shared scale. Collective."""
+        scale, scale_inv = self._scale(x, fmt)
+        planes = "both" if needs_rows and needs_columns else "row" if needs_rows else "col"
+        return Quantized(*quantize_planes(x, scale, fmt, planes), scale_inv)  # type: ignore[arg-type]
+
+    def _scale(self, x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
+        largest = amax(x)
+        largest = torch.where(torch.isnan(largest), torch.full_like(largest, float("inf")), largest)  # MAX drops NaN
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return scale_from_amax(largest, fmt.max)
+
+    def producer_scaling(self) -> None:
+        """No producer asks other ranks."""
+
+    def grad_scaling(self) -> None:
+        """Likewise."""
+
+    def quantize_weight(self, weight: Tensor) -> Fp8Weight:
+        scale, scale_inv = self._scale(weight, E4M3)
+        return Fp8Weight(quantize(weight, scale, E4M3), scale_inv)
+
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        return self.quantize(as_matrix(x), E4M3, True, needs_columns)
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        return self.quantize(grad_TO, self.grad_format, weight is not None, kept is not None)
+
+
+def _swap(rows: Tensor, scale_inv: Tensor) -> tuple[Tensor, None, Tensor]:
+    return rows, None, scale_inv
+
+
+def rule_of(recipe: Recipe, group: dist.ProcessGroup, *, shares_scales: bool) -> Rule:
+    """The rule of a layer.
+
+    Args:
+        recipe: of the layer.
+        group: its tensor-parallel group.
+        shares_scales: whether all ranks take one scale.
+
+    Raises:
+        ConfigError: there is none for the recipe.
+    """
+    if type(recipe) is TensorwiseRecipe:
+        return SharedTensorRule(SharedTensorwiseRecipe(recipe, group)) if shares_scales else TensorRule(recipe)
+    if type(recipe) is RowwiseRecipe and not shares_scales:
+        return RowRule(recipe)
+    if type(recipe) is BlockwiseRecipe and not shares_scales:
+        return BlockRule(recipe)
+    raise ConfigError(
+        f"fp8.linear.recipe: expected tensorwise, rowwise or blockwise for tensor-parallel layers with "
+        f'scales "{"shared" if shares_scales else "local"}", got {recipe.name}. Shared scales are those of tensorwise; '
+        "set another recipe."
+    )

@@ -1,0 +1,405 @@
+"""Column- and row-parallel linears in FP8 against the whole linear on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor_parallel as tpar
+import torch
+from torch import Tensor
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing.inputs import many_scales
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.tp.features import gather_features, gather_features_fp8
+from fp8_ds.tp.gather import Gathered
+
+pytestmark = pytest.mark.distributed
+
+T, IN, OUT = 128, 256, 512
+KINDS = ("column", "row")
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+WORLDS = (2, 4)
+
+
+def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """x [T, IN] and grad_output [T, OUT], each token and channel in a range of its own."""
+    x = many_scales("per_row", T, IN, seed) * many_scales("per_column", T, IN, seed + 1)
+    grad = many_scales("per_row", T, OUT, seed + 2) * 1e-3
+    return x.to(tpar.device(), dtype), grad.to(tpar.device(), dtype)
+
+
+def grads_of(name: str) -> dict[str, Any]:
+    return {"grad_dtype": "e4m3", "backend": "reference"} if name == "blockwise" else {}
+
+
+# --- strict mode: what one device has ---
+
+
+def shared_bytes() -> None:
+    """Every operand of both kinds of layer, against the whole layer's."""
+    tp = tpar.context(scales="shared")
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16)
+    weight, weight_scale = quantize_tensorwise(layer.weight.detach(), E4M3)
+    x_fp8, x_scale = quantize_tensorwise(x, E4M3)
+    grad_fp8, grad_scale = quantize_tensorwise(grad, E5M2)
+
+    column = tpar.column_fp8(layer, tp, "tensorwise")
+    rule = column.tp_rule
+    sent = Gathered(tp.group, rule.send_input(tpar.own_rows(tp, x), record=True))
+    assert_bitwise(sent.codes, x_fp8)
+    assert_bitwise(rule.rows(sent).scale_inv, x_scale)
+    assert_bitwise(rule.keep_input(sent)[0], x_fp8.t().contiguous())
+    part = column.fp8_recipe.quantize_weight(column.weight.detach())
+    assert_bitwise(part.data, tpar.own_rows(tp, weight.view(torch.uint8)).view(weight.dtype))
+    assert_bitwise(part.scale_inv, weight_scale)
+    own_grad = column.fp8_recipe.quantize_grad_output(tpar.own_cols(tp, grad), part, ())
+    assert_bitwise(own_grad.rows, tpar.own_cols(tp, grad_fp8.view(torch.uint8)).view(grad_fp8.dtype))
+    assert_bitwise(own_grad.scale_inv, grad_scale)
+
+    row = tpar.row_fp8(layer, tp, "tensorwise")
+    own_x = row.tp_rule.quantize_input(tpar.own_cols(tp, x), needs_columns=True, record=True)
+    assert_bitwise(own_x.rows, tpar.own_cols(tp, x_fp8.view(torch.uint8)).view(x_fp8.dtype))
+    assert_bitwise(own_x.scale_inv, x_scale)
+    part = row.fp8_recipe.quantize_weight(row.weight.detach())
+    assert_bitwise(part.data, tpar.own_cols(tp, weight.view(torch.uint8)).view(weight.dtype))
+    assert_bitwise(part.scale_inv, weight_scale)
+    sent = Gathered(tp.group, row.tp_rule.send_grad(tpar.own_rows(tp, grad)))
+    assert_bitwise(sent.codes, grad_fp8)
+    assert_bitwise(row.tp_rule.rows(sent).scale_inv, grad_scale)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_shared_scales_give_every_operand_the_bytes_and_scale_of_one_device(ranks: Any, world_size: int) -> None:
+    ranks(world_size).run(shared_bytes)
+
+
+def against_whole(
+    kind: str, name: str, dtype: torch.dtype, sequence_parallel: bool, data: Any = operands, **config: Any
+) -> dict[str, Any]:
+    """SQNR in dB of each result against the exact product: (of the parts, of the whole FP8 layer, between the two)."""
+    tp = tpar.context(sequence_parallel, **config)
+    x, grad = data(dtype)
+    layer = tpar.linear(OUT, IN, dtype)
+    exact = tpar.run_linear(tpar.linear(OUT, IN, dtype).double(), x.double(), grad.double())
+    whole = tpar.run_linear(tpar.whole_fp8(layer, name, **grads_of(name)), x, grad)
+    make, run = tpar.RUN[kind]
+    parts = run(make(layer, tp, name, **grads_of(name)), x, grad)
+    return {
+        key: (sqnr_db(exact[key], parts[key]), sqnr_db(exact[key], whole[key]), sqnr_db(whole[key], parts[key]))
+        for key in exact
+    }
+
+
+def shared_results() -> list[tuple[str, bool, dict[str, Any]]]:
+    return [
+        (kind, sequence_parallel, against_whole(kind, "tensorwise", torch.float32, sequence_parallel, scales="shared"))
+        for kind in KINDS
+        for sequence_parallel in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_shared_scales_give_the_results_of_one_device_within_fp32_accumulation(ranks: Any, world_size: int) -> None:
+    for kind, sequence_parallel, found in ranks(world_size).run(shared_results)[0]:
+        for key, (_, _, between) in found.items():
+            assert between > 110, (kind, sequence_parallel, key, between)  # fp32 rounds at 150 dB, once per addend
+
+
+# --- local scales ---
+
+
+def normal(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x, grad = (torch.randn(T, size, generator=generator) for size in (IN, OUT))
+    return x.to(tpar.device(), dtype), (grad * 1e-4).to(tpar.device(), dtype)
+
+
+def local_results(family: str) -> dict[tuple[str, str, bool], dict[str, Any]]:
+    data = {"normal": normal, "many scales": operands}[family]
+    return {
+        (kind, name, sequence_parallel): against_whole(kind, name, torch.bfloat16, sequence_parallel, data)
+        for kind in KINDS
+        for name in RECIPES
+        for sequence_parallel in (True, False)
+    }
+
+
+# A column-parallel weight's rows and a row-parallel weight's columns are other rows than the whole's, and with rowwise
+# a gathered grad_output meets a weight that was quantised once more: 1.2 dB of grad_input.
+ALLOWED_LOSS = {("row", "rowwise"): 1.5}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_local_scales_are_as_close_to_the_exact_product_as_one_device(ranks: Any, world_size: int) -> None:
+    for case, found in ranks(world_size).run(local_results, "normal")[0].items():
+        for key in ("output", "grad_input", "grad_weight"):
+            parts, whole, _ = found[key]
+            assert parts > whole - ALLOWED_LOSS.get(case[:2], 0.3), (case, key, parts, whole)
+        assert found["grad_bias"][0] > 45, case
+
+
+# Where single elements are most of a tensor, one device has them without error: its scale takes the largest to E5M2's
+# or E4M3's largest. Powers of two round them like all others.
+FLOOR = {"output": 26.0, "grad_input": 23.0, "grad_weight": 22.0, "grad_bias": 45.0}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_local_scales_hold_their_floor_where_ranges_differ_by_token_and_channel(ranks: Any, world_size: int) -> None:
+    for case, found in ranks(world_size).run(local_results, "many scales")[0].items():
+        for key, floor in FLOOR.items():
+            assert found[key][0] > floor, (case, key, found[key])
+
+
+# --- one shard far larger than the others ---
+
+
+def outputs_beside_a_large_shard(name: str) -> None:
+    """Rank 0's weight, then its tokens, times 1024: what the other ranks compute has the same bits."""
+    tp = tpar.context()
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    options = grads_of(name)
+    column, row = tpar.column_fp8(layer, tp, name, **options), tpar.row_fp8(layer, tp, name, **options)
+    own_x, own_grad = tpar.own_rows(tp, x), tpar.own_cols(tp, grad)
+    row_x, row_grad = tpar.own_cols(tp, x), tpar.own_rows(tp, grad)
+    before = tpar.run_linear(column, own_x, own_grad), tpar.run_linear(row, row_x, row_grad)
+    column.weight.grad = row.weight.grad = None
+    if tp.rank == 0:
+        with torch.no_grad():
+            column.weight.mul_(1024)
+            row.weight.mul_(1024)
+    after = tpar.run_linear(column, own_x, own_grad), tpar.run_linear(row, row_x, row_grad)
+    if tp.rank > 0:
+        for key in ("output", "grad_weight"):
+            assert_bitwise(before[0][key], after[0][key])
+        for key in ("grad_input", "grad_weight"):
+            assert_bitwise(before[1][key], after[1][key])
+    column = tpar.column_fp8(layer, tp, name, **options)
+    after = tpar.run_linear(column, own_x * 1024 if tp.rank == 0 else own_x, own_grad)
+    first = len(own_x)
+    assert_bitwise(before[0]["output"][first:], after["output"][first:])
+    assert not torch.equal(before[0]["output"][:first], after["output"][:first])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shard_a_thousand_times_larger_costs_the_others_no_bit(ranks: Any, name: str) -> None:
+    ranks(4).run(outputs_beside_a_large_shard, name)
+
+
+def bad_shards(name: str) -> dict[str, list[bool]]:
+    """Which rows of the output are finite, and whether grad_weight is, with one rank's x all zeros, or with a NaN."""
+    tp = tpar.context()
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    found = {}
+    for case, value in (("zeros", 0.0), ("nan", float("nan")), ("infinity", float("inf"))):
+        own = tpar.own_rows(tp, x)
+        if tp.rank == 1:
+            own[3 if value else slice(None)] = value
+        column = tpar.column_fp8(layer, tp, name, **grads_of(name))
+        result = tpar.run_linear(column, own, tpar.own_cols(tp, grad))
+        per_rank = [bool(rows.isfinite().all()) for rows in result["output"].chunk(tp.size)]
+        found[case] = [*per_rank, bool(result["grad_weight"].isfinite().all())]
+        if case == "zeros":
+            full = x.clone()
+            full.chunk(tp.size)[1].zero_()
+            exact = tpar.own_cols(tp, grad).double().t() @ full.double()
+            assert sqnr_db(exact, result["grad_weight"]) > 22, name
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all(ranks: Any, name: str) -> None:
+    for found in ranks(2).run(bad_shards, name):
+        assert found["zeros"] == [True, True, True]
+        assert found["nan"] == found["infinity"] == [True, False, False]
+
+
+# --- in pieces ---
+
+
+def pieces(name: str) -> None:
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16)
+    for kind in KINDS:
+        make, run = tpar.RUN[kind]
+        found = []
+        for chunks in (1, 2, 4, 12):
+            with count_collectives() as count:
+                found.append(run(make(layer, tpar.context(chunks=chunks), name, **grads_of(name)), x, grad))
+            assert (count.calls["other"] > 0) == (chunks > 1)  # sends and receives
+        for other in found[1:]:
+            for key, expected in found[0].items():
+                assert_bitwise(other[key], expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_shards_that_arrive_in_pieces_give_the_same_bits(ranks: Any, world_size: int, name: str) -> None:
+    ranks(world_size).run(pieces, name)
+
+
+# --- bytes and collectives ---
+
+
+def traffic(kind: str, name: str, **config: Any) -> dict[str, Any]:
+    """(forward, backward): calls and bytes of one layer, after its first batch has been checked."""
+    tp = tpar.context(**config)
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    module = tpar.RUN[kind][0](layer, tp, name, **grads_of(name))
+    x = (tpar.own_rows(tp, x) if kind == "column" else tpar.own_cols(tp, x)).requires_grad_()
+    grad = tpar.own_cols(tp, grad) if kind == "column" else tpar.own_rows(tp, grad)
+    output = module(x)
+    with count_collectives() as forward:
+        output = module(x)
+    with count_collectives() as backward:
+        output.backward(grad.view(output.shape))
+    return {"forward": (forward.calls, forward.num_bytes), "backward": (backward.calls, backward.num_bytes)}
+
+
+SCALE_BYTES = {"tensorwise": lambda tokens, cols, world: 4 * world, "rowwise": lambda tokens, cols, world: 4 * tokens,
+               "blockwise": lambda tokens, cols, world: 4 * tokens * cols // 128}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_gather_is_one_collective_of_a_byte_an_element_and_the_scales(ranks: Any, world_size: int, name: str) -> None:
+    for kind, gathers, reduces, cols in (("column", "forward", "backward", IN), ("row", "backward", "forward", OUT)):
+        for found in ranks(world_size).run(traffic, kind, name):
+            calls, num_bytes = found[gathers]
+            assert calls == {"all_gather": 1}
+            assert num_bytes["all_gather"] == T * cols + SCALE_BYTES[name](T, cols, world_size)
+            calls, num_bytes = found[reduces]
+            assert calls == {"reduce_scatter": 1}
+            assert num_bytes["reduce_scatter"] == 2 * T * cols // world_size
+
+
+def test_shared_scales_cost_an_all_reduce_for_each_operand(ranks: Any) -> None:
+    column, row = (ranks(2).run(traffic, kind, "tensorwise", scales="shared")[0] for kind in KINDS)
+    # x and the weight, which no ZeRO holds here; then the weight again, and grad_output.
+    assert column["forward"][0] == {"all_gather": 1, "all_reduce": 2}
+    assert column["backward"][0] == {"reduce_scatter": 1, "all_reduce": 2}
+    assert row["forward"][0] == {"reduce_scatter": 1, "all_reduce": 2}
+    assert row["backward"][0] == {"all_gather": 1, "all_reduce": 2}
+    assert column["forward"][1]["all_reduce"] == 8
+
+
+def test_in_bf16_two_bytes_an_element_travel_both_ways(ranks: Any) -> None:
+    column, row = (ranks(2).run(traffic, kind, "tensorwise", gather="bf16")[0] for kind in KINDS)
+    assert column["forward"] == ({"all_gather": 1}, {"all_gather": 2 * T * IN})
+    assert row["backward"] == ({"all_gather": 1}, {"all_gather": 2 * T * OUT})
+
+
+# --- FP8 reduce-scatter ---
+
+
+def fp8_reduction(world: int) -> dict[str, float]:
+    """SQNR of what is reduced in FP8 against bf16, of each kind."""
+    x, grad = normal(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    found = {}
+    for kind, key in (("row", "output"), ("column", "grad_input")):
+        make, run = tpar.RUN[kind]
+        exact = run(make(layer, tpar.context(), "tensorwise"), x.float(), grad.float())
+        for dtype in ("bf16", "fp8"):
+            reduced = run(make(layer, tpar.context(reduce_scatter=dtype), "tensorwise"), x, grad)
+            found[f"{key} {dtype}"] = sqnr_db(exact[key], reduced[key])
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_reduce_scatter_in_fp8_keeps_31_db_and_is_one_all_to_all_of_a_byte(ranks: Any, world_size: int) -> None:
+    for found in ranks(world_size).run(fp8_reduction, world_size):
+        print(found)
+        for key in ("output", "grad_input"):
+            assert found[f"{key} fp8"] > 31.0, found
+            assert found[f"{key} bf16"] > 45.0, found
+    for kind, direction, cols in (("row", "forward", OUT), ("column", "backward", IN)):
+        for found in ranks(world_size).run(traffic, kind, "tensorwise", reduce_scatter="fp8"):
+            calls, num_bytes = found[direction]
+            assert calls == {"all_to_all": 1}
+            assert num_bytes["all_to_all"] == pytest.approx(T * cols * (1 + 1 / 128), rel=1e-3)
+
+
+# --- gather in bf16 ---
+
+
+def bf16_gathers() -> None:
+    """The layers of other recipes, and an FP8 layer on what was gathered in bf16."""
+    x, grad = operands(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16)
+    for kind in KINDS:
+        make, run = tpar.RUN[kind]
+        for name in ("rowwise_with_gw_hp", "tensorwise"):
+            whole = tpar.run_linear(tpar.whole_fp8(layer, name), x, grad)
+            parts = run(make(layer, tpar.context(gather="bf16"), name), x, grad)
+            for key, expected in whole.items():
+                assert sqnr_db(expected, parts[key]) > 24, (kind, name, key)
+        exact = tpar.run_linear(tpar.linear(OUT, IN, torch.bfloat16), x, grad)
+        parts = run(make(layer, tpar.context(), None), x, grad)
+        for key, expected in exact.items():
+            assert sqnr_db(expected, parts[key]) > 44, (kind, key)
+
+
+def test_gathers_in_bf16_serve_every_recipe_and_layers_in_high_precision(ranks: Any) -> None:
+    ranks(2).run(bf16_gathers)
+
+
+# --- channels ---
+
+
+def features(name: str) -> None:
+    """Channels of all ranks, gathered for an FP8 layer and for any reader, with their gradients."""
+    tp = tpar.context()
+    x, grad = operands(torch.bfloat16)
+    x = x * torch.logspace(-2, 2, tp.size).repeat_interleave(IN // tp.size)  # each rank's in a range of its own
+    x = x.to(torch.bfloat16)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    column = tpar.column_fp8(layer, tp, name, **grads_of(name))
+    column.gathers_input = False
+    own = tpar.own_cols(tp, x).requires_grad_()
+    with count_collectives() as count:
+        full = gather_features_fp8(own, column.tp_rule, tp, reduces=True)
+    assert count.calls == {"all_gather": 1}
+    assert count.num_bytes["all_gather"] == T * IN + {"tensorwise": 4 * tp.size, "rowwise": 4 * T * tp.size,
+                                                      "blockwise": T * IN // 32}[name]  # fmt: skip
+    output = column(full)
+    own_grad = tpar.own_cols(tp, grad)
+    output.backward(own_grad)
+    exact = tpar.run_linear(tpar.linear(OUT, IN, torch.bfloat16, bias=False).double(), x.double(), grad.double())
+    assert sqnr_db(exact["output"], tpar.all_cols(tp, output.detach())) > 22
+    assert sqnr_db(exact["grad_weight"], tpar.all_rows(tp, column.weight.grad)) > 22
+    assert sqnr_db(exact["grad_input"], tpar.all_cols(tp, own.grad)) > 22
+
+    own.grad = None
+    full = gather_features(own, column.tp_rule, tp, reduces=False)
+    assert sqnr_db(x, full.detach()) > 24
+    upstream = torch.randn_like(full)
+    full.backward(upstream)
+    assert_bitwise(own.grad, tpar.own_cols(tp, upstream))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_channels_of_all_ranks_become_one_operand(ranks: Any, name: str) -> None:
+    ranks(2).run(features, name)
+
+
+def odd_blocks() -> str:
+    tp = tpar.context()
+    column = tpar.column_fp8(tpar.linear(OUT, 96, torch.bfloat16), tp, "blockwise", **grads_of("blockwise"))
+    try:
+        gather_features(torch.randn(4, 48, dtype=torch.bfloat16), column.tp_rule, tp, reduces=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_blocks_that_would_cross_ranks_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(odd_blocks):
+        assert "expected a multiple of 128 channels" in found

@@ -1,0 +1,474 @@
+"""A Hugging Face Llama over a tensor-parallel group, by itself and in DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tensor_parallel as tpar
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import training
+from torch import Tensor, nn
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.config import LinearConfig, TensorParallelConfig
+from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.tp import LLAMA, configure, parallelize
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = 2
+
+
+class Llama(nn.Module):
+    """transformers' Llama under the interface of the training loop; heads and features divide by 4."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=training.VOCABULARY,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            attention_bias=bias,
+            mlp_bias=bias,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens[:, :-1]).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def llama(dtype: torch.dtype = torch.float32, bias: bool = False, seed: int = 0) -> Llama:
+    torch.manual_seed(seed)
+    model = Llama(bias)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:  # norms and biases that do something
+                p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    return model.to(dtype)
+
+
+def to_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
+    config = LinearConfig(recipe=recipe, **({"backend": "reference"} if recipe == "blockwise" else {}))
+    apply_plan(model, make_plan(model, config), config, "cpu")
+
+
+def whole(model: nn.Module, name: str, tensor: Tensor, tp: Any) -> Tensor:
+    """A parameter's tensor of all ranks."""
+    p = model.get_parameter(name)
+    if not getattr(p, "tensor_model_parallel", False):
+        return tensor
+    dim = p.partition_dim
+    return tpar.all_rows(tp, tensor.transpose(0, dim).contiguous()).transpose(0, dim)
+
+
+# --- without an engine ---
+
+
+def in_high_precision(sequence_parallel: bool, bias: bool, checkpointing: bool) -> dict[str, float]:
+    """SQNR of the loss and all gradients, float32, against the whole model; smallest first."""
+    tp_group = tpar.groups(dist.get_world_size()).tp_group
+    reference, model = llama(bias=bias), llama(bias=bias)
+    if tp_group.rank() > 0:  # what is replicated comes from the first rank
+        with torch.no_grad():
+            model.model.model.norm.weight.zero_()
+            model.model.lm_head.weight.zero_()
+    tp = parallelize(model, LLAMA, tp_group, sequence_parallel=sequence_parallel)
+    if checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    tokens = training.micro_batches(0, 1)[0]
+    losses = []
+    for one in (reference, model):
+        losses.append(one(tokens))
+        losses[-1].backward()
+    found = {"loss": sqnr_db(losses[0], losses[1])}
+    for name, p in reference.named_parameters():
+        found[name] = sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp))
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel", "bias", "checkpointing"),
+    [(2, True, True, False), (2, False, True, False), (4, True, False, False), (2, True, False, True)],
+)
+def test_cut_in_high_precision_every_gradient_is_that_of_the_whole_model(
+    ranks: Any, world_size: int, sequence_parallel: bool, bias: bool, checkpointing: bool
+) -> None:
+    for found in ranks(world_size).run(in_high_precision, sequence_parallel, bias, checkpointing):
+        for name, value in found.items():
+            assert value > 85, (name, value)  # sums in another order; biases of q and k cancel
+
+
+def block_traffic(recipe: str | None, sequence_parallel: bool = True) -> dict[str, Any]:
+    """Collectives of one attention block and one MLP, forward and backward, beside those of norms, at the borders."""
+    model = llama(torch.bfloat16)
+    tp = parallelize(model, LLAMA, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
+    if recipe is not None:
+        configure(model, TensorParallelConfig(), recipe)
+        to_fp8(model, recipe)
+    tokens = training.micro_batches(0, 1)[0]
+    model(tokens).backward()
+    layer = model.model.model.layers[0]
+    found = {}
+    for name, block in (("attention", layer.self_attn), ("mlp", layer.mlp)):
+        x = torch.randn(1, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+        inputs: dict[str, Any] = {}
+        if name == "attention":
+            positions = torch.arange(32)[None]
+            inputs = {"position_embeddings": model.model.model.rotary_emb(x, positions), "attention_mask": None}
+        if not sequence_parallel:
+            x = x.detach().view(2, 32, 64).requires_grad_()
+        with count_collectives() as forward:
+            output = block(x, **inputs)
+            output = output[0] if name == "attention" else output
+        assert output.shape == x.shape
+        with count_collectives() as backward:
+            output.float().square().sum().backward()
+        found[name] = [(count.calls, count.num_bytes) for count in (forward, backward)]
+    assert len(tp.inputs) == 0  # nothing outlives its readers
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_an_attention_block_and_an_mlp_have_two_collectives_each_way(ranks: Any, recipe: str) -> None:
+    found = ranks(2).run(block_traffic, recipe)[0]
+    for name, (forward, backward) in found.items():
+        # q, k and v, and gate and up, share one gather, and their gradients one reduce-scatter; o and down the reverse.
+        assert forward[0] == backward[0] == {"all_gather": 1, "reduce_scatter": 1}, name
+        elements = 128 * 64
+        assert elements < forward[1]["all_gather"] <= elements * 1.1, name
+        assert elements < backward[1]["all_gather"] <= elements * 1.1, name
+        assert forward[1]["reduce_scatter"] == backward[1]["reduce_scatter"] == elements
+
+
+def test_in_high_precision_and_without_sequence_parallelism_it_is_what_others_do(ranks: Any) -> None:
+    for forward, backward in ranks(2).run(block_traffic, None)[0].values():
+        assert forward[0] == backward[0] == {"all_gather": 1, "reduce_scatter": 1}
+    for forward, backward in ranks(2).run(block_traffic, "tensorwise", False)[0].values():
+        assert forward[0] == backward[0] == {"all_reduce": 1}
+
+
+def compiled() -> list[tuple[float, dict[str, Tensor]]]:
+    """(loss, gradients) of the second step of a model, and of one that torch.compile runs."""
+    found = []
+    for compiles in (False, True):
+        model = llama(torch.bfloat16)
+        parallelize(model, LLAMA, tpar.groups(2).tp_group)
+        to_fp8(model)
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        for step in range(2):
+            model.zero_grad()
+            loss = run(training.micro_batches(step, 1)[0])
+            loss.backward()
+        found.append((float(loss), {name: p.grad for name, p in model.named_parameters()}))
+    return found
+
+
+def test_compiled_it_has_the_bits_of_eager(ranks: Any) -> None:
+    for (loss, grads), (compiled_loss, compiled_grads) in ranks(2).run(compiled):
+        assert loss == compiled_loss
+        for name, grad in grads.items():
+            assert_bitwise(compiled_grads[name], grad)
+
+
+# --- in DeepSpeed's engine ---
+
+
+def tp_engine(config: dict[str, Any], tp_size: int, seed: int = 0, **options: Any) -> Any:
+    """An engine over a Llama that is cut over groups of `tp_size`; 1: not cut."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    model = llama(seed=seed)
+    mpu = None
+    if tp_size > 1:
+        mpu = tpar.groups(tp_size)
+        parallelize(model, LLAMA, mpu.tp_group, **options)
+    params = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, config=copy.deepcopy(config), model_parameters=params, mpu=mpu)[0]
+
+
+def destroy(engine: Any) -> None:
+    from deepspeed.utils import groups
+
+    training.destroy(engine)
+    groups.mpu = None  # DeepSpeed keeps it for whatever engine comes next
+
+
+NUM_BATCHES = 2
+"""Micro-batches of a step, over all data-parallel ranks and accumulation steps."""
+
+
+def train(engine: Any, tp_size: int, num_steps: int, first_step: int = 0) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the same global batches whatever the groups."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    dp_size, dp_rank = world // tp_size, rank // tp_size
+    losses, norms = [], []
+    for step in range(first_step, first_step + num_steps):
+        batches = training.micro_batches(step, NUM_BATCHES)
+        total = torch.zeros(())
+        for batch in batches[dp_rank::dp_size]:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(float(total) / (NUM_BATCHES * tp_size))
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+def engine_config(stage: int, fp8: dict[str, Any] | None, tp_size: int, **overrides: Any) -> dict[str, Any]:
+    accumulation = NUM_BATCHES * tp_size // dist.get_world_size()
+    return training.ds_config(stage, fp8, gradient_accumulation_steps=accumulation, **overrides)
+
+
+def trained(stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int, **overrides: Any) -> dict[str, Any]:
+    engine = tp_engine(engine_config(stage, fp8, tp_size, **overrides), tp_size)
+    losses, norms = train(engine, tp_size, num_steps)
+    kinds = sorted({type(module).__name__ for module in engine.module.modules() if isinstance(module, nn.Linear)})
+    report = engine.fp8_report() if fp8 is not None else {}
+    norm_weights = [m.weight for m in engine.module.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    same = True
+    if stage < 3:
+        for weight in norm_weights:  # what is replicated stays the same
+            rows = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+            dist.all_gather(rows, weight.detach().contiguous())
+            same = same and all(torch.equal(row, rows[0]) for row in rows)
+    destroy(engine)
+    return {"losses": losses, "norms": norms, "kinds": kinds, "report": report, "same": same}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_trains_two_by_two_ranks_with_the_gradient_norm_of_the_whole_model(ranks: Any, stage: int) -> None:
+    fp8, bf16 = (ranks(4).run(trained, stage, block, 2, 4)[0] for block in ({}, None))
+    whole = ranks(2).run(trained, stage, None, 1, 4)[0]
+    assert bf16["norms"] == pytest.approx(whole["norms"], rel=0.01)
+    assert fp8["kinds"] == ["ColumnParallelFp8Linear", "Linear", "RowParallelFp8Linear"]
+    assert fp8["same"] and bf16["same"]
+    for own, other in zip(fp8["norms"], bf16["norms"], strict=True):
+        assert own == pytest.approx(other, rel=0.06)
+    assert fp8["losses"] == pytest.approx(bf16["losses"], abs=0.02)
+    weights = LAYERS * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192) // 2  # a rank's half of every linear of a block
+    assert weights <= fp8["report"]["gathered_fp8_bytes"] <= 1.01 * weights
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}},
+        {"activations": {"fused": True, "nonlinear": "fp8"}},
+        {"linear": {"filter_fqns": ["lm_head", "v_proj"]}},
+        {"tensor_parallel": {"reduce_scatter": "fp8", "chunks": 4}},
+        {"linear": {"recipe": "blockwise", "backend": "reference"}},
+        {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}},
+    ],
+    ids=["rowwise-fused", "fused", "a bf16 layer among them", "fp8 reduce-scatter", "blockwise", "delayed"],
+)
+def test_every_way_to_quantise_and_to_talk_trains(ranks: Any, block: dict[str, Any]) -> None:
+    plain, other = (ranks(2).run(trained, 2, one, 2, 4)[0] for one in ({}, block))
+    assert other["losses"] == pytest.approx(plain["losses"], abs=0.01)
+    assert other["norms"] == pytest.approx(plain["norms"], rel=0.06)
+
+
+def test_fp8_states_and_clipping_work_on_a_shard_as_on_a_whole(ranks: Any) -> None:
+    block = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+    parts, whole = (ranks(2).run(trained, 2, block, tp_size, 6)[0] for tp_size in (2, 1))
+    assert parts["norms"] == pytest.approx(whole["norms"], rel=0.06)
+    assert parts["losses"] == pytest.approx(whole["losses"], abs=0.03)
+
+
+NUM_STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def curves(ranks: Any) -> dict[str, Tensor]:
+    """Losses of 50 steps on the same batches."""
+    cases = {
+        "bf16": (2, None, 1),
+        "bf16 tp": (2, None, 2),
+        "fp8": (2, {}, 1),
+        "fp8 tp": (2, {}, 2),
+        "fp8 tp dp": (4, {}, 2),
+    }
+    return {
+        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, NUM_STEPS)[0]["losses"])
+        for name, (world, block, tp_size) in cases.items()
+    }
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
+    """Steps of FP8 differ by its rounding, some six times bf16's, with or without tensor parallelism. Whether that adds
+    anything is told by the distance from bf16: it may grow by what bf16 loses to another order of its sums."""
+    own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
+    assert 0 < own < 0.02
+    on_one = distance(curves["fp8"], curves["bf16"])
+    for name in ("fp8 tp", "fp8 tp dp"):
+        assert distance(curves[name], curves["bf16"]) < on_one + own, (name, own, on_one)
+        assert abs(float((curves[name] - curves["bf16"])[-10:].mean())) < 0.02
+    assert distance(curves["fp8 tp"], curves["fp8 tp dp"]) < own
+
+
+def first_loss(tp_size: int, block: dict[str, Any] | None) -> float:
+    engine = tp_engine(engine_config(2, block, tp_size), tp_size)
+    losses, _ = train(engine, tp_size, 1)
+    destroy(engine)
+    return losses[0]
+
+
+def test_shared_scales_differ_in_a_first_step_as_bf16_does(ranks: Any) -> None:
+    shared = {"tensor_parallel": {"scales": "shared"}}
+    bf16 = [ranks(2).run(first_loss, tp_size, None)[0] for tp_size in (1, 2)]
+    fp8 = [ranks(2).run(first_loss, tp_size, block)[0] for tp_size, block in ((1, {}), (2, shared))]
+    assert abs(fp8[0] - fp8[1]) < max(2 * abs(bf16[0] - bf16[1]), 2e-4)
+
+
+# --- checkpoints ---
+
+
+def resume(stage: int, block: dict[str, Any], directory: str) -> None:
+    """Three steps, a checkpoint, two more; the same two of another engine that has loaded it."""
+    engine = tp_engine(engine_config(stage, block, 2), 2)
+    train(engine, 2, 3)
+    engine.save_checkpoint(directory, tag="third")
+    expected = train(engine, 2, 2, first_step=3)
+    masters, weights = training.full_masters(engine), training.fp8_state(engine)
+    destroy(engine)
+    engine = tp_engine(engine_config(stage, block, 2), 2, seed=5)
+    path, _ = engine.load_checkpoint(directory, tag="third")
+    assert path is not None
+    assert train(engine, 2, 2, first_step=3) == expected
+    for name, master in training.full_masters(engine).items():
+        assert_bitwise(master, masters[name])
+    training.assert_fp8_equals(training.fp8_state(engine), weights)
+    destroy(engine)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "states"), [(2, 2, "fp32"), (4, 1, "fp32"), (4, 2, "fp8"), (4, 3, "fp32")]
+)
+def test_a_checkpoint_resumes_to_the_bit(ranks: Any, tmp_path: Any, world_size: int, stage: int, states: str) -> None:
+    ranks(world_size).run(resume, stage, {"optimizer": {"states": states}}, str(tmp_path))
+    for mp_rank in range(2):
+        assert list(
+            (tmp_path / "third").glob(f"*zero_pp_rank_{world_size // 2 - 1}_mp_rank_0{mp_rank}_optim_states.pt")
+        )
+
+
+# --- what is wrong is an error on all ranks, in time ---
+
+
+def message(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrong(case: str) -> str:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tp_group: Any = tpar.groups(world).tp_group
+    model = llama()
+    if case == "one rank left out":
+        tp_group = dist.new_group(list(range(world - 1)))
+    elif case == "no group on one rank":
+        tp_group = None if rank == 0 else tp_group
+    elif case == "overlapping groups":
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 3])]
+        tp_group = pairs[{0: 0, 1: 1, 2: 1, 3: 2}[rank]]
+    elif case == "another width on one rank":
+        if rank == 1:
+            model.model.model.layers[1].mlp.up_proj = nn.Linear(64, 256, bias=False)
+    elif case == "another model in one group":
+        tp_group = tpar.groups(2).tp_group
+        if rank == 3:
+            model.model.model.layers[0].mlp.down_proj.bias = nn.Parameter(torch.zeros(64))
+    elif case == "features":
+        model.model.model.layers[0].mlp.up_proj = nn.Linear(64, 191, bias=False)
+    elif case == "heads":
+        model.model.model.layers[1].self_attn.head_dim = 16
+    elif case == "no sequence parallelism":
+        config = TensorParallelConfig(chunks=2)
+        return message(lambda: parallelize(model, LLAMA, tp_group, sequence_parallel=False, config=config))
+    elif case == "names":
+        model = nn.Sequential(nn.Linear(8, 8))
+    before = [p.shape for p in model.parameters()]
+    found = message(parallelize, model, LLAMA, tp_group)
+    assert before == [p.shape for p in model.parameters()]
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("one rank left out", r"on ranks [3]"),
+        ("no group on one rank", r"on ranks [0]"),
+        ("overlapping groups", "Groups must not overlap"),
+        ("another width on one rank", "model: expected the same on all ranks"),
+        ("another model in one group", "model: expected the same on all ranks"),
+        ("features", "layers.0.mlp.up_proj (191, 64): 191 features"),
+        ("heads", "layers.1.self_attn.k_proj (32, 64): 2 heads of 16"),
+        ("names", "plan: expected a module named"),
+        ("no sequence parallelism", "without sequence parallelism"),
+    ],
+)
+def test_a_model_or_group_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
+    for found in ranks(4).run(wrong, case):
+        assert found.startswith("ConfigError: ") and expected in found, found
+
+
+def wrong_batch(case: str) -> str:
+    model = llama()
+    parallelize(model, LLAMA, tpar.groups(dist.get_world_size()).tp_group)
+    length = {"lengths": 33 if dist.get_rank() else 17, "does not divide": 6}[case]
+    return message(model, training.micro_batches(0, 1)[0][:3, :length])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("case", "expected"), [("lengths", "first batch"), ("does not divide", "divisible by")])
+def test_a_first_batch_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
+    for found in ranks(4).run(wrong_batch, case):
+        assert expected in found, found
+
+
+def wrong_block(block: dict[str, Any], tp_size: int) -> str:
+    config = engine_config(2, block, tp_size)
+    found = message(tp_engine, config, tp_size)
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("block", "tp_size", "expected"),
+    [
+        ({"tensor_parallel": {"scales": "shared"}}, 1, "expected a model that fp8_ds.tp.parallelize has cut"),
+        ({"linear": {"recipe": "delayed"}}, 2, "expected one of tensorwise, rowwise, blockwise"),
+        ({"linear": {"recipe": "rowwise"}, "tensor_parallel": {"scales": "shared"}}, 2, 'expected "local" with recipe'),
+        ({"tensor_parallel": {"gather": "bf16", "chunks": 2}}, 2, "They say how FP8 is gathered"),
+    ],
+)
+def test_a_block_that_cannot_take_effect_is_an_error(ranks: Any, block: Any, tp_size: int, expected: str) -> None:
+    for found in ranks(2).run(wrong_block, block, tp_size):
+        assert found.startswith("ConfigError: ") and expected in found, found

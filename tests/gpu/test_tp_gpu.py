@@ -1,0 +1,84 @@
+"""Tensor-parallel FP8 layers on GPUs with NCCL: every byte in its place, transfers between peers, the align kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor_parallel as tpar
+import test_tp_linears as on_cpu
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.align import align
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.tp.gather import Gathered, Shard
+from fp8_ds.tp.scales import quantize_rows_pow2
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+WORLDS = (2, 4)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("shape", [(16, 16), (67, 35), (304, 4096), (8192, 4096)])
+def test_align_has_the_bytes_of_the_reference(fmt: Any, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, shape[0])[:, None]
+    codes, scale_inv = quantize_rows_pow2(x.bfloat16(), fmt)
+    for expected, found in zip(align(codes, scale_inv[:, 0]), align(codes.cuda(), scale_inv[:, 0].cuda()), strict=True):
+        assert_bitwise(found.cpu(), expected)
+
+
+def gathers() -> None:
+    """All at once and from peer to peer, twice, so that buffers are used again; every rank's bytes in their place."""
+    tp = tpar.context()
+    torch.manual_seed(0)
+    everyone = torch.randint(0, 120, (tp.size, 512, 1024), dtype=torch.uint8, device="cuda").view(E4M3.dtype)
+    scales = torch.rand(tp.size, 512, 1, device="cuda")
+    for chunks in (1, tp.size, 4 * tp.size, 1, 2 * tp.size):
+        shard = Shard(everyone[tp.rank].clone(), scales[tp.rank].clone())
+        gathered = Gathered(tp.group, shard, chunks)
+        del shard
+        torch.zeros(512, 1024, dtype=torch.uint8, device="cuda")  # where the shard was, if its memory was given back
+        assert_bitwise(gathered.codes.view(torch.uint8).cpu(), everyone.view(torch.uint8).flatten(0, 1).cpu())
+        assert_bitwise(gathered.scale_inv.cpu(), scales.cpu())
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_byte_arrives_where_it_belongs(gpu_ranks: Any, world_size: int) -> None:
+    gpu_ranks(world_size).run(gathers)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_shared_scales_give_every_operand_the_bytes_of_one_device(gpu_ranks: Any, world_size: int) -> None:
+    gpu_ranks(world_size).run(on_cpu.shared_bytes)
+
+
+def layers(name: str) -> list[tuple[Any, ...]]:
+    """(case, result, SQNR of the parts, of one device), all at once and in pieces."""
+    found = []
+    for kind in on_cpu.KINDS:
+        for chunks in (1, 8):
+            sqnr = on_cpu.against_whole(kind, name, torch.bfloat16, True, on_cpu.normal, chunks=chunks)
+            found += [((kind, chunks), key, parts, whole) for key, (parts, whole, _) in sqnr.items()]
+    return found
+
+
+@pytest.mark.parametrize("name", on_cpu.RECIPES)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_layers_are_as_close_to_the_exact_product_as_one_device(gpu_ranks: Any, world_size: int, name: str) -> None:
+    for case, key, parts, whole in gpu_ranks(world_size).run(layers, name)[0]:
+        allowed = 5.0 if key == "grad_bias" else on_cpu.ALLOWED_LOSS.get((case[0], name), 0.3)
+        assert parts > whole - allowed, (case, key, parts, whole)
+
+
+def reduction() -> float:
+    tp = tpar.context(reduce_scatter="fp8")
+    x, grad = on_cpu.normal(torch.bfloat16)
+    layer = tpar.linear(on_cpu.OUT, on_cpu.IN, torch.bfloat16, bias=False)
+    exact = tpar.run_row(tpar.row_fp8(layer, tpar.context(), "tensorwise"), x, grad)["output"]
+    return sqnr_db(exact, tpar.run_row(tpar.row_fp8(layer, tp, "tensorwise"), x, grad)["output"])
+
+
+def test_a_reduce_scatter_in_fp8_keeps_31_db(gpu_ranks: Any) -> None:
+    assert min(gpu_ranks(2).run(reduction)) > 31.0

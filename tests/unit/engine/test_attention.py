@@ -1,0 +1,126 @@
+"""The line that says which attention kernel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fp8_ds.engine.attention import describe_attention
+
+CPU = torch.device("cpu")
+AS_IT_IS = "fp8: attention: as the model has it"
+
+
+def llama(attention: str = "sdpa", **changes: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 256,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}, attn_implementation=attention))
+
+
+def test_sdpa_is_named_with_what_torch_picks_here() -> None:
+    line = "fp8: attention: SDPA, which picks FlashAttention here (bfloat16, head dim 64, 4/2 heads, causal)"
+    assert describe_attention(llama(), CPU) == line
+    with sdpa_kernel(SDPBackend.MATH):
+        assert describe_attention(llama(), CPU) == line.replace("FlashAttention", "plain matmuls and a softmax")
+
+
+def test_a_module_around_the_model_does_not_hide_it() -> None:
+    assert describe_attention(nn.Sequential(llama()), CPU) == describe_attention(llama(), CPU)
+
+
+def test_sdpa_is_recognised_under_another_name() -> None:
+    AttentionInterface.register("maskless", sdpa_attention_forward)
+    assert describe_attention(llama("maskless"), CPU) == (
+        'fp8: attention: SDPA as "maskless", which picks FlashAttention here (bfloat16, head dim 64, 4/2 heads, causal)'
+    )
+
+
+def test_eager_is_named_with_the_remedy() -> None:
+    line = describe_attention(llama("eager"), CPU)
+    assert line.startswith("fp8: attention: eager, ") and 'attn_implementation="sdpa"' in line
+
+
+def test_another_function_is_named_as_transformers_does() -> None:
+    model = llama()
+    model.config._attn_implementation = "flash_attention_3"
+    assert describe_attention(model, CPU) == "fp8: attention: flash_attention_3"
+
+
+def test_what_the_choice_depends_on_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def choose(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, *, enable_gqa: bool) -> int:
+        asked.append((q.shape, k.shape, v.shape, q.dtype, mask, dropout, causal, enable_gqa))
+        assert q.requires_grad and q.stride(-1) == 1
+        assert sum(t.numel() * t.element_size() for t in (q, k, v)) <= 1 << 20
+        return int(SDPBackend.CUDNN_ATTENTION)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    line = describe_attention(llama(attention_dropout=0.5), CPU)
+    assert line == (
+        "fp8: attention: SDPA, which picks cuDNN here (bfloat16, head dim 64, 4/2 heads, causal, dropout 0.5)"
+    )
+    assert asked == [((1, 4, 64, 64), (1, 2, 64, 64), (1, 2, 64, 64), torch.bfloat16, None, 0.5, True, True)]
+    describe_attention(llama(hidden_size=64, num_attention_heads=2, head_dim=512, num_key_value_heads=1), CPU)
+    assert asked[1][1][1] == 2 and asked[1][-1] is False  # transformers repeats such heads itself
+    many = llama(num_hidden_layers=1, hidden_size=512, num_attention_heads=256, num_key_value_heads=256, head_dim=128)
+    describe_attention(many, CPU)
+    assert asked[2][0][2] == 5
+
+
+def test_kinds_that_differ_are_all_named() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=32))
+    bert = BertModel(BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=32))
+    line = describe_attention(nn.ModuleList((gpt2, bert)), CPU)
+    first, second = line.split("; ")
+    assert first.endswith("here (bfloat16, head dim 16, 4 heads, causal, dropout 0.1)")
+    assert second.endswith("here (bfloat16, head dim 16, 4 heads, not causal, dropout 0.1)")
+    five = nn.ModuleList(llama(num_hidden_layers=1, head_dim=dim) for dim in (16, 32, 48, 64, 80))
+    assert describe_attention(five, CPU).endswith("; and 2 other kinds")
+
+
+class Odd(nn.Module):
+    """Attributes with the names of transformers' modules, and nothing behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+        self.is_causal = True
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), Odd(), nn.MultiheadAttention(8, 2)], ids=lambda m: type(m).__name__)
+def test_other_models_have_their_own(model: nn.Module) -> None:
+    assert describe_attention(model, CPU) == AS_IT_IS
+
+
+def test_it_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert describe_attention(llama(), CPU) == AS_IT_IS
+
+
+def test_no_random_number_is_drawn_and_nothing_is_kept() -> None:
+    model = llama()
+    before, state = torch.random.get_rng_state(), {name: id(value) for name, value in vars(model).items()}
+    describe_attention(model, CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert {name: id(value) for name, value in vars(model).items()} == state

@@ -1,0 +1,28 @@
+"""The kernel of ops/align in Triton's interpreter against its reference. test_align.py runs this file in a child."""
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.align import reference, triton
+from fp8_ds.testing import assert_bitwise
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("shape", [(1, 1), (80, 144), (65, 9), (7, 32)])
+def test_kernel_equals_reference_for_every_code_and_shift(fmt, shape):
+    codes = (torch.arange(shape[0] * shape[1]) % 251).to(torch.uint8).reshape(shape)
+    codes[(codes & 0x7F) > 0x7B] = 0  # NaN and infinity: their signs may differ
+    ratio = torch.exp2(-(torch.arange(shape[0]) % 40).float())
+    x_fp8 = codes.view(fmt.dtype)
+    assert_bitwise(triton.shift_transpose(x_fp8, ratio), reference.shift_transpose(x_fp8, ratio))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_what_is_not_a_number_stays_so(fmt):
+    x_fp8 = torch.ones(16, 16).to(fmt.dtype)
+    x_fp8[3, 5] = float("nan")
+    ratio = torch.ones(16)
+    ratio[7] = float("nan")
+    found = triton.shift_transpose(x_fp8, ratio).float().isnan()
+    assert found[5, 3] and found[:, 7].all() and int(found.sum()) == 17

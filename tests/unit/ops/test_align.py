@@ -1,0 +1,89 @@
+"""Rows of FP8 codes as columns with one scale; align_interpreted.py runs the kernel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.align import align
+from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.tp.scales import quantize_rows_pow2, quantize_tensor_pow2
+
+INTERPRETED = Path(__file__).with_name("align_interpreted.py")
+FORMATS = [E4M3, E5M2]
+
+
+def test_kernel_equals_reference_in_the_interpreter():
+    """Triton decides at its import whether it interprets, and this process may have imported it."""
+    pytest.importorskip("triton")
+    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command = [sys.executable, "-m", "pytest", "-q", *options, str(INTERPRETED)]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_aligned_rows_have_the_bytes_of_a_matrix_quantised_by_the_largest_scale(fmt):
+    """But where a code is subnormal after the shift and has been rounded twice."""
+    x = many_scales("per_row", 96, 64).bfloat16()
+    codes, scale_inv = quantize_rows_pow2(x, fmt)
+    columns, largest = align(codes, scale_inv[:, 0])
+    whole, whole_scale_inv = quantize_tensor_pow2(x, fmt)
+    assert_bitwise(largest, whole_scale_inv)
+    whole_t = whole.t().contiguous()
+    is_normal = whole_t.float().abs() >= fmt.smallest_normal
+    assert is_normal.float().mean() > 0.8
+    assert torch.equal(columns.float()[is_normal], whole_t.float()[is_normal])
+    off = (columns.float() - whole_t.float()).abs()[~is_normal]
+    assert not off.numel() or off.max() <= fmt.smallest_subnormal
+    assert off.numel() or fmt is E5M2  # whose range holds all of it
+
+
+def test_equal_scales_move_bytes_only():
+    codes = torch.randint(0, 120, (40, 24), dtype=torch.uint8).view(E4M3.dtype)
+    columns, largest = align(codes, torch.full((40,), 0.25))
+    assert_bitwise(columns.view(torch.uint8), codes.view(torch.uint8).t().contiguous())
+    assert float(largest) == 0.25
+
+
+def test_rows_of_zeros_set_no_scale_and_zeros_alone_are_no_nan():
+    x = torch.randn(8, 16) * 1e-20
+    x[2:5] = 0
+    codes, scale_inv = quantize_rows_pow2(x, E4M3)
+    columns, largest = align(codes, scale_inv[:, 0])
+    assert sqnr_db(x.t(), columns.float() * largest) > 25
+    codes, scale_inv = quantize_rows_pow2(torch.zeros(8, 16), E4M3)
+    columns, largest = align(codes, scale_inv[:, 0] * scale_inv[:, 0])  # as with the scales of another operand
+    assert not columns.float().any() and largest.isfinite()
+
+
+def test_one_row_that_is_not_finite_spoils_everything():
+    x = torch.randn(8, 16)
+    x[3, 3] = float("inf")
+    columns, largest = align(*(part.squeeze(1) if part.shape[1] == 1 else part for part in quantize_rows_pow2(x, E4M3)))
+    assert (columns.float() * largest).isnan().all()
+
+
+def test_other_arguments_are_refused():
+    codes = torch.zeros(4, 6, dtype=E4M3.dtype)
+    for bad in (codes.t(), codes.float(), codes[0]):
+        with pytest.raises(ValueError, match="x_fp8: expected a contiguous matrix in FP8"):
+            align(bad, torch.ones(4))
+    for bad in (torch.ones(6), torch.ones(4, 1), torch.ones(4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="scale_inv: expected float32"):
+            align(codes, bad)
+
+
+def test_op_traces_and_gives_the_same_bits():
+    codes, scale_inv = quantize_rows_pow2(torch.randn(16, 32), E5M2)
+    compiled = torch.compile(align, fullgraph=True, backend="aot_eager")
+    for expected, found in zip(align(codes, scale_inv[:, 0]), compiled(codes, scale_inv[:, 0]), strict=True):
+        assert_bitwise(found, expected)
+    empty, one = align(codes[:0], scale_inv[:0, 0])
+    assert empty.shape == (32, 0) and float(one) == 1
