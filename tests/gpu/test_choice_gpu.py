@@ -89,7 +89,8 @@ def test_measuring_is_repeatable_and_leaves_memory_and_random_numbers_alone(reci
     first, second = time_case(case, device), time_case(case, device)
     assert torch.cuda.memory_allocated() == memory
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert first.fp8_us == pytest.approx(second.fp8_us, rel=0.1)
-    assert first.bf16_us == pytest.approx(second.bf16_us, rel=0.1)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else other tests compute beside this one
+        assert first.fp8_us == pytest.approx(second.fp8_us, rel=0.1)
+        assert first.bf16_us == pytest.approx(second.bf16_us, rel=0.1)
     # Three GEMMs of 2 M K N at no more than the H200's dense peak: 989 TFLOP/s.
     assert first.bf16_us > 6 * 8192 * 4096 * 4096 / 989e12 * 1e6

@@ -368,11 +368,13 @@ def amax_cols_kernel(
 
 
 @triton.jit
-def _load_folded(x, fold, word, num, num_in_row, HAS_FOLD: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """`_load_words` of the rows behind `x`, each element times that of `fold`."""
+def _load_folded(
+    x, fold, first, word, num, num_in_row, HAS_FOLD: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr
+):
+    """`_load_words` of the rows behind `x`, from column `first` on, each element times that of `fold`."""
     x0, x1, x2, x3 = _load_words(x, word, num, VECTOR, PTX)
     if HAS_FOLD:
-        f0, f1, f2, f3 = _load_words(fold, word, num_in_row, VECTOR, PTX)
+        f0, f1, f2, f3 = _load_words(fold + first, word, num_in_row - first, VECTOR, PTX)
         x0, x1, x2, x3 = x0 * f0, x1 * f1, x2 * f2, x3 * f3
     return x0, x1, x2, x3
 
@@ -394,13 +396,13 @@ def rowwise_kernel(
     at = row.to(tl.int64) * num_cols
     is_row = row < num_rows
     left = tl.where(is_row, num_cols, 0)
-    x0, x1, x2, x3 = _load_folded(x + at, fold, word, left, num_cols, HAS_FOLD, VECTOR, PTX)
+    x0, x1, x2, x3 = _load_folded(x + at, fold, 0, word, left, num_cols, HAS_FOLD, VECTOR, PTX)
     largest = _magnitude(x0, x1, x2, x3)
     if LOOP:
         first = WORDS * 4
         while first < num_cols:
             x0, x1, x2, x3 = _load_folded(
-                x + first + at, fold + first, word, left - first, num_cols - first, HAS_FOLD, VECTOR, PTX
+                x + first + at, fold, first, word, left - first, num_cols, HAS_FOLD, VECTOR, PTX
             )
             largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
             first += WORDS * 4
@@ -410,7 +412,7 @@ def rowwise_kernel(
         first = 0
         while first < num_cols:
             x0, x1, x2, x3 = _load_folded(
-                x + first + at, fold + first, word, left - first, num_cols - first, HAS_FOLD, VECTOR, PTX
+                x + first + at, fold, first, word, left - first, num_cols, HAS_FOLD, VECTOR, PTX
             )
             code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
             store_word(out + first + at, word, code, left - first, VECTOR)
