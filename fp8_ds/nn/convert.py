@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
+from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
@@ -23,6 +25,9 @@ from fp8_ds.scaling.delayed import AmaxHistory
 _RECIPES: dict[str, type[Recipe]] = {
     recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
 }
+ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
+"""Classes of linears that are no nn.Linear, and what becomes of them; None: they stay in high precision."""
+
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
 
@@ -110,8 +115,10 @@ class Plan:
         return cls(tuple(LayerPlan(*row) for row in state["layers"]))
 
 
-def _fp8_class(module: nn.Module) -> type[Fp8Linear] | None:
+def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | None:
     """What `module` can become: an Fp8Linear if it is exactly an nn.Linear; what a tensor-parallel one names."""
+    if type(module) in foreign:
+        return foreign[type(module)]
     return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
 
 
@@ -128,10 +135,12 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
     return uses
 
 
-def _verdict(module: nn.Linear, fqns: list[str], uses: Counter[int], linear_config: LinearConfig) -> tuple[bool, str]:
+def _verdict(
+    module: nn.Module, fp8_class: type | None, fqns: list[str], uses: Counter[int], linear_config: LinearConfig
+) -> tuple[bool, str]:
     """(converted, reason); `fqns` are all names of the module (one used twice has several)."""
     weight = module._parameters.get("weight")
-    if _fp8_class(module) is None:
+    if fp8_class is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
@@ -148,7 +157,12 @@ def _verdict(module: nn.Linear, fqns: list[str], uses: Counter[int], linear_conf
     return True, "eligible"
 
 
-def make_plan(model: nn.Module, linear_config: LinearConfig, may_be_empty: bool = False) -> Plan:
+def make_plan(
+    model: nn.Module,
+    linear_config: LinearConfig,
+    may_be_empty: bool = False,
+    foreign: ForeignLinears = MappingProxyType({}),
+) -> Plan:
     """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
 
     Converted is what is exactly an nn.Linear, has no name that contains one of `filter_fqns`, shares its weight with
@@ -158,21 +172,22 @@ def make_plan(model: nn.Module, linear_config: LinearConfig, may_be_empty: bool 
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
         linear_config: the "linear" block.
         may_be_empty: a plan that converts no linear is no error (something else than linears is in FP8).
+        foreign: other classes of linears, by exact class.
 
     Raises:
         ConfigError: no linear is left to convert, or the model is converted already.
     """
-    names: dict[nn.Linear, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Fp8Linear):
             raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or type(module) in foreign:
             names.setdefault(module, []).append(fqn)
     uses = _parameter_uses(model)
     layers = []
     for module, fqns in names.items():
-        converted, reason = _verdict(module, fqns, uses, linear_config)
-        weight = module._parameters.get("weight")
+        converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config)
+        weight: Any = module._parameters.get("weight")
         shape = (module.out_features, module.in_features) if weight is None else _full_shape(weight)
         layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
     plan = Plan(tuple(layers))
@@ -187,7 +202,11 @@ def make_plan(model: nn.Module, linear_config: LinearConfig, may_be_empty: bool 
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, linear_config: LinearConfig, device: torch.device | str
+    model: nn.Module,
+    plan: Plan,
+    linear_config: LinearConfig,
+    device: torch.device | str,
+    foreign: ForeignLinears = MappingProxyType({}),
 ) -> AmaxHistory | None:
     """Each linear that the plan converts is an Fp8Linear afterwards; the rest is untouched. All or none.
 
@@ -196,6 +215,7 @@ def apply_plan(
         plan: from `make_plan` or `Plan.from_state`.
         linear_config: the "linear" block.
         device: where the amax history lives, the device of training.
+        foreign: as `make_plan` was given.
 
     Returns:
         For recipe "delayed" the history: the i-th converted layer's input in slot 2 i, its grad_output in 2 i + 1.
@@ -204,12 +224,13 @@ def apply_plan(
     Raises:
         ConfigError: a layer of the plan is missing, is of another shape, or is converted already; nothing is changed.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     chosen = [layer for layer in plan.layers if layer.converted]
-    targets: list[nn.Linear] = []
+    targets: list[tuple[Any, type[Fp8Linear]]] = []
     for layer in chosen:
         module = modules.get(layer.fqn)
-        if not isinstance(module, nn.Linear) or _fp8_class(module) is None:
+        fp8_class = None if module is None else _fp8_class(module, foreign)
+        if module is None or fp8_class is None:
             found = "nothing" if module is None else f"a {type(module).__name__}"
             raise ConfigError(
                 f"layer plan: expected an nn.Linear at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
@@ -220,23 +241,31 @@ def apply_plan(
                 f"layer plan: expected {layer.fqn!r} of shape {(layer.out_features, layer.in_features)}, got {shape}. "
                 "Use the plan of this model."
             )
-        targets.append(module)
+        targets.append((module, fp8_class))
     shared = SharedInput()
     if linear_config.recipe != "delayed":
-        for module in targets:
-            _convert(module, _RECIPES[linear_config.recipe](linear_config, shared))
+        for module, fp8_class in targets:
+            fp8_class.from_linear(module, _RECIPES[linear_config.recipe](linear_config, shared))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
     history = AmaxHistory(len(fp8_max), fp8_max, device=device)
-    for i, module in enumerate(targets):
-        _convert(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+    for i, (module, fp8_class) in enumerate(targets):
+        fp8_class.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+    _name_leaders(model)
     return history
 
 
-def _convert(module: nn.Linear, recipe: Recipe) -> None:
-    fp8_class = _fp8_class(module)
-    assert fp8_class is not None
-    fp8_class.from_linear(module, recipe)
+def _name_leaders(model: nn.Module) -> None:
+    """Layers with delayed scales that read what one module computes know the first of them."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is None or isinstance(child, nn.Linear):
+                continue
+            readers = [one.fp8_recipe for one in linears_that_read(parent, name) if isinstance(one, Fp8Linear)]
+            delayed = [recipe for recipe in readers if isinstance(recipe, DelayedRecipe)]
+            if len(delayed) > 1:
+                for recipe in delayed:
+                    recipe.leader = delayed[0].slot_x
 
 
 def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:

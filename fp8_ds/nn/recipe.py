@@ -29,6 +29,7 @@ from fp8_ds.ops.gemm import GemmBackend, scaled_mm
 from fp8_ds.ops.quantize import (
     Planes,
     quantize_delayed_planes,
+    quantize_measured_planes,
     quantize_tensorwise,
     quantize_tensorwise_planes,
     record_amax,
@@ -211,6 +212,11 @@ class DelayedRecipe(TensorwiseRecipe):
         slot_x: the layer's input in `history`.
         slot_grad: its grad_output.
         shared: as in `Recipe`.
+
+    Attributes:
+        leader: the slot of the first of several layers that read the same input; its scale equals this layer's. In a
+            graph all of them quantise by it: equal ops of equal arguments, of which one is left. None: it is not known
+            who else reads the input.
     """
 
     name = "delayed"
@@ -227,6 +233,7 @@ class DelayedRecipe(TensorwiseRecipe):
         self.history = history
         self.slot_x = history.slot(slot_x)
         self.slot_grad = history.slot(slot_grad)
+        self.leader: AmaxSlot | None = None
 
     def producer_scaling(self) -> Scaling | None:
         return self.slot_x if self.history.ready else "tensorwise"
@@ -256,6 +263,11 @@ class DelayedRecipe(TensorwiseRecipe):
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
         if not self.history.ready:
             return super()._quantize_input(x, needs_columns, record)
+        if self.leader is not None and record and torch.compiler.is_compiling():
+            scales = (self.leader.scale, self.leader.scale_inv)
+            planes = _planes(True, needs_columns)
+            rows, columns, scale_inv, amax = quantize_measured_planes(as_matrix(x), *scales, E4M3, planes)
+            return Quantized(rows, columns, scale_inv, slot=AmaxSlot(amax, *scales))
         return _delayed(as_matrix(x), self.slot_x, E4M3, record, True, needs_columns)
 
     def _epoch(self, record: bool) -> object:

@@ -319,8 +319,7 @@ def test_decoder_layer_is_one_graph_with_every_recipe(ranks: Any, recipe: str) -
     pytest.importorskip("transformers")
     for result in ranks(2).run(compile_layer, {"linear": {"recipe": recipe}}):
         assert result["num_weights"] == 7 and all(result["is_same"])
-        if recipe != "delayed":  # whose layers have histories of their own
-            assert sum(num for op, num in result["ops"]["forward"].items() if "quantize" in op) == 4
+        assert sum(num for op, num in result["ops"]["forward"].items() if "quantize" in op) == 4
 
 
 @pytest.mark.slow

@@ -123,6 +123,22 @@ _quantize_delayed_planes = _op(
     "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
     _fake_delayed_planes,
 )
+
+
+def _measured_planes(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    amax_local = torch.zeros((), device=x.device)
+    return (*_quantize_delayed_planes(x, scale, scale_inv, amax_local, True, dtype, fp8_max, planes), amax_local)
+
+
+_quantize_measured_planes, _library = register(
+    "quantize_measured_planes(Tensor x, Tensor scale, Tensor scale_inv, ScalarType dtype, float fp8_max, "
+    "str planes) -> (Tensor, Tensor, Tensor, Tensor)",
+    _measured_planes,
+    lambda x, scale, scale_inv, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x), _scalar(x)),
+)
+_KEEP.append(_library)
 _quantize_rowwise = _op(
     "quantize_rowwise(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
     lambda x, fold, dtype, fp8_max: (_fp8(x, dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
@@ -348,6 +364,26 @@ def quantize_delayed_planes(
         x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv)
+
+
+def quantize_measured_planes(
+    x: Tensor, scale: Tensor, scale_inv: Tensor, fmt: Float8Format, planes: Planes
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """`quantize_delayed_planes` that returns the amax and writes nothing else: in a graph, equal calls are made once.
+
+    Returns:
+        (x_fp8, x_fp8_t, scale_inv, amax): amax float32, 0-dim.
+
+    Raises:
+        ValueError: arguments other than these.
+    """
+    _check_matrix(x)
+    _check_scalar("scale", scale)
+    _check_planes(planes)
+    row_plane, col_plane, scale_inv, amax = _quantize_measured_planes(
+        x, scale, scale_inv, fmt.torch_dtype, fmt.max, planes
+    )
+    return (*_named(row_plane, col_plane, planes), scale_inv, amax)
 
 
 def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -100,6 +102,42 @@ def test_layers_of_a_converted_model_share_their_input():
     with Calls() as calls:
         model(computed(16, 32))
     assert calls.names[QUANTIZE] == 1
+
+
+class Normed(nn.Module):
+    """Its projections are given what a module computes, as a decoder layer's are: their history has one leader."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(32).bfloat16()
+        self.projections = Projections()
+
+    def forward(self, x):
+        return self.projections(self.norm(x))
+
+
+def test_in_a_graph_delayed_layers_quantise_their_common_input_once_and_record_it_all():
+    torch.manual_seed(0)
+    results, counts = [], Counter()
+
+    def count(graph, example_inputs):
+        counts.update(str(node.target) for node in graph.graph.nodes if "quantize_measured" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    model, config = Normed(), LinearConfig(recipe="delayed")
+    for compiled in (False, True):
+        here = copy.deepcopy(model)
+        history = apply_plan(here, make_plan(here, config), config, "cpu")
+        history.update(torch.full_like(history.amax_local, 3.0))
+        x = torch.linspace(-1, 4, 16 * 32).view(16, 32).bfloat16().requires_grad_()
+        run = torch.compile(here, backend=backend, fullgraph=True) if compiled else here
+        output = run(x)
+        output.float().square().sum().backward()
+        results.append((output, x.grad, *(p.grad for p in here.parameters()), history.amax_local))
+    assert counts.total() == 1
+    for a, b in zip(*results, strict=True):
+        assert_bitwise(a, b)
 
 
 def test_layers_keep_one_plane_of_their_common_input_for_backward():

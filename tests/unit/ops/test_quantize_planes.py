@@ -15,6 +15,7 @@ from fp8_ds.ops.quantize import (
     quantize_colwise_t,
     quantize_delayed,
     quantize_delayed_planes,
+    quantize_measured_planes,
     quantize_planes,
     quantize_rowwise,
     quantize_tensorwise,
@@ -78,6 +79,10 @@ def test_tensorwise_and_delayed_planes_are_those_of_the_plain_functions(bad):
     for got, expected in ((col.t().contiguous(), x_fp8), (planes_scale_inv, scale_inv), slots):
         assert_bitwise(got, expected)
     before = slots[1].clone()
+    *measured, amax = quantize_measured_planes(x, SCALE, 1 / SCALE, E4M3, "col")
+    assert measured[0] is None
+    for a, b in zip((*measured[1:], amax), (col, planes_scale_inv, slots[1]), strict=True):
+        assert_bitwise(a, b)
     quantize_delayed_planes(10 * x, SCALE, 1 / SCALE, slots[1], E4M3, "row", record=False)
     assert_bitwise(slots[1], before)
 
@@ -177,6 +182,8 @@ def test_ops_pass_opcheck(shape):
         torch.library.opcheck(ops.quantize_tensorwise_planes.default, (x, *fmt, planes), test_utils=checks)
         delayed = (x, one, one.clone(), torch.zeros(()), True, *fmt, planes)
         torch.library.opcheck(ops.quantize_delayed_planes.default, delayed, test_utils=checks)
+        measured = (x, one, one.clone(), *fmt, planes)
+        torch.library.opcheck(ops.quantize_measured_planes.default, measured, test_utils=checks)
     for fold in (False, True):
         rows, cols = (torch.rand(size) if fold else None for size in shape)
         torch.library.opcheck(ops.quantize_rowwise.default, (x, cols, *fmt), test_utils=checks)
