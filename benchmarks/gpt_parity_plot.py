@@ -34,6 +34,8 @@ PAIRS = {
     ),
 }
 """(arm, what it is compared with), by regime."""
+PAIRS[3] = tuple((arm, base) for arm, base in PAIRS[1] if arm != "torchao")
+TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
 COLORS = {
@@ -104,10 +106,10 @@ def differences(rows: Rows, regime: int, steps: int) -> list[Difference]:
 def verdicts(rows: Rows, steps: int) -> list[str]:
     """The issue's bounds, each met, missed or not measured."""
     lines = []
-    for regime in (1, 2):
-        found = {(d.arm, d.base): d for d in differences(rows, regime, steps)}
+    by_regime = {regime: {(d.arm, d.base): d for d in differences(rows, regime, steps)} for regime in TITLES}
+    for regime in TITLES:
         for arm in BOUNDED:
-            d = found.get((arm, "stock"))
+            d = by_regime[regime].get((arm, "stock"))
             if d is None or math.isinf(d.half_width):
                 lines.append(f"NOT MEASURED: regime {regime}, {arm} against stock, two seeds or more")
                 continue
@@ -119,7 +121,7 @@ def verdicts(rows: Rows, steps: int) -> list[str]:
                 f"{d.mean + d.pooled:+.3f} %)"
             )
     for arm, base in CONTROLS:
-        d = found.get((arm, base))
+        d = by_regime[2].get((arm, base))
         if d is None or math.isinf(d.half_width):
             lines.append(f"NOT MEASURED: regime 2, {arm} against {base}, two seeds or more")
             continue
@@ -137,7 +139,7 @@ def verdicts(rows: Rows, steps: int) -> list[str]:
 def report(rows: Rows, steps: int) -> str:
     """Markdown: final losses, paired differences, verdicts."""
     lines = []
-    for regime, title in ((1, "from scratch"), (2, "continued")):
+    for regime, title in TITLES.items():
         losses = final_losses(rows, regime, steps)
         if not losses:
             continue
@@ -164,14 +166,14 @@ def report(rows: Rows, steps: int) -> str:
 
 
 def plot(rows: Rows, steps: int, path: Path) -> None:
-    """Curves of both regimes above, mean paired differences with their intervals below."""
+    """Curves of all regimes above, mean paired differences with their intervals below."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9))
-    for column, regime in enumerate((1, 2)):
+    figure, axes = pyplot.subplots(2, 3, figsize=(19, 9))
+    for column, regime in enumerate(TITLES):
         _curves(axes[0][column], [row for row in rows if int(row["regime"]) == regime], regime)
         found = [d for d in differences(rows, regime, steps) if len(d.by_seed) > 1]
         for y, d in enumerate(found):
@@ -179,7 +181,7 @@ def plot(rows: Rows, steps: int, path: Path) -> None:
             axes[1][column].plot(list(d.by_seed.values()), [y] * len(d.by_seed), "|", color=COLORS[d.arm])
         axes[1][column].set_yticks(range(len(found)), [f"{d.arm} - {d.base}" for d in found])
         axes[1][column].axvline(0, color="gray", linewidth=0.8)
-        if regime == 1:
+        if regime != 2:
             axes[1][column].axvline(UPPER_BOUND, color="gray", linestyle=":", label="bound of the upper end")
             axes[1][column].legend(fontsize=8)
         axes[1][column].set(xlabel="paired difference of the held-out loss, %: seeds, mean, 95 % interval")
@@ -196,7 +198,8 @@ def _curves(axis, rows: Rows, regime: int) -> None:  # type: ignore[no-untyped-d
         skip = regime == 1  # the loss of random weights would flatten all that follows
         axis.plot(x[skip:], y[skip:], color=COLORS[arm], linewidth=0.9, label=None if arm in labelled else arm)
         labelled.add(arm)
-    title = "from scratch" if regime == 1 else "continued"
-    axis.set(xlabel="million tokens", ylabel="held-out loss, nats per token", title=f"Regime {regime}: {title}")
+    axis.set(
+        xlabel="million tokens", ylabel="held-out loss, nats per token", title=f"Regime {regime}: {TITLES[regime]}"
+    )
     if labelled:
         axis.legend(fontsize=8)

@@ -241,7 +241,7 @@ def round_to_nearest(optimizer: Any) -> None:
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Of step 0, 1, ...: warm-up, then to zero in regime 1, constant in regime 2."""
+    """Of step 0, 1, ...: warm-up, then to zero in regimes 1 and 3, constant in regime 2."""
     warm = max(1, round(WARMUP * args.steps))
     if step < warm:
         return args.lr * (step + 1) / warm
@@ -249,7 +249,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 
 
 def training_windows(windows: Windows, args: argparse.Namespace, batch: int) -> Tensor:
-    """[steps, batch] windows. Regime 2 reads on where seed 0 of regime 1 stopped, in an order of its own seed."""
+    """[steps, batch] windows. Regimes 2 and 3 read on where their first weights stopped, in an order of their seed."""
     count = args.steps * batch
     if args.regime == 1:
         return windows.order(count, args.seed).view(args.steps, batch)
@@ -277,7 +277,7 @@ def train(args: argparse.Namespace, device: torch.device, log: TextIO) -> dict[s
     held_out = Windows(args.cache / "held_out.npy", size.seq_len, device)
     # GEMMs in FP8 want multiples of 16, and bf16 ones are faster at multiples of 64.
     model = GPT(size, -(-text["vocab_size"] // 64) * 64, args.seed)
-    if args.regime == 2:
+    if args.regime != 1:
         model.load_state_dict(torch.load(args.checkpoint, weights_only=True))
     model.to(device)
     if device.type == "cuda":
@@ -297,6 +297,8 @@ def train(args: argparse.Namespace, device: torch.device, log: TextIO) -> dict[s
             weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in trainer.model.named_parameters()}
             torch.save(weights, args.save_checkpoint.with_suffix(".part"))
             os.replace(args.save_checkpoint.with_suffix(".part"), args.save_checkpoint)
+            if args.only_checkpoint:
+                break
         if step % LOG_EVERY and step not in stops:
             continue
         mean = float(total) / since  # waits for the device
@@ -315,7 +317,7 @@ def train(args: argparse.Namespace, device: torch.device, log: TextIO) -> dict[s
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
         "plan": report().get("plan") if report else None,
         "digest": text["digest"],
-        "checkpoint": file_digest(args.checkpoint) if args.regime == 2 else None,
+        "checkpoint": file_digest(args.checkpoint) if args.regime != 1 else None,
     }
 
 
@@ -325,7 +327,7 @@ def file_digest(path: Path) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--regime", type=int, choices=[1, 2], required=True)
+    parser.add_argument("--regime", type=int, choices=[1, 2, 3], required=True)
     parser.add_argument("--arm", choices=list(ARMS), required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -334,9 +336,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     parser.add_argument("--compile", action="store_true", help="torch.compile the whole model, not only the loss")
     parser.add_argument("--cache", type=Path, required=True, help="train.npy, held_out.npy, text.json")
-    parser.add_argument("--checkpoint", type=Path, help="of regime 2's first weights")
+    parser.add_argument("--checkpoint", type=Path, help="first weights of regimes 2 and 3")
     parser.add_argument("--checkpoint-at", type=float, default=1.0, help="share of regime 1 after which it was saved")
     parser.add_argument("--save-checkpoint", type=Path)
+    parser.add_argument("--only-checkpoint", action="store_true", help="end when it is saved")
     parser.add_argument("--log", type=Path, required=True, help="CSV; beside it, .json")
     return parser.parse_args()
 

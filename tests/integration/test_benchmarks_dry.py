@@ -218,9 +218,10 @@ def test_model_has_124_million_parameters_and_starts_from_bf16_numbers(bench: An
     assert models[0].blocks[0].out.weight.std() < 0.7 * models[0].blocks[0].qkv.weight.std()
 
 
-def test_learning_rate_ends_at_zero_in_regime_1_and_is_constant_in_regime_2(bench: Any) -> None:
+def test_learning_rate_ends_at_zero_in_regimes_1_and_3_and_is_constant_in_regime_2(bench: Any) -> None:
     rate = bench("gpt_parity_worker").learning_rate
     first = [rate(worker_args(steps=100), step) for step in range(100)]
+    assert [rate(worker_args(steps=100, regime=3), step) for step in range(100)] == first
     assert first[0] == pytest.approx(2e-4) and max(first) == pytest.approx(1e-3) and 0 < first[99] < 2e-5
     assert [rate(worker_args(steps=100, regime=2), step) for step in (5, 50, 99)] == [1e-3] * 3
 
@@ -246,13 +247,15 @@ def test_work_list_is_that_of_the_issue(bench: Any, cache: Path) -> None:
     assert [name for name in names if "torchao" in name] == ["r1-torchao-s0"]
     second = {job.arm for job in parity.work_list(parity_args(cache, "--regimes", "2"))}
     assert second > {"stock", "e4m11", "e4m11-nearest", "bf16-nearest"}
+    third = [job.name for job in parity.work_list(parity_args(cache, "--regimes", "3", "--seeds", "4"))]
+    assert third == ["r3-stock-s4", "r3-fp8-s4", "r3-e4m19-s4", "r3-e4m11-s4"]
 
 
 def test_regime_2_waits_for_its_first_weights_and_a_fresh_machine_makes_them_again(
     bench: Any, cache: Path, tmp_path: Path
 ) -> None:
     parity = bench("gpt_parity")
-    args = parity_args(cache, "--seeds", "0", "--arms", "stock", "e4m11")
+    args = parity_args(cache, "--seeds", "0", "--arms", "stock", "e4m11", "--regimes", "1", "2")
     results = parity.Results(tmp_path / "result", {}, None)
     scheduler = parity.Scheduler(args, results)
     assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r1-stock-s0", "r1-e4m11-s0"]
