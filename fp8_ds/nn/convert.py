@@ -256,7 +256,13 @@ def apply_plan(
 
 
 def _name_leaders(model: nn.Module) -> None:
-    """Layers with delayed scales that read what one module computes know the first of them."""
+    """Layers with delayed scales that read what one module computes know the first of them, and no other layer."""
+    recipes = [module.fp8_recipe for module in model.modules() if isinstance(module, Fp8Linear)]
+    all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
+    for recipe in all_delayed:
+        recipe.leader = None
+    if not all_delayed:
+        return
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is None or isinstance(child, nn.Linear):
@@ -284,5 +290,6 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
         module = model.get_submodule(fqn)
         assert isinstance(module, Fp8Linear), fqn
         module.revert()
+    _name_leaders(model)  # none whose amax nobody records any more
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
     return Plan(tuple(rows))

@@ -254,11 +254,18 @@ class DelayedRecipe(TensorwiseRecipe):
         recorded = x_fp8.slot
         if not record or recorded is self.slot_x:
             return x_fp8
-        if recorded is None:
-            record_amax(x, self.slot_x.amax_local)
-        else:
-            self.slot_x.amax_local.copy_(torch.maximum(self.slot_x.amax_local, recorded.amax_local))
+        for slot in self._slots_to_record():
+            if recorded is None:
+                record_amax(x, slot.amax_local)
+            else:
+                slot.amax_local.copy_(torch.maximum(slot.amax_local, recorded.amax_local))
         return x_fp8
+
+    def _slots_to_record(self) -> tuple[AmaxSlot, ...]:
+        """Its own; in a graph also the leader's, which may not be called, or not train."""
+        if self.leader is None or self.leader is self.slot_x or not torch.compiler.is_compiling():
+            return (self.slot_x,)
+        return self.slot_x, self.leader
 
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
         if not self.history.ready:

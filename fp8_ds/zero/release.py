@@ -9,7 +9,9 @@ share) and this module has nothing to do. Its approximations:
   good what starts late (the first matrix of a LoRA pair).
 - delayed_norm: the factor follows from the global norm of the step before; a first step is not clipped.
 
-A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already.
+A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already. With model
+parallelism that would be on some ranks only, for each has its own part of the gradients, and parameters that all of
+them hold would differ from then on: it is refused.
 
 Source: release, LOMO (arXiv 2306.09782); AdaGC, arXiv 2502.11034, section 3 (lambda 1.05, beta 0.98, 100 steps).
 """
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.scaling import AmaxHistory
@@ -39,6 +42,25 @@ Clipping = Literal["none", "per_tensor", "delayed_norm"]
 _ADAGC_FACTOR = 1.05
 _ADAGC_DECAY = 0.98
 _ADAGC_WARMUP_STEPS = 100
+
+
+def refuse_model_parallel(group: Any) -> None:
+    """Buckets are updated without asking the other ranks of a model: there are none.
+
+    Args:
+        group: of tensor and model parallelism; None: there is none.
+
+    Raises:
+        ConfigError: it has several ranks.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    if size > 1:
+        raise ConfigError(
+            f"fp8.optimizer.release: expected false with tensor or model parallelism of {size} ranks, got true. They "
+            "would skip and clip a bucket each by its own gradients, and weights that all of them hold would differ. "
+            'Set "release": false; with "release_clipping": "exact" and gradient_clipping, reduced shards are held and '
+            "it may stay."
+        )
 
 
 class ReleaseUpdater:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater
+from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
 from fp8_ds.zero.states12 import Fp8StatesStage12
 
 _STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
@@ -24,6 +24,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
     _fp8_takes_gradients = False
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
+        refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
         settings = context.config.optimizer
         copies = 3 if self.overlap_comm else 2  # one or two buckets, and what the reduction flattens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater
+from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
 from fp8_ds.zero.states3 import Fp8StatesStage3
 
 _STEP_TIMER = "optimizer_step"
@@ -20,6 +20,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3. Updates run on the stream of the reduction."""
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
+        refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
         settings = context.config.optimizer
         names = [self.param_names[p] for group in self.fp16_groups for p in group]

@@ -584,3 +584,30 @@ def test_between_backward_and_step_a_reader_sees_own_elements_new_and_others_old
                 assert math.log2(ratio) in (-1, 0, 1) and torch.equal(kept, ratio * old), name
                 moved += ratio != 1
     assert (moved > 0) == (stage == 2)  # docs/memory.md says so: the scale is new, the others' bytes are not
+
+
+def model_parallel() -> list[str]:
+    """Errors in stages 2 and 3; none where exact clipping holds the gradients."""
+    from deepspeed.utils import groups
+    from test_tp_llama import destroy, tp_engine
+
+    from fp8_ds import ConfigError
+
+    options = {"gradient_clipping": 0.2, "gradient_accumulation_steps": 1}
+    found = []
+    for stage in (2, 3):
+        for clipping in ("delayed_norm", "per_tensor"):
+            with pytest.raises(ConfigError) as caught:
+                tp_engine(training.ds_config(stage, block("e4m19", True, release_clipping=clipping), **options), 2)
+            groups.mpu = None  # DeepSpeed keeps it for whatever engine comes next
+            found.append(str(caught.value))
+    destroy(tp_engine(training.ds_config(2, block("e4m19", True), **options), 2))
+    dist.barrier()  # no rank is inside a collective of its own
+    return found
+
+
+def test_ranks_that_share_a_model_cannot_release_for_what_all_of_them_hold_would_differ(ranks: Any) -> None:
+    for found in ranks(2).run(model_parallel):
+        assert len(found) == 4
+        for text in found:
+            assert "fp8.optimizer.release: expected false" in text and "parallelism of 2 ranks" in text
