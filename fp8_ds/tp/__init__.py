@@ -8,10 +8,11 @@ from fp8_ds.tp.linears import (
     RowParallelLinear,
 )
 from fp8_ds.tp.mpu import ParallelGroups
-from fp8_ds.tp.plan import LLAMA, TensorParallelPlan, configure, parallelize
+from fp8_ds.tp.plan import LLAMA, QWEN3, TensorParallelPlan, configure, parallelize
 
 __all__ = [
     "LLAMA",
+    "QWEN3",
     "ColumnParallelFp8Linear",
     "ColumnParallelLinear",
     "ParallelGroups",

@@ -12,8 +12,9 @@ from torch import Tensor
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.tp.gather import Gathered
-from fp8_ds.tp.group import check_same
+from fp8_ds.tp.group import check_same, digest
 
+_FINGERPRINT_ELEMENTS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,7 +45,6 @@ class TensorParallel:
         self.set_config(config or TensorParallelConfig())
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
-        self._is_checked = False
 
     def set_config(self, config: TensorParallelConfig) -> None:
         """Layers talk as `config` says; before they are converted to FP8.
@@ -59,14 +59,16 @@ class TensorParallel:
                 "call parallelize with sequence_parallel=True."
             )
         self.config = config
+        self._is_checked = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def check_first(self, x: Tensor, *, is_full: bool) -> None:
+    def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
         """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.
 
         Args:
             x: [..., tokens, C]: a shard, or all tokens.
             is_full: x is to be cut by tokens, which must divide.
+            is_replicated: x is the same on all ranks.
 
         Raises:
             ValueError: on all ranks of the group, if one of them brings another, or tokens do not divide.
@@ -74,7 +76,9 @@ class TensorParallel:
         if not self._is_checked:
             shape = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
             kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
-            check_same("first batch of the tensor-parallel layers", [shape, kind], self.group, on_all_ranks=False)
+            values = f"values {_fingerprint(x)}" if is_replicated else ""
+            texts = [shape, kind, values]
+            check_same("first batch of the tensor-parallel layers", texts, self.group, on_all_ranks=False)
             self._is_checked = True
         num_tokens = x[..., 0].numel()
         if is_full and num_tokens % self.size:
@@ -87,6 +91,13 @@ class TensorParallel:
 
     def __deepcopy__(self, memo: Any) -> TensorParallel:
         return self  # process groups cannot be copied, and copies of a model talk to the same ranks
+
+
+def _fingerprint(x: Tensor) -> str:
+    """Of some of its elements, bit for bit."""
+    flat = x.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _FINGERPRINT_ELEMENTS)].float().cpu()
+    return f"{digest(some.numpy().tobytes().hex()):016x}"
 
 
 class GatheredInputs:

@@ -117,7 +117,7 @@ class ColumnParallelLinear(ParallelLinear):
         """All tokens of x, in its dtype; what this layer does to its gradient included."""
         if not self.gathers_input:
             return x
-        self.tp.check_first(x, is_full=False)
+        self.tp.check_first(x, is_full=False, is_replicated=not self.tp.sequence_parallel)
         return gather_tokens(x, self.tp, reduces=True) if self.tp.sequence_parallel else copy_to_ranks(x, self.tp)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -297,9 +297,11 @@ class _RowFunction(torch.autograd.Function):
         ctx.weight, ctx.layer, ctx.x_shape = weight, layer, x.shape
         if keeps_x:
             ctx.save_for_backward(*recipe.kept(x, x_fp8))
-        if tp.sequence_parallel:
-            return reduced_tokens(tp, partial_TO)[None]
-        return summed_over_ranks(tp, partial_TO).view(*x.shape[:-1], partial_TO.shape[-1])
+        own = reduced_tokens(tp, partial_TO) if tp.sequence_parallel else summed_over_ranks(tp, partial_TO)
+        shape = (1,) if tp.sequence_parallel else x.shape[:-2]
+        # A view from inside a Function could not be written in place.
+        output: Tensor = torch.ops.aten._unsafe_view.default(own, (*shape, -1, own.shape[-1]))
+        return output
 
     @staticmethod
     @once_differentiable

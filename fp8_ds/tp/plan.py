@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.group import check_group, check_same
+from fp8_ds.tp.group import check_group, check_same, device_of
 from fp8_ds.tp.linears import (
     ColumnParallelFp8Linear,
     ColumnParallelLinear,
@@ -42,6 +42,8 @@ class TensorParallelPlan:
         last: the module at whose output they are gathered.
         in_shards: modules that compute token by token between the two and have replicated Parameters; their
             gradients are summed over the group.
+        in_heads: modules inside blocks that compute head by head and have Parameters which all heads share; a rank has
+            its own heads' part of their gradients, which are summed.
     """
 
     heads: tuple[str, ...]
@@ -52,6 +54,7 @@ class TensorParallelPlan:
     first: str
     last: str
     in_shards: tuple[str, ...]
+    in_heads: tuple[str, ...] = ()
 
 
 LLAMA = TensorParallelPlan(
@@ -66,6 +69,8 @@ LLAMA = TensorParallelPlan(
 )
 """transformers' LlamaForCausalLM or LlamaModel, and models with its names and dataflow (Mistral, Qwen2). Embedding,
 lm_head and loss are computed on every rank."""
+QWEN3 = replace(LLAMA, in_heads=("*layers.*.self_attn.q_norm", "*layers.*.self_attn.k_norm"))
+"""transformers' Qwen3ForCausalLM or Qwen3Model, whose attention normalises queries and keys."""
 
 
 def parallelize(
@@ -105,14 +110,17 @@ def parallelize(
     cuts = _cuts(model, plan, tp)
     blocks = _matching(model, plan.blocks)
     borders = _borders(model, plan, sequence_parallel)
-    in_shards = _matching(model, plan.in_shards) if sequence_parallel else {}
+    summed = _matching(model, plan.in_heads)
+    _check_blocks(blocks, [cut.module for cut in cuts], summed)
+    if sequence_parallel:
+        summed |= _matching(model, plan.in_shards)
     sharded = _cut_all(cuts, tp)
     _replicate(model, sharded, tp)
     for block in blocks.values():
         _gather_once(block, tp)
     if sequence_parallel:
         _shard_tokens(*borders, tp)
-    for module in in_shards.values():
+    for module in summed.values():
         for p in module.parameters():
             if p.requires_grad:
                 sum_gradient(p, tp)
@@ -227,6 +235,23 @@ def _borders(model: nn.Module, plan: TensorParallelPlan, is_needed: bool) -> tup
     return next(iter(first.values())), next(iter(last.values()))
 
 
+def _check_blocks(blocks: dict[str, nn.Module], cut: Sequence[nn.Module], in_heads: dict[str, nn.Module]) -> None:
+    """Parameters inside blocks are cut, or the plan says what becomes of their gradients.
+
+    Raises:
+        ConfigError: naming those of which a rank would have its own part of the gradient only.
+    """
+    known = {id(p) for module in (*cut, *in_heads.values()) for p in module.parameters()}
+    left = [
+        f"{fqn}.{name}" for fqn, block in blocks.items() for name, p in block.named_parameters() if id(p) not in known
+    ]
+    if left:
+        raise ConfigError(
+            f"plan: expected every Parameter inside its blocks to be cut or named in `in_heads`, got {left[0]} and "
+            f"{len(left) - 1} more. Each rank would have another gradient of it. Use a plan of this model (QWEN3?)."
+        )
+
+
 def _cut_all(cuts: Sequence[_Cut], tp: TensorParallel) -> set[int]:
     """Ids of the Parameters that are sharded now."""
     for cut in cuts:
@@ -241,7 +266,7 @@ def _replicate(model: nn.Module, sharded: set[int], tp: TensorParallel) -> None:
     first = dist.get_global_rank(tp.group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in sharded and tensor.numel():
-            whole = tensor.data.contiguous()
+            whole = tensor.data.to(tensor.device if tensor.is_cuda else device_of(tp.group)).contiguous()
             dist.broadcast(whole, src=first, group=tp.group)
             tensor.data.copy_(whole)
 
@@ -289,7 +314,7 @@ class _Entry:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, put = _first_argument(args, kwargs)
         if not self.tp.sequence_parallel:
-            self.tp.check_first(x, is_full=False)
+            self.tp.check_first(x, is_full=False, is_replicated=True)
             return put(copy_to_ranks(x, self.tp))
         shape = self._full_shape(x, kwargs)
         rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]

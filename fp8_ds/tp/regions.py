@@ -111,7 +111,8 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp, ctx.shape = tp, x.shape
-        return reduced_tokens(tp, x)[None]
+        own = reduced_tokens(tp, x)
+        return torch.ops.aten._unsafe_view.default(own, (1, *own.shape))  # a view could not be written in place
 
     @staticmethod
     @once_differentiable
@@ -145,7 +146,7 @@ class _Sum(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[1, T / n, C] of a tensor [..., C] that all ranks have."""
-    tp.check_first(x, is_full=True)
+    tp.check_first(x, is_full=True, is_replicated=True)
     result: Tensor = _Split.apply(x, tp)
     return result
 

@@ -17,7 +17,7 @@ from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
-from fp8_ds.tp import LLAMA, configure, parallelize
+from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
 
 pytestmark = pytest.mark.distributed
 
@@ -436,15 +436,61 @@ def test_a_model_or_group_that_does_not_fit_is_an_error_on_every_rank(ranks: Any
         assert found.startswith("ConfigError: ") and expected in found, found
 
 
+def normed_queries(plan: Any, sequence_parallel: bool) -> dict[str, float] | str:
+    """Of a Qwen3: SQNR of the gradients of its norms, or the error."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    reference = Qwen3ForCausalLM(config)
+    model = copy.deepcopy(reference)
+    tp_group = tpar.groups(dist.get_world_size()).tp_group
+    found = message(lambda: parallelize(model, plan, tp_group, sequence_parallel=sequence_parallel))
+    if found:
+        return found
+    tokens = training.micro_batches(0, 1)[0][:, :32]
+    for one in (reference, model):
+        logits = one(input_ids=tokens).logits
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    norms = [(name, p) for name, p in reference.named_parameters() if p.dim() == 1]
+    return {name: sqnr_db(p.grad, model.get_parameter(name).grad) for name, p in norms}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_norms_of_queries_and_keys_have_the_gradients_of_all_heads(ranks: Any, sequence_parallel: bool) -> None:
+    pytest.importorskip("transformers.models.qwen3")
+    for found in ranks(2).run(normed_queries, QWEN3, sequence_parallel):
+        assert len(found) == 5 and min(found.values()) > 100, found
+
+
+def test_a_parameter_of_a_block_that_the_plan_does_not_know_is_an_error(ranks: Any) -> None:
+    pytest.importorskip("transformers.models.qwen3")
+    for found in ranks(2).run(normed_queries, LLAMA, True):
+        assert "model.layers.0.self_attn.q_norm.weight and 1 more" in found, found
+
+
 def wrong_batch(case: str) -> str:
     model = llama()
     parallelize(model, LLAMA, tpar.groups(dist.get_world_size()).tp_group)
+    if case == "values":
+        return message(model, training.micro_batches(dist.get_rank(), 1)[0])
     length = {"lengths": 33 if dist.get_rank() else 17, "does not divide": 6}[case]
     return message(model, training.micro_batches(0, 1)[0][:3, :length])
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("case", "expected"), [("lengths", "first batch"), ("does not divide", "divisible by")])
+@pytest.mark.parametrize(
+    ("case", "expected"), [("lengths", "first batch"), ("values", "'values "), ("does not divide", "divisible by")]
+)
 def test_a_first_batch_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
     for found in ranks(4).run(wrong_batch, case):
         assert expected in found, found
