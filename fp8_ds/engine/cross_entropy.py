@@ -69,7 +69,12 @@ FP8_HEAD = LossRefusal(
     "Liger's loss reads the weight in bf16",
     'Put "lm_head" into fp8.linear.filter_fqns, where it is by default.',
 )
-LOSS_REFUSALS = (NOT_INSTALLED, NO_KERNELS, PIPELINE, UNKNOWN_MODEL, OTHER_FORWARD, OTHER_HEAD, FP8_HEAD)
+CUT_HEAD = LossRefusal(
+    "an `lm_head` that AutoTP has cut",
+    "Liger's loss multiplies by `lm_head.weight` and nothing else: by a part of the vocabulary",
+    f"{_STOCK} with AutoTP.",
+)
+LOSS_REFUSALS = (NOT_INSTALLED, NO_KERNELS, PIPELINE, UNKNOWN_MODEL, OTHER_FORWARD, OTHER_HEAD, FP8_HEAD, CUT_HEAD)
 
 
 def refuse_loss(model: nn.Module, device_type: str) -> None:
@@ -113,11 +118,13 @@ def fuse_loss(model: nn.Module, zero_stage: int) -> str:
         One line that says so.
 
     Raises:
-        UnsupportedError: the head is in FP8, or this liger-kernel does not do as it says.
+        UnsupportedError: the head is in FP8 or cut, or this liger-kernel does not do as it says.
     """
     lm = _causal_lm(model)
     if isinstance(lm.lm_head, Fp8Linear):
         raise FP8_HEAD.error(type(lm.lm_head).__name__)
+    if type(lm.lm_head) is not nn.Linear:
+        raise CUT_HEAD.error(type(lm.lm_head).__name__)
     patch = _liger_patch_of(lm)
     patch(model=lm, **{name: name == _LOSS_OPTION for name in _options(patch)})
     if not getattr(vars(lm).get("forward"), "__module__", "").startswith("liger_kernel."):

@@ -18,11 +18,13 @@ from fp8_ds.config import Fp8Config, LinearConfig, OptimizerConfig
 from fp8_ds.engine.attention import describe_attention
 from fp8_ds.engine.cross_entropy import fuse_loss
 from fp8_ds.engine.layer_choice import choose_layers
-from fp8_ds.engine.refusals import TENSOR_PARALLEL, refuse_device
+from fp8_ds.engine.refusals import AUTOTP_PIPELINE, AUTOTP_STAGE_3, refuse_device
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.convert import Plan, apply_plan, make_plan, revert
+from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.tp.autotp import as_plain_weights, autotp_linears, configure_autotp, set_gathers
+from fp8_ds.tp.linears import ParallelLinear
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
 from fp8_ds.zero.building import BuildingHost, building
 from fp8_ds.zero.context import Fp8Context
@@ -62,8 +64,11 @@ class Fp8Engine:
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
         """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
-        if self.autotp_size() > 1:
-            raise TENSOR_PARALLEL.error(f"{self.autotp_size()} ranks")
+        is_autotp = self.autotp_size() > 1
+        if is_autotp and self.zero_optimization_stage() > 2:
+            raise AUTOTP_STAGE_3.error(f"{self.autotp_size()} ranks and stage {self.zero_optimization_stage()}")
+        if is_autotp and isinstance(model, PipelineModule):
+            raise AUTOTP_PIPELINE.error(f"{self.autotp_size()} ranks")
         super()._configure_distributed_model(model)  # type: ignore[misc]
         config = Fp8Config.from_block(self._config._param_dict["fp8"])
         if self.client_optimizer is None and not self.optimizer_name():
@@ -71,17 +76,23 @@ class Fp8Engine:
             return
         refuse_device(config.linear.recipe, config.linear.backend, *_capabilities(self.device))
         _let_the_host_run_ahead(self._config)
-        plan = _agree_on_plan(self.module, config.linear, may_be_empty=config.optimizer.states == "fp8")
+        foreign = autotp_linears(self.module) if is_autotp else {}
+        plan = _agree_on_plan(self.module, config.linear, config.optimizer.states == "fp8", foreign)
         if config.linear.layer_choice == "measured":
             plan = choose_layers(self.module, plan, config.linear, self.device, _say)
-        configure_tensor_parallel(self.module, config.tensor_parallel, config.linear.recipe)
-        history = apply_plan(self.module, plan, config.linear, self.device) if plan.num_converted else None
+        if is_autotp:
+            configure_autotp(config.tensor_parallel)
+        else:
+            configure_tensor_parallel(self.module, config.tensor_parallel, config.linear.recipe)
+        history = apply_plan(self.module, plan, config.linear, self.device, foreign) if plan.num_converted else None
         modules = dict(self.module.named_modules())
         weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
         check_overflow = bool(getattr(self._config.bfloat16_config, "check_grad_overflow", True))
         self.fp8 = Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
         self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
         _say(plan.describe())
+        if is_autotp:
+            _say(set_gathers(self.module, config.tensor_parallel))
         _say(describe_attention(self.module, self.device))
         if config.activations.fused:
             _say(fuse_producers(self.module, config.activations).describe())
@@ -112,6 +123,7 @@ class Fp8Engine:
         if settings.states == "fp32" and self.fp8.config.zero.reduce_scatter == "bf16" and self._fp8_has_no_weights():
             _say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")
             self.fp8, self._fp8_unused = None, self.fp8
+            _let_the_timer_wait(self._config)
             return zero
         mixins = [_mixins_for(settings, self.gradient_clipping())[host]]
         if self.fp8.config.zero.reduce_scatter == "fp8":
@@ -122,9 +134,9 @@ class Fp8Engine:
         return zero
 
     def _fp8_has_no_weights(self: Any) -> bool:
-        """Whether this rank has no FP8 weight, nor has any other pipeline stage."""
+        """Whether this rank has no FP8 weight, nor has any other pipeline stage or tensor-parallel rank."""
         found = torch.tensor([len(self.fp8.weights)], device=self.device)
-        if isinstance(self, PipelineEngine):
+        if isinstance(self, PipelineEngine) or self.autotp_size() > 1:
             ds_comm.all_reduce(found)
         return int(found) == 0
 
@@ -224,11 +236,27 @@ class Fp8Engine:
             return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
 
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock save of bf16 of the masters. Collective in every stage."""
+        """Stock save of bf16 of the masters. Collective in every stage.
+
+        Raises:
+            UnsupportedError: `fp8_ds.tp.parallelize` has cut the model: stock code would write one rank's part.
+        """
         if self.fp8 is None:
             return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+        if any(isinstance(module, ParallelLinear) for module in self.module.modules()):
+            raise UnsupportedError(
+                "save_16bit_model: expected a whole model, got one that fp8_ds.tp.parallelize has cut; a file would "
+                "hold one rank's part. Use engine.save_checkpoint, which keeps every rank's."
+            )
         with self.optimizer.fp8_export(ds_comm.get_rank() == 0):
             return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _replace_module_consolidated_state_dict(self: Any) -> Any:
+        """Stock gather of AutoTP's shards, as bf16 of the masters."""
+        if self.fp8 is None:
+            return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
+        with self.optimizer.fp8_export(True, on_device=True), as_plain_weights(self.module.parameters()):
+            return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
@@ -290,9 +318,18 @@ def _capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[i
 
 def _let_the_host_run_ahead(config: Any) -> None:
     """DeepSpeed's throughput timer empties the device's queue twice a step; here only if the configuration says so."""
-    throughput = config._param_dict.get("timers", {}).get("throughput", {})
-    if "synchronized" not in throughput:
+    if not _says_how_to_time(config):
         config.timers_config.synchronized = False
+
+
+def _let_the_timer_wait(config: Any) -> None:
+    """As in stock code again."""
+    if not _says_how_to_time(config):
+        config.timers_config.synchronized = True
+
+
+def _says_how_to_time(config: Any) -> bool:
+    return "synchronized" in config._param_dict.get("timers", {}).get("throughput", {})
 
 
 def _say(line: str) -> None:
@@ -306,17 +343,19 @@ def _start_count_anew(context: Fp8Context) -> None:
     context.counter.last = None
 
 
-def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool) -> Plan:
-    """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some.
+def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool, foreign: ForeignLinears) -> Plan:
+    """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some, and so is a
+    rank that AutoTP has left with none (fewer heads than ranks).
 
     FP8 states need no FP8 linear (`may_be_empty`). Weights that pipeline stages share (`tied_modules`) are never
     converted.
     """
-    if not isinstance(module, PipelineModule):
+    if isinstance(module, PipelineModule):
+        config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
+    elif not foreign:
         return make_plan(module, config, may_be_empty)
-    config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
     try:
-        plan, error = make_plan(module, config), None
+        plan, error = make_plan(module, config, foreign=foreign), None
     except ConfigError as caught:
         plan, error = Plan(()), caught
     found = torch.tensor([plan.num_converted], device=next(module.parameters(), torch.empty(0)).device)

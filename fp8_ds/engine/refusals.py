@@ -295,10 +295,10 @@ REFUSALS = (
         'Remove "deepcompile"; engine.compile() with torch.compile works.',
     ),
     Refusal(
-        "tensor_parallel.autotp_size",
-        lambda c: _number(_block(c, "tensor_parallel").get("autotp_size"), 0) > 1,
-        "AutoTP's layers are not nn.Linear and would stay bf16",
-        'Remove "tensor_parallel" in this version.',
+        "tensor_parallel.autotp_size with zero_optimization.stage: 3",
+        lambda c: zero_stage(c) == 3 and _number(_block(c, "tensor_parallel").get("autotp_size"), 0) > 1,
+        "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
+        'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
     ),
     Refusal(
         "expert_parallel.enabled: true",
@@ -331,12 +331,17 @@ DUAL_PIPE = ModelRefusal(
     "its engine class is not one that FP8 ZeRO extends",
     "Use deepspeed.pipe.PipelineModule with ZeRO stage 1.",
 )
-TENSOR_PARALLEL = ModelRefusal(
-    "a model that `deepspeed.tp_model_init` split",
-    "AutoTP's layers are not nn.Linear and would stay bf16",
-    "Remove the call in this version.",
+AUTOTP_STAGE_3 = ModelRefusal(
+    "a model that `deepspeed.tp_model_init` splits, in ZeRO stage 3",
+    "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
+    'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
 )
-MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, TENSOR_PARALLEL)
+AUTOTP_PIPELINE = ModelRefusal(
+    "a PipelineModule that AutoTP splits",
+    "its stages have groups of their own, and DeepSpeed does not test the two together",
+    'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
+)
+MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -365,6 +370,11 @@ RELEASE_REFUSALS = (
         "data_types.grad_accum_dtype",
         "fp32: nothing is accumulated, and DeepSpeed would keep a float32 copy of the gradients",
         'Remove "grad_accum_dtype".',
+    ),
+    ReleaseRefusal(
+        "tensor or model parallelism",
+        "each rank would skip and clip a bucket by its own gradients, and weights that all of them hold would differ",
+        f"{_NO_RELEASE}.",
     ),
 )
 

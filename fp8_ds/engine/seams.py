@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from fp8_ds.errors import SeamError
 
 TESTED_VERSIONS = ("0.18.9", "0.19.0", "0.19.8")
@@ -40,6 +42,8 @@ class Seam:
         kind: "wrap" or "swap" (module attribute replaced), "override" (mix-in method before the stock one),
             "closure" (per-parameter attribute replaced), "rely" (called or mirrored, not replaced).
         why: what we do there.
+        since: the first version that has it. Older ones have no such layers: nothing is refused there for
+            that, and nothing stays bf16.
     """
 
     module: str
@@ -47,6 +51,7 @@ class Seam:
     parameters: tuple[str, ...]
     kind: str
     why: str
+    since: str = ""
 
     @property
     def path(self) -> str:
@@ -58,6 +63,7 @@ _S12 = "deepspeed.runtime.zero.stage_1_and_2"
 _S3 = "deepspeed.runtime.zero.stage3"
 _PP = "deepspeed.runtime.zero.partition_parameters"
 _COORD = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_TP = "deepspeed.module_inject.layers"
 _Z12 = "DeepSpeedZeroOptimizer"
 _Z3 = "DeepSpeedZeroOptimizer_Stage3"
 
@@ -271,7 +277,79 @@ SEAMS = (
     Seam(_PP, "GatheredParameters.__enter__", ("self",), "rely", "reads through all_gather"),
     Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
     Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
+    Seam(
+        _ENGINE,
+        "DeepSpeedEngine._replace_module_consolidated_state_dict",
+        ("self",),
+        "override",
+        "bf16 of masters, gathered over AutoTP's ranks",
+    ),
+    Seam(_TP, "TensorParallel_Layer", (), "rely", "what AutoTP has made of a linear: all of them inherit it"),
+    Seam(_TP, "LinearLayer.forward", ("self", "input"), "override", "x W^T in FP8; for all classes that inherit it"),
+    Seam(_TP, "LinearAllreduce.forward", ("self", "input"), "override", "likewise"),
+    Seam(_TP, "SubParamLinearLayer.forward", ("self", "input"), "override", "likewise"),
+    Seam(_TP, "SubParamLinearAllreduce.forward", ("self", "input"), "override", "likewise"),
+    Seam(_TP, "LinearAllreduceWithReplicatedInput.forward", ("self", "input"), "override", "likewise", since="0.19.8"),
+    Seam(_TP, "ColumnParallel.backward", ("ctx", "grad_output"), "rely", "all-reduces grad_input in place"),
+    Seam(_TP, "RowParallel.forward", ("ctx", "group", "input"), "rely", "all-reduces the output in place"),
+    Seam(_TP, "AsyncColumnParallel.backward", ("ctx", "grad_output"), "rely", "mirrored: the overlapped all-reduce"),
+    Seam(
+        _TP,
+        "ScatterToTensorParallelRegion.forward",
+        ("ctx", "group", "input", "partition_sizes", "tp_index"),
+        "rely",
+        "a rank's features of a whole input",
+        since="0.19.8",
+    ),
+    Seam(
+        _TP,
+        "GatherFromTensorParallelRegion.forward",
+        ("ctx", "group", "input", "partition_sizes"),
+        "rely",
+        "a gathered output in bf16; mirrored in FP8",
+        since="0.19.8",
+    ),
+    Seam(
+        _TP,
+        "GatherReplacedLayerParams.__exit__",
+        ("self", "exc_type", "exc_value", "traceback"),
+        "rely",
+        "cuts gathered weights into new tensors: data of all Parameters are put back",
+    ),
+    Seam(
+        "deepspeed.sequence.layer",
+        "DistributedAttention.forward",
+        ("self", "query", "key", "value", "batch_dim_idx", "rotary_pos_emb"),
+        "override",
+        "tp/ulysses.py: one exchange of q, k and v in FP8",
+    ),
+    Seam(
+        "deepspeed.sequence.layer",
+        "_SeqAllToAll.forward",
+        ("ctx", "group", "input", "scatter_idx", "gather_idx", "batch_dim_idx"),
+        "rely",
+        "the output of attention, in bf16",
+    ),
+    Seam(
+        "deepspeed.sequence.layer",
+        "apply_rotary_pos_emb",
+        ("t", "freqs_cos", "freqs_sin"),
+        "rely",
+        "between the exchange and attention",
+    ),
+    Seam(
+        "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        "UlyssesSPAttentionHF._combine_local_sequences",
+        ("self", "query", "key", "value"),
+        "override",
+        "tp/ulysses.py: one exchange of q, k and v in FP8",
+    ),
 )
+
+
+def rows() -> list[Seam]:
+    """The rows that the installed DeepSpeed must have."""
+    return [seam for seam in SEAMS if not seam.since or Version(_version()) >= Version(seam.since)]
 
 
 def find(seam: Seam) -> Any:
@@ -338,7 +416,7 @@ def body_hash(symbol: Any) -> str:
 
 def installed_hashes() -> dict[str, str]:
     """Path -> body hash of every function among the rows, in the installed DeepSpeed."""
-    found = {seam.path: find(seam) for seam in SEAMS}
+    found = {seam.path: find(seam) for seam in rows()}
     return {path: body_hash(symbol) for path, symbol in found.items() if not inspect.isclass(symbol)}
 
 

@@ -6,6 +6,7 @@ Shape suffixes: T tokens (all leading dims), I input features, O output features
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,7 @@ def linear_grads(
     *,
     needs_input: bool,
     dtype: torch.dtype,
+    send: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of a linear's input and weight.
 
@@ -75,6 +77,7 @@ def linear_grads(
         kept: from `recipe.kept`; None: the weight's gradient is not wanted.
         needs_input: whether the input's is.
         dtype: of the input's gradient.
+        send: called with grad_input [T, I] before the weight's gradient is computed, which a collective may overlap.
 
     Returns:
         (grad_input [T, I], grad_weight [O, I] in the weight's dtype), None for what is not wanted.
@@ -90,6 +93,8 @@ def linear_grads(
         grad_TO = grad
     if weight_fp8 is not None:
         grad_input = recipe.grad_input(grad_fp8, weight_fp8, dtype)
+        if send is not None:
+            send(grad_input)
     if kept is not None:
         if grad_TO is None:
             grad_fp8 = grad_fp8.with_columns()
@@ -175,15 +180,34 @@ class Fp8Linear(nn.Linear):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.bias)
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`input W^T + bias` in FP8, [..., out_features].
+
+        Args:
+            input: [..., in_features].
+            bias: [out_features].
+        """
+        input = self.checked(input)
+        apply: Any = _LinearFunction.apply  # untyped in torch
+        output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, torch.is_grad_enabled())
+        return output
+
+    @staticmethod
+    def checked(input: Tensor) -> Tensor:
+        """In the dtype of an active autocast.
+
+        Raises:
+            ValueError: the dtype is none that can be quantised.
+        """
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if input.dtype not in _INPUT_DTYPES:
             raise ValueError(
                 f"input: expected bfloat16, float16 or float32, got {input.dtype}. Cast it before the linear."
             )
-        apply: Any = _LinearFunction.apply  # untyped in torch
-        output: Tensor = apply(input, self.weight, self.bias, self.fp8_recipe, torch.is_grad_enabled())
-        return output
+        return input
 
     def revert(self) -> None:
         """Afterwards it is of the class that `from_linear` was given, with the same Parameters."""

@@ -1,6 +1,7 @@
 """Gather of an activation whose ranks have all tokens and a part of the channels each.
 
-The next GEMM contracts over channels, which have as many scales as there are ranks: codes are shifted to the largest by
+`gather_outputs` is for any reader: what arrives leaves FP8 by its sender's scales. The others are for FP8 linears: the
+next GEMM contracts over channels, which have as many scales as there are ranks: codes are shifted to the largest by
 powers of two, per tensor or per token. Blocks of 128 channels keep theirs. Then it is an operand like any other.
 
 Shape suffixes: T tokens, C channels of all n ranks.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -18,6 +20,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn.recipe import as_matrix
 from fp8_ds.ops.blockwise import BLOCK
+from fp8_ds.ops.quantize import quantize_rowwise
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.regions import reduced_tokens
@@ -103,4 +106,49 @@ def gather_features(x: Tensor, rule: Rule, tp: TensorParallel, *, reduces: bool)
         scale_inv = scale_inv.repeat_interleave(BLOCK, 1)
     full = (gathered.codes.float() * scale_inv).to(x.dtype).view(*x.shape[:-1], gathered.shape[1])
     result: Tensor = _GatherFeatures.apply(x, full, tp, reduces)
+    return result
+
+
+class _GatherOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        rank, widest = dist.get_rank(group), max(sizes)
+        ctx.first, ctx.size = sum(sizes[:rank]), sizes[rank]
+        rows = as_matrix(x)
+        if ctx.size < widest:
+            rows = torch.nn.functional.pad(rows, (0, widest - ctx.size))
+        gathered = Gathered(group, Shard(*quantize_rowwise(rows, E4M3)))
+        num_tokens = rows.shape[0]
+        scale_inv = gathered.scale_inv.view(len(sizes), num_tokens, 1)
+        values = (gathered.codes.view(len(sizes), num_tokens, widest).float() * scale_inv).to(x.dtype)
+        full = torch.cat([values[i, :, :size] for i, size in enumerate(sizes)], dim=1)
+        return full.view(*x.shape[:-1], sum(sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, ctx.first, ctx.size).contiguous(), None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_outputs(x: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """All channels [..., C] on all ranks, for readers that are the same everywhere; gradients are this rank's channels.
+
+    Collective: one all-gather of E4M3 codes, as wide as the widest shard, and 4 bytes a token.
+
+    Args:
+        x: [..., sizes[rank]], this rank's channels.
+        sizes: of every rank's shard, C together.
+        group: the ranks.
+
+    Raises:
+        ValueError: x has another number of channels than `sizes` says.
+    """
+    rank = dist.get_rank(group)
+    if x.shape[-1] != sizes[rank]:
+        raise ValueError(
+            f"x: expected {sizes[rank]} channels on rank {rank} of {len(sizes)}, got {x.shape[-1]}. Cut the weight as "
+            f"sizes {sizes} say."
+        )
+    result: Tensor = _GatherOutputs.apply(x, sizes, group)
     return result

@@ -271,11 +271,12 @@ class Fp8ZeroStage12:
         yield {}
 
     @contextmanager
-    def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
+    def fp8_export(self: Any, wanted: bool, on_device: bool = False) -> Iterator[None]:
         """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
 
         Args:
             wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent.
+            on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
         """
         payloads: list[Fp8Payload] = []
         self.fp8_is_exporting = True
@@ -283,7 +284,8 @@ class Fp8ZeroStage12:
             for i, kind in enumerate(self._fp8_kinds):
                 for index, p in enumerate(kind.params):
                     full = self._fp8_gather_master(i, index)
-                    p._fp8.export = full.cpu() if wanted else torch.empty_like(full, device="meta")
+                    found = full if on_device else full.cpu()
+                    p._fp8.export = found if wanted else torch.empty_like(full, device="meta")
                     payloads.append(p._fp8)
             yield
         finally:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
 from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
@@ -348,6 +349,8 @@ def resume(stage: int, block: dict[str, Any], directory: str) -> None:
     engine = tp_engine(engine_config(stage, block, 2), 2)
     train(engine, 2, 3)
     engine.save_checkpoint(directory, tag="third")
+    with pytest.raises(UnsupportedError, match="parallelize has cut"):
+        engine.save_16bit_model(directory)
     expected = train(engine, 2, 2, first_step=3)
     masters, weights = training.full_masters(engine), training.fp8_state(engine)
     destroy(engine)

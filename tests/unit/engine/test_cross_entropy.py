@@ -23,6 +23,7 @@ from transformers import (
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine.activation import RECORD
 from fp8_ds.engine.cross_entropy import (
+    CUT_HEAD,
     FP8_HEAD,
     LOSS_REFUSALS,
     NO_KERNELS,
@@ -165,7 +166,7 @@ def test_a_refusal_names_key_finding_and_remedy(
 
 
 def test_every_row_is_triggered_here() -> None:
-    assert {id(row) for row, *_ in TRIGGERS} | {id(FP8_HEAD)} == {id(row) for row in LOSS_REFUSALS}
+    assert {id(row) for row, *_ in TRIGGERS} | {id(FP8_HEAD), id(CUT_HEAD)} == {id(row) for row in LOSS_REFUSALS}
 
 
 def test_a_function_that_patches_other_parts_too_is_refused(liger: Any) -> None:
@@ -181,6 +182,16 @@ def test_a_head_in_fp8_is_refused() -> None:
     with pytest.raises(UnsupportedError) as caught:
         fuse_loss(model, 2)
     assert FP8_HEAD.remedy in str(caught.value) and "Fp8Linear" in str(caught.value)
+    assert "forward" not in vars(model)
+
+
+def test_a_head_that_autotp_has_cut_is_refused() -> None:
+    layers = pytest.importorskip("deepspeed.module_inject.layers")
+    model = llama()
+    model.lm_head = layers.LinearLayer(model.lm_head, None, name="lm_head", skip_partition=True)
+    with pytest.raises(UnsupportedError) as caught:
+        fuse_loss(model, 2)
+    assert CUT_HEAD.remedy in str(caught.value) and 'got "liger" and LinearLayer' in str(caught.value)
     assert "forward" not in vars(model)
 
 

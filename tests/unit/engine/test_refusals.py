@@ -128,7 +128,9 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "torch_autocast.enabled: true": [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}],
     "hybrid_engine.enabled: true": [{"hybrid_engine": {"enabled": True}}],
     "compile.deepcompile: true": [{"compile": {"deepcompile": True}}],
-    "tensor_parallel.autotp_size": [{"tensor_parallel": {"autotp_size": 2}}],
+    "tensor_parallel.autotp_size with zero_optimization.stage: 3": [
+        {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}
+    ],
     "expert_parallel.enabled: true": [{"expert_parallel": {"enabled": True}}],
 }
 
@@ -182,7 +184,8 @@ AUTO = {
         zero(offload_optimizer=None, offload_param=None, zenflow=None, cpu_offload=None),
         zero(stage=3, zero_hpz_partition_size=1, mics_shard_size=-1, zero_quantized_weights="false"),
         {"fp16": {"enabled": False}, "hybrid_engine": {"enabled": False}, "torch_autocast": {"enabled": False}},
-        {"fp16": None, "compile": {}, "tensor_parallel": {"autotp_size": 1}},
+        {"fp16": None, "compile": {}, "tensor_parallel": {"autotp_size": 1}, "zero_optimization": {"stage": 3}},
+        {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}},
         {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
         AUTO,
@@ -230,6 +233,18 @@ def test_experts_are_refused_by_the_model() -> None:
     model[1].weight.allreduce = False  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"expert-parallel.*got 1\.weight.*Turn \"fp8\.enabled\" off"):
         refuse_model(model)
+
+
+def test_a_pipeline_that_autotp_splits_is_refused() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    from fp8_ds.engine.engine import Fp8PipelineEngine
+
+    engine = Fp8PipelineEngine.__new__(Fp8PipelineEngine)
+    vars(engine).update(autotp_size=lambda: 2, zero_optimization_stage=lambda: 1)
+    with pytest.raises(UnsupportedError, match=r"a PipelineModule that AutoTP splits, got 2 ranks"):
+        engine._configure_distributed_model(PipelineModule.__new__(PipelineModule))
 
 
 def test_a_pipeline_class_without_an_fp8_engine_is_refused() -> None:

@@ -1,0 +1,275 @@
+"""DeepSpeed's AutoTP layers in FP8: retyped in place, with the collectives that DeepSpeed gave them.
+
+`tensor_parallel.autotp_size` and `deepspeed.tp_model_init` replace linears by layers of deepspeed.module_inject.layers,
+each with a shard of the weight. The classes differ in how they cut it; what they compute is one of three things:
+
+    column    all-reduce of grad_input; output = x W^T + b, a rank's features, or those of all ranks (`gather_output`)
+    row       output = all-reduce of x W^T, + b
+    head      row, of a rank's features of an x that is whole; all-reduce of grad_input
+
+so a class is known by whose `forward` it inherits. Inputs between the layers are replicated and all-reduces are in
+bf16, as DeepSpeed has them. A gathered output travels in FP8 (fp8.tensor_parallel.gather). Seams: engine/seams.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.module_inject import layers as ds_layers
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.config import TensorParallelConfig
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.nn.convert import ForeignLinears
+from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads
+from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.tp.features import gather_outputs
+
+
+class AutoTpFp8Linear(Fp8Linear):
+    """Mix-in before one of DeepSpeed's classes. Made from such a layer by `from_linear`, never constructed.
+
+    Attributes:
+        gathers_fp8: whether a gathered output travels in FP8.
+    """
+
+    gathers_fp8 = True
+
+    # What the host class has (deepspeed/module_inject/layers.py).
+    mp_group: Any
+    is_training_mode: Any
+
+    @classmethod
+    def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
+        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
+
+        Args:
+            module: exactly of the class that this one was made for (`fp8_class`).
+            recipe: of its own.
+
+        Raises:
+            ConfigError: it is of another class.
+        """
+        stock = cls.__bases__[1]
+        if type(module) is not stock:
+            raise ConfigError(
+                f"module: expected a {stock.__name__}, got {type(module).__name__}. A layer is converted once."
+            )
+        module.__class__ = cls
+        assert isinstance(module, AutoTpFp8Linear)
+        module.fp8_recipe = recipe
+        return module
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """Of this rank."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """Of this rank."""
+        return self.weight.shape[0]
+
+    def revert(self) -> None:
+        del self.fp8_recipe
+        self.__class__ = type(self).__bases__[1]
+
+    def extra_repr(self) -> str:
+        """DeepSpeed's and ours."""
+        recipe = self.fp8_recipe
+        stock: Any = type(self).__bases__[1]
+        return f"{stock.extra_repr(self)}, fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}"
+
+    def _check_eager(self) -> None:
+        """DeepCompile's pass has not taken this layer's collectives away."""
+        if getattr(self, "defer_collectives_to_compiler", False):
+            raise UnsupportedError(
+                'compile.passes: expected no "autotp" with FP8 layers, got it: the pass does not see into them. '
+                "Remove it; engine.compile() with torch.compile works."
+            )
+
+
+class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
+    """LinearLayer and what inherits its `forward`, and SubParamLinearLayer.
+
+    With `tensor_parallel.tp_overlap_comm` the all-reduce of grad_input runs beside the GEMM of grad_weight.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_eager()
+        # SubParamLinearLayer does not look at tp_overlap_comm.
+        if getattr(self, "tp_overlap_comm", False) and isinstance(self, ds_layers.LinearLayer):
+            apply: Any = _OverlappedColumn.apply  # untyped in torch
+            record = torch.is_grad_enabled()
+            output = apply(self.checked(input), self.weight, self.bias, self.fp8_recipe, record, self.mp_group)
+        else:
+            if self.mp_group is not None:
+                input = ds_layers.ColumnParallel.apply(self.mp_group, input)
+            output = self.product(input, self.bias)
+        return self._gathered(output) if getattr(self, "gather_output", False) else output
+
+    def _gathered(self, output: Tensor) -> Tensor:
+        sizes: tuple[int, ...] = self._partition_sizes  # type: ignore[assignment]
+        if self.gathers_fp8 and self.mp_group is not None and len(sizes) > 1:
+            return gather_outputs(output, sizes, self.mp_group)
+        gathered: Tensor = ds_layers.GatherFromTensorParallelRegion.apply(self.mp_group, output, sizes)
+        return gathered
+
+
+class RowAutoTpFp8Linear(AutoTpFp8Linear):
+    """LinearAllreduce and what inherits its `forward`, and SubParamLinearAllreduce."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_eager()
+        partial = self.product(input, None)
+        output: Tensor = ds_layers.RowParallel.apply(self.mp_group, partial, not self.is_training_mode())
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class HeadAutoTpFp8Linear(RowAutoTpFp8Linear):
+    """LinearAllreduceWithReplicatedInput."""
+
+    _partition_sizes: tuple[int, ...]
+    tp_index: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        scatter: Any = ds_layers.ScatterToTensorParallelRegion.apply
+        output: Tensor = super().forward(scatter(self.mp_group, input, self._partition_sizes, self.tp_index))
+        return output
+
+
+class _OverlappedColumn(torch.autograd.Function):
+    """As AsyncColumnParallel: y = x W^T + b, whose grad_input is summed while grad_weight is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, record: bool, group: Any
+    ) -> Tensor:
+        ctx.group = group
+        return _LinearFunction.forward(ctx, x, weight, bias, recipe, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_TO = as_matrix(grad_output)
+        works: list[Any] = []
+
+        def send(grad_input: Tensor) -> None:
+            if ctx.group is not None:
+                works.append(ds_comm.all_reduce(grad_input, group=ctx.group, async_op=True))
+
+        kept = ctx.saved_tensors if needs_weight else None
+        grad_input, grad_weight = linear_grads(
+            grad_TO, ctx.weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
+        )
+        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
+        for work in works:
+            work.wait()
+        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None, None
+
+
+_BY_FORWARD = {
+    "LinearLayer": ColumnAutoTpFp8Linear,
+    "SubParamLinearLayer": ColumnAutoTpFp8Linear,
+    "LinearAllreduce": RowAutoTpFp8Linear,
+    "SubParamLinearAllreduce": RowAutoTpFp8Linear,
+    "LinearAllreduceWithReplicatedInput": HeadAutoTpFp8Linear,
+}
+
+
+@functools.cache
+def fp8_class(stock: Any) -> type[AutoTpFp8Linear] | None:
+    """What a layer of exactly this class becomes, the same class each time; None: it has a `forward` of its own."""
+    owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
+    mixin = _BY_FORWARD.get(owner.__name__) if owner.__module__ == ds_layers.__name__ else None
+    if mixin is None:
+        return None
+    return type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": __name__})
+
+
+def autotp_linears(model: nn.Module) -> ForeignLinears:
+    """The classes of AutoTP's linears in `model`, and what becomes of them."""
+    kinds: set[Any] = {type(module) for module in model.modules() if _is_linear(module)}
+    return {kind: fp8_class(kind) for kind in kinds}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    is_embedding = "Embedding" in type(module).__name__
+    return isinstance(module, ds_layers.TensorParallel_Layer) and not is_embedding and hasattr(module, "weight")
+
+
+def configure_autotp(config: TensorParallelConfig) -> None:
+    """Nothing happens if what the "tensor_parallel" block says can take effect in a model that AutoTP has cut.
+
+    Raises:
+        ConfigError: something cannot.
+    """
+    if config != TensorParallelConfig(gather=config.gather):
+        raise ConfigError(
+            f"fp8.tensor_parallel: expected no key but gather with AutoTP, got {config.model_dump()}. AutoTP has no "
+            "sequence parallelism and all-reduces activations: remove the others, or cut the model by "
+            "fp8_ds.tp.parallelize."
+        )
+
+
+def set_gathers(model: nn.Module, config: TensorParallelConfig) -> str:
+    """FP8 layers that gather their outputs do it as `config` says from now on.
+
+    Args:
+        model: converted.
+        config: the "tensor_parallel" block.
+
+    Returns:
+        One line on how the model's FP8 layers talk.
+    """
+    converted = [module for module in model.modules() if isinstance(module, AutoTpFp8Linear)]
+    for module in converted:
+        module.gathers_fp8 = config.gather == "fp8"
+    counts = Counter(type(module).__bases__[1].__name__ for module in converted)
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+    gathering = sum(bool(getattr(module, "gather_output", False)) for module in converted)
+    gathers = f"; {gathering} gathered in {config.gather}" if gathering else ""
+    return f"fp8: AutoTP layers in FP8: {kinds}; outputs and gradients are all-reduced in bf16{gathers}"
+
+
+@contextmanager
+def as_plain_weights(params: Iterable[Any]) -> Iterator[None]:
+    """Inside, FP8 weights are bf16 tensors with the values that readers get; then every Parameter is what it was.
+
+    DeepSpeed's gather of shards writes whole weights over them, and cuts these into new tensors.
+
+    Args:
+        params: of a model in ZeRO stage 1 or 2.
+    """
+    before: list[tuple[Any, Tensor, Any, Tensor | None]] = []
+    for p in params:
+        payload = getattr(p, "_fp8", None)
+        if payload is None:
+            before.append((p, p.data, None, None))
+            continue
+        values = p.data
+        before.append((p, payload.nominal(p.shape), payload, payload.data.detach()))
+        payload.data = payload.export = None
+        with torch._C.DisableTorchFunctionSubclass():
+            p.data = values
+    try:
+        yield
+    finally:
+        for p, data, payload, codes in before:
+            with torch._C.DisableTorchFunctionSubclass():
+                p.data = data
+            if payload is not None:
+                payload.data = codes
+
+
+__all__ = ["AutoTpFp8Linear", "as_plain_weights", "autotp_linears", "configure_autotp", "set_gathers"]

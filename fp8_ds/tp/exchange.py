@@ -1,0 +1,120 @@
+"""All-to-all from shards of the sequence to shards of the heads (Ulysses), in FP8, and back for gradients.
+
+Shape suffixes: n ranks, S tokens of one rank, H heads, D elements of a head, R rows of D elements each.
+
+Each head of each token is a row with a power of two of its own, which travels as its exponent: D + 1 bytes a row. On
+arrival it leaves FP8 by it; nothing is aligned, and no rank waits for another's largest element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.formats import E4M3, Float8Format
+from fp8_ds.tp.scales import quantize_rows_pow2
+
+_HEADS = 2
+"""The dim of the heads."""
+_MANTISSA_BITS = 23
+
+
+def exchange(shards: Sequence[Tensor], group: dist.ProcessGroup, fmt: Float8Format | None) -> list[Tensor]:
+    """Of each tensor [n, ..., D] the parts [r] go to rank r, and those that the ranks sent arrive in their order.
+
+    Collective: one all-to-all for all tensors.
+
+    Args:
+        shards: contiguous, the same shapes and dtypes on all ranks.
+        group: of n ranks.
+        fmt: on the wire; None: in the tensors' own dtype. A row with a NaN or an infinity arrives without a finite
+            number other than zero.
+
+    Returns:
+        Tensors of the shapes and dtypes of `shards`.
+    """
+    num_ranks = dist.get_world_size(group)
+    packed = [_pack(shard, fmt) for shard in shards]
+    sizes = [part.numel() // num_ranks for parts in packed for part in parts]
+    sent = torch.cat([part.view(num_ranks, -1) for parts in packed for part in parts], dim=1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    parts = iter(received.split(sizes, dim=1))
+    return [_unpack([next(parts) for _ in own], shard, fmt) for own, shard in zip(packed, shards, strict=True)]
+
+
+def _pack(shard: Tensor, fmt: Float8Format | None) -> list[Tensor]:
+    """uint8: the bytes of [n, ..., D]; or its codes, and the exponents of its rows."""
+    if fmt is None:
+        return [shard.view(torch.uint8)]
+    codes, scale_inv = quantize_rows_pow2(shard.view(-1, shard.shape[-1]), fmt)
+    exponents = (scale_inv.view(torch.int32) >> _MANTISSA_BITS) & 0xFF
+    return [codes.view(torch.uint8), exponents.to(torch.uint8)]
+
+
+def _unpack(parts: list[Tensor], like: Tensor, fmt: Float8Format | None) -> Tensor:
+    if fmt is None:
+        return parts[0].contiguous().view(like.dtype).view(like.shape)
+    codes = parts[0].contiguous().view(fmt.torch_dtype).view(-1, like.shape[-1])
+    scale_inv = (parts[1].reshape(-1, 1).to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+    return (codes.float() * scale_inv).to(like.dtype).view(like.shape)
+
+
+def _cut(x: Tensor, dim: int, num_ranks: int) -> Tensor:
+    """[n, ...], `dim` in n pieces."""
+    return x.unflatten(dim, (num_ranks, -1)).movedim(dim, 0).contiguous()
+
+
+def _join(x: Tensor, dim: int) -> Tensor:
+    """The pieces of [n, ...] one after another in `dim`."""
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, gather_dim: int, grad_format: Float8Format | None, *xs: Tensor) -> Any:
+        ctx.group, ctx.gather_dim, ctx.grad_format = group, gather_dim, grad_format
+        shards = [_cut(x, _HEADS, dist.get_world_size(group)) for x in xs]
+        return tuple(_join(one, gather_dim) for one in exchange(shards, group, E4M3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        shards = [_cut(grad, ctx.gather_dim, dist.get_world_size(ctx.group)) for grad in grads]
+        found = exchange(shards, ctx.group, ctx.grad_format)
+        return None, None, None, *(_join(one, _HEADS) for one in found)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def exchange_heads(
+    xs: Sequence[Tensor], group: dist.ProcessGroup, gather_dim: int, grad_format: Float8Format | None = None
+) -> tuple[Tensor, ...]:
+    """From a rank's tokens of all heads to all tokens of its heads. Collective: one all-to-all, and one in backward.
+
+    Args:
+        xs: q, k and v: [S, b, H, D] or [b, S, H, D], H of each divisible by n.
+        group: of n ranks, which bring the same shapes.
+        gather_dim: of S: 0 or 1.
+        grad_format: of the gradients on their way back; None: in their own dtype.
+
+    Returns:
+        [n S, b, H / n, D] or [b, n S, H / n, D] of each, in its dtype.
+
+    Raises:
+        ValueError: something in `xs` has other dims, a dtype that cannot be quantised, or heads that do not divide.
+            Shapes are the same on all ranks, so all of them raise.
+    """
+    num_ranks = dist.get_world_size(group)
+    for x in xs:
+        if x.dim() != 4 or x.shape[_HEADS] % num_ranks or not x.is_floating_point() or gather_dim not in (0, 1):
+            raise ValueError(
+                f"xs: expected [S, b, H, D] or [b, S, H, D], H divisible by {num_ranks} ranks and S in dim 0 or 1, got "
+                f"{tuple(x.shape)} {x.dtype} and dim {gather_dim}. Use fewer ranks, or DeepSpeed's own exchange."
+            )
+    result: tuple[Tensor, ...] = _Exchange.apply(group, gather_dim, grad_format, *xs)
+    return result

@@ -1,0 +1,556 @@
+"""DeepSpeed's AutoTP in FP8: its layers by themselves, and Hugging Face's Llama in its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import training
+from torch import Tensor, nn
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.config import LinearConfig, TensorParallelConfig
+from fp8_ds.nn.convert import apply_plan, make_plan, revert
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.scaling.granularity import TENSOR
+from fp8_ds.testing.inputs import many_scales
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+
+pytestmark = pytest.mark.distributed
+
+LAYERS, WIDTH, HIDDEN = 2, 64, 192
+IN, OUT, TOKENS = 64, 96, (2, 16)
+
+
+def ds_layers() -> Any:
+    from deepspeed.module_inject import layers
+
+    return layers
+
+
+def lacks(name: str) -> bool:
+    return not hasattr(ds_layers(), name)
+
+
+def reset() -> None:
+    """DeepSpeed keeps its groups and modes for whatever engine comes next in this process."""
+    from deepspeed.runtime.tensor_parallel import init_utils
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+    init_utils._TP_MODEL_INIT_ARGS = None
+    ds_layers().set_autotp_mode(training=False)
+    ds_layers().TensorParallel_Layer.tp_overlap_comm = False
+
+
+# --- layers ---
+
+
+def make_layer(kind: str) -> Any:
+    """A layer of DeepSpeed's over all ranks, bf16, with a bias."""
+    layers = ds_layers()
+    layers.set_autotp_mode(training=True)
+    out = 95 if kind == "uneven" else OUT
+    whole = nn.Linear(IN, out)
+    with torch.no_grad():
+        whole.weight.copy_(many_scales("per_tile", out, IN, 0) * IN**-0.5)
+        whole.bias.copy_(many_scales("per_row", 1, out, 1)[0])
+    whole = whole.bfloat16()
+    group = dist.group.WORLD
+    if kind in ("gather", "uneven"):
+        return layers.LinearLayer(whole, group, name="x", gather_output=True)
+    if kind == "SubParamLinearLayer":
+        return layers.SubParamLinearLayer(whole, group, shape=((48, 24, 24), -1), partition_dim=0, name="x")
+    if kind == "SubParamLinearAllreduce":
+        return layers.SubParamLinearAllreduce(whole, group, shape=(-1, (32, 32)), partition_dim=1, name="x")
+    if kind == "fused_LinearLayer":
+        block = type("BloomBlock", (nn.Module,), {})()
+        layer_of = getattr(layers, kind)
+        options = {} if lacks("AutoTPMeta") else {"tp_meta": layers.AutoTPMeta(num_kv_heads=8)}
+        return layer_of(whole, group, fused_module=block, name="x", **options)
+    return getattr(layers, kind)(whole, group, name="x")
+
+
+def run_layer(kind: str, overlap: bool = False) -> dict[str, Any]:
+    """SQNR of FP8 to stock, and what both said to the other ranks."""
+    stock = make_layer(kind)
+    ds_layers().TensorParallel_Layer.tp_overlap_comm = overlap
+    from fp8_ds.tp.autotp import autotp_linears, set_gathers
+
+    model = nn.Sequential(make_layer(kind))
+    weight, names = model[0].weight, list(model.state_dict())
+    config = LinearConfig()
+    kinds = autotp_linears(model)
+    plan = make_plan(model, config, foreign=kinds)
+    apply_plan(model, plan, config, "cpu", kinds)
+    set_gathers(model, TensorParallelConfig())
+    layer = model[0]
+    assert layer.weight is weight and list(model.state_dict()) == names
+    assert isinstance(layer, Fp8Linear) and isinstance(layer, type(stock))
+    width = stock.weight.shape[1] if "Allreduce" in kind and "Replicated" not in kind else IN
+    generator = torch.Generator().manual_seed(5 + (dist.get_rank() if width < IN else 0))
+    x = torch.randn(*TOKENS, width, generator=generator).bfloat16()
+    found: dict[str, Any] = {"class": type(layer).__name__}
+    results = []
+    for one in (stock, layer):
+        one.zero_grad()
+        inputs = x.clone().requires_grad_()
+        with count_collectives() as forward:
+            output = one(inputs)
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+        with count_collectives() as backward:
+            output.backward(grad)
+        bias_grad = stock.bias.grad[None] if overlap else one.bias.grad[None]  # stock's own has a shape of its own
+        results.append([output, inputs.grad, one.weight.grad, bias_grad])
+        found[f"talk{len(results)}"] = [(count.calls, count.num_bytes) for count in (forward, backward)]
+    found["sqnr"] = [sqnr_db(one, other) for one, other in zip(*results, strict=True)]
+    revert(model, plan, ["0"], "x")
+    assert type(layer) is type(stock) and torch.equal(layer(x), stock(x))
+    reset()
+    return found
+
+
+CLASSES = [
+    "LinearLayer",
+    "LinearAllreduce",
+    "LinearAllreduceWithReplicatedInput",
+    "VocabParallelLinear",
+    "SubParamLinearLayer",
+    "SubParamLinearAllreduce",
+    "GateUpPack_LinearLayer",
+    "fused_LinearLayer",
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_layer_says_to_the_others_what_stock_says_and_computes_it_in_fp8(ranks: Any, kind: str) -> None:
+    if lacks(kind):
+        pytest.skip(f"this DeepSpeed has no {kind}")
+    for found in ranks(2).run(run_layer, kind):
+        assert found["class"] == f"Fp8{kind}"
+        assert found["talk1"] == found["talk2"] and sum(found["talk1"][0][0].values()) <= 1
+        output, grad_input, grad_weight, grad_bias = found["sqnr"]
+        assert output > 24 and grad_input > 20 and grad_weight > 20 and grad_bias > 40, found["sqnr"]
+
+
+@pytest.mark.parametrize("kind", ["gather", "uneven"])
+def test_a_gathered_output_moves_one_byte_an_element_and_a_scale_a_token(ranks: Any, kind: str) -> None:
+    if lacks("GatherFromTensorParallelRegion"):
+        pytest.skip("this DeepSpeed gathers no outputs")
+    tokens, width = TOKENS[0] * TOKENS[1], 48
+    for found in ranks(2).run(run_layer, kind):
+        (forward, backward), (forward_fp8, backward_fp8) = found["talk1"], found["talk2"]
+        assert forward[0] == forward_fp8[0] == {"all_gather": 1} and backward == backward_fp8
+        assert forward[1]["all_gather"] == 2 * tokens * width * 2
+        assert forward_fp8[1]["all_gather"] == 2 * tokens * (width + 4)
+        assert min(found["sqnr"]) > 20, found["sqnr"]
+
+
+def test_an_overlapped_all_reduce_is_the_same_all_reduce(ranks: Any) -> None:
+    for found, plain in zip(ranks(2).run(overlapped), ranks(2).run(run_layer, "LinearLayer"), strict=True):
+        assert found["talk2"] == plain["talk2"]
+        assert found["sqnr"][:3] == plain["sqnr"][:3]
+
+
+def overlapped() -> dict[str, Any]:
+    """Stock's AsyncColumnParallel returns a bias gradient of a wrong shape for a batch of sequences: compared to the
+    layer without overlap."""
+    from fp8_ds.tp.autotp import ColumnAutoTpFp8Linear
+
+    forward = ColumnAutoTpFp8Linear.forward
+
+    def overlaps(self: Any, input: Tensor) -> Tensor:
+        self.tp_overlap_comm = True
+        return forward(self, input)
+
+    ColumnAutoTpFp8Linear.forward = overlaps  # type: ignore[method-assign]
+    try:
+        return run_layer("LinearLayer")
+    finally:
+        ColumnAutoTpFp8Linear.forward = forward  # type: ignore[method-assign]
+
+
+def other_classes() -> list[str]:
+    """The plan and the class of a layer with a forward of its own; what one says that DeepCompile has muted."""
+    from fp8_ds.errors import UnsupportedError
+    from fp8_ds.tp.autotp import autotp_linears
+
+    layers = ds_layers()
+    head = type("OwnForward", (layers.LinearLayer,), {"forward": lambda self, x: x})
+    plain = make_layer("LinearLayer")
+    plain.__class__ = head
+    model = nn.Sequential(plain, make_layer("LinearAllreduce"))
+    kinds = autotp_linears(model)
+    plan = make_plan(model, LinearConfig(), foreign=kinds)
+    apply_plan(model, plan, LinearConfig(), "cpu", kinds)
+    model[1].defer_collectives_to_compiler = True
+    try:
+        model[1](torch.zeros(1, 1, 32))
+        said = ""
+    except UnsupportedError as error:
+        said = str(error)
+    reset()
+    return [plan.describe(), type(model[0]).__name__, said]
+
+
+def test_a_layer_with_a_forward_of_its_own_stays_bf16_and_is_named(ranks: Any) -> None:
+    plan, name, said = ranks(2).run(other_classes)[0]
+    assert "0 (a OwnForward, not exactly nn.Linear)" in plan and name == "OwnForward"
+    assert said.startswith('compile.passes: expected no "autotp"')
+
+
+# --- in DeepSpeed's engine ---
+
+
+class Fused(nn.Module):
+    """A language model with q, k and v in one linear and gate and up in another; k and v have half of q's heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(training.VOCABULARY, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv_proj = nn.Linear(WIDTH, 2 * WIDTH)
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
+        self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.lm_head = nn.Linear(WIDTH, training.VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embedding(input_ids)
+        q, k, v = self.split(self.qkv_proj(self.norms[0](x)), (2, 1, 1))
+        q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(y.transpose(1, 2).flatten(2))
+        gate, up = self.split(self.gate_up_proj(self.norms[1](x)), (1, 1))
+        x = x + self.down_proj(F.silu(gate) * up)
+        logits = self.lm_head(x)[:, :-1].float()
+        return type("Output", (), {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())})
+
+    @staticmethod
+    def split(x: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return x.split([x.shape[-1] * part // sum(parts) for part in parts], dim=-1)
+
+
+FUSED_SPECS = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*o_proj\.weight$", r".*down_proj\.weight$"], "partition_type": "row"},
+        {
+            "patterns": [r".*qkv_proj\.weight$"],
+            "partition_type": "column",
+            "shape": [[WIDTH, WIDTH // 2, WIDTH // 2], -1],
+            "partition_dim": 0,
+        },
+        {"patterns": [r".*gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+    ],
+}
+
+
+def llama() -> Any:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=training.VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def autotp_engine(
+    stage: int, fp8: dict[str, Any] | None, tp_size: int = 2, *, model: str = "llama", seed: int = 0, **options: Any
+) -> Any:
+    """An engine that cuts a model over `tp_size` ranks; 1: does not.
+
+    Args:
+        options: `by_call`: by deepspeed.tp_model_init. `louder`: rank 1's rows of the first q_proj are so much larger.
+            `load_universal`: is going to. Others: of "tensor_parallel".
+    """
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    torch.manual_seed(seed)
+    net = llama() if model == "llama" else Fused()
+    if model == "fused" and tp_size > 1:
+        options["partition_config"] = FUSED_SPECS
+    if factor := options.pop("louder", None):
+        with torch.no_grad():
+            net.model.layers[0].self_attn.q_proj.weight[WIDTH // 2 :] *= factor
+    config = training.ds_config(stage, fp8, gradient_accumulation_steps=NUM_BATCHES * tp_size // dist.get_world_size())
+    if options.pop("load_universal", False):
+        config["checkpoint"] = {"load_universal": True}
+    if options.pop("by_call", False):
+        net = deepspeed.tp_model_init(net, tp_size=tp_size, dtype=torch.bfloat16)
+    elif tp_size > 1:
+        config["tensor_parallel"] = {"autotp_size": tp_size, **options}
+    return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+
+
+def destroy(engine: Any) -> None:
+    training.destroy(engine)
+    reset()
+
+
+NUM_BATCHES = 2
+"""Micro-batches of a step, over all data-parallel ranks and accumulation steps."""
+
+
+def train(engine: Any, tp_size: int, num_steps: int, first_step: int = 0) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the same global batches whatever the groups."""
+    dp_size, dp_rank = dist.get_world_size() // tp_size, dist.get_rank() // tp_size
+    losses, norms = [], []
+    for step in range(first_step, first_step + num_steps):
+        total = torch.zeros(())
+        for batch in training.micro_batches(step, NUM_BATCHES)[dp_rank::dp_size]:
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(float(total) / (NUM_BATCHES * tp_size))
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+def trained(
+    stage: int, fp8: dict[str, Any] | None, tp_size: int, num_steps: int, model: str = "llama", **options: Any
+) -> dict[str, Any]:
+    engine = autotp_engine(stage, fp8, tp_size, model=model, **options)
+    losses, norms = train(engine, tp_size, num_steps)
+    kinds = sorted({type(module).__name__ for module in engine.module.modules() if "Linear" in type(module).__name__})
+    report = engine.fp8_report() if fp8 is not None else {}
+    if fp8 is not None and engine.fp8.granularity is TENSOR:
+        training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
+    destroy(engine)
+    return {"losses": losses, "norms": norms, "kinds": kinds, "report": report}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_by_two_ranks_train_with_stocks_gradient_norm_and_bytes_of_their_shards(ranks: Any, stage: int) -> None:
+    fp8, bf16 = (ranks(4).run(trained, stage, block, 2, 4)[0] for block in ({}, None))
+    assert set(fp8["kinds"]) - {"LinearLayer", "Linear"} == {"Fp8LinearAllreduce", "Fp8LinearLayer"}  # but the head
+    for own, other in zip(fp8["norms"], bf16["norms"], strict=True):
+        assert own == pytest.approx(other, rel=0.06)
+    assert fp8["losses"] == pytest.approx(bf16["losses"], abs=0.02)
+    weights = LAYERS * (2 * WIDTH * WIDTH + WIDTH * WIDTH + 3 * WIDTH * HIDDEN) // 2
+    assert weights <= fp8["report"]["gathered_fp8_bytes"] <= 1.01 * weights
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_fused_and_sub_parameter_layers_train_as_stock(ranks: Any, by_call: bool) -> None:
+    """Beside them: a model that `deepspeed.tp_model_init` has recorded is cut as one of the configuration."""
+    model, kinds = ("llama", "Fp8LinearLayer") if by_call else ("fused", "Fp8SubParamLinearLayer")
+    fp8, bf16 = (ranks(2).run(trained, 2, block, 2, 4, model, by_call=by_call)[0] for block in ({}, None))
+    assert kinds in fp8["kinds"]
+    assert fp8["losses"] == pytest.approx(bf16["losses"], abs=0.02)
+    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"linear": {"recipe": "rowwise", "filter_fqns": []}, "activations": {"fused": True}},
+        {"linear": {"recipe": "delayed", "filter_fqns": ["v_proj"]}, "tensor_parallel": {"gather": "bf16"}},
+        {"linear": {"recipe": "blockwise", "backend": "reference"}},
+        {"optimizer": {"states": "fp8", "master": "e4m11"}},
+    ],
+    ids=["rowwise-fused-head", "delayed", "blockwise", "fp8 states"],
+)
+def test_every_way_to_quantise_trains(ranks: Any, block: dict[str, Any]) -> None:
+    run = train_split if "optimizer" in block else trained
+    plain, other = (ranks(2).run(run, 2, one, 2, 4)[0] for one in ({}, block))
+    assert other["losses"] == pytest.approx(plain["losses"], abs=0.02)
+    assert other["norms"] == pytest.approx(plain["norms"], rel=0.08)
+
+
+def train_split(stage: int, fp8: dict[str, Any], tp_size: int, num_steps: int) -> dict[str, Any]:
+    """As `trained`; scales of split masters are predicted."""
+    engine = autotp_engine(stage, fp8, tp_size)
+    losses, norms = train(engine, tp_size, num_steps)
+    destroy(engine)
+    return {"losses": losses, "norms": norms}
+
+
+NUM_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def curves(ranks: Any) -> dict[str, Tensor]:
+    """Losses of 30 steps on the same batches."""
+    cases = {
+        "bf16": (2, None, 1),
+        "bf16 tp": (2, None, 2),
+        "fp8": (2, {}, 1),
+        "fp8 tp": (2, {}, 2),
+        "fp8 tp dp": (4, {}, 2),
+    }
+    return {
+        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, NUM_STEPS)[0]["losses"])
+        for name, (world, block, tp_size) in cases.items()
+    }
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+def test_autotp_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
+    """As test_tp_llama.py's: FP8's distance from bf16 may grow by what bf16 loses to another order of its sums."""
+    own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
+    assert 0 < own < 0.02
+    on_one = distance(curves["fp8"], curves["bf16"])
+    for name in ("fp8 tp", "fp8 tp dp"):
+        assert distance(curves[name], curves["bf16 tp"]) < on_one + own, (name, own, on_one)
+        assert abs(float((curves[name] - curves["bf16 tp"])[-10:].mean())) < 0.02
+
+
+def first_bytes(louder: float | None) -> dict[str, tuple[Tensor, Tensor]]:
+    engine = autotp_engine(2, {}, louder=louder)
+    found = training.fp8_state(engine)
+    destroy(engine)
+    return found
+
+
+def test_a_shard_a_thousand_times_larger_changes_no_byte_of_the_others(ranks: Any) -> None:
+    plain, louder = (ranks(2).run(first_bytes, factor) for factor in (None, 1000.0))
+    training.assert_fp8_equals(plain[0], louder[0])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert louder[1][name][1] > 900 * plain[1][name][1]
+
+
+# --- checkpoints ---
+
+
+def resume(stage: int, block: dict[str, Any], directory: str) -> None:
+    """Three steps, a checkpoint, two more; the same two of another engine that has loaded it."""
+    engine = autotp_engine(stage, block)
+    train(engine, 2, 3)
+    engine.save_checkpoint(directory, tag="third")
+    expected = train(engine, 2, 2, first_step=3)
+    masters, weights = training.full_masters(engine), training.fp8_state(engine)
+    destroy(engine)
+    engine = autotp_engine(stage, block, seed=5)
+    path, _ = engine.load_checkpoint(directory, tag="third")
+    assert path is not None
+    assert train(engine, 2, 2, first_step=3) == expected
+    for name, master in training.full_masters(engine).items():
+        assert_bitwise(master, masters[name])
+    training.assert_fp8_equals(training.fp8_state(engine), weights)
+    destroy(engine)
+
+
+@pytest.mark.parametrize(("world_size", "stage", "states"), [(2, 2, "fp32"), (4, 1, "fp32"), (4, 2, "fp8")])
+def test_a_checkpoint_resumes_to_the_bit(ranks: Any, tmp_path: Path, world_size: int, stage: int, states: str) -> None:
+    ranks(world_size).run(resume, stage, {"optimizer": {"states": states}}, str(tmp_path))
+    for mp_rank in range(2):
+        assert list(
+            (tmp_path / "third").glob(f"*zero_pp_rank_{world_size // 2 - 1}_mp_rank_0{mp_rank}_optim_states.pt")
+        )
+
+
+def masters_of(engine: Any) -> dict[str, Tensor]:
+    """name -> this rank's shard."""
+    return {name: master.clone() for name, master in training.full_masters(engine).items()}
+
+
+def write_universal(directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    """(masters when saved, losses of two more steps)"""
+    engine = autotp_engine(2, {})
+    train(engine, 2, 2)
+    engine.save_checkpoint(directory)
+    masters = masters_of(engine)
+    losses, _ = train(engine, 2, 2, first_step=2)
+    destroy(engine)
+    return masters, losses
+
+
+def read_universal(directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    """As `write_universal`, of an engine that has loaded it."""
+    engine = autotp_engine(2, {}, seed=5, load_universal=True)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None
+    masters = masters_of(engine)
+    training.assert_fp8_follows_masters(training.fp8_state(engine), masters)
+    losses, _ = train(engine, 2, 2, first_step=2)
+    destroy(engine)
+    return masters, losses
+
+
+def test_a_universal_checkpoint_of_two_by_two_ranks_loads_on_two(ranks: Any, tmp_path: Path) -> None:
+    if lacks("collect_autotp_universal_checkpoint_info"):
+        pytest.skip("this DeepSpeed converts no checkpoint of AutoTP's")
+    import test_checkpoint_universal as universal
+
+    before = ranks(4).run(write_universal, str(tmp_path))
+    universal.convert(tmp_path)
+    for rank, (masters, losses) in enumerate(ranks(2).run(read_universal, str(tmp_path))):
+        for name, master in masters.items():
+            assert_bitwise(master, before[rank][0][name])
+        assert losses == pytest.approx(before[rank][1], abs=0.01)
+
+
+def consolidated() -> tuple[dict[str, Tensor] | None, dict[str, Tensor], bool]:
+    """(DeepSpeed's whole weights on rank 0, bf16 of this rank's masters, whether training goes on as without)."""
+    curves = []
+    for exports in (False, True):
+        engine = autotp_engine(2, {})
+        train(engine, 2, 2)
+        if exports:
+            whole = engine._consolidated_16bit_state_dict()
+            whole = whole and {name: p.clone() for name, p in whole.items()}  # on CPU, stock's are the Parameters' own
+            masters = {name: master.bfloat16() for name, master in training.full_masters(engine).items()}
+        curves.append(train(engine, 2, 2, first_step=2))
+        destroy(engine)
+    return whole, masters, curves[0] == curves[1]
+
+
+def test_whole_weights_are_bf16_of_the_masters_and_training_goes_on(ranks: Any) -> None:
+    (whole, first, same), (nothing, second, _) = ranks(2).run(consolidated)
+    assert whole is not None and nothing is None and same
+    for name, full in whole.items():
+        dims = [dim for dim in range(full.dim()) if full.shape[dim] != first[name].shape[dim]]
+        expected = torch.cat([first[name], second[name]], dims[0]) if dims else first[name]
+        assert_bitwise(full, expected)
+
+
+# --- what cannot be ---
+
+
+def wrong(stage: int, block: dict[str, Any], by_call: bool) -> str:
+    try:
+        autotp_engine(stage, block, by_call=by_call)
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        reset()
+    return ""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("stage", "block", "by_call", "expected"),
+    [
+        (3, {}, False, "UnsupportedError: .*tensor_parallel.autotp_size with zero_optimization.stage: 3"),
+        (3, {}, True, "(UnsupportedError: .*tp_model_init|AssertionError: Currently, the compatibility)"),
+        (2, {"tensor_parallel": {"reduce_scatter": "fp8"}}, False, "ConfigError: .*no key but gather with AutoTP"),
+        (2, {"linear": {"filter_fqns": ["proj", "lm_head"]}}, False, "ConfigError: .*at least one linear"),
+    ],
+    ids=["stage 3", "stage 3 by call", "reduce_scatter", "no linear"],
+)
+def test_what_cannot_take_effect_is_an_error_on_every_rank(
+    ranks: Any, stage: int, block: dict[str, Any], by_call: bool, expected: str
+) -> None:
+    import re
+
+    for found in ranks(2).run(wrong, stage, block, by_call):
+        assert re.match(expected, found, re.DOTALL), found

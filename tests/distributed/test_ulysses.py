@@ -1,0 +1,225 @@
+"""Ulysses' exchange of q, k and v in FP8, beside DeepSpeed's own."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.errors import ConfigError
+from fp8_ds.formats import E5M2
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.tp.exchange import exchange_heads
+
+pytestmark = pytest.mark.distributed
+
+BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 2, 16, 8, 4, 32
+"""TOKENS of one rank."""
+
+
+def inputs(gather_dim: int, heads: tuple[int, ...] = (HEADS, KV_HEADS, KV_HEADS)) -> list[Tensor]:
+    """q, k and v of this rank, each head and token in a range of its own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (TOKENS, BATCH) if gather_dim == 0 else (BATCH, TOKENS)
+    found = []
+    for num in heads:
+        x = torch.randn(*shape, num, SIZE, generator=generator)
+        x *= 2.0 ** torch.randint(-8, 9, (*shape, num, 1), generator=generator)
+        found.append(x.bfloat16().requires_grad_())
+    return found
+
+
+class Attention(nn.Module):
+    """Over all tokens of some heads."""
+
+    def __init__(self, gather_dim: int) -> None:
+        super().__init__()
+        self.order = (1, 2, 0, 3) if gather_dim == 0 else (0, 2, 1, 3)  # to [b, H, S, D]
+        self.back = (2, 0, 1, 3) if gather_dim == 0 else (0, 2, 1, 3)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.permute(self.order) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.permute(self.back).contiguous()
+
+
+def run(forward: Any, xs: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """(output and gradients, [(calls, bytes) of forward and of backward])."""
+    xs = [x.detach().clone().requires_grad_() for x in xs]
+    with count_collectives() as there:
+        output = forward(*xs)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + dist.get_rank())).to(output.dtype)
+    with count_collectives() as back:
+        output.backward(grad)
+    return [output.detach(), *(x.grad for x in xs)], [(count.calls, count.num_bytes) for count in (there, back)]
+
+
+def round_trip() -> dict[str, Any]:
+    """What arrives, and what gradients do, against the definition: all-gather, and take the own heads."""
+    found: dict[str, Any] = {}
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for gather_dim in (0, 1):
+        xs = inputs(gather_dim)
+        for fmt in (None, E5M2):
+            arrived = exchange_heads(xs, dist.group.WORLD, gather_dim, fmt)
+            for x, here in zip(xs, arrived, strict=True):
+                parts = [torch.empty_like(x) for _ in range(world)]
+                dist.all_gather(parts, x.detach())
+                expected = torch.cat(parts, gather_dim).chunk(world, dim=2)[rank]
+                assert here.shape == expected.shape
+                found[f"{gather_dim} there"] = min(found.get(f"{gather_dim} there", 99.0), sqnr_db(expected, here))
+            grads = [torch.randn(one.shape, generator=torch.Generator().manual_seed(rank)) for one in arrived]
+            found_grads = torch.autograd.grad(arrived, xs, [grad.bfloat16() for grad in grads])
+            for x, own, grad in zip(xs, found_grads, grads, strict=True):
+                full = [torch.empty_like(grad) for _ in range(world)]
+                dist.all_gather(full, grad.contiguous())
+                expected = torch.cat(full, 2).bfloat16().chunk(world, dim=gather_dim)[rank]
+                assert own.shape == x.shape
+                if fmt is None:
+                    assert_bitwise(own, expected.contiguous())
+                else:
+                    found[f"{gather_dim} back"] = sqnr_db(expected, own)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_head_arrives_with_all_tokens_and_gradients_find_their_way_back(ranks: Any, world_size: int) -> None:
+    for found in ranks(world_size).run(round_trip):
+        assert min(found["0 there"], found["1 there"]) > 30, found  # E4M3, a power of two for each head of a token
+        assert min(found["0 back"], found["1 back"]) > 24, found
+
+
+def beside_stock(gather_dim: int, grads: str) -> dict[str, Any]:
+    from deepspeed.sequence.layer import DistributedAttention
+
+    from fp8_ds.tp.ulysses import exchange_in_fp8
+
+    stock = DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
+    fp8 = DistributedAttention(Attention(gather_dim), dist.group.WORLD, scatter_idx=2, gather_idx=gather_dim)
+    assert exchange_in_fp8(fp8, grads) is fp8  # type: ignore[arg-type]
+    xs = [x / x.detach().float().norm(dim=-1, keepdim=True).bfloat16() * 4 for x in inputs(gather_dim)]
+    results = [run(lambda *qkv, one=one: one(*qkv, 1 - gather_dim), xs) for one in (stock, fp8)]
+    (expected, talk), (own, talk_fp8) = results
+    return {"sqnr": [sqnr_db(a, b) for a, b in zip(expected, own, strict=True)], "talk": talk, "talk_fp8": talk_fp8}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gather_dim", "grads"), [(2, 0, "bf16"), (2, 1, "e4m3"), (4, 1, "bf16"), (4, 0, "e5m2")]
+)
+def test_attention_differs_from_stock_by_one_rounding_and_sends_half_the_bytes(
+    ranks: Any, world_size: int, gather_dim: int, grads: str
+) -> None:
+    rows = TOKENS * BATCH * (HEADS + 2 * KV_HEADS)
+    output = 2 * TOKENS * BATCH * HEADS * SIZE
+    for found in ranks(world_size).run(beside_stock, gather_dim, grads):
+        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > {"bf16": 22, "e4m3": 22, "e5m2": 20}[grads], found["sqnr"]
+        (forward, backward), (forward_fp8, backward_fp8) = found["talk"], found["talk_fp8"]
+        assert forward[0] == backward[0] == {"all_to_all": 4}
+        assert forward_fp8[0] == backward_fp8[0] == {"all_to_all": 2}
+        assert forward[1]["all_to_all"] == backward[1]["all_to_all"] == 2 * rows * SIZE + output
+        assert forward_fp8[1]["all_to_all"] == rows * (SIZE + 1) + output
+        back = rows * 2 * SIZE if grads == "bf16" else rows * (SIZE + 1)
+        assert backward_fp8[1]["all_to_all"] == back + output
+
+
+def hugging_face(kv_heads: int) -> dict[str, Any]:
+    """UlyssesSPAttentionHF as transformers calls it; registered, found and retyped."""
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from fp8_ds.tp.ulysses import exchange_in_fp8
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).contiguous(), None
+
+    def ulysses() -> Any:
+        world = dist.get_world_size()
+        return ulysses_sp.UlyssesSPAttentionHF(
+            attn=attend,
+            batch_size=BATCH,
+            attn_head_count=HEADS,
+            attn_head_size=SIZE,
+            kv_head_count=kv_heads,
+            num_hidden_layers=1,
+            process_group=dist.group.WORLD,
+            local_seq_length=TOKENS,
+            global_seq_length=TOKENS * world,
+        )
+
+    stock, fp8 = ulysses(), ulysses()
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **kwargs: fp8(*args, **kwargs)
+    try:
+        assert exchange_in_fp8() is fp8
+    finally:
+        ALL_ATTENTION_FUNCTIONS.pop("sdpa", None)
+        assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
+    xs = [x.transpose(1, 2) for x in inputs(1, (HEADS, kv_heads, kv_heads))]
+    xs = [x / x.detach().float().norm(dim=-1, keepdim=True).bfloat16() * 4 for x in xs]
+    positions = torch.arange(TOKENS).repeat(BATCH, 1) + TOKENS * dist.get_rank()
+    module = SimpleNamespace(training=True, num_key_value_groups=1, layer_idx=0)
+    results = []
+    for one in (stock, fp8):
+        with count_collectives() as count:  # newer versions' own exchange is an op that hides its collective from it
+            results.append(run(lambda *qkv, one=one: one(module, *qkv, None, position_ids=positions)[0], xs)[0])
+    sqnr = [sqnr_db(a, b) for a, b in zip(*results, strict=True)]
+    return {"sqnr": sqnr, "bytes": [record for record in count.records if record[2] == torch.uint8]}
+
+
+@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 4), (4, 2)])
+def test_transformers_attention_differs_from_stock_by_one_rounding(ranks: Any, world_size: int, kv_heads: int) -> None:
+    """With fewer k and v heads than ranks these are repeated before they travel, as stock does."""
+    for found in ranks(world_size).run(hugging_face, kv_heads):
+        assert found["sqnr"][0] > 26 and min(found["sqnr"]) > 22, found["sqnr"]
+        rows = TOKENS * BATCH * (HEADS + 2 * max(kv_heads, world_size))
+        there, back = rows * (SIZE + 1), rows * 2 * SIZE
+        assert found["bytes"] == [("all_to_all", there, torch.uint8), ("all_to_all", back, torch.uint8)]
+
+
+def wrong() -> list[str]:
+    from deepspeed.sequence.layer import DistributedAttention
+
+    from fp8_ds.tp.ulysses import exchange_in_fp8
+
+    group = dist.group.WORLD
+    done = exchange_in_fp8(DistributedAttention(Attention(0), group))
+    uneven = [x[:, :, :3] for x in inputs(0)]
+    overlapping = DistributedAttention(Attention(0), group)
+    overlapping.sp_overlap_comm = True
+    nan = inputs(0)
+    with torch.no_grad():
+        nan[0][0, 0, 0, 0] = math.nan
+    arrived = exchange_heads(nan, group, 0)[0]
+    assert not torch.isfinite(arrived[::TOKENS, 0, 0, 0]).all() or dist.get_rank() > 0
+    said = []
+    for call in (
+        lambda: exchange_in_fp8(done),
+        lambda: exchange_in_fp8(nn.Linear(2, 2)),
+        lambda: exchange_in_fp8(),
+        lambda: exchange_in_fp8(overlapping),
+        lambda: exchange_in_fp8(DistributedAttention(Attention(0), group, scatter_idx=1)),
+        lambda: exchange_in_fp8(DistributedAttention(Attention(0), group), "fp16"),  # type: ignore[arg-type]
+        lambda: done(*uneven, 1),
+    ):
+        try:
+            call()
+            said.append("")
+        except (ConfigError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_exchanged_is_an_error_on_every_rank(ranks: Any) -> None:
+    expected = ["got Fp8DistributedAttention", "got Linear", "among transformers'", "sp_stream", "scatter_idx 2"]
+    expected += ["got 'fp16'", "H divisible by 2 ranks"]
+    for said in ranks(2).run(wrong):
+        assert all(want in text for want, text in zip(expected, said, strict=True)), said
