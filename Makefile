@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | test-slow | test-gpu | clean.   PYTHON, TORCH, DEEPSPEED choose what is installed.
+# make setup | demo | test | lint | test-slow | test-gpu | test-multinode | clean.   PYTHON, TORCH, DEEPSPEED choose what is installed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
@@ -14,7 +14,7 @@ RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.spl
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LINTED := fp8_ds tests examples benchmarks setup.py
 
-.PHONY: setup demo test test-slow test-gpu lint format clean
+.PHONY: setup demo test test-slow test-gpu test-multinode lint format clean
 
 setup: $(READY)
 
@@ -48,6 +48,11 @@ test-slow: $(READY)
 
 test-gpu: $(READY)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pytest -q -m gpu $(TEST_ARGS)
+
+# Two network namespaces as hosts: root and iproute2; sshd and pdsh are installed where they are missing.
+test-multinode: $(READY)
+	tests/multinode/install_tools.sh
+	$(ON_CPU) $(PY) -m pytest -q -rs -n 0 -m multinode tests/multinode $(TEST_ARGS)
 
 lint: $(LINT_READY)
 	$(PY) -m ruff check $(LINTED)

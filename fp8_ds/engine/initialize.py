@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.errors import Fp8DsError
+
+if TYPE_CHECKING:
+    from fp8_ds.engine.fingerprint import Fingerprint
 
 
 def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stock `deepspeed.initialize`, with our engines where the configuration has `"fp8": {"enabled": true}`.
 
     Raises:
-        ConfigError: the block is wrong; before any collective, on every rank.
-        UnsupportedError: the configuration asks for what FP8 ZeRO does not support, likewise.
+        ConfigError: the block is wrong, or ranks differ in block, packages or model; on every rank, before any group
+            or weight is touched.
+        UnsupportedError: the configuration asks for what FP8 ZeRO does not support. A rank that is refused alone says
+            so to the others, which raise a ConfigError.
         SeamError: the installed DeepSpeed lacks a symbol we override.
     """
     config = _resolve_config(stock, args, kwargs)
     block = config.get("fp8") if isinstance(config, dict) else None
     if block is None:
         return stock(*args, **kwargs)
-    fp8 = Fp8Config.from_block(block)
-    if not fp8.enabled:
+    arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    mine: Fingerprint | Fp8DsError | None
+    try:
+        mine = _accept(config, arguments)
+    except Fp8DsError as refusal:
+        mine = refusal
+    if mine is None:
         return stock(*args, **kwargs)
+    from fp8_ds.engine.fingerprint import agree
+
+    agree(mine, arguments)
+    with _our_engines():
+        return stock(*args, **kwargs)
+
+
+def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint | None:
+    """What this rank starts with, once its own configuration and model are known to be possible; None if FP8 is off.
+
+    Raises:
+        Fp8DsError: as `initialize`, of this rank alone.
+    """
+    fp8 = Fp8Config.from_block(config["fp8"])
+    if not fp8.enabled:
+        return None
+    from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.refusals import refuse_config, refuse_model, zero_stage
 
     refuse_config(config)
     fp8.check_stage(zero_stage(config))
-    model = inspect.signature(stock).bind_partial(*args, **kwargs).arguments.get("model")
+    model = arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)
         if fp8.activations.cross_entropy == "liger":
@@ -39,8 +67,7 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
             refuse_loss(model, get_accelerator().device_name())
     _apply_patches()
-    with _our_engines():
-        return stock(*args, **kwargs)
+    return fingerprint(fp8, config, model, arguments.get("mpu"))
 
 
 def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What cannot work raises on every rank, and before any rank waits for another."""
+"""What cannot work raises on every rank, after one exchange of refusals (test_fingerprint.py) and nothing else."""
 
 from __future__ import annotations
 
@@ -51,17 +51,15 @@ def raise_on_every_rank() -> list[tuple[str, str, int]]:
     model = nn.Linear(16, 16)
     model.weight.allreduce = False  # type: ignore[assignment]
     found.append(refused(training.ds_config(1, {}), model))
-    assert [count for _, _, count in found] == [0] * len(found)
-    # One rank alone: a collective before the error would wait for the other, who is at the next one already.
-    if dist.get_rank() == 0:
-        refused(configured(WRONG[0][0]), model)
+    # The exchange in which ranks hear of each other's refusals (fp8_ds/engine/fingerprint.py), and nothing after it.
+    assert [count for _, _, count in found] == [1] * len(found)
     ones = torch.ones(1)
     dist.all_reduce(ones)
     assert float(ones) == 2
     return found
 
 
-def test_a_refused_configuration_raises_on_all_ranks_before_any_collective(ranks: Any) -> None:
+def test_a_refused_configuration_raises_on_all_ranks_before_any_collective_of_training(ranks: Any) -> None:
     expected = [*((error, key) for _, error, key in WRONG), ("UnsupportedError", "expert-parallel")]
     for found in ranks(2).run(raise_on_every_rank):
         assert [error for error, _, _ in found] == [error for error, _ in expected]

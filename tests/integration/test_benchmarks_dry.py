@@ -458,3 +458,24 @@ def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[
     assert result["trained"], result
     assert [p["phase"] for p in result["phases"]] == ["construction", "initialize", "step 1", "step 2", "step 3"]
     assert "NOT MEASURED: stock DeepSpeed" in output  # the control was not among the arms
+
+
+# --- slow_link.py (its launchers: tests/multinode) ---
+
+
+def test_slow_link_predicts_from_bytes_and_says_which_losses_changed(bench: Any) -> None:
+    slow_link = bench("slow_link")
+    rows = [
+        {"mbit_per_s": rate, "stage": 3, "arm": arm, "s_per_step": seconds, "mb_per_step": mb, "losses": losses}
+        for rate, arm, seconds, mb, losses in (
+            (None, "bf16", 0.1, 12.5, [2.0]),
+            (None, "FP8 gathers", 0.2, 10.0, [2.1]),
+            (100.0, "bf16", 1.2, 12.5, [2.0]),
+            (100.0, "FP8 gathers", 1.0, 10.0, [2.2]),
+        )
+    ]
+    found = slow_link.with_prediction(rows)
+    assert [row["predicted_s"] for row in found] == pytest.approx([0.1, 0.2, 1.1, 1.0])
+    assert [row["speedup"] for row in found] == pytest.approx([1.0, 0.5, 1.0, 1.2])
+    assert slow_link.changed(rows) == ["ZeRO-3 FP8 gathers at 100.0 Mbit/s"]
+    assert "| 100 | 3 | FP8 gathers | 10.00 | 1.000 | 1.000 | 1.20 |" in slow_link.table(found)

@@ -1,0 +1,200 @@
+"""Ranks that do not start alike: one error on all ranks, which names what differs and where, and nobody waits."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training
+from torch import nn
+
+from fp8_ds.testing.ranks import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SECONDS = 60.0
+
+
+def message(change: str, odd: int) -> tuple[str, str]:
+    """(class, text) of what rank `odd`, which differs by `change`, and its peers raise; ("", "") for nothing."""
+    import torch.distributed as dist
+
+    import fp8_ds
+    from fp8_ds.errors import Fp8DsError
+
+    differs = dist.get_rank() == odd
+    config, model, hidden = training.ds_config(2, {}), {}, 192
+    restore = None
+    if differs and change == "block":
+        config["fp8"]["linear"] = {"recipe": "rowwise"}
+    elif differs and change == "configuration":
+        config["zero_optimization"] = {"stage": 1}
+        config["optimizer"]["params"]["lr"] = 1e-3
+    elif differs and change == "shape":
+        hidden = 208
+    elif differs and change == "frozen":
+        model = {"frozen": "blocks.0.up"}
+    elif differs and change == "refused":
+        config["fp8"]["linear"] = {"recipe": "auto"}
+    elif differs and change == "unsupported":
+        config["zero_optimization"] = {"stage": 0}
+    elif differs and change == "version":
+        restore, fp8_ds.__version__ = fp8_ds.__version__, "0.0.9"
+    elif differs and change == "seams":
+        return with_another_seam(config)
+    elif change == "places":  # allowed
+        config["tensorboard"] = {"enabled": False, "output_path": f"/rank{dist.get_rank()}"}
+        config["steps_per_print"] = 1_000_000 + dist.get_rank()
+    try:
+        training.destroy(training.build(config, {"hidden": hidden, **model}))
+    except Fp8DsError as error:
+        return type(error).__name__, str(error)
+    finally:
+        if restore is not None:
+            fp8_ds.__version__ = restore
+    return "", ""
+
+
+def with_another_seam(config: dict[str, Any]) -> tuple[str, str]:
+    """As if a body in this rank's DeepSpeed had been edited."""
+    from fp8_ds.engine import fingerprint
+
+    stock = fingerprint._seams
+    changed = {**stock(), "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": "edited"}
+    fingerprint._seams = lambda: changed
+    try:
+        training.build(config)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        fingerprint._seams = stock
+    return "", ""
+
+
+DIFFERENCES = {
+    "block": ('"fp8" block', 'linear.recipe "tensorwise" on rank 0, "rowwise" on rank 1'),
+    "configuration": ("configuration", "optimizer.params.lr 0.003 on rank 0, 0.001 on rank 1"),
+    "shape": ("model", "blocks.0.up.weight [192, 64] float32 of a Linear on rank 0, [208, 64]"),
+    "frozen": ("layer plan", "blocks.0.up fp8 on rank 0, bf16 (frozen) on rank 1"),
+    "version": ("versions", "fp8_ds 0.1.0 on rank 0, 0.0.9 on rank 1"),
+    "seams": ("DeepSpeed's code", "DeepSpeedZeroOptimizer_Stage3.step"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    """Killed, and an error, where a test takes longer than SECONDS."""
+    pool = RankPool(2, timeout=SECONDS)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("change", DIFFERENCES)
+def test_a_difference_is_named_alike_on_all_ranks(two_ranks: RankPool, change: str) -> None:
+    answers = two_ranks.run(message, change, 1)
+    assert answers[0] == answers[1]
+    kind, text = answers[0]
+    assert kind == "ConfigError"
+    item, detail = DIFFERENCES[change]
+    assert f"{item} on ranks [1] unlike rank 0's (" in text and detail in text, text
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("change", "kind", "key"), [
+    ("refused", "ConfigError", "fp8.linear.recipe"), ("unsupported", "UnsupportedError", "zero_optimization.stage: 0")
+])  # fmt: skip
+def test_a_rank_that_is_refused_alone_says_so_to_the_others(
+    two_ranks: RankPool, change: str, kind: str, key: str, odd: int
+) -> None:
+    answers = two_ranks.run(message, change, odd)
+    assert answers[odd][0] == kind and key in answers[odd][1]
+    other, text = answers[1 - odd]
+    assert other == "ConfigError" and key in text and f"ranks [{odd}]" in text
+
+
+def test_ranks_may_differ_in_places_and_logs_and_train_after_a_refusal(two_ranks: RankPool) -> None:
+    two_ranks.run(message, "refused", 1)
+    assert two_ranks.run(message, "places", 1) == [("", "")] * 2
+    assert two_ranks.run(message, "none", 1) == [("", "")] * 2
+
+
+def test_what_most_ranks_have_is_the_measure(ranks: Any) -> None:
+    answers = ranks(3).run(message, "block", 0)
+    assert len(set(answers)) == 1
+    assert "on ranks [0] unlike rank 1's" in answers[0][1]
+
+
+def num_collectives() -> dict[str, int]:
+    """Of an exchange between ranks that agree."""
+    from fp8_ds.comm import count_collectives
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.fingerprint import agree, fingerprint
+
+    config = training.ds_config(3, {})
+    mine = fingerprint(Fp8Config.from_block(config["fp8"]), config, nn.Sequential(nn.Linear(16, 16)), None)
+    with count_collectives() as count:
+        agree(mine, {})
+    return dict(count.num_bytes)
+
+
+def test_where_all_agree_one_small_gather_is_all(two_ranks: RankPool) -> None:
+    assert two_ranks.run(num_collectives) == [{"all_gather": 2 * 16 * 8}] * 2
+
+
+def leave_or_say() -> None:
+    """Rank 1 leaves before the exchange; rank 0 raises what it is told then."""
+    import os
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(1)
+    raise AssertionError(": ".join(message("none", 1)))
+
+
+def test_a_rank_that_is_gone_is_an_error_at_once(two_ranks: RankPool) -> None:
+    from fp8_ds.testing.ranks import RankError
+
+    with pytest.raises(RankError, match=r"Fp8DsError: rank 0: expected 2 ranks at the start .* Look for a rank that"):
+        two_ranks.run(leave_or_say)
+
+
+WITHOUT_A_GROUP = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import deepspeed, torch, training
+import fp8_ds
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+config = training.ds_config(2, {} if os.environ["RANK"] != sys.argv[2] else {"linear": {"recipe": "auto"}})
+try:
+    deepspeed.initialize(model=training.TinyLM(), config=config)
+except fp8_ds.ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_where_initialize_makes_the_process_group_nobody_waits_either(
+    odd: int, cpu_environment: dict[str, str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {**cpu_environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-c", WITHOUT_A_GROUP, str(Path(training.__file__).parent), str(odd)]
+    running = [
+        subprocess.Popen(
+            command, stdout=-1, stderr=-2, text=True, env={**env, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert "refused: fp8.linear.recipe" in outputs[odd], outputs[odd]
+    assert f"refused: expected a configuration that no rank refuses, got one that ranks [{odd}]" in outputs[1 - odd]
