@@ -135,7 +135,8 @@ def test_the_table_of_rank_0_decides_for_all_ranks_and_the_rest_is_bf16_to_the_b
         assert found["losses"] == found["filtered"]
     assert second["said"] == []
     assert (first["asked"], second["asked"]) == ([2], [])
-    table_line, plan_line = first["said"]
+    table_line, plan_line, attention_line = first["said"]
+    assert attention_line == "fp8: attention: as the model has it"
     assert table_line.splitlines()[0].endswith("at 128 tokens:")
     assert "[72, 32], bias: fp8: 410 us against 655 us" in table_line
     assert "blocks.0.down (bf16 is faster: 41 us against 57 us at M 128)" in plan_line
