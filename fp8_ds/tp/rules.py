@@ -53,13 +53,15 @@ class Rule(ABC):
 
     # --- x of a column-parallel layer, gathered ---
 
-    @abstractmethod
     def send_input(self, x: Tensor, *, record: bool) -> Shard:
-        """x of this rank, [..., I], in E4M3."""
+        """x of this rank, [..., I], in E4M3: as the recipe quantises it."""
+        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
+        assert x_fp8.rows is not None
+        return Shard(x_fp8.rows, x_fp8.scale_inv)
 
-    @abstractmethod
     def keep_input(self, gathered: Gathered) -> Kept:
-        """What grad_weight needs of a gathered x; made once for all layers that read it."""
+        """What grad_weight needs of a gathered x, its codes transposed; made once for all layers that read it."""
+        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
 
     # --- grad_output of a row-parallel layer, gathered ---
 
@@ -130,14 +132,6 @@ class SharedTensorRule(Rule):
     The layer's recipe is a SharedTensorwiseRecipe.
     """
 
-    def send_input(self, x: Tensor, *, record: bool) -> Shard:
-        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
-        assert x_fp8.rows is not None
-        return Shard(x_fp8.rows, x_fp8.scale_inv)
-
-    def keep_input(self, gathered: Gathered) -> Kept:
-        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
-
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
 
@@ -162,14 +156,6 @@ class RowRule(Rule):
     grad_output has nothing left to be folded into: its scales and those of x are powers of two and aligned, and the
     weight, whose scales grad_input contracts over, is quantised once more by its columns.
     """
-
-    def send_input(self, x: Tensor, *, record: bool) -> Shard:
-        x_fp8 = self.recipe.quantize_input(x, needs_columns=False, record=record)
-        assert x_fp8.rows is not None
-        return Shard(x_fp8.rows, x_fp8.scale_inv)
-
-    def keep_input(self, gathered: Gathered) -> Kept:
-        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         x_fp8 = Quantized(*_swap(*quantize_rows_pow2(as_matrix(x), E4M3)))

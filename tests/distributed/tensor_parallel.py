@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,3 +122,29 @@ def run_row(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 RUN = {"column": (column_fp8, run_column), "row": (row_fp8, run_row)}
+
+
+# --- in the test process ---
+
+
+def loss_curves(ranks: Any, trained: Callable[..., Any], num_steps: int) -> dict[str, Tensor]:
+    """Losses on the same batches, in bf16 and FP8, whole and cut.
+
+    Args:
+        trained: of test_tp_llama.py or test_autotp.py.
+    """
+    cases: dict[str, tuple[int, dict[str, Any] | None, int]] = {
+        "bf16": (2, None, 1),
+        "bf16 tp": (2, None, 2),
+        "fp8": (2, {}, 1),
+        "fp8 tp": (2, {}, 2),
+        "fp8 tp dp": (4, {}, 2),
+    }
+    return {
+        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, num_steps)[0]["losses"])
+        for name, (world, block, tp_size) in cases.items()
+    }
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -387,30 +388,16 @@ NUM_STEPS = 30
 @pytest.fixture(scope="module")
 def curves(ranks: Any) -> dict[str, Tensor]:
     """Losses of 30 steps on the same batches."""
-    cases = {
-        "bf16": (2, None, 1),
-        "bf16 tp": (2, None, 2),
-        "fp8": (2, {}, 1),
-        "fp8 tp": (2, {}, 2),
-        "fp8 tp dp": (4, {}, 2),
-    }
-    return {
-        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, NUM_STEPS)[0]["losses"])
-        for name, (world, block, tp_size) in cases.items()
-    }
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().mean())
+    return tpar.loss_curves(ranks, trained, NUM_STEPS)
 
 
 def test_autotp_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
     """As test_tp_llama.py's: FP8's distance from bf16 may grow by what bf16 loses to another order of its sums."""
     own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
     assert 0 < own < 0.02
-    on_one = distance(curves["fp8"], curves["bf16"])
+    on_one = tpar.distance(curves["fp8"], curves["bf16"])
     for name in ("fp8 tp", "fp8 tp dp"):
-        assert distance(curves[name], curves["bf16 tp"]) < on_one + own, (name, own, on_one)
+        assert tpar.distance(curves[name], curves["bf16 tp"]) < on_one + own, (name, own, on_one)
         assert abs(float((curves[name] - curves["bf16 tp"])[-10:].mean())) < 0.02
 
 

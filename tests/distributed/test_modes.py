@@ -173,3 +173,20 @@ def test_weights_change_at_accumulation_boundaries_only(ranks: Any, stage: int) 
     for changes, losses in ranks(2).run(accumulating, stage, 3):
         assert changes == 3
         assert len(losses) == 9
+
+
+# --- the throughput timer ---
+
+
+def timers_that_wait(throughputs: list[dict[str, Any]]) -> list[bool]:
+    found = []
+    for throughput in throughputs:
+        engine = training.build(training.ds_config(2, {}, timers={"throughput": throughput}))
+        found.append(engine.tput_timer.config.synchronized)
+        training.destroy(engine)
+    return found
+
+
+def test_the_throughput_timer_empties_the_queue_of_the_device_only_if_told_to(ranks: Any) -> None:
+    for found in ranks(2).run(timers_that_wait, [{}, {"synchronized": True}]):
+        assert found == [False, True]

@@ -298,21 +298,7 @@ NUM_STEPS = 50
 @pytest.fixture(scope="module")
 def curves(ranks: Any) -> dict[str, Tensor]:
     """Losses of 50 steps on the same batches."""
-    cases = {
-        "bf16": (2, None, 1),
-        "bf16 tp": (2, None, 2),
-        "fp8": (2, {}, 1),
-        "fp8 tp": (2, {}, 2),
-        "fp8 tp dp": (4, {}, 2),
-    }
-    return {
-        name: torch.tensor(ranks(world).run(trained, 2, block, tp_size, NUM_STEPS)[0]["losses"])
-        for name, (world, block, tp_size) in cases.items()
-    }
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().mean())
+    return tpar.loss_curves(ranks, trained, NUM_STEPS)
 
 
 def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
@@ -320,11 +306,11 @@ def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_its
     anything is told by the distance from bf16: it may grow by what bf16 loses to another order of its sums."""
     own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())
     assert 0 < own < 0.02
-    on_one = distance(curves["fp8"], curves["bf16"])
+    on_one = tpar.distance(curves["fp8"], curves["bf16"])
     for name in ("fp8 tp", "fp8 tp dp"):
-        assert distance(curves[name], curves["bf16"]) < on_one + own, (name, own, on_one)
+        assert tpar.distance(curves[name], curves["bf16"]) < on_one + own, (name, own, on_one)
         assert abs(float((curves[name] - curves["bf16"])[-10:].mean())) < 0.02
-    assert distance(curves["fp8 tp"], curves["fp8 tp dp"]) < own
+    assert tpar.distance(curves["fp8 tp"], curves["fp8 tp dp"]) < own
 
 
 def first_loss(tp_size: int, block: dict[str, Any] | None) -> float:

@@ -26,7 +26,7 @@ CAST_WORDS, CAST_WARPS = 2048, 4
 PLANES_VECTORS = 4
 PLANES_WORDS, PLANES_WARPS = {True: 32, False: 16}, {True: 2, False: 1}
 """Of a cast with transpose: 64 rows; words of a row and warps of a program, by whether the plain plane is stored as
-well. Measured on an H200, of VECTORS 2 to 16, WORDS 8 to 64, 1 to 4 warps."""
+well. Tried by hand on an H200, of VECTORS 2 to 16, WORDS 8 to 64, 1 to 4 warps."""
 
 COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 8, 8, 2, 128, 8
 """Of the amaxes of columns: a program for 512 columns, each of its 8 warps for 16 rows of them."""

@@ -11,6 +11,7 @@ import torch
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.testing.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
+from fp8_ds.testing.interpreted import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("adamw_interpreted.py")
 
@@ -22,12 +23,8 @@ def child(*arguments, **environment):
 
 
 def test_kernel_equals_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    # No plugins of this process: neither its coverage nor its reports.
-    result = child("-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_triton_on_cpu_is_refused_without_the_interpreter():

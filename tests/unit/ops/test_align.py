@@ -1,8 +1,5 @@
 """Rows of FP8 codes as columns with one scale; align_interpreted.py runs the kernel."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 from fp8_ds.tp.scales import quantize_rows_pow2, quantize_tensor_pow2
 
 INTERPRETED = Path(__file__).with_name("align_interpreted.py")
@@ -18,14 +16,8 @@ FORMATS = [E4M3, E5M2]
 
 
 def test_kernel_equals_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command = [sys.executable, "-m", "pytest", "-q", *options, str(INTERPRETED)]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

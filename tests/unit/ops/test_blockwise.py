@@ -19,6 +19,7 @@ from fp8_ds.ops.blockwise import (
 )
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("blockwise_interpreted.py")
 FORMATS = [E4M3, E5M2]
@@ -44,11 +45,8 @@ def largest_power_of_two(amax, fp8_max):
 
 
 def test_kernels_equal_the_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    result = child("-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_triton_on_cpu_is_refused_without_the_interpreter():

@@ -1,8 +1,5 @@
 """Groups of 128 in E4M3 and back: exactness of the way back, error, edges; the kernel in a child process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,20 +8,14 @@ import torch
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.groupwise import GROUP, dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("groupwise_interpreted.py")
 
 
 def test_kernel_equals_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [*command, str(INTERPRETED)], stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("family", MANY_SCALES)

@@ -1,8 +1,5 @@
 """Casts in two layouts and by scales of rows and columns; the kernels in Triton's interpreter, in a child process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise_planes,
 )
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("planes_interpreted.py")
 FORMATS = [E4M3, E5M2]
@@ -30,13 +28,8 @@ SCALE = torch.tensor(2.5)
 
 
 def test_kernels_equal_references_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

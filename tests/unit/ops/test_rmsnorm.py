@@ -1,8 +1,5 @@
 """RMSNorm into FP8: against the modules it stands for, edges, the backward; the kernels in a child process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from fp8_ds.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_delayed, quantize_tensorwise
 from fp8_ds.ops.rmsnorm import reference, rmsnorm, rmsnorm_backward
 from fp8_ds.testing import sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 from fp8_ds.testing.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
 
 INTERPRETED = Path(__file__).with_name("rmsnorm_interpreted.py")
@@ -22,23 +20,8 @@ WEIGHT = (torch.randn(C, generator=torch.Generator().manual_seed(1)) + 1).bfloat
 
 
 def test_kernels_equal_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        str(INTERPRETED),
-    ]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 def hp_of(x, weight, rounding):

@@ -1,28 +1,19 @@
 """The sum of squares of many tensors; its kernel in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from fp8_ds.ops.squares import SumOfSquares
+from fp8_ds.testing.interpreted import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("squares_interpreted.py")
 
 
 def test_kernel_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [*command, str(INTERPRETED)], stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_sum_on_cpu():

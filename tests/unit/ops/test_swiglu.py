@@ -1,8 +1,5 @@
 """SwiGLU into FP8: against the modules it stands for, edges, gradients; the kernels in a child process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward_packed_fp8,
 )
 from fp8_ds.testing import sqnr_db
+from fp8_ds.testing.interpreted import run_interpreted
 from fp8_ds.testing.producers import (
     SCALINGS,
     assert_same,
@@ -36,23 +34,8 @@ GATE, UP, GRAD = make_gate(T, F), make_rows(T, F, 1), make_rows(T, F, 2)
 
 
 def test_kernels_equal_reference_in_the_interpreter():
-    """Triton decides at its import whether it interprets, and this process may have imported it."""
     pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        str(INTERPRETED),
-    ]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
-    assert " passed" in result.stdout and "skipped" not in result.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_bf16_is_that_of_the_eager_and_of_the_fused_module():
