@@ -209,8 +209,8 @@ class Hosts:
                         self.command(host, argv), stdout=log, stderr=log, stdin=-3, env=dict(env), cwd=cwd or folder,
                         start_new_session=True,
                     )  # fmt: skip
-            while any(process.poll() is None for process in running.values()):
-                if any(process.returncode for process in running.values()):
+            while None in (polled := [process.poll() for process in running.values()]):
+                if any(polled):
                     deadline = min(deadline, time.monotonic() + grace)
                     grace = timeout  # counts from the first failure
                 is_late = time.monotonic() > deadline

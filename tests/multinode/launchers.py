@@ -33,7 +33,9 @@ def _deepspeed(folder: Path, ranks_per_host: int, num_hosts: int, *options: str)
     hostfile.write_text("".join(f"{address} slots={ranks_per_host}\n" for address in ADDRESSES[:num_hosts]))
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
     command += ["--master_addr", ADDRESSES[0], "--master_port", str(PORT)]
-    return [*command, "--enable_each_rank_log", str(folder / "ranks"), *options]
+    ranks = folder / "ranks"
+    ranks.mkdir(exist_ok=True)  # hosts share a disk here, and launchers that make it at one instant fail
+    return [*command, "--enable_each_rank_log", str(ranks), *options]
 
 
 def no_ssh(folder: Path, ranks_per_host: int, num_hosts: int) -> Commands:

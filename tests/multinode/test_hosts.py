@@ -76,6 +76,16 @@ def test_nothing_is_left_of_a_run(hosts: Hosts) -> None:
     assert hosts.pids(0) == hosts.pids(1) == []
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_are_given_grace_after_the_first_failure_and_no_more(hosts: Hosts, failing: int) -> None:
+    fails, waits = [sys.executable, "-c", "raise SystemExit(3)"], ["sleep", "60"]
+    commands = {host: fails if host == failing else waits for host in range(2)}
+    start = time.monotonic()
+    with pytest.raises(HostsError, match="exit 3"):
+        hosts.run(commands, environment(), timeout=30, grace=0.5)
+    assert time.monotonic() - start < 15
+
+
 @pytest.mark.parametrize("end", ["hosts.close()", "os.kill(os.getpid(), 9)", "raise KeyboardInterrupt"])
 def test_hosts_are_gone_with_the_process_that_made_them(hosts: Hosts, tmp_path: Path, end: str) -> None:
     script = f"""
