@@ -297,8 +297,9 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Bars of tokens/s, a panel for the newest run of each piece; False if there is nothing to show."""
-    newest = {(run["model"]["name"], run["piece"]): run for run in runs if run["mode"] == "speed" and speeds(run)}
+    """Bars of tokens/s, a panel for the newest run of each piece that compares; False if there is nothing to show."""
+    compared = [run for run in runs if run["mode"] == "speed" and len(speeds(run)) > 1]
+    newest = {(run["model"]["name"], run["piece"]): run for run in compared}
     if not newest:
         return False
     import matplotlib

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, half_width, t_quantile
+
 Rows = Sequence[dict[str, str]]
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""0.975 quantiles of Student's t with 1, 2, ... degrees of freedom."""
-MEAN_BOUND, UPPER_BOUND = 0.1, 0.3
-"""Per cent: of the issue."""
 PAIRS = {
     1: (
         ("fp8", "stock"),
@@ -21,6 +19,10 @@ PAIRS = {
         ("torchao", "stock"),
         ("e4m19", "fp8"),
         ("e4m11", "fp8"),
+        ("fp8-bf16-last", "stock"),
+        ("fp8-bf16-last", "fp8"),
+        ("e4m11-bf16-last", "stock"),
+        ("e4m11-bf16-last", "e4m11"),
     ),
     2: (
         ("fp8", "stock"),
@@ -46,6 +48,8 @@ COLORS = {
     "torchao": "tab:purple",
     "e4m11-nearest": "tab:red",
     "bf16-nearest": "tab:brown",
+    "fp8-bf16-last": "tab:cyan",
+    "e4m11-bf16-last": "tab:olive",
 }
 
 
@@ -67,11 +71,6 @@ class Difference:
     @property
     def mean(self) -> float:
         return statistics.fmean(self.by_seed.values())
-
-
-def t_quantile(degrees: int) -> float:
-    """0.975 quantile of Student's t; above 15 degrees that of 15, a little too wide."""
-    return math.inf if degrees < 1 else T_975[min(degrees, len(T_975)) - 1]
 
 
 def final_losses(rows: Rows, regime: int, steps: int) -> dict[str, dict[int, float]]:
@@ -98,7 +97,7 @@ def differences(rows: Rows, regime: int, steps: int) -> list[Difference]:
     result = []
     for (arm, base), by_seed in relative.items():
         root = math.sqrt(len(by_seed))
-        own = t_quantile(len(by_seed) - 1) * statistics.stdev(by_seed.values()) / root if len(by_seed) > 1 else math.inf
+        own = half_width(tuple(by_seed.values()))
         result.append(Difference(arm, base, by_seed, own, t_quantile(degrees) * pooled / root))
     return result
 

@@ -59,10 +59,14 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m19": {"enabled": True, "optimizer": {"states": "fp8", "master": "e4m19"}},
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
+    "fp8-bf16-last": {"enabled": True, "schedule": {"bf16_last_fraction": 0.1}},
+    "e4m11-bf16-last": {**E4M11, "schedule": {"bf16_last_fraction": 0.1}},
     "torchao": None,
     "bf16-nearest": None,
 }
 """The "fp8" block of each arm. "-nearest": without stochastic rounding, the controls of regime 2."""
+SCHEDULED = ("fp8-bf16-last", "e4m11-bf16-last")
+"""The last tenth of the steps computes in bf16. Only where they are asked for by name."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")
 
 
@@ -175,11 +179,13 @@ class EngineTrainer(Trainer):
         }
         if ARMS[args.arm] is not None:
             config["fp8"] = ARMS[args.arm]
+        if args.arm in SCHEDULED:
+            config["fp8"]["schedule"]["total_steps"] = args.steps
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)
         self.model = self.engine.module
         if args.arm == "e4m11-nearest":
             round_to_nearest(self.engine.optimizer)
-        if args.compile:
+        if args.compile and not args.only_checkpoint:
             self.engine.compile()
 
     def step(self, tokens: Tensor, lr: float) -> Tensor:
@@ -351,6 +357,10 @@ def main() -> None:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         device = torch.device("cpu")
+    if args.only_checkpoint:
+        # Another machine of this kind should make the same weights, so that runs there are pairs of runs here.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     part = args.log.with_suffix(".part")
     with part.open("w") as log:
         about = train(args, device, log)

@@ -1,0 +1,288 @@
+"""Attention backends against each other: how near to float64, how fast, what they keep.
+
+    python benchmarks/attention.py --budget 285                      # one H200: everything, what matters most first
+    python benchmarks/attention.py --parts accuracy --device cpu     # the FP8 numerics in emulation, minutes on a CPU
+    python benchmarks/attention.py --activations FILE ...            # q, k, v of your own model, too
+
+Latency is that of one causal self-attention without dropout, forward and backward apart, medians; FP8's contains the
+casts. TFLOP/s are of 4 s^2 d per head, halved for the causal mask, 2.5 times that for the backward, as FlashAttention
+counts. Sizes are those of its papers: hidden size 2048, 16384 tokens a batch. Between timed calls 1 GiB is read: the
+cache holds nothing of the inputs, and the host is ahead.
+An arm that is not installed, or fails, has a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attention_accuracy as accuracy
+import torch
+from attention_report import publish
+from results_io import command_line, dated_stem, device_name, without_folders
+from timing import make_flush, median_ms
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fp8_ds.attention import attention, describe_backend, flash, heads, require_backend
+from fp8_ds.attention.shapes import Geometry
+
+HIDDEN, TOKENS = 2048, 16384
+LENGTHS = (8192, 16384, 2048, 32768, 4096)
+"""In the order in which they are measured: those that matter most first."""
+DIMS = (128, 64)
+BACKWARD_FLOPS = 2.5
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(backend: Any, **options: Any) -> Forward:
+    return partial(attention, backend=backend, causal=True, **options)
+
+
+def sdpa_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]) if q.is_cuda else nullcontext():
+        return attention(q, k, v, backend="sdpa", causal=True)
+
+
+def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Transformer Engine's attention in FP8, which is cuDNN's; on Hopper with delayed scales and head dim 128 only."""
+    from transformer_engine import pytorch as te
+    from transformer_engine.common import recipe
+
+    module = _TE_MODULES.get(q.shape)
+    if module is None:
+        module = te.DotProductAttention(
+            q.shape[2], q.shape[3], num_gqa_groups=k.shape[2], attention_dropout=0.0, qkv_format="bshd",
+            attn_mask_type="causal",
+        )  # fmt: skip
+        _TE_MODULES[q.shape] = module
+    scaling = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, fp8_dpa=True)
+    has_new_name = hasattr(te, "autocast")  # since 2.9
+    fp8 = te.autocast(recipe=scaling) if has_new_name else te.fp8_autocast(fp8_recipe=scaling)
+    with fp8:
+        return module(q, k, v).view(q.shape)
+
+
+_TE_MODULES: dict[torch.Size, Any] = {}
+"""By shape: their amax histories are filled by the calls that warm up."""
+
+ARMS: dict[str, Forward] = {
+    "FA3 bf16": ours("fa3"),
+    "FA3 FP8": ours("fa3_fp8"),
+    "cuDNN bf16": ours("cudnn"),
+    "FA3 FP8 rotated": ours("fa3_fp8", hadamard=True),
+    "SDPA flash (FA2)": sdpa_flash,
+    "flash-attn 2": ours("fa2"),
+    "cuDNN FP8 (TE)": cudnn_fp8,
+    "FlexAttention": ours("flex"),
+}
+EMULATED: dict[str, accuracy.Compute] = {
+    "bf16, plain": accuracy.through_autograd(ours("reference")),
+    "FP8 emulated": accuracy.through_autograd(ours("fa3_fp8_emulated")),
+    "FP8 emulated, rotated": accuracy.through_autograd(ours("fa3_fp8_emulated", hadamard=True)),
+    "FP8 emulated, backward on bf16 q, k, v": accuracy.inconsistent,
+}
+BACKENDS = {"FA3 bf16": "fa3", "FA3 FP8": "fa3_fp8", "FA3 FP8 rotated": "fa3_fp8", "cuDNN bf16": "cudnn",
+            "flash-attn 2": "fa2"}  # fmt: skip
+LATE = ("cuDNN FP8 (TE)", "FlexAttention")
+"""Measured after everything else: they compile, or may fail."""
+
+
+class Run:
+    """The result so far, in a file after each row; and the time that is left."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device: str = args.device
+        self.deadline = time.monotonic() + args.budget
+        self.path = dated_stem(args.out, args.name).with_suffix(".json")
+        self.result: dict[str, Any] = {
+            "command": command_line(), "device": device_name() if args.device == "cuda" else "cpu",
+            "torch": torch.__version__, "arms": {}, "accuracy": [], "latency": [], "casts": [], "left_out": [],
+        }  # fmt: skip
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        self.result[part].append(row)
+        print(part, json.dumps(row), flush=True)
+        self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def has_time(self, what: str) -> bool:
+        if time.monotonic() < self.deadline:
+            return True
+        self.result["left_out"].append(what)
+        return False
+
+
+def available(run: Run, only: list[str] | None) -> list[str]:
+    """Arms that can run here; the others are printed and recorded with the reason."""
+    found = []
+    for arm in only or ARMS:
+        try:
+            if arm in BACKENDS:
+                require_backend(BACKENDS[arm], torch.device(run.device))
+                run.result["arms"][arm] = describe_backend(BACKENDS[arm])
+            elif arm == "cuDNN FP8 (TE)":
+                import transformer_engine
+                import transformer_engine.pytorch
+
+                run.result["arms"][arm] = f"Transformer Engine {transformer_engine.__version__}"
+            elif run.device == "cpu" and arm == "FlexAttention":
+                raise RuntimeError("its backward is not there on CPU")
+            found.append(arm)
+        except Exception as error:
+            run.result["arms"][arm] = without_folders(f"SKIPPED: {error}")
+            print(f"{arm}: {run.result['arms'][arm]}", flush=True)
+    return found
+
+
+def measure_latency(run: Run, arm: str, length: int, dim: int, num_heads: int, batch: int) -> None:
+    row: dict[str, Any] = {"arm": arm, "length": length, "dim": dim, "heads": num_heads, "batch": batch}
+    flops = 4 * batch * length**2 * num_heads * dim / 2
+    try:
+        torch.manual_seed(0)
+        shape = (batch, length, num_heads, dim)
+        q, k, v, grad_out = (torch.randn(shape, device=run.device, dtype=torch.bfloat16) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        row["kept_mib"] = kept_bytes(lambda: ARMS[arm](*leaves)) / 2**20
+        out = ARMS[arm](*leaves)
+        backward = partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
+        backward()
+        if run.device == "cuda":
+            flush = make_flush()
+            row["forward_ms"] = median_ms(lambda: ARMS[arm](*leaves), flush)
+            row["backward_ms"] = median_ms(backward, flush)
+            row["forward_tflops"] = flops / row["forward_ms"] / 1e9
+            row["backward_tflops"] = BACKWARD_FLOPS * flops / row["backward_ms"] / 1e9
+    except Exception as error:
+        row["error"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+    run.add("latency", row)
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes of the storages that autograd keeps, each once."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        forward()
+    return sum(kept.values())
+
+
+def measure_casts(run: Run, length: int, dim: int, num_heads: int, batch: int) -> None:
+    """The quantisation of q, k and v alone, their way back, and the backwards that forward-only builds take."""
+    q, k, v, out = (torch.randn(batch, length, num_heads, dim, device=run.device).bfloat16() for _ in range(4))
+    row: dict[str, Any] = {"length": length, "dim": dim, "batch": batch}
+    codes = heads.quantize(q, k, v, None, hadamard=False)
+    calls: dict[str, Callable[[], object]] = {
+        "quantize_ms": lambda: heads.quantize(q, k, v, None, hadamard=False),
+        "quantize_rotated_ms": lambda: heads.quantize(q, k, v, None, hadamard=True),
+        "dequantize_ms": lambda: [heads.dequantize(codes[i], codes[3][i], None, 0) for i in range(3)],
+    }
+    if run.device == "cuda":
+        lse = torch.full((batch, num_heads, length), 10.0, device=run.device)
+        given = (out, q, k, v, out, lse, Geometry(dim**-0.5, right=0))
+        calls["cudnn_backward_ms"] = lambda: flash.cudnn_backward(*given)
+        calls["flash2_backward_ms"] = lambda: flash.flash2_backward(*given)
+    for name, call in calls.items():
+        try:
+            call()
+            if run.device == "cuda":
+                row[name] = median_ms(call, make_flush())
+        except Exception as error:
+            row[f"{name} failed"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+    run.add("casts", row)
+
+
+def accuracy_inputs(args: argparse.Namespace) -> Iterator[accuracy.Inputs]:
+    for dim in args.dims:
+        plain = accuracy.normal(args.accuracy_length, args.accuracy_heads, max(args.accuracy_heads // 2, 1), dim)
+        yield from (plain, accuracy.outlier_channels(plain), accuracy.rare_outliers(plain))
+        if args.train_steps:
+            yield from accuracy.trained(dim, args.train_steps, min(args.accuracy_length, 1024), args.device)
+    if args.activations is not None:
+        yield from accuracy.from_file(args.activations)
+
+
+def measure_accuracy(run: Run, args: argparse.Namespace, arms: list[str]) -> None:
+    computes = dict(EMULATED)
+    if run.device == "cuda":
+        computes |= {arm: accuracy.through_autograd(ARMS[arm]) for arm in arms if arm not in LATE}
+    for inputs in accuracy_inputs(args):
+        on_device = inputs.to(run.device)
+        exact = None
+        for arm, compute in computes.items():
+            row: dict[str, Any] = {"inputs": inputs.name, "dim": inputs.q.shape[-1], "length": inputs.q.shape[1],
+                                   "arm": arm}  # fmt: skip
+            if not run.has_time(f"accuracy of {arm}, {inputs.name}"):
+                continue
+            exact = accuracy.truth(on_device) if exact is None else exact
+            try:
+                tensors = (on_device.q, on_device.k, on_device.v, on_device.grad_out)
+                row |= accuracy.errors(exact, compute(*tensors))
+            except Exception as error:
+                row["error"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+            run.add("accuracy", row)
+
+
+def measure(run: Run, args: argparse.Namespace) -> None:
+    arms = available(run, args.arms)
+    shapes = [
+        (length, dim, HIDDEN // dim, max(args.tokens // length, 1)) for dim in args.dims for length in args.lengths
+    ]
+
+    def latency(chosen: list[str]) -> None:
+        for shape in shapes:
+            for arm in chosen:
+                if run.has_time(f"latency of {arm}, {shape[:2]}"):
+                    measure_latency(run, arm, *shape)
+
+    if "latency" in args.parts:
+        latency([arm for arm in arms if arm not in LATE])
+        for shape in shapes:
+            if run.has_time(f"casts, {shape[:2]}"):
+                measure_casts(run, *shape)
+    if "accuracy" in args.parts:
+        measure_accuracy(run, args, arms)
+    if "latency" in args.parts:
+        for arm in LATE:
+            latency([arm] if arm in arms else [])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=("latency", "accuracy"), default=["latency", "accuracy"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(ARMS), help="of latency and, on CUDA, accuracy; default: all"
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--dims", nargs="+", type=int, default=list(DIMS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a batch, where a sequence is not longer")
+    parser.add_argument("--accuracy-length", type=int, default=2048)
+    parser.add_argument("--accuracy-heads", type=int, default=4)
+    parser.add_argument("--train-steps", type=int, default=200, help="of the model whose activations are used; 0: none")
+    parser.add_argument("--activations", type=Path, help="torch.save of name -> (q, k, v, grad_out)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; what does not fit is left out and named")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", default="attention")
+    args = parser.parse_args()
+    os.environ["NVTE_FLASH_ATTN"] = "0"  # Transformer Engine's arm is cuDNN's
+    run = Run(args)
+    measure(run, args)
+    run.path.write_text(json.dumps(run.result, indent=1) + "\n")
+    print(publish(run.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
