@@ -1,4 +1,5 @@
-"""Which attention kernel runs, for the plan that rank 0 prints. It says so and changes nothing."""
+"""Which attention kernel runs, for the plan that rank 0 prints. It says so and changes nothing; huggingface.py in
+`fp8_ds.attention` changes it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
+
+from fp8_ds.attention.huggingface import describe_implementation
 
 _UNKNOWN = "fp8: attention: as the model has it"
 _BACKENDS = {
@@ -25,7 +28,7 @@ _NUM_KINDS_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class _Kind:
+class AttentionKind:
     """What attention modules have in common that run the same kernel."""
 
     implementation: str
@@ -50,7 +53,7 @@ def describe_attention(model: nn.Module, device: torch.device, dtype: torch.dtyp
         device, dtype: that it computes on and in.
     """
     try:
-        kinds = list(dict.fromkeys(_kinds(model)))
+        kinds = list(dict.fromkeys(attention_kinds(model)))
         texts = [_text(kind, device, dtype) for kind in kinds[:_NUM_KINDS_SHOWN]]
     except Exception:  # other people's attributes, for a line of text: nothing in it is worth a failed start
         return _UNKNOWN
@@ -60,7 +63,7 @@ def describe_attention(model: nn.Module, device: torch.device, dtype: torch.dtyp
     return f"fp8: attention: {'; '.join(texts)}{f'; and {more} other kinds' if more else ''}"
 
 
-def _kinds(model: nn.Module) -> Iterator[_Kind]:
+def attention_kinds(model: nn.Module) -> Iterator[AttentionKind]:
     """Of each attention module of transformers': one that knows its configuration and whether it is causal."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -69,11 +72,11 @@ def _kinds(model: nn.Module) -> Iterator[_Kind]:
             yield _kind(module, config, implementation)
 
 
-def _kind(attention: Any, config: Any, implementation: str) -> _Kind:
+def _kind(attention: Any, config: Any, implementation: str) -> AttentionKind:
     num_heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     of_module = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     head_dim = of_module or getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return _Kind(
+    return AttentionKind(
         implementation,
         num_heads,
         num_heads // getattr(attention, "num_key_value_groups", 1),
@@ -91,11 +94,11 @@ def _dropout(attention: Any) -> float:
     return float(getattr(found, "p", found))
 
 
-def _text(kind: _Kind, device: torch.device, dtype: torch.dtype) -> str:
+def _text(kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str:
     if kind.implementation == "eager":
         return 'eager, which holds all scores in memory; load the model with attn_implementation="sdpa" if it has it'
     if not _calls_sdpa(kind.implementation):
-        return kind.implementation
+        return describe_implementation(kind.implementation) or kind.implementation
     name = "SDPA" if kind.implementation == "sdpa" else f'SDPA as "{kind.implementation}"'
     backend = _BACKENDS.get(_sdpa_backend(kind, device, dtype))
     if backend is None:
@@ -121,7 +124,7 @@ def _calls_sdpa(implementation: str) -> bool:
     return function is sdpa_attention_forward
 
 
-def _sdpa_backend(kind: _Kind, device: torch.device, dtype: torch.dtype) -> SDPBackend:
+def _sdpa_backend(kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> SDPBackend:
     """What torch would pick for tensors of this kind, less than 1 MiB of them; the length does not matter to it."""
     is_grouped = kind.head_dim == kind.value_dim <= _MAX_GQA_DIM
     num_kv_heads = kind.num_kv_heads if is_grouped else kind.num_heads

@@ -1,0 +1,164 @@
+"""Attention: one function, several backends; FlashAttention-3 in FP8 among them. docs/attention.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fp8_ds.attention.flash import Flash, flash_attention
+from fp8_ds.attention.packages import find_fa2, find_fa3, require_hopper
+from fp8_ds.attention.rotation import check_rotation
+from fp8_ds.attention.shapes import Geometry, Packing, make_geometry
+from fp8_ds.attention.stock import cudnn_attention, fa2_attention, flex_attention_, sdpa_attention
+from fp8_ds.errors import UnsupportedError
+
+__all__ = ["BACKENDS", "Backend", "Packing", "attention", "describe_backend", "require_backend"]
+
+Backend = Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "fa2", "cudnn", "flex", "sdpa", "reference"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+_FLASH: dict[str, Flash] = {
+    "fa3": Flash("fa3", fp8=False, hadamard=False),
+    "fa3_fp8": Flash("fa3", fp8=True, hadamard=False),
+    "fa3_fp8_emulated": Flash("reference", fp8=True, hadamard=False),
+    "reference": Flash("reference", fp8=False, hadamard=False),
+}
+_STOCK: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]] = {
+    "fa2": fa2_attention,
+    "cudnn": cudnn_attention,
+    "flex": flex_attention_,
+    "sdpa": sdpa_attention,
+}
+_FA3_DTYPES = (torch.bfloat16, torch.float16)
+_FA3_MAX_DIM, _FA3_FP8_ALIGNMENT, _FA3_ALIGNMENT = 256, 16, 8
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: Backend,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    packing: Packing | None = None,
+    hadamard: bool = False,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    context_parallel_size: int = 1,
+) -> Tensor:
+    """`softmax(q k^T * softmax_scale + mask) v`, differentiable; gradients are those of that backend.
+
+    Args:
+        q: bf16 or fp16 [batch, sequence, heads, dim], or packed [tokens, heads, dim]. The last dim is dense; the others
+            may have any strides: Megatron's [sequence, batch, heads, dim] comes in as `q.transpose(0, 1)`,
+            transformers' [batch, heads, sequence, dim] as `q.transpose(1, 2)`, without a copy. The emulated and
+            reference backends take float32 and float64 too.
+        k, v: the same with heads that divide q's (grouped queries), and a sequence of any length.
+        backend: one of BACKENDS.
+        causal: a query sees no key behind it; the last query is level with the last key.
+        window: (left, right), keys seen before and behind the own place, -1 for all; with causal, right is 0.
+        softmax_scale: None: dim ** -0.5.
+        packing: of packed sequences; the last one ends where the tokens end.
+        hadamard: rotates q and k before they go into FP8; backends fa3_fp8 and fa3_fp8_emulated, dim a power of two.
+        dropout, bias, context_parallel_size: refused, by name, unless they are as by default.
+
+    Returns:
+        Of q's shape and dtype.
+
+    Raises:
+        UnsupportedError: a backend that is not installed or does not run on this device, with the command that
+            installs it; arguments that it does not take. Nothing falls back to another backend.
+    """
+    _refuse(dropout, bias, context_parallel_size)
+    geometry = make_geometry(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, packing=packing)
+    is_tracing = torch.compiler.is_compiling()  # what is installed is no part of a graph; the op looks again
+    if not is_tracing:
+        require_backend(backend, q.device)
+    if hadamard:
+        _check_hadamard(backend, q.shape[-1])
+    if backend in _STOCK:
+        return _STOCK[backend](q, k, v, geometry)
+    how = _FLASH[backend]
+    if how.kernel == "fa3" and not is_tracing:
+        _check_fa3(q, geometry, how.fp8)
+    return flash_attention(q, k, v, geometry, Flash(how.kernel, how.fp8, hadamard))
+
+
+def require_backend(backend: Backend, device: torch.device) -> None:
+    """Nothing happens if the backend can run on the device.
+
+    Raises:
+        UnsupportedError: it cannot: not installed (with the command), or another kind of device.
+    """
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}. Use one of these.")
+    if backend in ("fa3", "fa3_fp8"):
+        require_hopper(device)
+        fa3 = find_fa3()
+        if backend == "fa3_fp8" and fa3.lacks("FP8"):
+            raise UnsupportedError(
+                f"backend fa3_fp8: expected a FlashAttention-3 built with FP8, got {fa3.describe()}. Build it without "
+                "FLASH_ATTENTION_DISABLE_FP8, or use the backend fa3."
+            )
+    elif backend in ("fa2", "cudnn"):
+        if device.type != "cuda":
+            raise UnsupportedError(f"backend {backend}: expected a CUDA device, got {device.type}. Use sdpa there.")
+        if backend == "fa2":
+            find_fa2()
+
+
+def describe_backend(backend: Backend) -> str:
+    """What runs, for the line that rank 0 prints; of a backend that `require_backend` lets pass."""
+    if backend in ("fa3", "fa3_fp8"):
+        kept = "E4M3 q, k, v kept, forward in FP8, backward in bf16; " if backend == "fa3_fp8" else ""
+        return f"{backend} ({kept}{find_fa3().describe()})"
+    if backend == "fa2":
+        return f"fa2 (flash_attn {find_fa2().__version__})"
+    return backend
+
+
+def _refuse(dropout: float, bias: Tensor | None, context_parallel_size: int) -> None:
+    for name, found, default in (
+        ("dropout", dropout, 0.0),
+        ("bias", None if bias is None else tuple(bias.shape), None),
+        ("context_parallel_size", context_parallel_size, 1),
+    ):
+        if found != default:
+            raise UnsupportedError(
+                f"{name}: expected {default}, got {found}. Attention here has none: turn it off, or keep the model's "
+                "own attention (under Megatron, Transformer Engine's)."
+            )
+
+
+def _check_hadamard(backend: str, head_dim: int) -> None:
+    if backend not in _FLASH or not _FLASH[backend].fp8:
+        raise UnsupportedError(
+            f"hadamard: expected false with backend {backend}, got true. It is for what is rounded to FP8: use fa3_fp8."
+        )
+    check_rotation(head_dim)
+
+
+def _check_fa3(q: Tensor, geometry: Geometry, fp8: bool) -> None:
+    """The installed FlashAttention-3 takes it; what it says itself where it does not is a line of C++."""
+    fa3 = find_fa3()
+    head_dim, alignment = q.shape[-1], _FA3_FP8_ALIGNMENT if fp8 else _FA3_ALIGNMENT
+    if q.dtype not in _FA3_DTYPES or (not fp8 and q.dtype == torch.float16 and fa3.lacks("FP16")):
+        raise UnsupportedError(f"q: expected bfloat16 with {fa3.describe()}, got {q.dtype}. Train in bf16.")
+    if head_dim % alignment or head_dim > _FA3_MAX_DIM:
+        raise UnsupportedError(
+            f"head dim: expected a multiple of {alignment} up to {_FA3_MAX_DIM}, got {head_dim}. Use the backend sdpa."
+        )
+    if geometry.is_windowed and fa3.lacks("LOCAL"):
+        raise UnsupportedError(
+            f"window: expected none with {fa3.describe()}, got ({geometry.left}, {geometry.right}). Build "
+            "FlashAttention-3 from source, or use the backend flex or fa2."
+        )
+    if geometry.packing is not None and fa3.lacks("VARLEN"):
+        raise UnsupportedError(
+            f"packing: expected none with {fa3.describe()}, got packed sequences. Build FlashAttention-3 with VARLEN."
+        )

@@ -1,0 +1,97 @@
+"""Queries, keys and values in E4M3 with one scale for each sequence and key/value head, and back.
+
+Scales are powers of two: bf16 holds every code times its scale, so the values that the backward multiplies are exactly
+those that the forward has seen. E4M3 has an exponent of its own, so only its subnormal end loses by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.attention.heads import reference
+from fp8_ds.attention.shapes import Packing
+from fp8_ds.formats import E4M3
+from fp8_ds.ops._register import register
+
+__all__ = ["dequantize", "quantize"]
+
+
+def _takes_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0 and x.dtype == torch.bfloat16 and x.stride(-1) == 1
+
+
+def _quantize(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    if all(_takes_kernel(x) for x in (q, k, v)):
+        from fp8_ds.attention.heads import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(q):
+            return triton.quantize(q, k, v, *rest)
+    return reference.quantize(q, k, v, *rest)
+
+
+def _fake_quantize(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    q_fp8, k_fp8, v_fp8 = (torch.empty(x.shape, dtype=E4M3.torch_dtype, device=x.device) for x in (q, k, v))
+    return q_fp8, k_fp8, v_fp8, torch.empty(3, sequences, k.shape[-2], device=q.device)
+
+
+def _dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
+    if x_fp8.is_cuda and x_fp8.numel() > 0:
+        from fp8_ds.attention.heads import triton
+
+        with torch.cuda.device_of(x_fp8):
+            return triton.dequantize(x_fp8, scale_inv, cu_seqlens, max_seqlen)
+    return reference.dequantize(x_fp8, scale_inv, cu_seqlens, max_seqlen)
+
+
+_quantize_op, _QUANTIZE = register(
+    "attention_quantize(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool hadamard) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+)
+_dequantize_op, _DEQUANTIZE = register(
+    "attention_dequantize(Tensor x_fp8, Tensor scale_inv, Tensor? cu_seqlens, SymInt max_seqlen) -> Tensor",
+    _dequantize,
+    lambda x_fp8, scale_inv, cu_seqlens, max_seqlen: torch.empty(
+        x_fp8.shape, dtype=torch.bfloat16, device=x_fp8.device
+    ),
+)
+
+
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, *, hadamard: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v in E4M3, each by the largest power of two that the amax of its sequence and key/value head allows.
+
+    As many heads of q share a scale as share a key: FlashAttention-3 takes it so (hopper/flash_api.cpp: `q_descale` is
+    (batch, heads of k)).
+
+    Args:
+        q, k, v: [batch, sequence, heads, dim], or [tokens, heads, dim] with `packing`; any strides.
+        hadamard: q and k are rotated first (rotation.py), rounded to their dtype.
+
+    Returns:
+        (q_fp8, k_fp8, v_fp8, descales): float8_e4m3fn, contiguous; float32 [3, sequences, kv heads], multiply to leave
+        FP8, NaN where a head is not finite.
+    """
+    packed = (None, None, 0, 0) if packing is None else tuple(vars(packing).values())
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _quantize_op(q, k, v, *packed, hadamard)
+    return result
+
+
+def dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
+    """`x_fp8 * scale_inv` in bf16, exact while it is normal there.
+
+    Args:
+        x_fp8: one of those that `quantize` gave.
+        scale_inv: float32 [sequences, kv heads], contiguous: its row of the descales.
+        cu_seqlens, max_seqlen: of packed sequences; else None and any number.
+    """
+    x: Tensor = _dequantize_op(x_fp8, scale_inv, cu_seqlens, max_seqlen)
+    return x

@@ -1,0 +1,234 @@
+"""Our attention in Hugging Face models, through transformers' own registry of attention functions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.attention import Backend, attention, describe_backend, require_backend
+from fp8_ds.attention.shapes import Packing
+from fp8_ds.errors import UnsupportedError
+
+PREFIX = "fp8_ds_"
+"""Of the names that transformers knows our backends by; without "flash", which it reads a meaning into."""
+
+_KEY = "fp8.attention.backend"
+_OTHER_MASKS = ("or_mask", "chunked")
+"""Parts of the names of transformers' mask functions that causal, window and packing do not say."""
+
+
+def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
+    """All attention modules of the model call `attention` with this backend from now on.
+
+    Args:
+        model: one that `refuse_attention` lets pass, or a module around it.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    name = f"{PREFIX}{backend}{'_hadamard' if hadamard else ''}"
+    AttentionInterface.register(name, RegisteredAttention(backend, hadamard))
+    AttentionMaskInterface.register(name, padding_mask)
+    for config in _configs(model):
+        config._attn_implementation = name
+
+
+def refuse_attention(model: nn.Module, device: torch.device, backend: Backend) -> None:
+    """Nothing happens if the backend runs here and the model takes it. Reads names only; before any collective.
+
+    Raises:
+        UnsupportedError: it is not installed or does not run on this device (with the command); the model does not go
+            through transformers' registry; or its attention has dropout, or heads that the backend does not take.
+    """
+    try:
+        require_backend(backend, device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{_KEY}: {error}") from error
+    fixed = [
+        type(m).__name__ for m in model.modules() if not getattr(m, "_can_set_attn_implementation", lambda: True)()
+    ]
+    if fixed or next(_configs(model), None) is None:
+        raise UnsupportedError(
+            f"{_KEY}: expected null with a model whose attention is not in transformers' AttentionInterface, got "
+            f'"{backend}" and {(fixed or [type(model).__name__])[0]}. Remove the key, and call '
+            "fp8_ds.attention.attention in the model yourself."
+        )
+
+    _refuse_kinds(model, backend)
+
+
+def _refuse_kinds(model: nn.Module, backend: Backend) -> None:
+    from fp8_ds.engine.attention import attention_kinds
+
+    try:
+        kinds = list(attention_kinds(model))
+    except Exception:  # other people's attributes: what is not seen here the first forward refuses
+        return
+    for kind in kinds:
+        if kind.dropout:
+            raise UnsupportedError(
+                f'{_KEY}: expected null with dropout in attention, got "{backend}" and {kind.dropout:g}. Set the '
+                "model's attention dropout to 0, or remove the key."
+            )
+        alignment = {"fa3": 8, "fa3_fp8": 16}.get(backend, 1)
+        if kind.value_dim != kind.head_dim or kind.head_dim % alignment:
+            raise UnsupportedError(
+                f'{_KEY}: expected null with heads of {kind.head_dim} and values of {kind.value_dim}, got "{backend}". '
+                f"It takes one dim for both, a multiple of {alignment}: remove the key."
+            )
+
+
+def describe_implementation(name: str) -> str | None:
+    """What runs under a name of transformers', if it is ours."""
+    if not name.startswith(PREFIX):
+        return None
+    backend: Any = name.removeprefix(PREFIX).removesuffix("_hadamard")
+    return describe_backend(backend) + (", q and k rotated" if name.endswith("_hadamard") else "")
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Configurations that choose an attention: of the attention modules, and of the models that make their masks."""
+    seen = set()
+    owners = [
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, "is_causal", None), bool) or hasattr(m, "get_input_embeddings")
+    ]
+    if not any(isinstance(getattr(m, "is_causal", None), bool) for m in owners):
+        return
+    for module in owners:
+        config = getattr(module, "config", None)
+        if isinstance(getattr(config, "_attn_implementation", None), str) and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def padding_mask(
+    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, use_vmap: bool = False, **kwargs: Any
+) -> Tensor | None:
+    """In place of transformers' mask: None without padding, else bool [batch, sequence], true where a token is.
+
+    Raises:
+        UnsupportedError: the model's mask is not causal, a window or packing.
+    """
+    other = [name for name in _names_of(mask_function) if any(part in name for part in _OTHER_MASKS)]
+    if use_vmap or other:
+        raise UnsupportedError(
+            f"attention mask: expected causal, a window or packed sequences with {_KEY}, got "
+            f"{other[0] if other else 'a mask function of the model'}. Remove the key."
+        )
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask.bool()
+
+
+def _names_of(function: Any) -> Iterator[str]:
+    """Of a mask function and those that it is put together from."""
+    if not callable(function):
+        return
+    yield getattr(function, "__qualname__", "")
+    for cell in getattr(function, "__closure__", None) or ():
+        inside = cell.cell_contents
+        for one in inside if isinstance(inside, tuple) else (inside,):
+            yield from _names_of(one)
+
+
+class RegisteredAttention:
+    """An attention function as transformers calls it: tensors [batch, heads, sequence, dim].
+
+    Packed sequences are those of `cu_seq_lens_q` and its like, or of positions that begin again. The latter are read
+    on the host once for each batch; in a graph they stop the run on the device instead.
+    """
+
+    def __init__(self, backend: Backend, hadamard: bool) -> None:
+        self.backend: Backend = backend
+        self.hadamard = hadamard
+        self._last: tuple[Callable[[], Tensor | None], Packing | None] = (lambda: None, None)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        for name in ("softcap", "s_aux", "cache"):
+            if kwargs.get(name) is not None:
+                raise UnsupportedError(f"{name}: expected none with {_KEY}, got one. Remove the key for this model.")
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        indices, packing = self._pack(q, k, attention_mask, kwargs)
+        shape = q.shape
+        if packing is not None:
+            q, k, v = (x.flatten(0, 1) if indices is None else x.flatten(0, 1)[indices] for x in (q, k, v))
+        out = attention(
+            q,
+            k,
+            v,
+            backend=self.backend,
+            causal=causal,
+            window=window,
+            softmax_scale=scaling,
+            packing=packing,
+            hadamard=self.hadamard,
+            dropout=dropout,
+            bias=kwargs.get("position_bias"),
+        )
+        if indices is not None:
+            out = out.new_zeros(shape.numel() // shape[-1] // shape[-2], *out.shape[1:]).index_copy(0, indices, out)
+        return (out if packing is None else out.unflatten(0, shape[:2])), None
+
+    def _pack(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor | None, Packing | None]:
+        """(tokens that are not padding, None for all; how they are packed, None if they are not)."""
+        if mask is not None:
+            return _unpadded(q, k, mask)
+        ends, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        if ends is not None and longest is not None:
+            ends_k, longest_k = kwargs.get("cu_seq_lens_k", ends), kwargs.get("max_length_k", longest)
+            return None, Packing(ends.int(), ends_k.int(), int(longest), int(longest_k))
+        positions = kwargs.get("position_ids")
+        if positions is None or positions.dim() != 2 or q.shape[1] != k.shape[1] or positions.shape[1] != q.shape[1]:
+            return None, None
+        if torch.compiler.is_compiling():
+            one_sequence = (positions.diff(dim=1) == 1).all()
+            torch._assert_async(one_sequence, "packed sequences in a graph: give the model cu_seq_lens_q and its like")
+            return None, None
+        if self._last[0]() is not positions:
+            self._last = weakref.ref(positions), _packing_of(positions.expand(q.shape[0], -1))
+        return None, self._last[1]
+
+
+def _unpadded(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Packing]:
+    if mask.dim() != 2 or mask.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
+        raise UnsupportedError(
+            f"attention mask: expected [batch, sequence] = {tuple(q.shape[:2])} with {_KEY}, got {tuple(mask.shape)} "
+            f"and {k.shape[1]} keys. Masks of another shape, and padded batches in generation, are for the model's own "
+            "attention: remove the key."
+        )
+    lengths = mask.sum(1, dtype=torch.int32)
+    ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return mask.flatten().nonzero()[:, 0], Packing.of(ends, int(lengths.max()))
+
+
+def _packing_of(positions: Tensor) -> Packing | None:
+    """Where positions [batch, sequence] do not go on by one, a sequence begins; None if none does inside of a row."""
+    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
+    if int(begins.sum()) == len(positions):
+        return None
+    starts = begins.flatten().nonzero()[:, 0]
+    ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).int()
+    return Packing.of(ends, int(ends.diff().max()))

@@ -1,0 +1,175 @@
+"""Attention backends on a GPU against float64 and the emulation; each skips, by name, where it is not installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_ds.attention import Packing, attention, flash, heads, reference, require_backend
+from fp8_ds.attention.packages import find_fa3
+from fp8_ds.attention.shapes import Geometry
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+BF16 = ("fa3", "fa2", "cudnn", "sdpa", "flex")
+CUDA = torch.device("cuda")
+
+
+def need(backend: Any) -> None:
+    try:
+        require_backend(backend, CUDA)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(CUDA, torch.bfloat16)
+
+
+def batch(num_q: int, num_k: int, dim: int, num_heads: int = 4, num_kv_heads: int = 2) -> list[Tensor]:
+    """q, k, v and the gradient of the output, not contiguous: heads lie between the tokens of two batches."""
+    sizes = [(num_q, num_heads), (num_k, num_kv_heads), (num_k, num_kv_heads), (num_q, num_heads)]
+    return [normal(n, 2, h, dim, seed=i).transpose(0, 1) for i, (n, h) in enumerate(sizes)]
+
+
+def run(tensors: list[Tensor], backend: Any, **options: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = attention(*leaves, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    return run([x.double() for x in tensors], "reference", **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(300, 300), (96, 300)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", BF16)
+def test_bf16_backends_are_near_float64(backend: Any, causal: bool, lengths: tuple[int, int], dim: int) -> None:
+    need(backend)
+    tensors = batch(*lengths, dim)
+    for a, b in zip(exact(tensors, causal=causal), run(tensors, backend, causal=causal), strict=True):
+        assert sqnr_db(a, b) > 42
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fp8_is_near_float64_and_has_the_error_of_the_emulation(causal: bool, dim: int, hadamard: bool) -> None:
+    need("fa3_fp8")
+    tensors, options = batch(512, 512, dim), {"causal": causal, "hadamard": hadamard}
+    ours, emulated = run(tensors, "fa3_fp8", **options), run(tensors, "fa3_fp8_emulated", **options)
+    for a, b, c in zip(exact(tensors, causal=causal), ours, emulated, strict=True):
+        assert sqnr_db(a, b) > max(20, sqnr_db(a, c) - 1)
+        assert sqnr_db(c, b) > sqnr_db(a, b) - 1
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa3_fp8", "fa2", "sdpa", "flex"])
+def test_packed_sequences_are_the_sequences_apart(backend: Any) -> None:
+    need(backend)
+    ends = torch.tensor([0, 130, 131, 400, 512], dtype=torch.int32, device=CUDA)
+    tensors = [x[0].contiguous() for x in batch(512, 512, 128)]
+    together = run(tensors, backend, causal=True, packing=Packing.of(ends, 269))
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        apart = run([x[None, start:end] for x in tensors], backend, causal=True)
+        for x, y in zip(together, apart, strict=True):
+            difference = (x[start:end].double() - y[0].double()).square().mean().sqrt()
+            assert difference < 4e-3 * x.double().square().mean().sqrt()
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2", "sdpa", "flex"])
+def test_a_window_is_a_window(backend: Any) -> None:
+    need(backend)
+    if backend == "fa3" and find_fa3().lacks("LOCAL"):
+        with pytest.raises(UnsupportedError, match="window: expected none"):
+            attention(*batch(300, 300, 64)[:3], backend="fa3", window=(40, 0))
+        return
+    tensors = batch(300, 300, 64)
+    for a, b in zip(exact(tensors, window=(40, 0)), run(tensors, backend, window=(40, 0)), strict=True):
+        assert sqnr_db(a, b) > 42
+
+
+def test_a_query_that_sees_nothing_has_no_gradient() -> None:
+    need("fa3_fp8")
+    for backend in ("fa3", "fa3_fp8"):
+        out, dq, dk, dv = run(batch(300, 200, 128), backend, causal=True)
+        assert (out[:, :100] == 0).all() and (dq[:, :100] == 0).all()
+        assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(4, 4, 64), (8, 2, 128), (3, 1, 80)])
+def test_cast_kernels_equal_the_reference_bitwise(num_heads: int, num_kv_heads: int, dim: int, is_packed: bool) -> None:
+    x = many_scales("per_column", num_heads + 2 * num_kv_heads, 1000 * dim).view(-1, 1000, dim).transpose(0, 1)
+    q, k, v = x.to(CUDA, torch.bfloat16).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    ends = torch.tensor([0, 700, 701, 1000], dtype=torch.int32, device=CUDA)
+    packing = Packing.of(ends, 700) if is_packed else None
+    q, k, v = (y if is_packed else y[None] for y in (q, k, v))
+    place: tuple[Any, ...] = (ends, ends, 700, 700) if is_packed else (None, None, 0, 0)
+    ours, theirs = heads.quantize(q, k, v, packing, hadamard=False), heads.reference.quantize(q, k, v, *place, False)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_bitwise(a.view(torch.uint8), b.view(torch.uint8))
+    back = heads.dequantize(ours[0], ours[3][0], place[0], place[2])
+    assert_bitwise(back, heads.reference.dequantize(ours[0], ours[3][0], place[0], place[2]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_rotation_in_registers_is_the_rotation(dim: int) -> None:
+    q, k, v, _ = batch(1000, 1000, dim)
+    ours = heads.quantize(q, k, v, None, hadamard=True)
+    theirs = heads.reference.quantize(q, k, v, None, None, 0, 0, True)
+    assert_bitwise(ours[2].view(torch.uint8), theirs[2].view(torch.uint8))
+    for a, b in zip(theirs[:2], ours[:2], strict=True):
+        assert sqnr_db(a.float(), b.float()) > 45
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_stock_backwards_take_the_output_and_log_sum_exp_of_any_forward(causal: bool, dim: int) -> None:
+    """Those of the plain reference, in both; what a forward-only build of FlashAttention-3 relies on."""
+    q, k, v, grad = batch(320, 320, dim)
+    geometry = Geometry(dim**-0.5, right=0 if causal else -1)
+    assert flash.cudnn_takes(q, k, geometry)
+    out, lse = reference.forward(q, k, v, None, geometry)
+    _, *gradients = exact([q, k, v, grad], causal=causal)
+    for backward in (flash.cudnn_backward, flash.flash2_backward):
+        for a, b in zip(gradients, backward(grad, q, k, v, out, lse, geometry), strict=True):
+            assert sqnr_db(a, b) > 42, backward.__name__
+
+
+def test_it_compiles_to_the_same_bits() -> None:
+    need("fa3_fp8")
+    tensors = batch(512, 512, 128)
+    results = []
+    for compiled in (False, True):
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, backend="fa3_fp8", causal=True)
+
+        function: Any = torch.compile(forward, fullgraph=True) if compiled else forward
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = function(*leaves)
+        results.append([out.detach(), torch.autograd.grad(out, leaves, tensors[3])[2]])
+    for x, y in zip(*results, strict=True):
+        assert_bitwise(x, y)
+
+
+def test_fp8_keeps_half_the_bytes_of_q_k_and_v() -> None:
+    need("fa3_fp8")
+    kept = {}
+    for backend in ("fa3", "fa3_fp8"):
+        q, k, v, _ = (x.contiguous() for x in batch(2048, 2048, 128))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = attention(q.requires_grad_(), k, v, backend=backend, causal=True)
+        kept[backend] = torch.cuda.memory_allocated() - before - out.nbytes
+        del out
+    lse = 2 * 4 * 2048 * 4
+    assert kept["fa3"] <= lse + 4096
+    assert kept["fa3_fp8"] <= q.numel() + 2 * k.numel() + lse + 8192

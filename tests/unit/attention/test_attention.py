@@ -1,0 +1,277 @@
+"""The function: its gradients against float64, masks, grouped queries, packed sequences, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_ds.attention import BACKENDS, Packing, attention, heads, reference
+from fp8_ds.attention.shapes import Geometry
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.testing import assert_bitwise, sqnr_db
+
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (5, 3)},
+    {"causal": True, "window": (6, -1)},
+    {"window": (-1, 2)},
+]
+ENDS_Q = torch.tensor([0, 17, 18, 50], dtype=torch.int32)
+ENDS_K = torch.tensor([0, 9, 30, 62], dtype=torch.int32)
+PACKING = Packing(ENDS_Q, ENDS_K, 32, 32)
+CPU_BACKENDS = ("reference", "fa3_fp8_emulated", "sdpa")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def batch(num_q: int = 24, num_k: int = 24, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """q with 4 heads, k and v with 2, and the gradient of the output."""
+    shapes = [(2, num_q, 4, 16), (2, num_k, 2, 16), (2, num_k, 2, 16), (2, num_q, 4, 16)]
+    return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def packed(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in
+            enumerate([(50, 4, 16), (62, 2, 16), (62, 2, 16), (50, 4, 16)])]  # fmt: skip
+
+
+def run(tensors: list[Tensor], backend: Any, **options: Any) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = attention(*leaves, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Any = None, scale: float = 0.25
+) -> Tensor:
+    """float64, a loop over queries: no mask, only the keys that a query sees."""
+    out = torch.zeros_like(q)
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    num_q, num_k = q.shape[1], k.shape[1]
+    for i in range(num_q):
+        place = i + num_k - num_q
+        first = max(place - left, 0) if left >= 0 else 0
+        last = min(place + right + 1, num_k) if right >= 0 else num_k
+        if first >= last:
+            continue
+        for head in range(q.shape[2]):
+            kv = head * k.shape[2] // q.shape[2]
+            scores = torch.einsum("bd,bsd->bs", q[:, i, head], k[:, first:last, kv]) * scale
+            out[:, i, head] = torch.einsum("bs,bsd->bd", scores.softmax(1), v[:, first:last, kv])
+    return out
+
+
+@pytest.mark.parametrize("lengths", [(24, 24), (10, 24), (24, 10)], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_masks_are_those_of_a_loop_over_queries(backend: str, mask: dict[str, Any], lengths: tuple[int, int]) -> None:
+    q, k, v, _ = batch(*lengths, dtype=torch.float64)
+    expected = by_hand(q, k, v, **mask)
+    ours = attention(q, k, v, backend=backend, **mask)
+    seen = expected.abs().sum((0, 2, 3)) > 0  # torch's SDPA gives NaN to a query that sees nothing
+    torch.testing.assert_close(ours[:, seen], expected[:, seen], rtol=1e-9, atol=1e-11)
+    if backend == "reference":
+        assert (ours[:, ~seen] == 0).all()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_flex_masks_are_those_of_the_reference(mask: dict[str, Any]) -> None:
+    for tensors, options in ((batch(40, 40), mask), (packed(), {**mask, "packing": PACKING})):
+        ours = attention(*tensors[:3], backend="flex", **options)
+        theirs = attention(*(x.double() for x in tensors[:3]), backend="reference", **options)
+        assert sqnr_db(theirs, torch.where(theirs == 0, 0, ours)) > 45
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("mask", MASKS[1:4], ids=str)
+def test_reference_gradients_are_those_of_finite_differences(mask: dict[str, Any], is_packed: bool) -> None:
+    tensors = [x[-7:, :, :4] for x in packed(torch.float64)]
+    tensors = tensors if is_packed else [x[None] for x in tensors]
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    options = {**mask, "packing": Packing.of(ends, 6)} if is_packed else mask
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, backend="reference", **options), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "options", [*MASKS, {"packing": PACKING, "causal": True}, {"causal": True, "hadamard": True}], ids=list
+)
+def test_fp8_output_and_gradients_are_near_float64(options: dict[str, Any]) -> None:
+    """E4M3 has 31.5 dB on numbers that are not small; q, k, v, P and the way through the softmax each add as much."""
+    tensors = packed() if "packing" in options else batch()
+    mask = {name: value for name, value in options.items() if name != "hadamard"}
+    exact = run([x.double() for x in tensors], "reference", **mask)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), exact, run(tensors, "fa3_fp8_emulated", **options), strict=True):
+        assert sqnr_db(a, b) > 21, name
+    for a, b in zip(exact, run(tensors, "reference", **mask), strict=True):
+        assert sqnr_db(a, b) > 45
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_backward_is_that_of_exactly_the_values_that_the_forward_saw(is_packed: bool) -> None:
+    """Against float64 attention of the de-quantised values: what is left is bf16's rounding and that of P in D."""
+    tensors, packing = (packed(), PACKING) if is_packed else (batch(), None)
+    _, *ours = run(tensors, "fa3_fp8_emulated", causal=True, packing=packing)
+    q, k, v, descales = heads.quantize(*tensors[:3], packing, hadamard=False)
+    ends = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    places = zip((q, k, v), descales, (ends[0], ends[1], ends[1]), strict=True)
+    seen = [heads.dequantize(x, scale_inv, cu_seqlens, 32).double() for x, scale_inv, cu_seqlens in places]
+    _, *exact = run([*seen, tensors[3].double()], "reference", causal=True, packing=packing)
+    _, *far = run([x.double() for x in tensors], "reference", causal=True, packing=packing)
+    for a, b, c in zip(exact, ours, far, strict=True):
+        assert sqnr_db(a, b) > max(26.5, sqnr_db(c, b) + 1)
+    assert sqnr_db(exact[2], ours[2]) > 45 > sqnr_db(far[2], ours[2]) + 10  # dv has no D in it
+
+
+def test_the_probabilities_of_the_backward_sum_to_one() -> None:
+    """The log-sum-exp belongs to what is saved: with all of v and of the gradient 1, dv sums to the queries."""
+    q, k, v, _ = batch()
+    _, _, _, dv = run([q * 3, k, torch.ones_like(v), torch.ones_like(q)], "fa3_fp8_emulated", causal=True)
+    assert (dv.double().sum((1, 2, 3)) / (24 * 4 * 16) - 1).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_packed_sequences_are_the_sequences_apart(backend: str) -> None:
+    tensors = packed()
+    together = run(tensors, backend, causal=True, packing=PACKING)
+    for i in range(3):
+        rows_q, rows_k = slice(ENDS_Q[i], ENDS_Q[i + 1]), slice(ENDS_K[i], ENDS_K[i + 1])
+        rows = (rows_q, rows_k, rows_k, rows_q)
+        apart = run([x[None, at] for x, at in zip(tensors, rows, strict=True)], backend, causal=True)
+        for x, y, at in zip(together, apart, (rows_q, rows_q, rows_k, rows_k), strict=True):
+            if backend == "sdpa" or not x[at].isnan().any():
+                torch.testing.assert_close(x[at], y[0], rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_grouped_queries_are_repeated_keys(backend: str) -> None:
+    q, k, v, grad = batch()
+    grouped = run([q, k, v, grad], backend, causal=True)
+    repeated = run([q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), grad], backend, causal=True)
+    bound = 26 if backend == "fa3_fp8_emulated" else 44  # FP8: two heads of q share a scale, or have one each
+    for x, y in zip(grouped, (*repeated[:2], *(g.unflatten(2, (2, 2)).sum(3) for g in repeated[2:])), strict=True):
+        assert sqnr_db(y, x) > bound
+
+
+def test_strides_do_not_matter() -> None:
+    """Megatron's [sequence, batch, heads, dim] and views of a fused projection."""
+    q, k, v, grad = batch()
+    fused = torch.cat([q, k, v], 2).transpose(0, 1).contiguous()
+    views = [x.transpose(0, 1) for x in fused.split((4, 2, 2), 2)]
+    for backend in CPU_BACKENDS:
+        for x, y in zip(run([*views, grad], backend), run([q, k, v, grad], backend), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_fp8_keeps_one_byte_an_element_of_q_k_and_v() -> None:
+    q, k, v, _ = batch()
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attention(q.requires_grad_(), k, v, backend="fa3_fp8_emulated")
+    total = sum(x.untyped_storage().nbytes() for x in kept.values())
+    assert total == q.numel() + 2 * k.numel() + q.numel() * 2 + 2 * 4 * 24 * 4 + 3 * 2 * 2 * 4
+
+
+def test_a_query_that_sees_nothing_has_no_gradient() -> None:
+    q, k, v, grad = batch(24, 10)
+    for backend in ("reference", "fa3_fp8_emulated"):
+        out, dq, dk, dv = run([q, k, v, grad], backend, causal=True)
+        assert (out[:, :14] == 0).all() and (dq[:, :14] == 0).all()
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def test_a_number_that_is_not_finite_is_not_hidden() -> None:
+    q, k, v, _ = batch()
+    q[1, 3, 0, 0] = float("nan")
+    out = attention(q, k, v, backend="fa3_fp8_emulated")
+    assert out[1, :, :2].isnan().all() and out[0].isfinite().all() and out[1, :, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize(("is_packed", "hadamard"), [(False, True), (True, False)])
+def test_it_compiles_without_a_graph_break_to_the_same_bits(is_packed: bool, hadamard: bool) -> None:
+    tensors, packing = (packed(), PACKING) if is_packed else (batch(), None)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, backend="fa3_fp8_emulated", causal=True, packing=packing, hadamard=hadamard)
+
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (forward, compiled):
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[3])])
+    for x, y in zip(*results, strict=True):
+        assert_bitwise(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "fa4"}, "backend: expected one of fa3, .* got 'fa4'"),
+        ({"dropout": 0.1}, r"dropout: expected 0.0, got 0.1\. .*Transformer Engine"),
+        ({"bias": torch.zeros(24, 24)}, r"bias: expected None, got \(24, 24\)"),
+        ({"context_parallel_size": 2}, "context_parallel_size: expected 1, got 2"),
+        ({"hadamard": True}, "hadamard: expected false with backend sdpa, got true"),
+        ({"window": (-2, 0)}, r"window: expected two numbers >= -1, got \(-2, 0\)"),
+        ({"packing": PACKING}, r"q: expected \[tokens, heads, dim\]"),
+        ({"backend": "fa3_fp8"}, "FlashAttention-3: expected a Hopper GPU .* got cpu"),
+        ({"backend": "cudnn"}, "backend cudnn: expected a CUDA device, got cpu"),
+        ({"backend": "fa2"}, "backend fa2: expected a CUDA device, got cpu"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_it_does_not_do_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"(?s){said}"):
+        attention(*batch()[:3], **{"backend": "sdpa", **options})
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v, _ = batch()
+    for tensors, said in (
+        ((q, k[..., :8], v), "k and v: expected one shape"),
+        ((q, k[:, :, :1], v), "k and v: expected one shape"),
+        ((q[:, :, :3], k, v), "heads that divides q's 3, got 2"),
+        ((q, k.float(), v), "k: expected"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            attention(*tensors, backend="sdpa")
+    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: expected int32 \[sequences \+ 1\]"):
+        attention(*packed()[:3], backend="sdpa", packing=Packing(ENDS_Q, ENDS_K.long(), 32, 32))
+    with pytest.raises(UnsupportedError, match="expected a power of two with the Hadamard rotation, got 12"):
+        attention(q[..., :12], k[..., :12], v[..., :12], backend="fa3_fp8_emulated", hadamard=True)
+
+
+def test_every_backend_runs_or_says_what_is_missing() -> None:
+    for backend in BACKENDS:
+        try:
+            assert attention(*batch()[:3], backend=backend).shape == (2, 24, 4, 16)
+        except UnsupportedError as error:
+            assert backend in ("fa3", "fa3_fp8", "fa2", "cudnn") and "expected" in str(error)
+
+
+def test_the_emulation_rounds_probabilities_as_the_kernel_does() -> None:
+    """256 times a probability in E4M3: a row of one key is exact, and small ones survive down to 2**-17."""
+    k = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
+    q[..., 0], k[0, 1, 0, 0] = 1.0, -11.0
+    v = torch.zeros_like(k)
+    v[0, 1] = 448.0
+    codes = heads.quantize(q, k, v, None, hadamard=False)
+    out, lse = reference.forward(*codes, Geometry(1.0))
+    small = torch.exp(torch.tensor(-11.0, dtype=torch.float64))
+    rounded = (small * 256).float().to(torch.float8_e4m3fn).double() / 256
+    torch.testing.assert_close(out[0, 0, 0, 0].double(), 448 * rounded / (1 + small), rtol=4e-3, atol=0)
+    torch.testing.assert_close(lse[0, 0, 0].double(), torch.log1p(small), rtol=0, atol=1e-6)

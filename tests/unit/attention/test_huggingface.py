@@ -1,0 +1,188 @@
+"""Our attention in Hugging Face models: the numbers of transformers' own, packing, padding, windows, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from transformers.masking_utils import create_causal_mask
+
+from fp8_ds.attention import huggingface
+from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention, use_backend
+from fp8_ds.engine.attention import describe_attention
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.testing import sqnr_db
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def llama(backend: Any = None, *, hadamard: bool = False, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}, attn_implementation="sdpa"))
+    if backend is not None:
+        refuse_attention(model, CPU, backend)
+        use_backend(nn.Sequential(model), backend, hadamard=hadamard)
+    return model
+
+
+def logits_and_gradient(model: Any, tokens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    logits = model(input_ids=tokens, use_cache=False, **options).logits
+    logits.float().log_softmax(-1)[..., 0].mean().backward()
+    return logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
+
+
+def test_sdpa_through_the_registry_is_sdpa() -> None:
+    for x, y in zip(logits_and_gradient(llama("sdpa"), TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_fp8_is_near_stock_and_is_not_stock(hadamard: bool) -> None:
+    model = llama("fa3_fp8_emulated", hadamard=hadamard)
+    for x, y in zip(logits_and_gradient(model, TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
+        assert 22 < sqnr_db(y, x) < 80
+
+
+def test_positions_that_begin_again_are_packed_sequences() -> None:
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    packed = llama("sdpa")(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
+    apart = [llama()(input_ids=part, use_cache=False).logits for part in TOKENS[:1].split((10, 14), 1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-6)
+
+
+def test_lengths_that_the_collator_gives_are_packed_sequences() -> None:
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    ends = torch.tensor([0, 10, 24], dtype=torch.int32)
+    lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 14, "max_length_k": 14}
+    model = llama("sdpa")
+    by_lengths = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False, **lengths).logits
+    by_positions = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(by_lengths, by_positions, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_attended_to(side: str) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[1, slice(0, 7) if side == "left" else slice(-7, None)] = 0
+    real = mask.bool()
+    ours = llama("sdpa")(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits[real]
+    torch.testing.assert_close(ours, llama()(input_ids=TOKENS, attention_mask=mask).logits[real], rtol=1e-4, atol=1e-6)
+    changed = torch.where(real, TOKENS, 63 - TOKENS)
+    torch.testing.assert_close(llama("sdpa")(input_ids=changed, attention_mask=mask).logits[real], ours)
+
+
+def test_a_mask_without_padding_is_no_mask() -> None:
+    model = llama("sdpa")
+    masked = model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
+    torch.testing.assert_close(masked, model(input_ids=TOKENS).logits, rtol=0, atol=0)
+
+
+def test_sliding_windows_are_transformers_own() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5, attn_implementation="eager")))
+    use_backend(models[0], "sdpa", hadamard=False)
+    ours, theirs = (model(input_ids=TOKENS, use_cache=False).logits for model in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_generation_with_a_cache_is_that_of_the_whole_sequence() -> None:
+    model = llama("sdpa").eval()
+    first = model(input_ids=TOKENS[:, :20], use_cache=True)
+    rest = model(input_ids=TOKENS[:, 20:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, model(input_ids=TOKENS, use_cache=False).logits[:, 20:], rtol=1e-4, atol=1e-6)
+
+
+def test_encoders_see_both_sides() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    config = BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)  # type: ignore[arg-type]
+    model = BertModel(config)
+    stock = model(input_ids=TOKENS).last_hidden_state
+    use_backend(model, "sdpa", hadamard=False)
+    torch.testing.assert_close(model(input_ids=TOKENS).last_hidden_state, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_the_line_names_what_runs() -> None:
+    assert describe_attention(llama("sdpa"), CPU) == "fp8: attention: sdpa"
+    rotated = describe_attention(llama("fa3_fp8_emulated", hadamard=True), CPU)
+    assert rotated == "fp8: attention: fa3_fp8_emulated, q and k rotated"
+
+
+def test_positions_are_read_on_the_host_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    stock = huggingface._packing_of
+    monkeypatch.setattr(huggingface, "_packing_of", lambda positions: calls.append(positions) or stock(positions))
+    model = llama("sdpa", num_hidden_layers=4)
+    for _ in range(2):
+        model(input_ids=TOKENS, use_cache=False)
+    assert len(calls) == 2
+
+
+def test_a_graph_that_meets_packed_positions_stops() -> None:
+    """It cannot look at them on the host, and must not attend across sequences."""
+    function = RegisteredAttention("sdpa", False)
+    module = nn.Module()
+    x = torch.randn(1, 2, 24, 16)
+    compiled = torch.compile(
+        lambda positions: function(module, x, x, x, None, position_ids=positions)[0], backend="aot_eager"
+    )
+    compiled(torch.arange(24)[None])
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q"):
+        compiled(torch.cat([torch.arange(10), torch.arange(14)])[None])
+
+
+def test_what_it_does_not_do_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got 0\.5"):
+        model = llama(attention_dropout=0.5)
+        use_backend(model, "sdpa", hadamard=False)
+        model.train()(input_ids=TOKENS)
+    with pytest.raises(UnsupportedError, match=r"attention mask: expected \[batch, sequence\] = \(2, 24\)"):
+        llama("sdpa")(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 24, 24))
+    with pytest.raises(UnsupportedError, match="softcap: expected none"):
+        x = torch.randn(1, 2, 4, 16)
+        RegisteredAttention("sdpa", False)(nn.Module(), x, x, x, None, softcap=30.0)
+    model = llama("sdpa")
+    with pytest.raises(UnsupportedError, match="attention mask: expected causal"):
+        create_causal_mask(
+            config=model.config, inputs_embeds=torch.zeros(2, 24, 64), attention_mask=None, past_key_values=None,
+            or_mask_function=lambda batch, head, i, j: j < 3,
+        )  # fmt: skip
+
+
+def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_start() -> None:
+    for model in (nn.Linear(4, 4), nn.MultiheadAttention(8, 2)):
+        with pytest.raises(UnsupportedError, match=r'fp8.attention.backend: expected null .* got "sdpa"'):
+            refuse_attention(model, CPU, "sdpa")
+    with pytest.raises(UnsupportedError, match=r"fp8\.attention\.backend: FlashAttention-3: expected a Hopper GPU"):
+        refuse_attention(llama(), CPU, "fa3")
+    gpt2 = [
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, attn_pdrop=p)) for p in (0.0, 0.2)
+    ]
+    refuse_attention(gpt2[0], CPU, "sdpa")
+    with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "sdpa" and 0\.2'):
+        refuse_attention(gpt2[1], CPU, "sdpa")
+    huggingface._refuse_kinds(llama(head_dim=24), "fa3")
+    with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
+        huggingface._refuse_kinds(llama(head_dim=24), "fa3_fp8")
