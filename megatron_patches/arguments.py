@@ -1,0 +1,199 @@
+"""Our flags in Megatron's parser, and what becomes of the parsed arguments before Megatron validates them.
+
+Where linears are computed by fp8_ds, --fp8-format and --fp8-recipe go on as `args.fp8_linear_format` and
+`args.fp8_linear_recipe`, and Megatron reads that neither was given: what it does by them needs Transformer Engine. Only
+plain values are put into the arguments: Megatron writes them into checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from fp8_ds.attention import BACKENDS
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.ops.gemm import BACKENDS as GEMM_BACKENDS
+from megatron_patches import compat, optimizer
+from megatron_patches.recipes import GRAD_DTYPES, OURS, Fp8Settings, settings
+
+SPEC = ("megatron_patches.layer_specs", "gpt")
+_RECIPE = "fp8_recipe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Our recipes among the choices of --fp8-recipe, and our flags in a group of their own.
+
+    Raises:
+        ConfigError: this Megatron has no --fp8-recipe with choices.
+    """
+    actions = [action for action in parser._actions if action.dest == _RECIPE]
+    if len(actions) != 1 or actions[0].choices is None:
+        raise ConfigError(
+            "--fp8-recipe: expected one argument of Megatron's with choices, got another. Use a tested version: "
+            f"{', '.join(compat.TESTED_VERSIONS)}."
+        )
+    actions[0].choices = (*actions[0].choices, *OURS)
+    group = parser.add_argument_group("fp8_ds", "FP8 by megatron_patches; --fp8-recipe also takes " + ", ".join(OURS))
+    group.add_argument(
+        "--megatron-path", help="clone of Megatron-LM; else $MEGATRON_LM_PATH, else the working directory"
+    )
+    group.add_argument("--on-cpu", action="store_true", help="a trial without a GPU, over gloo")
+    group.add_argument(
+        "--fp8-attention-backend",
+        choices=BACKENDS,
+        help="attention by fp8_ds; left out: Megatron's (docs/attention.md)",
+    )
+    group.add_argument(
+        "--fp8-attention-hadamard", action="store_true", help="rotate q and k before they go into FP8 (fa3_fp8)"
+    )
+    group.add_argument(
+        "--fp8-gemm-backend", choices=GEMM_BACKENDS, help="of linears without Transformer Engine; left out: torch"
+    )
+    group.add_argument(
+        "--fp8-tp-gather",
+        choices=("fp8", "bf16"),
+        help="how activations are gathered under --sequence-parallel without Transformer Engine; left out: fp8",
+    )
+    group.add_argument(
+        "--fp8-tp-reduce-scatter",
+        choices=("bf16", "fp8"),
+        help="how activations are reduced under --sequence-parallel without Transformer Engine; left out: bf16",
+    )
+    group.add_argument(
+        "--fp8-health-interval",
+        type=int,
+        default=0,
+        help="iterations from one sample of amax, saturation and underflow to the next; 0: coverage and bytes only",
+    )
+    group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
+    group.add_argument("--fp8-master", choices=optimizer.MASTERS, help="format of master weights with FP8 states")
+    return parser
+
+
+def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """The same, ready for Megatron's own validation.
+
+    Sets `fp8_linear_format` and `fp8_linear_recipe` (None: linears are Megatron's), and `spec` where ours is needed.
+
+    Raises:
+        ConfigError, UnsupportedError: flags that cannot take effect.
+    """
+    optimizer.from_arguments(args)
+    args.fp8_linear_format = args.fp8_linear_recipe = None
+    _check_attention(args)
+    if args.transformer_impl == "local" and args.fp8 is not None:
+        _take_over(args)
+    else:
+        _check_stock_fp8(args)
+    if args.fp8_linear_recipe is None and args.fp8_attention_backend is None:
+        return args
+    if args.spec is not None:
+        raise ConfigError(
+            f"--spec: expected none with --fp8-recipe of fp8_ds or --fp8-attention-backend, got {' '.join(args.spec)}. "
+            "Remove it: layers are built from Megatron's spec, changed where these flags say so."
+        )
+    args.spec = list(SPEC)
+    return args
+
+
+def settings_from(args: argparse.Namespace) -> Fp8Settings | None:
+    """Of digested arguments; None: linears are Megatron's, or the arguments are of the stock script.
+
+    Raises:
+        ConfigError, UnsupportedError: see `recipes.settings`.
+    """
+    if getattr(args, "fp8_linear_recipe", None) is None:
+        return None
+    return settings(
+        args.fp8_linear_format,
+        args.fp8_linear_recipe,
+        backend=args.fp8_gemm_backend or "torch",
+        gather=args.fp8_tp_gather or "fp8",
+        reduce_scatter=args.fp8_tp_reduce_scatter or "bf16",
+    )
+
+
+def _talk(args: argparse.Namespace) -> dict[str, str | None]:
+    return {"--fp8-tp-gather": args.fp8_tp_gather, "--fp8-tp-reduce-scatter": args.fp8_tp_reduce_scatter}
+
+
+def _take_over(args: argparse.Namespace) -> None:
+    """Linears are those of fp8_ds."""
+    if not (args.sequence_parallel and args.tensor_model_parallel_size > 1):
+        for flag, value in _talk(args).items():
+            if value is not None:
+                raise ConfigError(
+                    f"{flag}: expected it left out without --sequence-parallel, got {value}. All-reduces are in bf16: "
+                    "remove it, or add --sequence-parallel."
+                )
+    if getattr(args, "fp8_param_gather", False) or getattr(args, "fp8_param", False):
+        raise UnsupportedError(
+            "--fp8-param-gather: expected off without Transformer Engine, got on. FP8 parameters are its own: remove "
+            "the flag."
+        )
+    args.fp8_linear_format, args.fp8_linear_recipe = args.fp8, args.fp8_recipe
+    settings_from(args)  # refused now, not when the model is built
+    args.fp8, args.fp8_recipe = None, "delayed"
+
+
+def _check_attention(args: argparse.Namespace) -> None:
+    if args.fp8_attention_hadamard and args.fp8_attention_backend not in ("fa3_fp8", "fa3_fp8_emulated"):
+        raise ConfigError(
+            "--fp8-attention-hadamard: expected --fp8-attention-backend fa3_fp8 with it, got "
+            f"{args.fp8_attention_backend}. Set that, or remove it."
+        )
+    # Megatron puts its own class into the slot for this one, after the spec has been made.
+    stock = getattr(args, "attention_backend", None)
+    if args.fp8_attention_backend is not None and getattr(stock, "name", stock) == "local":
+        raise ConfigError(
+            f"--attention-backend: expected it left out with --fp8-attention-backend {args.fp8_attention_backend}, got "
+            "local. It would take the other's place: remove one."
+        )
+
+
+def _check_stock_fp8(args: argparse.Namespace) -> None:
+    """FP8 that only Transformer Engine computes is there, and nothing is asked of linears of fp8_ds."""
+    if args.fp8_recipe in OURS:
+        raise ConfigError(
+            f"--fp8-recipe: expected --fp8-format {' or '.join(GRAD_DTYPES)} and --transformer-impl local with "
+            f"{args.fp8_recipe}, got {args.fp8} and {args.transformer_impl}. It is computed by fp8_ds: pass both."
+        )
+    for flag, value in {"--fp8-gemm-backend": args.fp8_gemm_backend, **_talk(args)}.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag}: expected it left out without FP8 linears of fp8_ds, got {value}. Remove it, or pass "
+                "--transformer-impl local and --fp8-format."
+            )
+    if args.fp8 is None:
+        return
+    engine = compat.transformer_engine()
+    if not engine.found:
+        raise UnsupportedError(
+            f"--fp8-format {args.fp8}: expected Transformer Engine, got none ({engine.detail}). Megatron would train "
+            "in bf16 without a word. Install it, or pass --transformer-impl local: fp8_ds then computes --fp8-recipe "
+            "tensorwise, blockwise, " + ", ".join(OURS) + "."
+        )
+
+
+def wrap_add_arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For patches.apply, of `add_megatron_arguments`."""
+    return lambda parser: add_arguments(stock(parser))
+
+
+def wrap_parse_args(after: Callable[[argparse.Namespace], None]) -> Callable[[Any], Callable[..., Any]]:
+    """For patches.apply, of `parse_args`.
+
+    Args:
+        after: called with the digested arguments.
+    """
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
+            args = digest_arguments(stock(extra_args_provider, ignore_unknown_args))
+            after(args)
+            return args
+
+        return parse_args
+
+    return wrap

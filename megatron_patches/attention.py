@@ -1,0 +1,205 @@
+"""fp8_ds/attention in the `core_attention` slot of Megatron's attention.
+
+The class is a subclass of what the stock spec has there (Transformer Engine's, or Megatron's own), so that its
+parameters, its state dict and whatever asks for its type are stock; `forward` takes the tensors elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from fp8_ds.attention import BACKENDS, Backend, Packing, attention, require_backend
+from fp8_ds.errors import ConfigError, UnsupportedError
+
+_BF16_OF: dict[str, Backend] = {"fa3_fp8": "fa3", "fa3_fp8_emulated": "reference"}
+"""The same kernel in high precision, for layers that stay bf16."""
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_KEY = "fp8_attention_backend"
+_STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """--fp8-attention-backend and --fp8-attention-hadamard.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+
+    backend: Backend
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"--fp8-attention-backend: expected one of {', '.join(BACKENDS)}, got {self.backend}. Use one of these."
+            )
+
+
+class MegatronFp8Attention:
+    """Mix-in before a class that fits the `core_attention` slot.
+
+    Attributes:
+        fp8_attention: of this layer; None: the stock class computes it.
+        stock_reason: why it does.
+    """
+
+    fp8_attention: AttentionSettings | None
+    stock_reason: str = ""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *,
+        fp8_attention: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)  # type: ignore[call-arg]
+        self._fp8_scale = kwargs.get("softmax_scale")
+        self._fp8_mask = attn_mask_type
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._fp8_window = tuple(config.window_size) if windowed else None
+        self.fp8_attention = fp8_attention
+        dropout = kwargs.get("attention_dropout")
+        self.stock_reason = _left_to_stock(
+            config, config.attention_dropout if dropout is None else dropout, attention_type, kwargs
+        )
+        if self.stock_reason:
+            self.fp8_attention = None
+        elif is_first_last_bf16_layer(config, layer_number - 1):
+            self._set_backend(_BF16_OF.get(fp8_attention.backend, fp8_attention.backend), False)
+        if self.fp8_attention is not None:
+            require_backend(self.fp8_attention.backend, _device())
+
+    def finish_init(self, quant_config: Any) -> None:
+        """Megatron's hook of --te-precision-config-file: a payload may name this layer's backend, or "stock".
+
+        Raises:
+            ConfigError: it names another.
+        """
+        stock: Any = super()
+        if hasattr(stock, "finish_init"):
+            stock.finish_init(quant_config)
+        backend = None if quant_config is None else quant_config.config.get(_KEY)
+        if backend is None or self.fp8_attention is None:
+            return
+        if backend == _STOCK:
+            self.fp8_attention, self.stock_reason = None, "--te-precision-config-file"
+            return
+        self._set_backend(backend, self.fp8_attention.hadamard and backend in _BF16_OF)
+        require_backend(backend, _device())
+
+    def _set_backend(self, backend: Backend, hadamard: bool) -> None:
+        self.fp8_attention = AttentionSettings(backend, hadamard)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...]."""
+        settings, mask = self.fp8_attention, attn_mask_type or self._fp8_mask
+        needs_stock = (
+            settings is None
+            or attention_bias is not None
+            or any(extra is not None for extra in kwargs.values())
+            or mask not in (*_CAUSAL, AttnMaskType.no_mask)
+            or (mask == AttnMaskType.padding_causal and packed_seq_params is None)
+            or not cast(Any, self).training
+        )
+        if needs_stock:
+            stock: Any = super()
+            return cast(
+                Tensor,
+                stock.forward(
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    attn_mask_type=attn_mask_type,
+                    attention_bias=attention_bias,
+                    packed_seq_params=packed_seq_params,
+                    **kwargs,
+                ),
+            )
+        assert settings is not None
+        options: dict[str, Any] = {
+            "backend": settings.backend,
+            "hadamard": settings.hadamard,
+            "causal": mask in _CAUSAL,
+            "window": self._fp8_window,
+            "softmax_scale": self._fp8_scale,
+        }
+        if packed_seq_params is not None:
+            out = attention(query, key, value, packing=_packing(packed_seq_params), **options)
+            return out.reshape(out.shape[0], -1)
+        out = attention(*(x.transpose(0, 1) for x in (query, key, value)), **options)
+        return out.transpose(0, 1).reshape(*query.shape[:2], -1)
+
+    def extra_repr(self) -> str:
+        settings = self.fp8_attention
+        text = f"attention={_STOCK} ({self.stock_reason})" if settings is None else f"attention={settings.backend}"
+        return ", ".join(part for part in (super().extra_repr(), text) if part)  # type: ignore[misc]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _left_to_stock(config: Any, dropout: float, attention_type: str, kwargs: dict[str, Any]) -> str:
+    """Why the stock class has to compute it; empty: it does not."""
+    reasons = (
+        (config.context_parallel_size > 1, "context parallelism"),
+        (bool(dropout), f"attention dropout {dropout}"),
+        (attention_type != "self", "cross-attention"),
+        (getattr(config, "softmax_type", "vanilla") != "vanilla", "softmax with an offset"),
+        (getattr(config, "qk_clip", False), "qk_clip reads the logits"),
+        (getattr(config, "log_max_attention_logit", False), "--log-max-attention-logit"),
+        (getattr(config, "deterministic_mode", False), "--deterministic-mode"),
+        (getattr(config, "batch_invariant_mode", False), "--batch-invariant-mode"),
+        (kwargs.get("k_channels") != kwargs.get("v_channels"), "MLA: values of another dim than keys"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def _packing(params: Any) -> Packing:
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        padded, plain = getattr(params, name, None), getattr(params, name.removesuffix("_padded"))
+        if padded is not None and padded is not plain:
+            raise UnsupportedError(
+                f"packed_seq_params.{name}: expected none, got sequences with padding between them. Pack without "
+                "padding, or leave out --fp8-attention-backend."
+            )
+    if params.qkv_format != "thd":
+        raise UnsupportedError(
+            f"packed_seq_params.qkv_format: expected thd, got {params.qkv_format}. Leave out --fp8-attention-backend."
+        )
+    ends_q, ends_k = params.cu_seqlens_q, params.cu_seqlens_kv
+    longest = (
+        int(ends.diff().max() if given is None else given)
+        for ends, given in ((ends_q, params.max_seqlen_q), (ends_k, params.max_seqlen_kv))
+    )
+    return Packing(ends_q, ends_k, *longest)
+
+
+@functools.cache
+def attention_class(stock: type) -> type:
+    """`stock` with our attention before it."""
+    return type(f"Fp8{stock.__name__}", (MegatronFp8Attention, stock), {"__module__": __name__})

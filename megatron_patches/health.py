@@ -1,0 +1,251 @@
+"""FP8 health in Megatron's log, TensorBoard and W&B, at --log-interval.
+
+- coverage: share of the FLOPs of all matrix products of an iteration that run in FP8: linears, experts by the tokens
+  they get on average, the head, and attention's products (causal: half of them). Of FP8 attention only the forward is.
+- gathered: bytes that FP8 all-gathers delivered to a rank in one iteration.
+- amax, saturation, underflow: see fp8_ds/monitor/statistics.py; of linears of fp8_ds, every --fp8-health-interval
+  iterations. Transformer Engine's own are in its debug tool.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8_ds.monitor.observe import Observers
+from fp8_ds.monitor.statistics import KINDS, LayerStatistics, StatisticsTable
+
+_ENGINE = "transformer_engine"
+_EXPERTS = "experts"
+_FORWARD_SHARE = 1 / 3
+"""Of a product and its two gradients, the forward."""
+
+
+class Products(NamedTuple):
+    """Multiply-adds per token and pass, of what is in FP8 and of all."""
+
+    in_fp8: float
+    total: float
+
+    @property
+    def percent(self) -> float:
+        return 100.0 * self.in_fp8 / self.total if self.total else 0.0
+
+    def plus(self, other: Products) -> Products:
+        return Products(self.in_fp8 + other.in_fp8, self.total + other.total)
+
+
+def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
+    """Of each linear and the attention of a transformer layer, on this rank.
+
+    Args:
+        layer: Megatron's, of any spec.
+        sequence_length: tokens that attend to each other.
+    """
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
+    from megatron_patches.linear import MegatronFp8Linear
+
+    config = layer.config
+    engine_is_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer.layer_number - 1)
+    for name, module in layer.named_modules():
+        place = type(module).__module__
+        tail = name.rsplit(".", 1)[-1]
+        if isinstance(module, MegatronFp8Linear):
+            share = 0.0 if module.fp8_recipe is None else 1.0 if module.fp8_recipe.needs_grad_columns else 2 / 3
+        elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            share = 0.0
+        elif tail.startswith("linear_") and (_ENGINE in place):
+            share = float(engine_is_fp8)
+        elif tail == "core_attention":
+            share = 0.0
+            if isinstance(module, MegatronFp8Attention) and module.fp8_attention is not None:
+                share = _FORWARD_SHARE if module.fp8_attention.backend in _BF16_OF else 0.0
+            width = config.kv_channels * config.num_attention_heads / config.tensor_model_parallel_size
+            total = 2 * width * sequence_length / 2
+            yield Products(total * share, total)
+            continue
+        else:
+            continue
+        total = float(sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2))
+        if _EXPERTS in name.split("."):
+            total *= config.moe_router_topk * config.expert_model_parallel_size / config.num_moe_experts
+        yield Products(total * share, total)
+
+
+def describe(layers: Iterable[Any]) -> str:
+    """What computes the linears and the attention of these layers, one line."""
+    from fp8_ds.attention import describe_backend
+    from megatron_patches.attention import MegatronFp8Attention
+    from megatron_patches.linear import MegatronFp8Linear
+
+    linears: Counter[str] = Counter()
+    attentions: Counter[str] = Counter()
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, MegatronFp8Linear):
+                recipe = module.fp8_recipe
+                linears[f"bf16 ({module.bf16_reason})" if recipe is None else f"fp8_ds {recipe.name}"] += 1
+            elif isinstance(module, MegatronFp8Attention):
+                settings = module.fp8_attention
+                attentions[
+                    f"stock ({module.stock_reason})" if settings is None else describe_backend(settings.backend)
+                ] += 1
+    parts = []
+    for what, found in (("linears", linears), ("attention", attentions)):
+        text = ", ".join(f"{count} x {name}" for name, count in found.items()) or "Megatron's own"
+        parts.append(f"{what}: {text}")
+    return " | ".join(parts)
+
+
+class _MegatronObservers(Observers):
+    """Of layers that are no nn.Linear."""
+
+    def __init__(self, linears: dict[str, Any], table: StatisticsTable) -> None:
+        self._linears = linears
+        self._counts = [tuple(table.slot(i, kind) for kind in KINDS) for i in range(len(table.names))]
+        self._attached = []
+
+
+class Health:
+    """Of the layers of this rank.
+
+    Args:
+        registry: of the spec.
+        args: Megatron's.
+    """
+
+    def __init__(self, registry: Any, args: Any) -> None:
+        from megatron.core import parallel_state
+
+        from megatron_patches.linear import MegatronFp8Linear
+
+        self.args, self.registry = args, registry
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._num_bytes = self._last_num_bytes = 0
+        self._statistics: LayerStatistics = {}
+        self._observers: _MegatronObservers | None = None
+        self._is_sampling, self._sampled = False, 0
+        self._every = getattr(args, "fp8_health_interval", 0)
+        linears: dict[str, Any] = {
+            f"layers.{layer.layer_number}.{name}": module
+            for layer in registry.layers()
+            for name, module in layer.named_modules()
+            if isinstance(module, MegatronFp8Linear) and module.fp8_recipe is not None
+        }
+        if self._every and linears:
+            group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+            device = next(iter(next(iter(linears.values())).parameters())).device
+            self._table = StatisticsTable(tuple(linears), device, group)
+            self._observers = _MegatronObservers(linears, self._table)
+
+    def coverage(self) -> Products:
+        """Of this rank's stage, the head included."""
+        args = self.args
+        total = Products(0.0, 0.0)
+        for layer in self.registry.layers():
+            for one in products_of(layer, args.seq_length):
+                total = total.plus(one)
+        if self._is_last_stage:
+            head = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
+            total = total.plus(Products(0.0, head))
+        return total
+
+    def after_iteration(self, iteration: int) -> None:
+        """Ends a sample and begins the next. On all ranks."""
+        if self.registry.fp8 is not None:
+            total = self.registry.fp8.num_bytes_gathered
+            self._num_bytes, self._last_num_bytes = total - self._last_num_bytes, total
+        if self._observers is None:
+            return
+        if self._is_sampling:
+            self._observers.detach()
+            self._is_sampling = False
+            self._table.send()
+            self._statistics, self._sampled = self._table.receive() or {}, iteration
+        if (iteration + 1) % self._every == 0:
+            self._observers.attach()
+            self._is_sampling = True
+
+    def report(self) -> tuple[str, dict[str, float]]:
+        """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
+        mine = (tuple(self.coverage()), self._num_bytes, self._statistics)
+        stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
+        torch.distributed.all_gather_object(stages, mine, group=self._pipeline)
+        coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
+        scalars = {"fp8/coverage": coverage.percent, "fp8/gathered-bytes": float(max(one[1] for one in stages))}
+        texts = [f"coverage: {coverage.percent:.2f} % of GEMM FLOPs"]
+        if self.registry.fp8 is not None:
+            texts.append(f"gathered per rank: {scalars['fp8/gathered-bytes'] / 2**20:.3f} MiB")
+        every = {name: one for _, _, statistics in stages for name, one in statistics.items()}
+        for field in ("amax", "saturation", "underflow"):
+            values = {(kind, name): getattr(one[kind], field) for name, one in every.items() for kind in one}
+            scalars.update({f"fp8-{field}/{kind}/{name}": value for (kind, name), value in values.items()})
+            for kind in KINDS:
+                of_kind = [value for (found, _), value in values.items() if found == kind]
+                if of_kind:
+                    scalars[f"fp8/{field}-max/{kind}"] = max(of_kind)
+            if values:
+                worst = max(values, key=lambda place: values[place])
+                shown = f"{values[worst]:.4g}" if field == "amax" else f"{100 * values[worst]:.3f} %"
+                texts.append(f"{field}: {shown} ({worst[0]} of {worst[1]})")
+        if every:
+            texts.append(f"sampled in iteration {self._sampled}")
+        return " | ".join(texts), scalars
+
+
+def find_registry(args: Any) -> Any:
+    """Of the spec that Megatron has built its layers from; None: it is none of ours."""
+    specs = sys.modules.get("megatron_patches.layer_specs")
+    if specs is None or args.spec is None or args.spec[0] != specs.__name__:
+        return None
+    return specs.registry_of(vars(specs)[args.spec[1]])
+
+
+def wrap_training_log(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For patches.apply: Megatron's log, then ours."""
+    signature = inspect.signature(stock)
+    known: list[Health] = []
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        from megatron.training import global_vars
+
+        settings = global_vars.get_args()
+        registry = find_registry(settings)
+        if registry is None:
+            return result
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        if not known:
+            known.append(Health(registry, settings))
+            from megatron.training.utils import print_rank_last
+
+            print_rank_last(f" [fp8] {describe(registry.layers())}")
+        known[0].after_iteration(iteration)
+        if iteration % settings.log_interval == 0:
+            line, scalars = known[0].report()
+            _write(iteration, line, scalars, global_vars)
+        return result
+
+    return training_log
+
+
+def _write(iteration: int, line: str, scalars: dict[str, float], global_vars: Any) -> None:
+    from megatron.training.utils import print_rank_last
+
+    print_rank_last(f" [fp8] iteration {iteration:8d} | {line}")
+    writer = global_vars.get_tensorboard_writer()
+    if writer:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, iteration)
+    wandb = global_vars.get_wandb_writer()
+    if wandb:
+        wandb.log(scalars, iteration)

@@ -1,0 +1,171 @@
+"""Megatron-core's own Column- and RowParallelLinear, computed in FP8 by fp8_ds: where there is no Transformer Engine.
+
+Parameters, their initialisation, their attributes, checkpoints and collectives of bf16 are stock. What differs:
+
+    column, sequence parallel      all-gather of the input in FP8 (stock: bf16, and again in backward)
+    row, sequence parallel         all-gather of grad_output in FP8
+    all                            the three GEMMs
+
+Shape suffixes as in fp8_ds/tp/linears.py. Megatron's activations are [s, b, h]; tokens are their two leading dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.linear import Fp8Linear, _LinearFunction
+from fp8_ds.nn.recipe import Recipe
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.linears import _ColumnFunction, _RowFunction, gather_input
+from fp8_ds.tp.regions import copy_to_ranks, gather_tokens
+from fp8_ds.tp.rules import Rule, rule_of
+from megatron_patches.recipes import Fp8Settings, refuse, settings_of
+
+
+class MegatronFp8Linear:
+    """Mix-in before a class of Megatron's.
+
+    Attributes:
+        fp8_settings: of the model.
+        fp8_recipe: of this layer; None: it is computed by Megatron, in bf16.
+        tp_rule: how its operand travels in FP8; None: it does not.
+        tp: its group; None: of one rank.
+        bf16_reason: why it is computed by Megatron.
+    """
+
+    fp8_settings: Fp8Settings
+    fp8_recipe: Recipe | None
+    tp_rule: Rule | None
+    tp: TensorParallel | None
+    bf16_reason: str = ""
+
+    def init_fp8(self, settings: Fp8Settings | None) -> None:
+        """After Megatron's constructor.
+
+        Args:
+            settings: of the spec; None: as the TransformerConfig says.
+
+        Raises:
+            ConfigError, UnsupportedError: the configuration asks for what is not there.
+        """
+        layer: Any = self
+        refuse(layer.config)
+        self.fp8_settings = settings or settings_of(layer.config)
+        self.fp8_recipe = self.fp8_settings.recipe()
+        self.tp_rule, self.tp = None, None
+        if layer.explicit_expert_comm or layer.tp_group is None or layer.tp_group.size() == 1:
+            return
+        self.tp = self.fp8_settings.context(layer.tp_group, layer.sequence_parallel)
+        if layer.sequence_parallel and self.tp.config.gather == "fp8":
+            try:
+                self.tp_rule = rule_of(self.fp8_recipe, layer.tp_group, shares_scales=False)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"--fp8-tp-gather: expected bf16 with --fp8-recipe {self.fp8_recipe.name} and --sequence-parallel, "
+                    "got fp8. Add --fp8-tp-gather bf16, or set another recipe."
+                ) from error
+
+    def keep_bf16(self, reason: str) -> None:
+        """From now on Megatron computes it."""
+        self.fp8_recipe = self.tp_rule = None
+        self.bf16_reason = reason
+
+    def extra_text(self) -> str:
+        if self.fp8_recipe is None:
+            return f", bf16 ({self.bf16_reason})"
+        gather = ", gather=fp8" if self.tp_rule is not None else ""
+        recipe = self.fp8_recipe
+        return f", fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x W^T + bias`, nothing sent."""
+        apply: Any = _LinearFunction.apply  # untyped in torch
+        return cast(Tensor, apply(Fp8Linear.checked(x), weight, bias, self.fp8_recipe, torch.is_grad_enabled()))
+
+
+class Fp8ColumnParallelLinear(MegatronFp8Linear, ColumnParallelLinear):
+    """ColumnParallelLinear in FP8; arguments are Megatron's.
+
+    Args:
+        fp8: settings; None: those of the TransformerConfig.
+
+    Raises:
+        ConfigError, UnsupportedError: see `MegatronFp8Linear.init_fp8`.
+    """
+
+    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.init_fp8(fp8)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`input` and `weight` as Megatron's `forward` hands them over, with what to send in `kwargs`."""
+        if self.fp8_recipe is None:
+            return cast(Tensor, super()._forward_impl(input, weight, *args, **kwargs))
+        if weight is not self.weight:
+            raise ConfigError(
+                "weight: expected the layer's own with FP8, got another. Layers whose weight is passed to forward stay "
+                "Megatron's ColumnParallelLinear."
+            )
+        bias = kwargs["bias"]
+        if not kwargs["sequence_parallel"]:
+            if kwargs["allreduce_dgrad"]:
+                assert self.tp is not None
+                self.tp.check_first(input, is_full=False, is_replicated=True)
+                input = copy_to_ranks(input, self.tp)
+            return self.product(input, weight, bias)
+        assert self.tp is not None
+        shape = (self.tp.size * input.shape[0], *input.shape[1:])
+        if self.tp_rule is None:
+            self.tp.check_first(input, is_full=False)
+            return self.product(gather_tokens(input, self.tp, shape, reduces=True), weight, bias)
+        nominal, gathered = gather_input(input, self.tp_rule, self.tp, shape)
+        apply: Any = _ColumnFunction.apply  # untyped in torch
+        return cast(Tensor, apply(nominal, weight, bias, self.tp_rule, gathered, torch.is_grad_enabled()))
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + self.extra_text() + ")"
+
+
+class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
+    """RowParallelLinear in FP8; arguments are Megatron's.
+
+    Args:
+        fp8: settings; None: those of the TransformerConfig.
+
+    Raises:
+        ConfigError, UnsupportedError: see `MegatronFp8Linear.init_fp8`.
+    """
+
+    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.init_fp8(fp8)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """This rank's addend."""
+        if self.fp8_recipe is None:
+            return cast(Tensor, super()._forward_impl(input, weight, *args, **kwargs))
+        return self.product(input, weight, None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input_: Tensor) -> Any:
+        """(output, bias if it is left to the caller), as Megatron's; grad_output arrives in FP8 where it is sent."""
+        if self.tp_rule is None or self.tp is None:
+            return super().forward(input_)
+        x = Fp8Linear.checked(input_)
+        self.tp.check_first(x, is_full=True)
+        apply: Any = _RowFunction.apply  # untyped in torch
+        own: Tensor = apply(x, self.weight, self, torch.is_grad_enabled())
+        output = own.view(x.shape[0] // self.tp.size, *x.shape[1:-1], own.shape[-1])
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + self.extra_text() + ")"

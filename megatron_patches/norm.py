@@ -1,0 +1,33 @@
+"""torch's norm where Megatron has neither Transformer Engine nor Apex, with sequence parallelism."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+class SequenceParallelNorm:
+    """`megatron.core.transformer.torch_norm.WrappedTorchNorm`, which refuses sequence parallelism, without the refusal.
+
+    The parameters are marked as Megatron's fused norms mark theirs: every rank sees its tokens only, and
+    finalize_model_grads adds up their gradients.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> nn.Module:  # type: ignore[misc]
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm: nn.Module = WrappedTorchNorm(alone, hidden_size, eps, **kwargs)
+        for p in norm.parameters():
+            p.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def without_refusal(stock: Any) -> Any:
+    """For patches.apply, of the norm that Megatron has chosen: another than torch's is kept."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return SequenceParallelNorm if stock is WrappedTorchNorm else stock

@@ -1,0 +1,222 @@
+"""--fp8-optimizer-states and --fp8-master: FP8 moments and split masters under Megatron's own optimizer classes.
+
+What Megatron makes Adam from is replaced, and its optimizer classes by subclasses (optimizer_classes.py,
+optimizer_sharded.py); who calls `get_megatron_optimizer` notices nothing. Bytes per parameter, gradient aside, on one
+rank:
+
+| --fp8-master    | weight | master | moments | sum  | needs |
+|-----------------|--------|--------|---------|------|-------|
+| fp32            | 2      | 4      | 2.06    | 8.06 |       |
+| bf16_8          | 2      | 1      | 2.06    | 5.06 |       |
+| e4m19           | 1      | 2      | 2.06    | 5.06 | --fp8-param-gather, of FP8 weights; bf16_8 for the others |
+| e4m11           | 1      | 1      | 2.06    | 4.06 | the same |
+| stock           | 2      | 4      | 8       | 14   |       |
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.optim.masters import BY_NAME
+from megatron_patches import compat
+
+MASTERS = tuple(BY_NAME)
+_OPTIMIZER = "megatron.core.optimizer"
+_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What the flags say.
+
+    Args:
+        master: one of MASTERS.
+        seed: of the rounding noise.
+    """
+
+    master: str = "bf16_8"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.master not in MASTERS:
+            raise ConfigError(f"--fp8-master: expected one of {', '.join(MASTERS)}, got {self.master!r}. Take one.")
+
+    @property
+    def is_split(self) -> bool:
+        return self.master != "fp32"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether FP8 weights are the high parts of their masters."""
+        return self.is_split and BY_NAME[self.master].is_fp8
+
+
+def from_arguments(args: Any) -> OptimizerStates | None:
+    """The settings in parsed arguments; None without --fp8-optimizer-states.
+
+    Args:
+        args: Megatron's, with `fp8_optimizer_states` and `fp8_master`. The default master is "e4m19" with
+            --fp8-param-gather, else "bf16_8".
+
+    Raises:
+        ConfigError: --fp8-master does not fit the other flags.
+        UnsupportedError: a feature that FP8 states do not have.
+    """
+    gathers_fp8 = bool(getattr(args, "fp8_param_gather", None) or getattr(args, "fp8_param", None))
+    if not args.fp8_optimizer_states:
+        if args.fp8_master is not None:
+            raise ConfigError(
+                f"--fp8-master: expected it beside --fp8-optimizer-states, got {args.fp8_master} without. Add that "
+                "flag, or leave this one out."
+            )
+        return None
+    states = OptimizerStates(args.fp8_master or ("e4m19" if gathers_fp8 else "bf16_8"), args.seed)
+    if states.is_fp8 != gathers_fp8:
+        expected = (
+            "e4m19 or e4m11 with --fp8-param-gather" if gathers_fp8 else "bf16_8 or fp32 without --fp8-param-gather"
+        )
+        raise ConfigError(
+            f"--fp8-master: expected {expected}, got {states.master}. FP8 masters are the high part "
+            "of weights that are stored in FP8: change one of the two."
+        )
+    if gathers_fp8 and args.fp8_recipe != "tensorwise":
+        raise UnsupportedError(
+            "--fp8-recipe: expected tensorwise with --fp8-param-gather and --fp8-optimizer-states, got "
+            f"{args.fp8_recipe}. Its weights have one scale, which may be a power of two. Use it, or leave out "
+            "--fp8-param-gather."
+        )
+    if getattr(args, "optimizer", "adam") != "adam":
+        raise UnsupportedError(
+            f"--optimizer: expected adam with --fp8-optimizer-states, got {args.optimizer}. Use adam."
+        )
+    for name, flag in _OTHER_FLAGS.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"{flag}: expected off with --fp8-optimizer-states, got on. Turn one of them off.")
+    return states
+
+
+_OTHER_FLAGS = {
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
+    "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference",
+}
+
+
+def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) -> None:
+    """Everything in Megatron's own config and model works with FP8 states.
+
+    Args:
+        config: OptimizerConfig.
+        model_chunks: wrapped by Megatron's DistributedDataParallel.
+
+    Raises:
+        UnsupportedError: something does not; all ranks raise.
+    """
+    beside = "with --fp8-optimizer-states"
+    if config.optimizer != "adam":
+        raise UnsupportedError(f"--optimizer: expected adam {beside}, got {config.optimizer}. Use adam.")
+    if not config.bf16:
+        got = "--fp16" if config.fp16 else "neither --bf16 nor --fp16"
+        raise UnsupportedError(f"--bf16: expected on {beside}, got {got}. Train in bf16.")
+    if config.optimizer_cpu_offload:
+        raise UnsupportedError(f"--optimizer-cpu-offload: expected off {beside}, got on. States of 2 bytes stay here.")
+    if getattr(config, "optimizer_cuda_graph", False):
+        raise UnsupportedError(f"--optimizer-cuda-graph: expected off {beside}, got on. Its step is not captured.")
+    for chunk in model_chunks:
+        if chunk.ddp_config.use_megatron_fsdp:
+            raise UnsupportedError(
+                f"--use-megatron-fsdp: expected off {beside}, got on. Use --use-distributed-optimizer."
+            )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(config, name)
+        if dtype not in (torch.float32, torch.uint8):
+            flag = "--" + name.replace("_", "-")
+            raise UnsupportedError(f"{flag}: expected fp8, or left out, {beside}, got {dtype}. Moments are FP8.")
+    if config.main_params_dtype != torch.float32:
+        raise UnsupportedError(
+            f"--main-params-dtype: expected it left out {beside}, got {config.main_params_dtype}. Use --fp8-master."
+        )
+    _refuse_parameters([p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad], config, states)
+
+
+def _refuse_parameters(params: Sequence[Any], config: Any, states: OptimizerStates) -> None:
+    from megatron.core.fp8_utils import is_float8tensor
+
+    num_fp8 = sum(map(is_float8tensor, params))
+    if num_fp8 and not states.is_fp8:
+        raise ConfigError(
+            f"--fp8-master: expected e4m19 or e4m11 where weights are stored in FP8, got {states.master} and {num_fp8} "
+            "of them. Change it, or leave out --fp8-param-gather."
+        )
+    if states.is_fp8 and not num_fp8:
+        raise ConfigError(
+            f"--fp8-master: expected bf16_8 or fp32 where no weight is stored in FP8, got {states.master}. FP8 weights "
+            "need Transformer Engine and --fp8-param-gather."
+        )
+    if num_fp8 and not config.use_distributed_optimizer:
+        raise UnsupportedError(
+            "--use-distributed-optimizer: expected on where weights are stored in FP8, got off. Turn it on."
+        )
+    for p in params:
+        if p.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedError(f"parameters: expected bf16 or float32, got {p.dtype} of shape {tuple(p.shape)}.")
+
+
+def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
+    """For `patches.apply`: Megatron makes optimizers with FP8 states from then on."""
+    from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded
+
+    adam = functools.partial(optimizer_adam.MegatronFp8AdamW, master=states.master, seed=states.seed)
+    return {
+        f"{_OPTIMIZER}.Adam": lambda stock: adam,
+        f"{_OPTIMIZER}.USING_PYTORCH_OPTIMIZER": lambda stock: False,
+        f"{_OPTIMIZER}.distrib_optimizer.Adam": lambda stock: optimizer_adam.MegatronFp8AdamW,
+        f"{_OPTIMIZER}.DistributedOptimizer": lambda stock: optimizer_sharded.Fp8DistributedOptimizer,
+        f"{_OPTIMIZER}.Float16OptimizerWithFloat16Params": lambda stock: optimizer_classes.Fp8Float16Optimizer,
+        f"{_OPTIMIZER}.ChainedOptimizer": lambda stock: optimizer_classes.Fp8ChainedOptimizer,
+        f"{_OPTIMIZER}._get_megatron_optimizer_based_on_param_groups": lambda stock: _checked(stock, states),
+        f"{_OPTIMIZER}.optimizer_config.OptimizerConfig.__post_init__": _without_fused_adam,
+    }
+
+
+def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[..., Any]:
+    """Megatron's builder of one optimizer, told who owns the masters."""
+
+    @functools.wraps(stock)
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse(config, model_chunks, states)
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer = False  # what it asks of FusedAdam
+        # Megatron derives it from flags that suppose FusedAdam. True: the optimizer owns masters and writes weights.
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = states.is_split
+        return stock(config, model_chunks, *args, **kwargs)
+
+    return build
+
+
+def _without_fused_adam(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Megatron's check of its optimizer configuration; --use-precision-aware-optimizer needs no Transformer Engine."""
+
+    @functools.wraps(stock)
+    def check(self: Any) -> None:
+        if not self.use_precision_aware_optimizer or compat.transformer_engine().found:
+            stock(self)
+            return
+        asked = {name: getattr(self, name) for name in ("use_precision_aware_optimizer", *_DTYPES)}
+        self.use_precision_aware_optimizer = False
+        for name in _DTYPES:
+            setattr(self, name, torch.float32)
+        stock(self)
+        for name, value in asked.items():
+            setattr(self, name, value)
+
+    return check

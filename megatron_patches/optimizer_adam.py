@@ -1,0 +1,201 @@
+"""Fp8AdamW as Megatron's optimizers want Adam: made from model parameters, given shards or main parameters later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from torch import Tensor
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, read_dense, write_dense
+from fp8_ds.scaling.predicted import PredictedScales
+
+SCALES = "fp8_scale_inv"
+"""Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Stock runs carry it along unread."""
+_STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
+"""Where stock Adam counts its steps: FusedAdam in its param groups, torch's in its states. Checkpoints follow that."""
+
+
+class MegatronFp8AdamW(Fp8AdamW):
+    """AdamW or Adam with FP8 moments in the place of FusedAdam; Megatron's optimizers say what it works on (`hold`).
+
+    Gradients are read from `decoupled_grad` where masters are split, from `grad` where Megatron keeps float32 ones:
+    just as with FusedAdam, precision-aware or not.
+
+    Args:
+        params: param groups of the model's parameters.
+        lr, weight_decay, betas, eps: as for Fp8AdamW.
+        adam_w_mode: AdamW or Adam.
+        capturable: for --optimizer-cuda-graph of Megatron 0.19 and later, which `optimizer.refuse` refuses.
+        master: "fp32", or the format of split masters of FP8 weights, or of bf16 ones ("bf16_8").
+        seed: of the rounding noise, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        *,
+        master: str = "bf16_8",
+        seed: int = 0,
+    ) -> None:
+        self.master = master
+        self.is_sharded = False
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled=adam_w_mode, seed=seed, check_finite=False)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether masters are the model's weights and what is beside them; else Megatron keeps float32 ones."""
+        return self.master != "fp32"
+
+    def _build(self) -> None:
+        """Nothing: what Megatron passes are not the tensors that it will have updated."""
+
+    def hold(self, shards: Sequence[AdamShard], scales: PredictedScales | None, device: torch.device) -> None:
+        """From now on `shards` are what is updated: one for each tensor in the param groups, in their order.
+
+        Args:
+            shards: with `hi`, without the rest. `group` is set here.
+            scales: of FP8 masters.
+            device: of the shards.
+        """
+        found, flats = iter(shards), []
+        self._shard_of: dict[int, AdamShard] = {}
+        for row, group in enumerate(self.param_groups):
+            pieces, offset = [], 0
+            for p in group["params"]:
+                shard = self._shard_of[id(p)] = next(found)
+                shard.group = row
+                allocate_lo(shard, device)
+                pieces.append(Piece(offset, shard))
+                offset += shard.numel
+            flats.append(Flat(row, offset, pieces))
+        self.manage(AdamCore(flats, range(len(flats)), scales, device, self.decoupled, self.seed))
+        self._announce()
+
+    def shard_of(self, p: Any) -> AdamShard:
+        """What is updated for a tensor of the param groups."""
+        return self._shard_of[id(p)]
+
+    def _announce(self) -> None:
+        """Stock code that finds no state allocates a dense one for everything. It finds entries, of nothing."""
+        self.state.clear()
+        for p in self.flat_params():
+            self.state[p] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far. Waits for the device."""
+        return int(self.core.step_count.max()) if len(self.core.flats) else 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of everything that has a gradient; whether all gradients are finite is for the caller to know."""
+        grads = []
+        for p in self.flat_params():
+            grad = getattr(p, "decoupled_grad" if self.is_split else "grad", None)
+            assert grad is not None or not self.shard_of(p).fmt.is_fp8, "its scale changes, and it must be rewritten"
+            grads.append(None if grad is None else grad.detach().contiguous().view(-1))
+        inputs = self.core.begin(self.param_groups)
+        self.core.run(grads, inputs)
+        self.core.end()
+
+    # --- dense form ---
+
+    def read(self, p: Any, key: str | None) -> Tensor:
+        """float32 on the CPU, of p's shape: the master (key None), or a moment by its torch name; zeros before a step.
+
+        On the CPU since a checkpoint wants all of them at once, and they are six times the size of what is held.
+        """
+        shard = self.shard_of(p)
+        if key is not None:
+            self.core.allocate()
+        out = torch.empty(shard.numel)
+        read_dense(shard, key, out, self.core.scales.scale_inv)
+        return out.view(p.shape)
+
+    @torch.no_grad()
+    def write(self, p: Any, key: str | None, value: Tensor) -> None:
+        """Inverse of `read`: exact for what it gave, else rounded to nearest.
+
+        Args:
+            value: floating, of p's number of elements, any device.
+        """
+        shard = self.shard_of(p)
+        if key is not None:
+            self.core.allocate()
+        write_dense(shard, key, value.detach().reshape(-1), self.core.scales.scale_inv)
+
+    @torch.no_grad()
+    def forget_masters(self) -> None:
+        """bf16 weights have been loaded: they are their own masters, up to what the next updates add."""
+        for shard in self.core.shards:
+            if shard.lo is not None and not shard.fmt.is_fp8:
+                shard.lo.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the stock Adam's: param groups, and dense float32 moments on the CPU.
+
+        For a distributed optimizer no moments: it asks for them by parameter.
+        """
+        if self._core is None:
+            return super().state_dict()
+        num_steps = self.num_steps
+        state: dict[int, dict[str, Any]] = {}
+        groups, index = [], 0
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = list(range(index, index + len(group["params"])))
+            if _STEP_IS_OF_GROUPS and num_steps:
+                packed["step"] = num_steps
+            groups.append(packed)
+            for p in group["params"]:
+                entry: dict[str, Any] = {}
+                if self.core.has_moments and not self.is_sharded:
+                    entry = {key: self.read(p, key) for key in MOMENTS}
+                if not _STEP_IS_OF_GROUPS and (entry or self.is_sharded):
+                    entry["step"] = torch.tensor(float(num_steps))
+                if entry:
+                    state[index] = entry
+                index += 1
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over param groups, the count of steps, and moments where there are any.
+
+        Raises:
+            ValueError: groups or parameters differ in number, or a number is out of its range.
+            UnsupportedError: steps differ from parameter to parameter.
+        """
+        if self._core is None:
+            return  # DistributedOptimizer.__init__ has put shards into the groups and loads what it has just read
+        state = {i: dict(entry) for i, entry in state_dict["state"].items() if isinstance(i, int)}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        steps = {int(group.pop("step")) for group in groups if group.get("step") is not None}
+        steps |= {int(entry.pop("step")) for entry in state.values() if entry.get("step") is not None}
+        if len(steps - {0}) > 1:
+            raise UnsupportedError(
+                f"step: expected one count for all parameters, got {sorted(steps)}. Megatron writes one; load another "
+                "checkpoint."
+            )
+        for group in groups:
+            group.pop(SCALES, None)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        ids = [i for group in groups for i in group["params"]]
+        for p, i in zip(self.flat_params(), ids, strict=True):
+            for key in MOMENTS:
+                if state.get(i, {}).get(key) is not None:
+                    self.write(p, key, state[i][key])
+        if steps:
+            self.core.step_count.fill_(max(steps))

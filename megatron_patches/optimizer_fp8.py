@@ -1,0 +1,107 @@
+"""FP8 weights of Transformer Engine (--fp8-param-gather) as the high parts of their masters; no bf16 weight exists.
+
+A weight is a Float8Tensor: uint8 `_data`, which lies in Megatron's parameter buffer, and float32 `_scale_inv` [1]. Our
+step writes the bytes of this rank's shards in place, all-gathers move them as they do in stock, and every rank writes
+the same power of two into `_scale_inv`. So nothing is cast, and no amax is reduced before the step can end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from torch import Tensor
+
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.masters import MasterFormat
+from fp8_ds.optim.states import write_dense
+from fp8_ds.scaling.predicted import PredictedScales
+from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
+
+
+class Fp8Weights:
+    """All FP8 weights of one distributed optimizer, and their scales.
+
+    Args:
+        weights: name -> Float8Tensor, the same in all ranks of the group.
+        fmt: of their masters.
+        group: ranks that shard them.
+        device: theirs.
+    """
+
+    def __init__(self, weights: dict[str, Any], fmt: MasterFormat, group: Any, device: torch.device) -> None:
+        self.names = list(weights)
+        self.weights = list(weights.values())
+        self.group = group
+        self.scales = PredictedScales(len(self.weights), device, group)
+        self._quantizer = SplitQuantizer(self.scales, fmt)
+        self._index = {id(p): index for index, p in enumerate(self.weights)}
+        self._loaded: dict[int, tuple[AdamShard, Tensor]] = {}
+        self.saved_scales: dict[str, float] = {}
+
+    def index(self, weight: Any) -> int:
+        """Its entry in the scale vectors."""
+        return self._index[id(weight)]
+
+    @torch.no_grad()
+    def take_values(self, shards: dict[int, AdamShard]) -> None:
+        """Weights as they were initialised, or as they are, become masters and bytes. Collective.
+
+        Args:
+            shards: index -> what this rank holds of that weight.
+        """
+        device = self.scales.amax.device
+        local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]
+        self.scales.set(reduced_amaxes(self.scales.num, local, self.group, device))
+        for index, p in enumerate(self.weights):
+            flat = _initial(p).detach().reshape(-1).to(device)  # again, as bf16 of all weights at once is too much
+            self._quantizer.quantize_into(p._data.view(-1), flat, index)
+            if index in shards:
+                shard = shards[index]
+                part = flat[shard.start : shard.start + shard.numel]
+                write_dense(shard, None, part, self.scales.scale_inv)
+            if hasattr(p, "clear_high_precision_init_val"):
+                p.clear_high_precision_init_val()
+        self.publish()
+        fp8_utils.post_all_gather_processing(self.weights)
+
+    def keep(self, shard: AdamShard, value: Tensor) -> None:
+        """A loaded master waits until all are there: their scales follow from all ranks' (`take_loaded`)."""
+        self._loaded[shard.scale_index] = shard, value.detach().reshape(-1)
+
+    @torch.no_grad()
+    def take_loaded(self) -> None:
+        """What was kept becomes masters. Collective; the bytes of other ranks' shards are still to be gathered."""
+        sources = [(index, value) for index, (_, value) in self._loaded.items()]
+        amaxes = reduced_amaxes(self.scales.num, sources, self.group, self.scales.amax.device)
+        saved = torch.tensor([self.saved_scales.get(name, 0.0) for name in self.names])
+        self.scales.set(amaxes, saved)
+        for shard, value in self._loaded.values():
+            write_dense(shard, None, value, self.scales.scale_inv)
+        self._loaded = {}
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Transformer Engine reads the weights with the scales in force; what it derived from the bytes is void.
+
+        The scales are copied: a checkpoint that is loaded into a weight writes what it likes into `_scale_inv`.
+        """
+        scale_inv = self.scales.scale_inv
+        torch._foreach_copy_([p._scale_inv.view(1) for p in self.weights], list(scale_inv.view(-1, 1).unbind()))
+        for p in self.weights:
+            p._reset_caches()
+
+    def scale_inv_by_name(self, names: Sequence[str]) -> dict[str, float]:
+        """For checkpoints."""
+        found = dict(zip(self.names, self.scales.scale_inv.tolist(), strict=True))
+        return {name: found[name] for name in names if name in found}
+
+
+def _initial(p: Any) -> Tensor:
+    """The value before it was cast to FP8 where Transformer Engine has kept it, else what the bytes say."""
+    kept = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
+    value: Tensor = p.dequantize() if kept is None else kept
+    return value

@@ -1,0 +1,373 @@
+"""Every symbol of Megatron that we replace or rely on, with why, what was tried first, and its signature.
+
+Nothing of Megatron is touched that has no row here. `apply` checks all rows of the parts it touches before it replaces
+anything; it replaces all that it was asked for, or nothing; what it returns undoes it. Subclasses and specs need no
+replacement: their rows are of kind "rely".
+`python -m megatron_patches.patches` prints the rows with what the installed Megatron has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+from fp8_ds.errors import SeamError
+from megatron_patches import compat
+
+Kind = Literal["wrap", "swap", "rely"]
+Part = Literal["core", "training"]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One symbol.
+
+    Attributes:
+        module, name: where it is, `name` dotted within the module.
+        parameters: names it must accept, in this order from the start ("self" included).
+        kind: "wrap" (what replaces it calls the stock one), "swap" (replaced by another), "rely" (subclassed, called,
+            or mirrored; not replaced).
+        why: what we do there.
+        tried_first: the less invasive way that does not do, for what is replaced.
+        versions: of Megatron that have it.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    kind: Kind
+    why: str
+    tried_first: str = ""
+    versions: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def part(self) -> Part:
+        """megatron.training is in clones only (and in wheels from 0.17)."""
+        return "training" if self.module.startswith("megatron.training") else "core"
+
+
+_ARGUMENTS = "megatron.training.arguments"
+_OPTIMIZER = "megatron.core.optimizer"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_NO_HOOK = "extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag"
+
+PATCHES = (
+    Patch(_ARGUMENTS, "add_megatron_arguments", ("parser",), "wrap", "our recipes and flags, in --help too", _NO_HOOK),
+    Patch(
+        _ARGUMENTS,
+        "parse_args",
+        ("extra_args_provider", "ignore_unknown_args"),
+        "wrap",
+        "our values checked, and taken out of stock flags before validate_args reads them; --spec set",
+        _NO_HOOK,
+    ),
+    Patch(
+        "megatron.training.initialize",
+        "parse_args",
+        ("extra_args_provider", "ignore_unknown_args"),
+        "wrap",
+        "the same function, imported by name",
+        _NO_HOOK,
+        "<0.17",
+    ),
+    Patch(
+        "megatron.training.training",
+        "training_log",
+        ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
+        "wrap",
+        "FP8 health in the log, TensorBoard and W&B, at the intervals of --log-interval",
+        "a custom loss_dict key: it is averaged over ranks and printed as a loss; there is no log hook",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "Adam",
+        (),
+        "swap",
+        "--fp8-optimizer-states: the class from which Megatron makes Adam, for both of its optimizers",
+        "get_megatron_optimizer has no argument for a class; a wrapper after it would find fp32 states made",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "USING_PYTORCH_OPTIMIZER",
+        (),
+        "swap",
+        "--fp8-optimizer-states: without Transformer Engine, Adam is asked for by that name, and not torch's",
+        "none: a constant",
+    ),
+    Patch(
+        f"{_OPTIMIZER}.distrib_optimizer",
+        "Adam",
+        (),
+        "swap",
+        "--fp8-optimizer-states: the distributed optimizer takes instances of it only",
+        "a subclass of torch's AdamW: it would be two optimizers with two sets of states",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "DistributedOptimizer",
+        (),
+        "swap",
+        "--fp8-optimizer-states: a subclass that knows of each shard where in its weight it starts, and reads and "
+        "writes masters and moments for checkpoints",
+        "FusedAdam's get_unscaled_state: it has float32 of all shards at once on the GPU, and no place in the weight",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "Float16OptimizerWithFloat16Params",
+        (),
+        "swap",
+        "--fp8-optimizer-states: a subclass that makes no float32 main parameters and no float32 gradients",
+        "none: the stock constructor makes them",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "ChainedOptimizer",
+        (),
+        "swap",
+        "--fp8-optimizer-states: a subclass that skips a step whose norm is infinite or NaN",
+        "each optimizer for itself: the norm is that of all of them",
+    ),
+    Patch(
+        _OPTIMIZER,
+        "_get_megatron_optimizer_based_on_param_groups",
+        ("config", "model_chunks"),
+        "wrap",
+        "--fp8-optimizer-states: what it does not support is refused, and the optimizer owns the masters",
+        "get_megatron_optimizer: imported by name all over",
+    ),
+    Patch(
+        f"{_OPTIMIZER}.optimizer_config",
+        "OptimizerConfig.__post_init__",
+        ("self",),
+        "wrap",
+        "--fp8-optimizer-states with --use-precision-aware-optimizer: Transformer Engine's FusedAdam is not needed",
+        "none: it imports FusedAdam",
+    ),
+    Patch(
+        "megatron.core.transformer.transformer_block",
+        "LayerNormImpl",
+        (),
+        "swap",
+        "norm.py: the final norm, with sequence parallelism and neither Transformer Engine nor Apex",
+        "the layer spec: it has a slot for each norm but the final one",
+    ),
+    Patch(
+        _RANDOM,
+        "_get_cuda_rng_state",
+        ("device", "clone", "graph_safe"),
+        "swap",
+        "cpu.py: trials without a GPU",
+        "torch.cuda's own functions: it calls the generators of devices",
+    ),
+    Patch(
+        _RANDOM,
+        "_set_cuda_rng_state",
+        ("new_state", "device", "graph_safe"),
+        "swap",
+        "cpu.py: trials without a GPU",
+        "torch.cuda's own functions: it waits until CUDA is initialised",
+    ),
+    Patch(
+        "megatron.training.training",
+        "initialize_megatron",
+        (),
+        "wrap",
+        "cpu.py: allow_no_cuda, which pretrain() does not pass on",
+        "an argument: there is none",
+    ),
+    Patch(
+        "megatron.training.initialize",
+        "_compile_dependencies",
+        (),
+        "swap",
+        "cpu.py: CUDA kernels are not compiled",
+        "an argument: there is none",
+    ),
+    Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("self", "input", "weight"), "rely", "linear.py: FP8 GEMMs"),
+    Patch(_LAYERS, "ColumnParallelLinear.forward", ("self", "input_", "weight"), "rely", "linear.py: calls the former"),
+    Patch(_LAYERS, "RowParallelLinear._forward_impl", ("self", "input", "weight"), "rely", "linear.py: FP8 GEMMs"),
+    Patch(_LAYERS, "RowParallelLinear.forward", ("self", "input_"), "rely", "linear.py: mirrored with a FP8 gather"),
+    Patch(
+        "megatron.core.fp8_utils",
+        "is_first_last_bf16_layer",
+        ("config", "layer_no"),
+        "rely",
+        "--first-last-layers-bf16 for layers without Transformer Engine and for attention",
+    ),
+    Patch(
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer.__init__",
+        ("self", "config", "submodules", "layer_number"),
+        "rely",
+        "layer_specs.py: a layer that knows which of its linears stay bf16",
+    ),
+    Patch(_SPECS, "get_gpt_layer_local_spec", (), "rely", "layer_specs.py: linears and attention replaced in a copy"),
+    Patch(
+        _SPECS,
+        "get_gpt_layer_with_transformer_engine_spec",
+        (),
+        "rely",
+        "layer_specs.py: attention replaced in a copy",
+    ),
+    Patch(
+        _SPECS,
+        "get_gpt_decoder_block_spec",
+        ("config", "use_transformer_engine"),
+        "rely",
+        "layer_specs.py: MoE; replaced in copies of its layer specs",
+    ),
+)
+
+
+def rows(*parts: Part) -> list[Patch]:
+    """Those that the installed Megatron must have, of these parts; of all without."""
+    installed = compat.version()
+    wanted = parts or ("core", "training")
+    return [
+        row
+        for row in PATCHES
+        if row.part in wanted and SpecifierSet(row.versions).contains(installed, prereleases=True)
+    ]
+
+
+def find(row: Patch) -> Any:
+    """The symbol of a row as Megatron has it, also where it is replaced now.
+
+    Raises:
+        SeamError: it is missing, or lacks a parameter.
+    """
+    found = _APPLIED[row.path].stock[row.path] if row.path in _APPLIED else _current(row)
+    if row.parameters:
+        accepted = tuple(inspect.signature(inspect.unwrap(found)).parameters)
+        if accepted[: len(row.parameters)] != row.parameters:
+            raise SeamError(_missing(row, f"its parameters are {accepted}, expected {row.parameters} first"))
+    return found
+
+
+def _current(row: Patch) -> Any:
+    try:
+        owner, name = _owner(row)
+        return getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(_missing(row, str(error))) from error
+
+
+def check(*parts: Part) -> None:
+    """Afterwards every row of these parts exists with its parameters.
+
+    Raises:
+        SeamError: the first that does not.
+    """
+    for row in rows(*parts):
+        find(row)
+
+
+class Applied:
+    """Symbols that are replaced. Made by `apply`.
+
+    Attributes:
+        stock: path -> what was there.
+    """
+
+    def __init__(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
+        self.stock = stock
+        self._ours = ours
+
+    def remove(self) -> None:
+        """Afterwards Megatron is as before.
+
+        Raises:
+            SeamError: somebody else has replaced one of the symbols since; nothing is changed then.
+        """
+        table = {row.path: row for row in rows()}
+        for path, replacement in self._ours.items():
+            if _current(table[path]) is not replacement:
+                raise SeamError(
+                    f"{path}: expected what megatron_patches has put there, got another. Undo what replaced it since, "
+                    "then this."
+                )
+        for path, symbol in self.stock.items():
+            owner, name = _owner(table[path])
+            setattr(owner, name, symbol)
+            del _APPLIED[path]
+        self._ours, self.stock = {}, {}
+
+
+_APPLIED: dict[str, Applied] = {}
+"""By path: what is replaced now."""
+
+
+def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
+    """Each of these symbols replaced, or none.
+
+    Args:
+        replacements: path of a row of kind "wrap" or "swap" -> a function of the stock symbol that gives what
+            replaces it. Rows that this Megatron does not have are left out.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        SeamError: a row of a part that is touched does not hold; a path has no row; or it is applied already. Nothing
+            is changed then.
+    """
+    table = {row.path: row for row in PATCHES if row.kind != "rely"}
+    for path in replacements:
+        if path not in table:
+            raise SeamError(f"{path}: expected a row of megatron_patches/patches.py, got none. Add it there.")
+        if path in _APPLIED:
+            raise SeamError(f"{path}: expected the stock symbol, got ours. Remove what was applied first.")
+    check(*{table[path].part for path in replacements})
+    here = {row.path for row in rows()}
+    stock = {path: find(table[path]) for path in replacements if path in here}
+    ours = {path: replacements[path](symbol) for path, symbol in stock.items()}
+    applied = Applied(stock, ours)
+    for path, replacement in ours.items():
+        owner, name = _owner(table[path])
+        setattr(owner, name, replacement)
+        _APPLIED[path] = applied
+    return applied
+
+
+def applied() -> tuple[str, ...]:
+    """Paths that are replaced now."""
+    return tuple(sorted(_APPLIED))
+
+
+def _owner(row: Patch) -> tuple[Any, str]:
+    owner: Any = importlib.import_module(row.module)
+    *parents, name = row.name.split(".")
+    for part in parents:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _missing(row: Patch, detail: str) -> str:
+    return (
+        f"expected {row.path} as in Megatron {', '.join(compat.TESTED_VERSIONS)}, got Megatron {compat.version()} "
+        f"({detail}). megatron_patches needs it ({row.why}). Use a tested version."
+    )
+
+
+def _print_rows() -> None:
+    for row in rows():
+        try:
+            state = f"{inspect.signature(inspect.unwrap(find(row)))}" if row.parameters else "there"
+        except SeamError as error:
+            state = f"MISSING: {error}"
+        print(f"{row.kind:4}  {row.path}\n      {row.why}\n      {state}")
+
+
+if __name__ == "__main__":
+    _print_rows()

@@ -1,0 +1,133 @@
+"""`torchrun ... -m megatron_patches.pretrain_gpt ARGUMENTS`: your clone's pretrain_gpt.py, with our recipes and flags.
+
+Arguments are those of Megatron and of megatron_patches (--help lists both). The clone is --megatron-path,
+$MEGATRON_LM_PATH, or the working directory, in this order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from fp8_ds.errors import ConfigError, SeamError
+from megatron_patches import compat, patches
+
+_SCRIPT = "pretrain_gpt.py"
+_VARIABLE = "MEGATRON_LM_PATH"
+_NEEDS_PYTHON_312 = Version("0.17")
+
+
+def find_clone(argument: str | None, environment: str | None, directory: Path) -> Path:
+    """The root of the user's clone.
+
+    Args:
+        argument: --megatron-path.
+        environment: $MEGATRON_LM_PATH.
+        directory: the working directory, where neither is given.
+
+    Raises:
+        ConfigError: there is none where the first of them says.
+    """
+    given = argument or environment
+    path = Path(given).expanduser().resolve() if given else directory.resolve()
+    if not (path / _SCRIPT).is_file() or not (path / "megatron" / "core").is_dir():
+        source = "--megatron-path" if argument else f"${_VARIABLE}" if environment else "the working directory"
+        raise ConfigError(
+            f"{source}: expected a clone of Megatron-LM, got {path}, which has no {_SCRIPT} or no megatron/core. Run "
+            "`git clone https://github.com/NVIDIA/Megatron-LM`, check out core_v0.16.1, and pass --megatron-path."
+        )
+    return path
+
+
+def use_clone(path: Path) -> Version:
+    """Afterwards `import megatron` finds the clone, whose version is one that can run here.
+
+    Raises:
+        SeamError: it cannot; or Megatron has been imported from elsewhere.
+    """
+    found = compat.version_of_clone(path)
+    if found >= _NEEDS_PYTHON_312 and not hasattr(importlib.import_module("typing"), "override"):
+        raise SeamError(
+            f"{path}: expected Python 3.12 or later for Megatron {found}, got {sys.version.split()[0]}. Use that "
+            "Python, or check out core_v0.16.1."
+        )
+    sys.path.insert(0, str(path))
+    core = importlib.import_module("megatron.core")
+    if not Path(str(core.__file__)).resolve().is_relative_to(path):
+        raise SeamError(
+            f"megatron.core: expected it in {path}, got {core.__file__}. Import no Megatron before the wrapper, and "
+            "uninstall a megatron-core that is found first."
+        )
+    return found
+
+
+def _own_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--megatron-path")
+    parser.add_argument("--on-cpu", action="store_true")
+    return parser.parse_known_args(list(arguments))[0]
+
+
+def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
+    """Megatron is patched, and runs on the CPU if the arguments say so, until `stack` is closed.
+
+    Args:
+        arguments: of the command line.
+        stack: takes what undoes it.
+
+    Returns:
+        The script to run.
+    """
+    own = _own_arguments(arguments)
+    path = find_clone(own.megatron_path, os.environ.get(_VARIABLE), Path.cwd())
+    use_clone(path)
+    if own.on_cpu:
+        from megatron_patches.cpu import on_cpu
+
+        stack.enter_context(on_cpu(training=True))
+    from megatron_patches import arguments as ours
+    from megatron_patches import health, norm, optimizer
+
+    def after(args: Any) -> None:
+        replaced: dict[str, Any] = {}
+        states = optimizer.from_arguments(args)
+        if states is not None:
+            replaced.update(optimizer.replacements(states))
+        if args.spec == list(ours.SPEC) and args.transformer_impl == "local" and args.sequence_parallel:
+            replaced["megatron.core.transformer.transformer_block.LayerNormImpl"] = norm.without_refusal
+        # Megatron parses its arguments more than once.
+        missing = {path: replace for path, replace in replaced.items() if path not in patches.applied()}
+        if missing:
+            stack.callback(patches.apply(missing).remove)
+
+    parse = ours.wrap_parse_args(after)
+    applied = patches.apply(
+        {
+            "megatron.training.arguments.add_megatron_arguments": ours.wrap_add_arguments,
+            "megatron.training.arguments.parse_args": parse,
+            "megatron.training.initialize.parse_args": parse,
+            "megatron.training.training.training_log": health.wrap_training_log,
+        }
+    )
+    stack.callback(applied.remove)
+    return path / _SCRIPT
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        script = prepare(sys.argv[1:], stack)
+        sys.argv[0] = str(script)
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

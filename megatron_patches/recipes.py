@@ -1,0 +1,161 @@
+"""From Megatron's FP8 flags to the settings of linears that are computed by fp8_ds; what they cannot do is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from fp8_ds.config import LinearConfig, TensorParallelConfig
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.nn import BlockwiseRecipe, Recipe, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.tp import TensorParallel
+
+OURS = ("rowwise", "rowwise_with_gw_hp")
+"""Values of --fp8-recipe that Megatron does not have."""
+WITHOUT_TE = ("tensorwise", "blockwise", *OURS)
+"""Values of --fp8-recipe that need no Transformer Engine."""
+GRAD_DTYPES = {"hybrid": "e5m2", "e4m3": "e4m3"}
+"""--fp8-format: hybrid is E4M3 forward and E5M2 for gradients."""
+
+_RECIPES: dict[str, type[Recipe]] = {
+    recipe.name: recipe for recipe in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)
+}
+
+
+@dataclass
+class Fp8Settings:
+    """Of all linears of a model.
+
+    Args:
+        linear: recipe, gradient format, GEMM backend.
+        tensor_parallel: how activations travel under sequence parallelism.
+    """
+
+    linear: LinearConfig
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+
+    def __post_init__(self) -> None:
+        self._contexts: dict[tuple[int, bool], TensorParallel] = {}
+
+    @property
+    def num_bytes_gathered(self) -> int:
+        """By this rank, in FP8, so far."""
+        return sum(tp.num_bytes_gathered for tp in self._contexts.values())
+
+    def recipe(self) -> Recipe:
+        """Of one layer."""
+        return _RECIPES[self.linear.recipe](self.linear)
+
+    def context(self, group: dist.ProcessGroup, sequence_parallel: bool) -> TensorParallel:
+        """One for all layers of a group: what its ranks must agree in is checked once."""
+        key = (id(group), sequence_parallel)
+        if key not in self._contexts or self._contexts[key].group is not group:
+            self._contexts[key] = TensorParallel(
+                group, sequence_parallel, self.tensor_parallel if sequence_parallel else None
+            )
+        return self._contexts[key]
+
+    def __deepcopy__(self, memo: Any) -> Fp8Settings:
+        return self  # specs are copied, and their layers share it
+
+
+def settings(
+    fp8_format: str | None,
+    fp8_recipe: str,
+    *,
+    backend: str = "torch",
+    gather: str = "fp8",
+    reduce_scatter: str = "bf16",
+) -> Fp8Settings:
+    """What Megatron's flags say.
+
+    Args:
+        fp8_format: --fp8-format.
+        fp8_recipe: --fp8-recipe.
+        backend: --fp8-gemm-backend, of fp8_ds/ops/gemm.
+        gather: --fp8-tp-gather.
+        reduce_scatter: --fp8-tp-reduce-scatter.
+
+    Raises:
+        ConfigError: FP8 is off, or values do not go together.
+        UnsupportedError: the recipe needs Transformer Engine.
+    """
+    if fp8_format not in GRAD_DTYPES:
+        raise ConfigError(
+            f"--fp8-format: expected hybrid or e4m3 with FP8 layers, got {fp8_format}. Set it, or use Megatron's spec."
+        )
+    if fp8_recipe not in WITHOUT_TE:
+        raise UnsupportedError(
+            f"--fp8-recipe: expected one of {', '.join(WITHOUT_TE)} for layers without Transformer Engine, got "
+            f"{fp8_recipe}. Set one of them, or install Transformer Engine and use --transformer-impl "
+            "transformer_engine."
+        )
+    if fp8_recipe == "blockwise" and fp8_format == "hybrid" and backend == "torch":
+        raise ConfigError(
+            "--fp8-format: expected e4m3 with --fp8-recipe blockwise without Transformer Engine, got hybrid. torch "
+            "multiplies blocks in E4M3 only."
+        )
+    linear = LinearConfig(recipe=fp8_recipe, grad_dtype=GRAD_DTYPES[fp8_format], backend=backend)  # type: ignore[arg-type]
+    talk = TensorParallelConfig(gather=gather, reduce_scatter=reduce_scatter)  # type: ignore[arg-type]
+    return Fp8Settings(linear, talk)
+
+
+def settings_of(config: Any) -> Fp8Settings:
+    """What a TransformerConfig says, `settings` of its fields."""
+    return settings(config.fp8, config.fp8_recipe)
+
+
+# Field of TransformerConfig, the value that is wanted, its flag, what to do.
+_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "gradient_accumulation_fusion",
+        False,
+        "--no-gradient-accumulation-fusion",
+        "Weight gradients of FP8 GEMMs are added to main_grad by Megatron's hook: add the flag.",
+    ),
+    ("fp8_param", False, "--fp8-param-gather", "FP8 parameters are Transformer Engine's: remove the flag."),
+    (
+        "fp8_wgrad",
+        True,
+        "--no-fp8-wgrad",
+        "Remove the flag; --fp8-recipe rowwise_with_gw_hp has weight gradients in bf16.",
+    ),
+    (
+        "fp8_dot_product_attention",
+        False,
+        "fp8_dot_product_attention",
+        "That is Transformer Engine's attention: use --fp8-attention-backend fa3_fp8.",
+    ),
+    (
+        "fp8_multi_head_attention",
+        False,
+        "fp8_multi_head_attention",
+        "That is Transformer Engine's attention: use --fp8-attention-backend fa3_fp8.",
+    ),
+    ("fp4", None, "--fp4-format", "FP4 is Transformer Engine's: remove the flag."),
+    ("delay_wgrad_compute", False, "--delay-wgrad-compute", "It needs Transformer Engine: remove the flag."),
+    ("tp_comm_overlap", False, "--tp-comm-overlap", "It needs Transformer Engine: remove the flag."),
+    ("cpu_offloading", False, "--cpu-offloading-num-layers", "It needs Transformer Engine: remove the flag."),
+    ("moe_grouped_gemm", False, "--moe-grouped-gemm", "Its experts would stay in bf16: remove the flag."),
+    ("enable_cuda_graph", False, "--enable-cuda-graph", "Not tested with these layers: remove the flag."),
+    ("external_cuda_graph", False, "--external-cuda-graph", "Not tested with these layers: remove the flag."),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", "Not tested with these layers: remove the flag."),
+)
+
+
+def refuse(config: Any) -> None:
+    """Nothing in a TransformerConfig asks of linears without Transformer Engine what they cannot do.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    for name, wanted, flag, remedy in _REFUSED:
+        value = getattr(config, name, wanted)
+        if value is None:
+            continue
+        if value != wanted:
+            raise UnsupportedError(
+                f"{flag}: expected {name}={wanted} with FP8 layers without Transformer Engine, got {value}. {remedy}"
+            )

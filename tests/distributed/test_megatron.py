@@ -1,0 +1,300 @@
+"""Megatron-core's layers in FP8 without Transformer Engine: trained over gloo, against Megatron's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+import megatron_training as mt
+import torch
+from megatron_training import Layout
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.testing.metrics import sqnr_db
+from fp8_ds.testing.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.distributed
+
+NUM_LINEARS = 4 * mt.NUM_LAYERS
+PARTS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+Ranks = Callable[[int], RankPool]
+LAYOUTS = {
+    "dp2": Layout(),
+    "dp2_distributed_optimizer": Layout(distributed_optimizer=True),
+    "dp2_distributed_optimizer_bf16_overlap": Layout(distributed_optimizer=True, overlap=True, bf16=True),
+    "tp2": Layout(tp=2),
+    "tp2_sp": Layout(tp=2, sp=True),
+    "tp2_sp_bf16_distributed_optimizer": Layout(tp=2, sp=True, bf16=True, distributed_optimizer=True),
+    "pp2": Layout(pp=2),
+}
+
+
+class _CountProducts(TorchDispatchMode):
+    """FP8 GEMMs, by torch's op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith("fp8_ds.scaled_mm")
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(layout: Layout) -> dict[str, Any]:
+    """After one iteration: main_grad by name, FP8 products, bytes gathered; the optimizer does not step."""
+    with mt.megatron(layout):
+        training = mt.Training(layout)
+        training.optimizer.step = lambda: (True, 0.0, 0)
+        data = mt.batches(1)
+        training.step(data)  # the first batch of tensor-parallel layers is checked
+        with _CountProducts() as products, count_collectives() as moved:
+            training.step(mt.batches(1))
+        found = {name: p.main_grad.clone() for name, p in training.module.named_parameters()}
+        return {"gradients": found, "products": products.count, "gathered": moved.num_bytes["all_gather"]}
+
+
+def of_stock(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, recipe=None)
+
+
+@pytest.fixture(scope="module")
+def stock_gradients(ranks: Ranks) -> Callable[..., list[dict[str, Any]]]:
+    """`gradients` of Megatron's own layers in a layout, computed once; of our recipe and attention, none."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def of(layout: Layout) -> list[dict[str, Any]]:
+        stock = dataclasses.replace(layout, recipe=None, attention=None, settings={}, fp8_format="hybrid")
+        if repr(stock) not in known:
+            known[repr(stock)] = ranks(2).run(gradients, stock)
+        return known[repr(stock)]
+
+    return of
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_follow_megatrons_own_layers(ranks: Ranks, name: str) -> None:
+    layout = LAYOUTS[name]
+    fp8 = ranks(2).run(mt.train, layout, lr=1e-3)[-1]["losses"]
+    stock = ranks(2).run(mt.train, of_stock(layout), lr=1e-3)[-1]["losses"]
+    assert fp8 != stock
+    assert max(abs(one - other) for one, other in zip(fp8, stock, strict=True)) < 0.01
+    assert fp8[-1] < fp8[0] - 0.15
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("dp2", "tensorwise"),
+        ("dp2", "blockwise"),
+        ("tp2", "tensorwise"),
+        ("tp2", "rowwise_with_gw_hp"),
+        ("tp2_sp", "tensorwise"),
+        ("tp2_sp", "rowwise"),
+        ("tp2_sp", "blockwise"),
+        ("tp2_sp", "rowwise_with_gw_hp"),
+    ],
+)
+def test_every_gradient_is_megatrons(ranks: Ranks, stock_gradients: Any, name: str, recipe: str) -> None:
+    options = {"gather": "bf16"} if recipe == "rowwise_with_gw_hp" else {}
+    layout = dataclasses.replace(
+        LAYOUTS[name], recipe=recipe, settings=options, fp8_format="e4m3" if recipe == "blockwise" else "hybrid"
+    )
+    fp8 = ranks(2).run(gradients, layout)
+    stock = stock_gradients(layout)
+    per_linear = 2 if recipe == "rowwise_with_gw_hp" else 3
+    assert fp8[0]["products"] == per_linear * NUM_LINEARS * mt.NUM_MICRO
+    assert stock[0]["products"] == 0
+    for rank in range(2):
+        assert fp8[rank]["gradients"].keys() == stock[rank]["gradients"].keys()
+        for parameter, grad in stock[rank]["gradients"].items():
+            assert sqnr_db(grad, fp8[rank]["gradients"][parameter]) > 15, parameter
+
+
+def test_sequence_parallel_gathers_a_third_of_the_bytes(ranks: Ranks) -> None:
+    """Stock gathers a column's input twice and a row's grad_output once, in bf16; ours each once, in FP8."""
+    layout = Layout(tp=2, sp=True, bf16=True)
+    fp8, stock = (ranks(2).run(gradients, one)[0]["gathered"] for one in (layout, of_stock(layout)))
+    tokens, num = mt.LENGTH * mt.MICRO_BATCH * mt.NUM_MICRO, 2 * mt.NUM_LAYERS
+    payload = tokens * mt.WIDTH * num
+    rest = stock - 2 * payload * 3  # the head's, which both have
+    scales = 2 * 4 * 2 * num * mt.NUM_MICRO
+    assert fp8 == rest + payload * 2 + scales
+
+
+def test_norms_of_shards_get_the_gradients_of_all_tokens(stock_gradients: Any) -> None:
+    whole, shards = (stock_gradients(LAYOUTS[name])[0]["gradients"] for name in ("tp2", "tp2_sp"))
+    for parameter, grad in whole.items():
+        assert sqnr_db(grad, shards[parameter]) > 60, parameter
+
+
+def test_first_and_last_layers_stay_bf16_where_megatron_says_so(ranks: Ranks) -> None:
+    layout = Layout(config={"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0})
+    one = ranks(2).run(gradients, layout)[0]
+    assert one["products"] == 3 * NUM_LINEARS // 2 * mt.NUM_MICRO
+
+
+def test_recomputed_layers_give_the_same_bits(ranks: Ranks) -> None:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    plain, again = (ranks(2).run(gradients, Layout(tp=2, sp=True, config=config))[0] for config in ({}, recompute))
+    assert all(torch.equal(grad, again["gradients"][name]) for name, grad in plain["gradients"].items())
+    assert again["products"] == plain["products"] + NUM_LINEARS * mt.NUM_MICRO
+
+
+def test_megatrons_own_fields_say_the_same(ranks: Ranks) -> None:
+    """What the stock script passes on, where there is no wrapper."""
+    ours = ranks(2).run(gradients, Layout(tp=2, sp=True))[0]
+    theirs = ranks(2).run(gradients, Layout(tp=2, sp=True, config={"fp8": "hybrid", "fp8_recipe": "tensorwise"}))[0]
+    assert theirs["products"] == ours["products"] > 0
+    assert all(torch.equal(grad, theirs["gradients"][name]) for name, grad in ours["gradients"].items())
+
+
+def state_dicts(layout: Layout) -> None:
+    """Stock and ours have the same keys, and load each other's, sharded and plain."""
+    with mt.megatron(layout):
+        stock, ours = (mt.build(one) for one in (of_stock(layout), layout))
+        metadata = {"dp_cp_group": _dp_cp_group()}
+        one, other = (model.sharded_state_dict(prefix="", metadata=metadata) for model in (stock, ours))
+        assert list(one) == list(other)
+        for key, sharded in one.items():
+            same = ("key", "local_shape", "global_shape", "global_offset", "replica_id", "axis_fragmentations")
+            assert all(getattr(sharded, name, None) == getattr(other[key], name, None) for name in same), key
+        for source, target in ((stock, ours), (ours, stock)):
+            with torch.no_grad():
+                for p in source.parameters():
+                    p.normal_()
+            target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
+            assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def _dp_cp_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa"])
+@pytest.mark.parametrize("name", ["dp2", "tp2_sp", "pp2"])
+def test_checkpoints_are_those_of_the_stock_spec(ranks: Ranks, name: str, attention: str | None) -> None:
+    ranks(2).run(state_dicts, dataclasses.replace(LAYOUTS[name], attention=attention))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference", "fa3_fp8_emulated"])
+@pytest.mark.parametrize("name", ["dp2", "tp2_sp"])
+def test_attention_in_the_slot_gives_megatrons_gradients(
+    ranks: Ranks, stock_gradients: Any, name: str, backend: str
+) -> None:
+    layout = of_stock(LAYOUTS[name])
+    stock = stock_gradients(layout)[0]["gradients"]
+    ours = ranks(2).run(gradients, dataclasses.replace(layout, attention=backend))[0]["gradients"]
+    least = 15 if backend == "fa3_fp8_emulated" else 80
+    for parameter, grad in stock.items():
+        assert sqnr_db(grad, ours[parameter]) > least, parameter
+    assert backend != "fa3_fp8_emulated" or any(not torch.equal(stock[name], ours[name]) for name in stock)
+
+
+def moe_gradients(layout: Layout) -> dict[str, Any]:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    # 0.16.1 reads this name in the router, and defines it only where Transformer Engine is.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    return gradients(layout)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"ep": 2}, {"tp": 2, "sp": True, "ep": 2}])
+def test_experts_are_in_fp8(ranks: Ranks, parallel: dict[str, Any]) -> None:
+    # The other dispatcher reads its splits from tensors that it expects on a GPU.
+    moe = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 64,
+        "moe_token_dispatcher_type": "allgather",
+    }
+    layout = Layout(config=moe, **parallel)
+    fp8 = ranks(2).run(moe_gradients, layout)[0]
+    stock = ranks(2).run(moe_gradients, of_stock(layout))[0]
+    experts = 4 // parallel.get("ep", 1)
+    assert fp8["products"] == 3 * mt.NUM_LAYERS * (2 + 2 * experts) * mt.NUM_MICRO
+    for parameter, grad in stock["gradients"].items():
+        if "experts" in parameter:
+            assert sqnr_db(grad, fp8["gradients"][parameter]) > 8, parameter
+
+
+def test_a_recipe_that_cannot_travel_in_fp8_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"Add --fp8-tp-gather bf16"):
+        ranks(2).run(mt.train, Layout(tp=2, sp=True, recipe="rowwise_with_gw_hp"))
+
+
+def nothing_is_left() -> None:
+    from megatron_patches import patches
+
+    before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    module_cuda = torch.nn.Module.cuda
+    mt.train(Layout(tp=2, sp=True), num_steps=1)
+    changed = [name for name, value in before.items() if getattr(torch.cuda, name) is not value]
+    assert changed == [] and torch.nn.Module.cuda is module_cuda and patches.applied() == ()
+
+
+def test_running_megatron_on_cpu_is_undone(ranks: Ranks) -> None:
+    ranks(2).run(nothing_is_left)
+
+
+def health(layout: Layout) -> dict[str, Any]:
+    """Two iterations, of which the second is sampled."""
+    from types import SimpleNamespace
+
+    from megatron_patches.health import Health
+    from megatron_patches.layer_specs import registry_of
+
+    with mt.megatron(layout):
+        training = mt.Training(layout, lr=0.0)
+        args = SimpleNamespace(
+            seq_length=mt.LENGTH,
+            padded_vocab_size=mt.VOCABULARY,
+            hidden_size=mt.WIDTH,
+            tensor_model_parallel_size=layout.tp,
+            fp8_health_interval=2,
+        )
+        watched = Health(registry_of(training.module.transformer_layer_spec), args)
+        data = mt.batches(2)
+        for iteration in (1, 2):
+            training.step(data)
+            watched.after_iteration(iteration)
+        line, scalars = watched.report()
+        module = training.module
+        weights = {name: float(p.detach().abs().max()) for name, p in module.named_parameters() if "linear_" in name}
+        recipes = {type(one.fp8_recipe).__name__ for one in module.modules() if hasattr(one, "fp8_recipe")}
+        return {"line": line, "scalars": scalars, "weights": weights, "recipes": recipes}
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2_sp", "pp2"])
+def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
+    first, second = ranks(2).run(health, LAYOUTS[name])
+    assert first["line"] == second["line"] and first["scalars"] == second["scalars"]
+    scalars = first["scalars"]
+    places = [f"layers.{n}.{part}" for n in range(1, mt.NUM_LAYERS + 1) for part in PARTS]
+    for kind in ("input", "weight", "grad_output"):
+        assert {f"fp8-amax/{kind}/{place}" for place in places} <= set(scalars), kind
+        assert 0 < scalars[f"fp8/amax-max/{kind}"] < 100
+    offset = {"pp2": 1}.get(name, 0)  # the second stage counts its layers from 0 again
+    for rank, one in enumerate((first, second)):
+        for parameter, amax in one["weights"].items():
+            *_, number, module, linear, _ = parameter.split(".")
+            number = str(int(number) + 1 + offset * rank)
+            assert scalars[f"fp8-amax/weight/layers.{number}.{module}.{linear}"] >= amax * 0.999, parameter
+    assert "sampled in iteration 2" in first["line"]
+    assert first["recipes"] == {"TensorwiseRecipe"}  # nothing is left behind
+    tokens = mt.LENGTH * mt.MICRO_BATCH * mt.NUM_MICRO
+    payload = {"tp2_sp": 4 * mt.NUM_LAYERS * tokens * mt.WIDTH}.get(name, 0)
+    assert payload <= scalars["fp8/gathered-bytes"] <= 1.01 * payload
+    per_layer = mt.WIDTH * (128 + 64 + 256) + 128 * mt.WIDTH
+    attention, head = mt.WIDTH * mt.LENGTH, mt.WIDTH * mt.VOCABULARY
+    share = mt.NUM_LAYERS * per_layer / (mt.NUM_LAYERS * (per_layer + attention) + head)
+    assert scalars["fp8/coverage"] == pytest.approx(100 * share)

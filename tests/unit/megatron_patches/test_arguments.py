@@ -1,0 +1,115 @@
+"""Our flags beside Megatron's, and what of them is refused, on a parser with the flags of Megatron's that matter here.
+
+tests/integration/test_megatron_clone.py has the same with Megatron's own parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+from fp8_ds.errors import ConfigError, UnsupportedError
+from megatron_patches import arguments
+
+LOCAL = ["--transformer-impl", "local"]
+FP8 = [*LOCAL, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(allow_abbrev=False)
+    found.add_argument("--fp8-format", dest="fp8", choices=("e4m3", "hybrid"))
+    found.add_argument(
+        "--fp8-recipe", choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"), default="delayed"
+    )
+    found.add_argument("--fp8-param-gather", dest="fp8_param", action="store_true")
+    found.add_argument("--transformer-impl", default="transformer_engine")
+    found.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    found.add_argument("--sequence-parallel", action="store_true")
+    found.add_argument("--spec", nargs="*")
+    found.add_argument("--attention-backend", default="auto")
+    found.add_argument("--seed", type=int, default=1)
+    return arguments.add_arguments(found)
+
+
+def digest(*words: str) -> argparse.Namespace:
+    return arguments.digest_arguments(parser().parse_args(words))
+
+
+def test_help_lists_recipes_and_flags() -> None:
+    text = parser().format_help()
+    for word in (
+        "rowwise_with_gw_hp",
+        "--fp8-attention-backend",
+        "fa3_fp8",
+        "--fp8-optimizer-states",
+        "--megatron-path",
+    ):
+        assert word in text
+
+
+def test_without_fp8_nothing_changes() -> None:
+    args = digest()
+    assert (args.spec, args.fp8, args.fp8_recipe, args.fp8_linear_recipe) == (None, None, "delayed", None)
+    assert arguments.settings_from(args) is None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_local_layers_take_the_recipe(recipe: str) -> None:
+    fp8_format = "e4m3" if recipe == "blockwise" else "hybrid"
+    args = digest(*LOCAL, "--fp8-format", fp8_format, "--fp8-recipe", recipe)
+    found = arguments.settings_from(args)
+    assert found is not None
+    assert (found.linear.recipe, found.linear.grad_dtype) == (recipe, "e5m2" if fp8_format == "hybrid" else "e4m3")
+    assert args.spec == ["megatron_patches.layer_specs", "gpt"]
+    assert (args.fp8, args.fp8_recipe) == (None, "delayed")  # Megatron reads that there is no FP8 of its own
+
+
+def test_how_activations_travel() -> None:
+    found = arguments.settings_from(digest(*FP8, *SP, "--fp8-tp-gather", "bf16", "--fp8-tp-reduce-scatter", "fp8"))
+    assert found is not None
+    assert (found.tensor_parallel.gather, found.tensor_parallel.reduce_scatter) == ("bf16", "fp8")
+
+
+def test_only_plain_values_reach_megatrons_checkpoints() -> None:
+    args = digest(*FP8, "--fp8-attention-backend", "sdpa")
+    assert all(isinstance(value, (str, int, float, bool, list, type(None))) for value in vars(args).values())
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ([*LOCAL, "--fp8-format", "hybrid"], UnsupportedError, r"--fp8-recipe: expected one of .*, got delayed"),
+        ([*LOCAL, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"], UnsupportedError, r"got mxfp8"),
+        ([*LOCAL, "--fp8-format", "e4m3", "--fp8-recipe", "custom"], UnsupportedError, r"got custom"),
+        ([*LOCAL, "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"], ConfigError, r"--fp8-format: expected e4m3"),
+        (["--fp8-recipe", "rowwise"], ConfigError, r"--transformer-impl local with rowwise"),
+        (["--fp8-recipe", "rowwise", "--fp8-format", "hybrid"], ConfigError, r"got hybrid and transformer_engine"),
+        ([*LOCAL, "--fp8-recipe", "rowwise"], ConfigError, r"got None and local"),
+        (
+            ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+            UnsupportedError,
+            r"would train in bf16 without a word",
+        ),
+        ([*FP8, "--fp8-tp-gather", "bf16"], ConfigError, r"without --sequence-parallel"),
+        ([*FP8, "--fp8-tp-reduce-scatter", "fp8"], ConfigError, r"without --sequence-parallel"),
+        ([*SP, "--fp8-tp-gather", "fp8"], ConfigError, r"without FP8 linears"),
+        (["--fp8-gemm-backend", "reference"], ConfigError, r"--fp8-gemm-backend: expected it left out"),
+        ([*FP8, "--fp8-param-gather"], UnsupportedError, r"--fp8-param-gather: expected off"),
+        (["--fp8-attention-hadamard"], ConfigError, r"expected --fp8-attention-backend fa3_fp8"),
+        ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
+        (["--attention-backend", "local", "--fp8-attention-backend", "sdpa"], ConfigError, r"got local"),
+        (["--fp8-master", "fp32"], ConfigError, r"--fp8-master"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(words: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        digest(*words)
+
+
+def test_a_megatron_without_the_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected one argument of Megatron's with choices"):
+        arguments.add_arguments(argparse.ArgumentParser())

@@ -1,0 +1,127 @@
+"""FP8 health: the share of products in FP8 against counting by hand, and what is written where."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import nn
+
+from megatron_patches import health
+from megatron_patches.attention import AttentionSettings, MegatronFp8Attention
+from megatron_patches.health import Products, products_of
+from megatron_patches.linear import Fp8RowParallelLinear
+
+SEQUENCE, HEADS, CHANNELS = 32, 4, 16
+
+
+def linear(cls: type, rows: int, cols: int, recipe: Any = None) -> Any:
+    """A linear of that class with its weight and nothing else."""
+    found = cls.__new__(cls)
+    nn.Module.__init__(found)
+    found.weight = nn.Parameter(torch.empty(rows, cols))
+    found.fp8_recipe = recipe
+    return found
+
+
+def recipe(needs_grad_columns: bool = True) -> Any:
+    return SimpleNamespace(needs_grad_columns=needs_grad_columns)
+
+
+class Attention(MegatronFp8Attention, nn.Module):
+    def __init__(self, backend: Any) -> None:
+        nn.Module.__init__(self)
+        self.fp8_attention = AttentionSettings(backend)
+
+
+class Layer(nn.Module):
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        values = {
+            "fp8": None,
+            "num_layers": 2,
+            "first_last_layers_bf16": False,
+            "kv_channels": CHANNELS,
+            "num_attention_heads": HEADS,
+            "tensor_model_parallel_size": 1,
+            **config,
+        }
+        self.config, self.layer_number = SimpleNamespace(**values), 1
+
+
+def total(layer: nn.Module) -> Products:
+    found = Products(0.0, 0.0)
+    for one in products_of(layer, SEQUENCE):
+        found = found.plus(one)
+    return found
+
+
+def test_linears_count_by_what_computes_them() -> None:
+    layer = Layer()
+    layer.linear_proj = linear(Fp8RowParallelLinear, 8, 4, recipe())
+    layer.linear_fc2 = linear(Fp8RowParallelLinear, 6, 4, recipe(needs_grad_columns=False))
+    layer.linear_kept = linear(Fp8RowParallelLinear, 5, 4)
+    layer.linear_stock = linear(ColumnParallelLinear, 7, 4)
+    assert total(layer) == Products(32 + 24 * 2 / 3, 32 + 24 + 20 + 28)
+
+
+@pytest.mark.parametrize(("backend", "share"), [("fa3_fp8_emulated", 1 / 3), ("sdpa", 0.0)])
+def test_of_fp8_attention_the_forward_counts(backend: str, share: float) -> None:
+    layer = Layer()
+    layer.core_attention = Attention(backend)
+    products = 2 * HEADS * CHANNELS * SEQUENCE / 2
+    assert total(layer) == Products(products * share, products)
+
+
+def test_experts_count_by_the_tokens_they_get() -> None:
+    layer = Layer(moe_router_topk=2, num_moe_experts=8, expert_model_parallel_size=2)
+    layer.experts = nn.ModuleList(linear(Fp8RowParallelLinear, 8, 4, recipe()) for _ in range(4))
+    # 4 of 8 experts here, each with 2 of 8 parts of the tokens of 2 ranks.
+    assert total(layer) == Products(64.0, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "first_last", "expected"), [("hybrid", False, 32.0), (None, False, 0.0), ("hybrid", True, 0.0)]
+)
+def test_transformer_engines_linears_count_by_megatrons_flags(fp8: Any, first_last: bool, expected: float) -> None:
+    layer = Layer(
+        fp8=fp8, first_last_layers_bf16=first_last, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0
+    )
+    engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
+    layer.linear_fc1 = linear(engine, 8, 4)
+    assert total(layer) == Products(expected, 32.0)
+
+
+def test_one_line_says_what_computes_what() -> None:
+    layers = [Layer(), Layer()]
+    for layer, backend in zip(layers, ("sdpa", "fa3_fp8_emulated"), strict=True):
+        layer.linear_proj = linear(Fp8RowParallelLinear, 8, 4, SimpleNamespace(name="rowwise"))
+        layer.core_attention = Attention(backend)
+    layers[0].linear_fc2 = linear(Fp8RowParallelLinear, 8, 4)
+    layers[0].linear_fc2.bf16_reason = "--first-last-layers-bf16"
+    layers[1].core_attention.fp8_attention, layers[1].core_attention.stock_reason = None, "qk_clip"
+    assert health.describe(layers) == (
+        "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) | attention: 1 x sdpa, 1 x stock (qk_clip)"
+    )
+    assert health.describe([Layer()]) == "linears: Megatron's own | attention: Megatron's own"
+
+
+def test_nothing_is_added_without_our_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(spec=None)
+    megatron_training, variables = ModuleType("megatron.training"), ModuleType("megatron.training.global_vars")
+    variables.get_args = lambda: args  # type: ignore[attr-defined]
+    megatron_training.global_vars = variables  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training", megatron_training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+
+    def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int) -> str:
+        return f"stock {iteration}"
+
+    assert health.wrap_training_log(training_log)({}, {}, 0.1, 3) == "stock 3"

@@ -1,0 +1,186 @@
+"""Specs are Megatron's own but for the slots that we fill.
+
+Transformer Engine is not installed where these tests run: its spec is stood in for by one of the same shape whose
+classes are empty.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from fp8_ds.errors import ConfigError, UnsupportedError
+from megatron_patches import layer_specs
+from megatron_patches.attention import AttentionSettings
+from megatron_patches.layer_specs import RegisteredLayer, layer_spec, registry_of, with_attention, with_fp8_linears
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_patches.recipes import settings
+
+FP8 = settings("hybrid", "tensorwise")
+SDPA = AttentionSettings("sdpa")
+
+
+def config(**values: Any) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, **values})
+
+
+def modules(spec: ModuleSpec) -> dict[str, Any]:
+    """Slot -> class, of a layer spec's attention and MLP."""
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    slots = {**vars(attention), **vars(mlp)}
+    return {name: one.module if isinstance(one, ModuleSpec) else one for name, one in slots.items()}
+
+
+def test_local_linears_are_replaced_and_nothing_else() -> None:
+    stock = get_gpt_layer_local_spec()
+    before = modules(copy.deepcopy(stock))
+    ours = with_fp8_linears(stock, FP8)
+    found = modules(ours)
+    changed = {name: cls for name, cls in found.items() if cls is not before[name]}
+    assert changed == {
+        "linear_qkv": Fp8ColumnParallelLinear,
+        "linear_proj": Fp8RowParallelLinear,
+        "linear_fc1": Fp8ColumnParallelLinear,
+        "linear_fc2": Fp8RowParallelLinear,
+    }
+    assert modules(stock) == before  # Megatron's own spec is as it was
+    assert ours.submodules.mlp.submodules.linear_fc1.params == {"fp8": FP8}
+    assert ours.submodules.sharded_state_dict_keys_map == stock.submodules.sharded_state_dict_keys_map != {}
+
+
+class TELinear(torch.nn.Module):
+    """As Transformer Engine's fused norm and linear, and its plain one."""
+
+
+class TEDotProductAttention(torch.nn.Module):
+    pass
+
+
+def te_spec() -> ModuleSpec:
+    """The shape of get_gpt_layer_with_transformer_engine_spec()."""
+    attention = SelfAttentionSubmodules(linear_qkv=TELinear, core_attention=TEDotProductAttention, linear_proj=TELinear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": "causal"}, submodules=attention),
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=TELinear, linear_fc2=TELinear)),
+        ),
+    )
+
+
+def test_of_transformer_engines_spec_only_attention_is_replaced() -> None:
+    stock = te_spec()
+    before, found = modules(stock), modules(with_attention(stock, SDPA))
+    assert issubclass(found.pop("core_attention"), TEDotProductAttention)
+    assert before.pop("core_attention") is TEDotProductAttention
+    assert found == before
+
+
+def test_a_spec_without_linears_of_megatron_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"Pass --transformer-impl local"):
+        with_fp8_linears(te_spec(), FP8)
+
+
+def test_mla_is_left_alone() -> None:
+    stock = get_gpt_layer_local_spec(multi_latent_attention=True)
+    ours = with_fp8_linears(stock, FP8)
+    assert ours.submodules.self_attention == stock.submodules.self_attention
+    assert ours.submodules.mlp.submodules.linear_fc1.module is Fp8ColumnParallelLinear
+    with pytest.raises(UnsupportedError, match=r"expected a layer spec with a core_attention that is not MLA's"):
+        with_attention(stock, SDPA)
+
+
+@pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
+def test_experts_are_replaced_in_every_layer(freq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_block, transformer_layer
+
+    for module in (layer_specs.stock_specs, transformer_block, transformer_layer):
+        for name, value in (("get_num_layers_to_build", 4), ("get_transformer_layer_offset", 0)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
+    moe = config(num_moe_experts=4, moe_layer_freq=freq, moe_shared_expert_intermediate_size=64, add_bias_linear=False)
+    spec = layer_spec(moe, use_transformer_engine=False, fp8=FP8, attention=SDPA)
+    layers = [spec] if freq == 1 else spec.layer_specs
+    assert len(layers) == (1 if freq == 1 else 4)
+    for i, layer in enumerate(layers):
+        assert issubclass(layer.module, RegisteredLayer)
+        assert issubclass(layer.submodules.self_attention.submodules.core_attention.module, DotProductAttention)
+        mlp = layer.submodules.mlp
+        inner = mlp.submodules
+        parts = [inner.experts.submodules, inner.shared_experts.submodules] if freq == 1 or i % 2 else [inner]
+        for part in parts:
+            assert (part.linear_fc1.module, part.linear_fc2.module) == (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
+    assert registry_of(spec) is not None
+
+
+def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[Any] = []
+
+    def block(config: Any, use_transformer_engine: bool, vp_stage: int, **others: Any) -> Any:
+        stages.append(vp_stage)
+        return TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec()] * 2)
+
+    monkeypatch.setattr(layer_specs.stock_specs, "get_gpt_decoder_block_spec", block)
+    moe = config(num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], add_bias_linear=False)
+    later = layer_specs.LaterSpec(use_transformer_engine=False, fp8=FP8, attention=None)
+    specs = [later(SimpleNamespace(transformer=moe), vp_stage=stage) for stage in (0, 1)]
+    assert stages == [0, 1]
+    assert [registry_of(spec) for spec in (*specs, later)] == [later.registry] * 3
+    assert later.registry.fp8 is FP8
+
+
+def test_a_stage_without_layers_is_left_as_it_is() -> None:
+    empty = TransformerBlockSubmodules(layer_specs=[])
+    assert with_attention(with_fp8_linears(empty, FP8), SDPA).layer_specs == []
+
+
+def test_alternating_experts_under_virtual_stages_are_refused() -> None:
+    values = {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 0, 1], "virtual_pipeline_model_parallel_size": 2}
+    fake = SimpleNamespace(num_layers=4, **values)
+    with pytest.raises(UnsupportedError, match=r"--num-layers-per-virtual-pipeline-stage: expected none"):
+        layer_specs.stock_layer_spec(fake, use_transformer_engine=False)
+
+
+def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_specs, "stock_layer_spec", lambda *args, **kwargs: te_spec())
+    fp8 = config(fp8="hybrid", fp8_recipe="tensorwise")
+    with pytest.raises(
+        UnsupportedError, match=r"expected Transformer Engine, got none .* pass --transformer-impl local"
+    ):
+        layer_spec(fp8, use_transformer_engine=True)
+    with pytest.raises(ConfigError, match=r"--fp8-recipe: expected one of Megatron's"):
+        layer_spec(config(), use_transformer_engine=True, fp8=FP8)
+    with pytest.raises(UnsupportedError, match=r"--recompute-granularity: .* got full"):
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        layer_spec(config(fp8="hybrid", fp8_recipe="tensorwise", **recompute), use_transformer_engine=False)
+
+
+def test_without_fp8_or_attention_linears_are_stock() -> None:
+    found = modules(layer_spec(config(), use_transformer_engine=False))
+    assert (found["linear_qkv"], found["linear_fc2"]) == (ColumnParallelLinear, RowParallelLinear)
+    assert found["core_attention"] is DotProductAttention
+
+
+def test_an_object_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    args = SimpleNamespace(spec=["megatron_patches.layer_specs", "gpt_fa4"])
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    with pytest.raises(ConfigError, match=r"expected one of gpt, gpt_fa3, .* got gpt_fa4"):
+        layer_specs._objects()

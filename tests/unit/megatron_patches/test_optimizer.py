@@ -1,0 +1,126 @@
+"""Flags of FP8 optimizer states: what they mean, and what is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from fp8_ds.errors import ConfigError, UnsupportedError
+from megatron_patches import optimizer
+from megatron_patches.optimizer import OptimizerStates
+
+
+def arguments(**values: Any) -> SimpleNamespace:
+    found = {"fp8_optimizer_states": True, "fp8_master": None, "seed": 7, "fp8_param_gather": False, "fp8_recipe": None}
+    return SimpleNamespace(**{**found, **values})
+
+
+def test_master_follows_from_how_weights_are_stored() -> None:
+    assert optimizer.from_arguments(arguments(fp8_optimizer_states=False)) is None
+    assert optimizer.from_arguments(arguments()) == OptimizerStates("bf16_8", 7)
+    gathers = arguments(fp8_param_gather=True, fp8_recipe="tensorwise")
+    assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7)
+    assert optimizer.from_arguments(arguments(fp8_master="fp32")) == OptimizerStates("fp32", 7)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"fp8_optimizer_states": False, "fp8_master": "fp32"}, ConfigError, "--fp8-master: expected it beside"),
+        ({"fp8_master": "e4m19"}, ConfigError, "--fp8-master: expected bf16_8 or fp32 without --fp8-param-gather, got"),
+        ({"fp8_master": "fp32", "fp8_param_gather": True}, ConfigError, "expected e4m19 or e4m11 with"),
+        ({"fp8_param_gather": True, "fp8_recipe": "delayed"}, UnsupportedError, "--fp8-recipe: .* got delayed"),
+        ({"fp8_param_gather": True, "fp8_recipe": "blockwise"}, UnsupportedError, "--fp8-recipe: .* got blockwise"),
+        ({"optimizer": "muon"}, UnsupportedError, "--optimizer: expected adam .* got muon"),
+        ({"use_torch_fsdp2": True}, UnsupportedError, "--use-torch-fsdp2: expected off"),
+        ({"use_megatron_fsdp": True}, UnsupportedError, "--use-megatron-fsdp: expected off"),
+        ({"optimizer_cpu_offload": True}, UnsupportedError, "--optimizer-cpu-offload: expected off"),
+        ({"rl_offload_optimizer_during_inference": True}, UnsupportedError, "--rl-offload-optimizer-during-inference"),
+    ],
+)
+def test_flags_that_cannot_take_effect_are_refused(values: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizer.from_arguments(arguments(**values))
+
+
+def test_an_unknown_master_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--fp8-master: expected one of fp32, e4m19, e4m11, bf16_8, got 'e4m3'"):
+        OptimizerStates("e4m3")
+
+
+class Chunk(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, fsdp: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
+        self.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
+
+
+def config(**values: Any) -> SimpleNamespace:
+    found: dict[str, Any] = {
+        "optimizer": "adam",
+        "bf16": True,
+        "fp16": False,
+        "optimizer_cpu_offload": False,
+        "use_distributed_optimizer": True,
+        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), torch.float32),
+    }
+    return SimpleNamespace(**{**found, **values})
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    optimizer.refuse(config(exp_avg_dtype=torch.uint8), [Chunk(), Chunk(torch.float32)], OptimizerStates())
+
+
+@pytest.mark.parametrize(
+    ("values", "chunk", "master", "message"),
+    [
+        ({"optimizer": "sgd"}, {}, "bf16_8", "--optimizer: expected adam .* got sgd"),
+        ({"optimizer": "muon"}, {}, "bf16_8", "--optimizer: expected adam .* got muon"),
+        ({"bf16": False, "fp16": True}, {}, "bf16_8", "--bf16: expected on .* got --fp16"),
+        ({"bf16": False}, {}, "bf16_8", "--bf16: expected on .* got neither"),
+        ({"optimizer_cpu_offload": True}, {}, "bf16_8", "--optimizer-cpu-offload: expected off"),
+        ({"optimizer_cuda_graph": True}, {}, "bf16_8", "--optimizer-cuda-graph: expected off"),
+        ({"exp_avg_sq_dtype": torch.bfloat16}, {}, "bf16_8", "--exp-avg-sq-dtype: expected fp8"),
+        ({"main_params_dtype": torch.float16}, {}, "bf16_8", "--main-params-dtype: expected it left out"),
+        ({}, {"fsdp": True}, "bf16_8", "--use-megatron-fsdp: expected off"),
+        ({}, {"dtype": torch.float16}, "bf16_8", "parameters: expected bf16 or float32, got torch.float16"),
+        ({}, {}, "e4m19", "--fp8-master: expected bf16_8 or fp32 where no weight is stored in FP8, got e4m19"),
+    ],
+)
+def test_megatron_features_are_refused_by_name(
+    values: dict[str, Any], chunk: dict[str, Any], master: str, message: str
+) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        optimizer.refuse(config(**values), [Chunk(**chunk)], OptimizerStates(master))
+
+
+def test_precision_aware_needs_no_transformer_engine() -> None:
+    """Stock Megatron without it raises, or stumbles over its version."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_patches import compat
+
+    if compat.transformer_engine().found:
+        pytest.skip("Transformer Engine is here")
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": torch.bfloat16,
+        "exp_avg_dtype": torch.uint8,
+    }
+    with pytest.raises((RuntimeError, TypeError)):
+        OptimizerConfig(**values)
+    made = OptimizerConfig.__new__(OptimizerConfig)
+    check = optimizer._without_fused_adam(OptimizerConfig.__post_init__)
+    for name, field in OptimizerConfig.__dataclass_fields__.items():
+        setattr(made, name, values.get(name, field.default))
+    check(made)
+    assert {name: getattr(made, name) for name in values} == values

@@ -1,0 +1,37 @@
+"""What linears without Transformer Engine cannot do is refused by the flag's name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+from fp8_ds.errors import UnsupportedError
+from megatron_patches.recipes import refuse
+
+
+def test_a_plain_configuration_passes() -> None:
+    refuse(SimpleNamespace(gradient_accumulation_fusion=False, fp8_param=False, cuda_graph_impl="none", fp4=None))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion: expected .*=False .*, got True"),
+        ({"fp8_param": True}, "--fp8-param-gather"),
+        ({"fp8_wgrad": False}, "--no-fp8-wgrad: expected fp8_wgrad=True .* rowwise_with_gw_hp"),
+        ({"fp8_dot_product_attention": True}, "--fp8-attention-backend"),
+        ({"fp4": "e2m1"}, "--fp4-format"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
+        ({"moe_grouped_gemm": True}, "--moe-grouped-gemm: .*experts would stay in bf16"),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: expected cuda_graph_impl=none .*, got local"),
+    ],
+)
+def test_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        refuse(SimpleNamespace(**values))
