@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def save_state(context: Fp8Context) -> dict[str, Any]:
-    """Plan, settings, scales by weight name and amax histories; the same on all ranks, on the CPU.
+    """Plan, settings, scales by weight name, amax histories, overrides of precision; the same on all ranks, on the CPU.
 
     Readable by `torch.load(weights_only=True)`.
     """
@@ -30,6 +30,7 @@ def save_state(context: Fp8Context) -> dict[str, Any]:
         "scale_inv": {name: p._fp8.scale_inv.detach().cpu().clone() for name, p in context.weights.items()},  # type: ignore[attr-defined]
         "history": None if context.history is None else context.history.state_dict(),
         "release": None if context.release is None else context.release.state_dict(),
+        "precision": None if context.precision is None else context.precision.state_dict(),
     }
 
 
@@ -71,6 +72,8 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
             f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. {_how_to_keep(plan, state['config'])}"
         )
+    if context.precision is not None:
+        context.precision.load_state_dict(state.get("precision"))
     if context.release is not None and state.get("release") is not None:
         context.release.load_state_dict(state["release"])
     history = state["history"]

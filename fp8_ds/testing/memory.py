@@ -37,9 +37,14 @@ class PeakMemory(TorchDispatchMode):
         for tensor in known:
             self.watch(tensor)
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has memory of its own."""
+        is_real = tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
+        return is_real and tensor.layout == torch.strided
+
     def watch(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` until it is freed."""
-        if tensor.device.type == "meta" or tensor.layout != torch.strided or type(tensor).__name__ == "FakeTensor":
+        if not self.counts(tensor):
             return
         with torch._C.DisableTorchFunctionSubclass():
             storage, dtype = tensor.untyped_storage(), tensor.dtype

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path: str) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, pipe: Connection, log_path: str, group_timeout: float | None
+) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -70,8 +73,12 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection, log_path
 
     # Training never calls it, and g++ compiles it for a minute where no run did before.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)
+    options = {} if group_timeout is None else {"timeout": timedelta(seconds=group_timeout)}
+    deepspeed.init_distributed(verbose=False, **options)
+    linear = torch.nn.functional.linear
     while True:
+        # DeepSpeed's stage 3 replaces it for good by one that rounds before it adds the bias.
+        torch.nn.functional.linear = linear
         # Every engine built or destroyed collects garbage: do not scan what is there for good, 1.5 million objects of
         # torch's compiler and what DeepSpeed keeps of each engine.
         gc.collect()
@@ -100,11 +107,17 @@ class RankPool:
     Args:
         world_size: number of ranks.
         timeout: seconds that one call may take; then all ranks are killed and the next call starts new ones.
+        grace: seconds that the others have to answer once a rank has failed.
+        group_timeout: seconds, of the process group; None: DeepSpeed's default.
     """
 
-    def __init__(self, world_size: int, timeout: float = 300.0) -> None:
+    def __init__(
+        self, world_size: int, timeout: float = 300.0, grace: float = 5.0, group_timeout: float | None = None
+    ) -> None:
         self.world_size = world_size
         self.timeout = timeout
+        self.grace = grace
+        self.group_timeout = group_timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         descriptor, self._log_path = tempfile.mkstemp(prefix=f"ranks{world_size}-", suffix=".log")
@@ -141,7 +154,7 @@ class RankPool:
                     has_died = True
             if not all(ok for ok, _ in answers.values()):
                 # Peers may hang in a collective: give them a moment, then start anew.
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + self.grace)
         missing = sorted(set(range(self.world_size)) - set(answers))
         errors = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in sorted(answers.items()) if not ok]
         if missing:
@@ -163,7 +176,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, self.world_size, port, theirs, self._log_path), daemon=True
+                target=_rank_main,
+                args=(rank, self.world_size, port, theirs, self._log_path, self.group_timeout),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -1,0 +1,80 @@
+"""What a file of torch.save may hold: tensors, builtin types, and classes on a list. Nothing in it is executed.
+
+A pickle calls whatever it names. `torch.load(weights_only=True)` calls only what is on a list, and reads no tensor that
+goes to the meta device: so a file is checked for the price of its pickle, before any loader that executes pickles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import pathlib
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from fp8_ds.errors import CheckpointError
+
+Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
+
+_NUMPY_FUNCTIONS: list[Any] = [np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]
+
+_PLAIN: Allowed = (
+    argparse.Namespace,
+    types.SimpleNamespace,
+    datetime.datetime,
+    datetime.date,
+    datetime.timedelta,
+    datetime.timezone,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    np.ndarray,
+    np.dtype,
+    *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
+    *(
+        (rebuild, f"numpy.{core}.multiarray.{rebuild.__name__}")
+        for core in ("core", "_core")
+        for rebuild in _NUMPY_FUNCTIONS
+    ),
+)
+"""Of the standard library and numpy, what client states commonly hold and what only holds data."""
+
+
+def read_structure(path: Path, allowed: Allowed = ()) -> Any:
+    """What `torch.load` would return, tensors on the meta device.
+
+    Args:
+        path: of a file of torch.save.
+        allowed: classes beside torch's own list, torch.serialization.add_safe_globals, and plain ones.
+
+    Raises:
+        CheckpointError: the file cannot be read so.
+    """
+    try:
+        with safe_globals([*_PLAIN, *allowed]):
+            return torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:  # of pickle, zip files, torch: whatever is in the file
+        names = unknown_names(path, allowed)
+        if names:
+            raise CheckpointError(
+                f"{path}: expected tensors and plain data, got {', '.join(names)}. If you trust the checkpoint, call "
+                "torch.serialization.add_safe_globals([...]) with these before, or keep them out of client_state."
+            ) from error
+        raise CheckpointError(
+            f"{path}: expected tensors and plain data, got what torch.load(weights_only=True) refuses "
+            f"({type(error).__name__}: {str(error)[:200]}). Load another checkpoint."
+        ) from error
+
+
+def unknown_names(path: Path, allowed: Allowed = ()) -> list[str]:
+    """Classes and functions that the file's pickle names and that are on no list; none if that cannot be read."""
+    try:
+        with safe_globals([*_PLAIN, *allowed]):
+            return sorted(get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:  # the caller reports what torch.load said
+        return []

@@ -1,0 +1,275 @@
+"""From checkpoints of training to what others read: bf16 safetensors in Hugging Face's layout, universal checkpoints.
+
+Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
+the CPU. DeepSpeed's files are pickles: convert those that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8_ds.checkpoint import manifest as manifests
+from fp8_ds.checkpoint.universal import prepare_universal
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+
+Kind = Literal["deepspeed", "universal", "safetensors"]
+
+_SHARD_BYTES = 5 * 10**9
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        source, target: kinds.
+        files: names within the output folder.
+        num_tensors, num_bytes: of safetensors; 0 for a universal checkpoint.
+    """
+
+    source: Kind
+    target: Kind
+    files: tuple[str, ...]
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+def kind_of(folder: Path) -> Kind:
+    """What `folder` holds.
+
+    Raises:
+        ConfigError: none of these.
+        FileNotFoundError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(2, "No such folder", str(folder))
+    if (folder / "zero/optimizer_state.pt").exists():
+        return "universal"
+    if any(folder.glob("*.safetensors")):
+        return "safetensors"
+    if (folder / "latest").exists() or any(folder.glob("*_model_states.pt")):
+        return "deepspeed"
+    raise ConfigError(
+        f"source: expected a folder of save_checkpoint, a universal checkpoint or one of safetensors, got {folder}. "
+        "Name the folder that was given to save_checkpoint."
+    )
+
+
+def convert(
+    source: Path, out: Path, target: Kind, tag: str | None = None, stage: int | None = None, model: Path | None = None
+) -> Converted:
+    """`out` holds the checkpoint in `source` as `target` afterwards.
+
+    Args:
+        source: see `kind_of`.
+        out: a folder that is empty or not there.
+        target: "safetensors" or "universal".
+        tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
+        stage: of ZeRO, that is to load the universal checkpoint; None: the one that wrote it.
+        model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
+
+    Raises:
+        ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
+        CheckpointError: `source` is a save that did not end, or is damaged (its manifest says so).
+        UnsupportedError: there is no such conversion; it says what to do instead.
+        OSError: a file cannot be read or written.
+    """
+    kind = kind_of(source)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"out: expected an empty folder, got {out} with files. Name another.")
+    if target == "universal" and model is not None:
+        raise ConfigError("--model: expected it with safetensors only, got universal. Leave it out.")
+    if target == "safetensors" and stage is not None:
+        raise ConfigError("--stage: expected it with universal only, got safetensors. Leave it out.")
+    if tag is not None and kind != "deepspeed":
+        raise ConfigError(f"--tag: expected it with a DeepSpeed checkpoint only, got {kind}. Leave it out.")
+    refusal = _REFUSED.get((kind, target))
+    if refusal is not None:
+        raise UnsupportedError(f"convert: expected another pair than {kind} to {target}, got it. {refusal}")
+    if target == "universal":
+        return _to_universal(kind, source, out, tag, stage)
+    tensors = _of_universal(source) if kind == "universal" else _of_deepspeed(source, tag)
+    return _write(kind, tensors, out, model)
+
+
+_REFUSED: Mapping[tuple[str, str], str] = {
+    ("safetensors", "safetensors"): "The weights are in bf16 safetensors already.",
+    ("safetensors", "universal"): (
+        "Safetensors have no masters and moments. Start from them instead: from_pretrained, then deepspeed.initialize, "
+        "which makes masters of bf16 weights without rounding."
+    ),
+    ("safetensors", "deepspeed"): (
+        "Safetensors have no masters and moments. Start from them instead: from_pretrained, then deepspeed.initialize, "
+        "then save_checkpoint."
+    ),
+    ("deepspeed", "deepspeed"): "To change ranks or stage, convert it to universal.",
+    ("universal", "deepspeed"): (
+        'Load it instead, with "checkpoint": {"load_universal": true} in the configuration, and call save_checkpoint.'
+    ),
+}
+"""(source, target) and what to do instead."""
+
+
+# --- reading ---
+
+
+def _of_deepspeed(source: Path, tag: str | None) -> Iterator[tuple[str, Tensor]]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder, tag = _save_of(source, tag)
+    if any((folder / tag).glob("layer_*-model_states.pt")):
+        raise UnsupportedError(
+            "convert: expected a checkpoint without pipeline stages, got one of a PipelineModule, whose names are "
+            "those of its stages. Convert it to universal, or export with your own names."
+        )
+    if len(list((folder / tag).glob("mp_rank_*_model_states.pt"))) > 1:
+        raise UnsupportedError(
+            "convert: expected one tensor-parallel rank, got several, whose weights are cut. Load it and call "
+            "engine.save_16bit_model, or convert it to universal."
+        )
+    state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, lazy_mode=True)
+    made: dict[int, str] = {}
+    for name, lazy in state.items():
+        if id(lazy) in made:  # a tied weight: its other name is enough, as in save_pretrained
+            continue
+        made[id(lazy)] = name
+        tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
+        yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor  # buffers may be integers
+
+
+def _save_of(source: Path, tag: str | None) -> tuple[Path, str]:
+    """(the folder of all saves, the tag of one); `source` may be either folder.
+
+    Raises:
+        ConfigError: there is no such save.
+        CheckpointError: it did not end, or its files are not as they were written.
+    """
+    if any(source.glob("*_model_states.pt")) and tag is None:
+        folder, tag = source.resolve().parent, source.resolve().name
+    else:
+        folder, tag = source, manifests.find(source, tag or (source / manifests.LATEST).read_text().strip())
+    if not (folder / tag).is_dir():
+        raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
+    if tag.endswith(manifests.INCOMPLETE):
+        problems = [f"{folder / tag} is of a save that did not end"]
+    else:
+        manifest = manifests.read_manifest(folder / tag)
+        files = {} if manifest is None else manifest.files
+        problems = [text for name, entry in files.items() if (text := manifests.damage(folder / tag, name, entry))]
+    if problems:
+        raise CheckpointError(
+            f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. Complete in "
+            f"{str(folder)!r}: {manifests.complete_tags(folder)}."
+        )
+    return folder, tag
+
+
+def _of_universal(source: Path) -> Iterator[tuple[str, Tensor]]:
+    files = sorted(source.glob("*mp_rank_*_model_states.pt"))
+    if not files or len({file.name.split("mp_rank_")[-1] for file in files}) > 1:
+        raise UnsupportedError(
+            f"convert: expected model files of one tensor-parallel rank in {source}, got {len(files)}. Convert the "
+            "DeepSpeed checkpoint instead."
+        )
+    state = torch.load(files[0], map_location="cpu", weights_only=False)
+    frozen = state.get("frozen_param_fragments") or {}
+    if frozen:
+        raise UnsupportedError(
+            f"convert: expected trainable weights only in a universal checkpoint, got frozen ones too "
+            f"({next(iter(frozen))}), which ds_to_universal.py leaves out. Convert the DeepSpeed checkpoint instead."
+        )
+    for group in state["param_shapes"]:
+        for name, shape in group.items():
+            content = torch.load(source / "zero" / name / "fp32.pt", map_location="cpu", weights_only=False)
+            master = content["param"] if isinstance(content, dict) else content
+            yield name, master.reshape(shape).to(torch.bfloat16)
+
+
+# --- writing ---
+
+
+def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: Path | None) -> Converted:
+    from safetensors.torch import save_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    place: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    shards: list[Path] = []
+    num_bytes = held = 0
+
+    def flush() -> None:
+        path = out / f"shard-{len(shards)}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append(path)
+        shard.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > _SHARD_BYTES:
+            flush()
+            held = 0
+        shard[name] = tensor.contiguous()
+        held += size
+        num_bytes += size
+        place[name] = str(len(shards))
+    if shard:
+        flush()
+    names = _names(len(shards))
+    for path, name in zip(shards, names, strict=True):
+        path.rename(out / name)
+    files = list(names)
+    if len(names) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": {k: names[int(v)] for k, v in place.items()}}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+        files.append("model.safetensors.index.json")
+    files += _copy_model_files(model, out)
+    return Converted(kind, "safetensors", tuple(files), len(place), num_bytes)
+
+
+def _names(number: int) -> list[str]:
+    """As transformers names shards."""
+    if number == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{number:05d}.safetensors" for i in range(number)]
+
+
+def _copy_model_files(model: Path | None, out: Path) -> list[str]:
+    """Configurations and tokenizer files; no weights, no index of weights."""
+    if model is None:
+        return []
+    copied = []
+    for file in sorted([*model.glob("*.json"), *model.glob("*.model"), *model.glob("*.txt"), *model.glob("*.jinja")]):
+        if not file.name.endswith(".index.json") and file.name != "trainer_state.json":
+            shutil.copyfile(file, out / file.name)
+            copied.append(file.name)
+    if "config.json" not in copied:
+        raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
+    return copied
+
+
+def _to_universal(kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None) -> Converted:
+    if kind == "universal":
+        if stage is None:
+            raise ConfigError("--stage: expected the stage that is to load it, got none. It is universal already.")
+        shutil.copytree(source, out, dirs_exist_ok=True)
+    else:
+        from deepspeed.checkpoint import ds_to_universal
+
+        folder, tag = _save_of(source, tag)
+        out.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
+        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))
+    if stage is not None:
+        prepare_universal(out, stage)
+    return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())))

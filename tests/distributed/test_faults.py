@@ -1,0 +1,226 @@
+"""A rank that dies or hangs: the others end with an error within the group's time-out and 30 s, wherever it happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from fp8_ds.testing.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.distributed
+
+MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
+GROUP_TIMEOUT = 6.0
+MARGIN = 30.0
+VICTIM = 1
+FP8_STATES = {"optimizer": {"states": "fp8"}}
+RELEASE = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "per_tensor"}}
+
+
+@pytest.fixture(scope="module")
+def mortal_ranks() -> Iterator[Callable[[float], RankPool]]:
+    """A pool of three whose groups time out soon: new ranks after each death."""
+    pools: dict[float, RankPool] = {}
+
+    def pool(group_timeout: float = GROUP_TIMEOUT) -> RankPool:
+        if group_timeout not in pools:
+            grace = group_timeout + MARGIN
+            pools[group_timeout] = RankPool(3, timeout=4 * grace, grace=grace, group_timeout=group_timeout)
+        return pools[group_timeout]
+
+    yield pool
+    for one in pools.values():
+        one.close()
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_: Any) -> None:
+    """As a host that has lost its network or hangs in a driver: there, and silent."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
+    """`fate` meets this rank in the next `moment`."""
+    layer = engine.module.blocks[1].up
+    if moment == "forward":
+        layer.register_forward_pre_hook(fate)
+    elif moment == "backward":
+        layer.register_full_backward_hook(fate)
+    elif moment == "step":
+        stock = engine.optimizer.unscale_and_clip_grads if engine.fp8.config.optimizer.states == "fp32" else None
+        target = engine.optimizer if stock else engine.fp8.scales
+        setattr(target, "unscale_and_clip_grads" if stock else "update", fate)
+    elif moment == "save":
+        engine.checkpoint_engine.save = fate
+    else:
+        raise AssertionError(moment)
+
+
+def train_with_a_fault(folder: str, stage: int, fp8: dict[str, Any], moment: str, fate: str) -> None:
+    import torch.distributed as dist
+
+    config = training.ds_config(stage, fp8)
+    if "release" in fp8.get("optimizer", {}):
+        config["gradient_clipping"] = 0.0
+    engine = training.build(config, MODEL)
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    if dist.get_rank() == VICTIM:
+        arm(engine, moment, {"die": die, "stop": stop}[fate])
+    Path(folder, f"armed{dist.get_rank()}").touch()
+    try:
+        training.train(engine, 2, first_step=2)
+        engine.save_checkpoint(folder)
+    except Exception:
+        Path(folder, f"ended{dist.get_rank()}").touch()
+        raise
+
+
+def kill_the_victim(pool: RankPool, folder: Path) -> None:
+    """Once the others have ended: the pool would wait for a silent rank."""
+    deadline = time.monotonic() + pool.timeout
+    while not all((folder / f"ended{rank}").exists() for rank in range(3) if rank != VICTIM):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+    for process in pool._processes[VICTIM : VICTIM + 1]:
+        process.kill()
+
+
+def survivors_end(pool: RankPool, folder: Path, *arguments: Any) -> float:
+    """Seconds until the last survivor raised. Fails if one hangs or does not raise."""
+    killer = threading.Thread(target=kill_the_victim, args=(pool, folder))
+    killer.start()
+    with pytest.raises(RankError, match=f"rank {VICTIM} died"):
+        pool.run(train_with_a_fault, str(folder), *arguments)
+    killer.join()
+    begin = max((folder / f"armed{rank}").stat().st_mtime for rank in range(3))
+    seconds = [(folder / f"ended{rank}").stat().st_mtime - begin for rank in range(3) if rank != VICTIM]
+    assert not (folder / f"ended{VICTIM}").exists()
+    return max(seconds)
+
+
+def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
+    config = training.ds_config(stage, fp8)
+    if "release" in fp8.get("optimizer", {}):
+        config["gradient_clipping"] = 0.0
+    engine = training.build(config, MODEL, seed=1)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    assert engine.global_steps == 2
+    losses = training.train(engine, 1, first_step=2)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "moment"),
+    [(3, {}, "forward"), (3, RELEASE, "backward"), (1, {}, "step"), (3, {}, "save")],
+    ids=["3-forward", "3-release-backward", "1-step", "3-save"],
+)
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(
+    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str
+) -> None:
+    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, stage, fp8, moment, "die")
+    assert seconds < GROUP_TIMEOUT + MARGIN
+    losses = mortal_ranks(GROUP_TIMEOUT).run(resumes, str(tmp_path), stage, fp8)
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize(("stage", "moment"), [(2, "step")])
+def test_a_rank_that_falls_silent_ends_the_others_at_the_groups_time_out(
+    mortal_ranks: Any, tmp_path: Path, stage: int, moment: str
+) -> None:
+    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, stage, {}, moment, "stop")
+    assert GROUP_TIMEOUT - 1 < seconds < GROUP_TIMEOUT + MARGIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["forward", "backward", "step", "save"])
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, {}), (3, {}), (2, RELEASE), (3, RELEASE)])
+def test_within_60_seconds_and_30_after_a_kill_or_a_silence_anywhere(
+    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str
+) -> None:
+    for fate in ("die", "stop"):
+        if moment == "step" and fp8:
+            continue  # with release, the update is in the backward
+        folder = tmp_path / fate
+        folder.mkdir()
+        seconds = survivors_end(mortal_ranks(60.0), folder, stage, fp8, moment, fate)
+        assert seconds < 60.0 + MARGIN
+
+
+# --- ranks that are late ---
+
+
+def train_late(delay: float, before: str) -> list[float]:
+    import torch.distributed as dist
+
+    is_late = dist.get_rank() == VICTIM
+    if is_late and before == "initialize":
+        time.sleep(delay)
+    engine = training.build(training.ds_config(3, {}), MODEL)
+    if is_late and before == "train":
+        time.sleep(delay)
+    losses = training.train(engine, 2)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("before", ["initialize", "train"])
+def test_a_rank_that_comes_late_is_waited_for(mortal_ranks: Any, before: str) -> None:
+    pool = mortal_ranks(GROUP_TIMEOUT)
+    in_time = pool.run(train_late, 0.0, before)
+    assert pool.run(train_late, 2.0, before) == in_time
+
+
+def too_late(_: None = None) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.errors import Fp8DsError
+
+    if dist.get_rank() == VICTIM:
+        time.sleep(1.5 * GROUP_TIMEOUT)
+    begin = time.monotonic()
+    try:
+        training.build(training.ds_config(3, {}), MODEL)
+    except (Fp8DsError, RuntimeError) as error:
+        assert time.monotonic() - begin < GROUP_TIMEOUT + MARGIN
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("training was built without a rank")
+
+
+def test_a_rank_that_comes_too_late_is_an_error_that_says_what_to_look_for(mortal_ranks: Any) -> None:
+    pool = mortal_ranks(GROUP_TIMEOUT)
+    for message in pool.run(too_late):
+        assert "expected 3 ranks at the start of deepspeed.initialize" in message
+        assert "Look for a rank that died" in message
+    pool.close()
+
+
+def group_timeouts(stage: int) -> set[float]:
+    import torch.distributed as dist
+
+    engine = training.build(training.ds_config(stage, {}), MODEL)
+    groups = (dist.group.WORLD, engine.optimizer.dp_process_group)
+    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zeros_group_waits_no_longer_than_the_default_group(mortal_ranks: Any, stage: int) -> None:
+    for found in mortal_ranks(GROUP_TIMEOUT).run(group_timeouts, stage):
+        assert found == {GROUP_TIMEOUT}

@@ -1,0 +1,78 @@
+"""Only data leaves a checkpoint: no pickle in it is executed."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_ds.checkpoint.contents import read_structure, unknown_names
+from fp8_ds.errors import CheckpointError
+
+
+class Hostile:
+    """Runs a command when a pickle of it is loaded."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+class Mine:
+    def __init__(self) -> None:
+        self.value = 7
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_hostile_pickle_is_named_and_not_executed(tmp_path: Path, new_format: bool) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "file.pt"
+    hostile = Hostile(f"touch {mark}")
+    torch.save({"weight": torch.ones(3), "client": hostile}, path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(CheckpointError, match="system" if new_format else r"file\.pt: expected tensors"):
+        read_structure(path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists()  # it is hostile
+
+
+def test_what_client_states_hold_is_read(tmp_path: Path) -> None:
+    state = {
+        "rng": np.random.RandomState(3).get_state(),
+        "mean": np.float64(0.5),
+        "objects": np.array([1, "two"], dtype=object),
+        "args": argparse.Namespace(lr=1e-3, betas=(0.9, 0.95), path=Path("data")),
+        "when": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+        "rng_torch": torch.get_rng_state(),
+    }
+    torch.save(state, tmp_path / "file.pt")
+    assert unknown_names(tmp_path / "file.pt") == []
+    found = read_structure(tmp_path / "file.pt")
+    assert found["args"] == state["args"]
+    assert found["rng_torch"].device.type == "meta"
+
+
+def test_a_class_of_the_user_is_named_and_can_be_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"mine": Mine()}, path)
+    name = f"{Mine.__module__}.Mine"
+    assert unknown_names(path) == [name]
+    with pytest.raises(CheckpointError, match=name):
+        read_structure(path)
+    with torch.serialization.safe_globals([Mine]):
+        assert read_structure(path)["mine"].value == 7
+    assert unknown_names(path, [Mine]) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut off"])
+def test_what_is_no_checkpoint_is_an_error_with_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"file\.pt: expected tensors and plain data"):
+        read_structure(tmp_path / "file.pt")

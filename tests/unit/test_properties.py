@@ -1,0 +1,343 @@
+"""Whatever the input: a right result or an error that names what is wrong. A few hundred cases, or 10,000 (slow).
+
+The bounds are rigorous, not measured: a rounding to FP8 is off by at most half a unit in the last place, or half the
+smallest subnormal, and an FP8 product differs by what these come to.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.errors import ConfigError, Fp8DsError
+from fp8_ds.formats import E4M3
+from fp8_ds.nn import BlockwiseRecipe, Fp8Linear, RowwiseGradWeightHpRecipe, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.ops.adamw import AdamShard, prepare
+from fp8_ds.ops.quantize import quantize, quantize_part
+from fp8_ds.optim.masters import BY_NAME, decode
+from fp8_ds.scaling.granularity import ROW, TENSOR, TILE, per_element
+from fp8_ds.testing import assert_bitwise
+from fp8_ds.testing.adam_shards import clone_shard, make_grad, make_inputs, make_shard
+
+each_size = pytest.mark.parametrize("num", [60, pytest.param(2500, marks=pytest.mark.slow)])
+
+
+def check(num: int, strategy: st.SearchStrategy[Any], claim: Callable[[Any], None]) -> None:
+    """`claim` holds for `num` values of `strategy`: the same ones in every default run, others in each slow one."""
+    is_default = num < 1000
+    phases = (Phase.explicit, Phase.generate, Phase.shrink)
+    settings(
+        max_examples=num, deadline=None, derandomize=is_default, database=None, phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )(given(strategy)(lambda value: claim(value)))()  # fmt: skip
+
+
+# --- the "fp8" block ---
+
+KEYS = Fp8Config.keys()
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def good_value(key: str) -> st.SearchStrategy[Any]:
+    """Mostly allowed values of a key, by what docs/config.md says of them."""
+    choices: list[st.SearchStrategy[Any]] = []
+    for value in KEYS[key].values.split(", "):
+        if value == "number":
+            choices.append(st.floats(0, 1) | st.integers(0, 1))
+        elif value == "integer":
+            choices.append(st.integers(0, 10**9))
+        elif value == "string":
+            choices.append(st.text(min_size=1, max_size=8))
+        elif value == "list of strings":
+            choices.append(st.lists(st.text(min_size=1, max_size=8), max_size=3))
+        elif value.startswith(("object of", '"fp8" by name')):
+            choices.append(
+                st.dictionaries(st.text(min_size=1, max_size=8), st.sampled_from(["bf16", "fp8"]), max_size=2)
+            )
+        else:
+            choices.append(st.just(json.loads(value)))
+    return st.one_of(choices)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Any:
+    """A block: some keys with good values, at most two with anything, now and then a key that there is not."""
+    if draw(st.integers(0, 19)) == 0:
+        return draw(ANYTHING)
+    block: dict[str, Any] = {"enabled": True}
+    keys = draw(st.lists(st.sampled_from(sorted(KEYS)), max_size=6, unique=True))
+    wild = draw(st.integers(0, 2)) if draw(st.booleans()) else 0
+    for index, key in enumerate(keys):
+        value = draw(ANYTHING if index < wild else good_value(key))
+        place = block
+        *path, name = key.split(".")[1:]
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+    if draw(st.integers(0, 9)) == 0:
+        block[draw(st.text(max_size=8))] = draw(ANYTHING)
+    return block
+
+
+def claim_block(block: Any) -> None:
+    before = copy.deepcopy(block)
+    try:
+        config = Fp8Config.from_block(block)
+    except ConfigError as error:
+        message = str(error)
+        assert message.startswith(("fp8", f"{message.split(' ')[0]} errors"))
+        assert ", got " in message and "expected " in message
+        return
+    finally:
+        assert repr(block) == repr(before)
+    assert Fp8Config.from_block(config.model_dump(mode="json", exclude_unset=True)) == config
+    json.dumps(config.to_state())
+    for key, value in block.items():  # nothing that was written is dropped
+        read = getattr(config, key)
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            found = getattr(read, name)
+            assert found == (tuple(inner) if isinstance(inner, list) else inner), (key, name)
+    for stage in range(4):
+        try:
+            config.check_stage(stage)
+        except ConfigError as error:
+            assert "expected" in str(error)
+
+
+@each_size
+def test_any_block_is_read_as_it_is_or_refused_by_name(num: int) -> None:
+    check(num, blocks(), claim_block)
+
+
+# --- the linear ---
+
+RECIPES = {r.name: r for r in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
+LAYOUTS = ("contiguous", "transposed", "every second", "expanded", "offset")
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values (the first row's, if expanded) in another memory layout."""
+    if layout == "transposed":
+        return values.t().contiguous().t()
+    if layout == "every second":
+        return torch.stack([values, values + 1], dim=-1).flatten(1)[:, ::2]
+    if layout == "expanded":
+        return values[:1].expand(values.shape)
+    if layout == "offset":
+        return torch.cat([values.new_ones(3), values.flatten()])[3:].view(values.shape)
+    return values
+
+
+@st.composite
+def linears(draw: st.DrawFn) -> dict[str, Any]:
+    lead = draw(st.lists(st.integers(0 if draw(st.integers(0, 9)) == 0 else 1, 5), min_size=1, max_size=3))
+    return {
+        "lead": lead,
+        "sizes": (draw(st.integers(1, 70)), draw(st.integers(1, 70))),
+        "recipe": draw(st.sampled_from(sorted(RECIPES))),
+        "grad_dtype": draw(st.sampled_from(["e5m2", "e4m3"])),
+        "backend": draw(st.sampled_from(["torch", "reference"])),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "bias": draw(st.booleans()),
+        "exponents": draw(st.tuples(*[st.integers(-12, 8)] * 3)),
+        "spread": draw(st.sampled_from([0.0, 1.0, 3.0])),
+        "layouts": draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))),
+        "zeros": draw(st.sampled_from(["", "", "", "input", "weight", "gradient"])),
+        "seed": draw(st.integers(0, 2**20)),
+    }
+
+
+def values_of(case: dict[str, Any], shape: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:
+    values = torch.randn(shape, generator=generator)
+    values *= torch.exp2(case["spread"] * torch.randn(shape, generator=generator)) * 10.0 ** case["exponents"][index]
+    return values * (case["zeros"] != ("input", "weight", "gradient")[index])
+
+
+def product_and_bound(a: Tensor, b: Tensor, units: tuple[tuple[float, float], ...]) -> tuple[Tensor, Tensor]:
+    """a @ b.T in float64, and by how much the product of their roundings may differ from it.
+
+    Args:
+        units: (relative error, absolute error over the amax) of a rounding of a, of b.
+    """
+    a, b = a.double(), b.double()
+    (rel_a, abs_a), (rel_b, abs_b) = units
+    error_a = rel_a * a.abs() + abs_a * (a.abs().amax() if a.numel() else 0)
+    error_b = rel_b * b.abs() + abs_b * (b.abs().amax() if b.numel() else 0)
+    bound = error_a @ b.abs().T + a.abs() @ error_b.T + error_a @ error_b.T
+    return a @ b.T, bound
+
+
+# Half a unit in the last place of 4 or 3 bits; half the smallest subnormal over the largest number. Block scales are
+# powers of two, so the amax lies down to half the largest number: twice as much.
+UNITS = {"e4m3": (2.0**-4, 2 * 2.0**-10 / 448), "e5m2": (2.0**-3, 2 * 2.0**-17 / 57344)}
+
+
+def claim_linear(case: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    (features, outputs), dtype = case["sizes"], case["dtype"]
+    tokens = torch.Size(case["lead"]).numel()
+    linear = nn.Linear(features, outputs, bias=case["bias"]).to(dtype)
+    with torch.no_grad():
+        linear.weight.copy_(values_of(case, (outputs, features), 1, generator))
+    config = LinearConfig(recipe=case["recipe"], grad_dtype=case["grad_dtype"], backend=case["backend"])
+    module = Fp8Linear.from_linear(copy.deepcopy(linear), RECIPES[case["recipe"]](config))
+    x = laid_out(values_of(case, (tokens, features), 0, generator).to(dtype), case["layouts"][0])
+    grad = laid_out(values_of(case, (tokens, outputs), 2, generator).to(dtype), case["layouts"][1])
+    leaf = x.detach().requires_grad_()
+    try:
+        output = module(leaf.view(*case["lead"], features) if x.is_contiguous() else leaf)
+        output.reshape(tokens, outputs).backward(grad)
+    except Fp8DsError as error:
+        assert "expected" in str(error)
+        return
+    weight, e4m3, gradient = linear.weight.detach(), UNITS["e4m3"], UNITS[case["grad_dtype"]]
+    assert module.weight.grad is not None and leaf.grad is not None
+    bias = linear.bias.detach().double() if case["bias"] else 0.0
+    for what, got, a, b, units, offset in (
+        ("output", output.reshape(tokens, outputs), x, weight, (e4m3, e4m3), bias),
+        ("grad_input", leaf.grad, grad, weight.T, (gradient, e4m3), 0.0),
+        ("grad_weight", module.weight.grad, grad.T, x.T, (gradient, e4m3), 0.0),
+    ):
+        exact, bound = product_and_bound(a, b, units)
+        exact = exact + offset
+        rounding = 2.0**-7 if dtype == torch.bfloat16 or "gw_hp" in case["recipe"] else 2.0**-18
+        allowed = bound * 1.001 + rounding * (exact.abs() + bound) + 1e-37
+        assert got.shape == exact.shape and got.dtype == dtype
+        assert bool(((got.double() - exact).abs() <= allowed).all()), (what, (got.double() - exact).abs().max())
+
+
+@each_size
+def test_any_linear_is_right_to_the_rounding_of_fp8(num: int) -> None:
+    check(num, linears(), claim_linear)
+
+
+# --- shards: of weights, and of the optimizer ---
+
+
+@st.composite
+def cuts(draw: st.DrawFn, numel: int, multiple: int = 1) -> list[int]:
+    """Edges of the parts of `numel` elements on 1 to 16 ranks, empty parts among them."""
+    places = draw(st.lists(st.integers(0, numel // multiple), max_size=15))
+    return sorted([0, *(place * multiple for place in places), numel])
+
+
+@st.composite
+def cut_weights(draw: st.DrawFn) -> Any:
+    shape = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    granularity = draw(st.sampled_from([TENSOR, ROW, TILE]))
+    return shape, granularity, draw(cuts(shape[0] * shape[1])), draw(st.integers(0, 2**20)), draw(st.integers(-30, 20))
+
+
+def claim_cut_weight(case: Any) -> None:
+    shape, granularity, edges, seed, exponent = case
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * torch.exp2(
+        3 * torch.randn(shape, generator=generator) + exponent
+    )
+    flat = weight.view(-1)
+    whole_scale, whole_inv = granularity.scales(granularity.amax(flat, shape))
+    expected = quantize(weight, per_element(whole_scale, shape), E4M3).view(-1)
+    amaxes = [granularity.amax(flat[a:b], shape, a) for a, b in itertools.pairwise(edges)]
+    scale, scale_inv = granularity.scales(torch.stack(amaxes).amax(0))
+    assert_bitwise(scale_inv, whole_inv)
+    for a, b in itertools.pairwise(edges):
+        if granularity == TENSOR:
+            part = quantize(flat[a:b], scale, E4M3)
+        else:
+            block = (granularity.block[0], granularity.block[1] or shape[1])
+            part = quantize_part(flat[a:b], scale, a, shape[1], block, E4M3)
+        assert_bitwise(part, expected[a:b])
+    values = (expected.float() * per_element(whole_inv, shape).expand(shape).reshape(-1)).double()
+    amax = per_element(granularity.amax(flat, shape).view_as(whole_inv), shape).expand(shape).reshape(-1).double()
+    allowed = flat.double().abs() * 2.0**-4 * 1.001 + amax * UNITS["e4m3"][1] + 1e-37
+    assert bool(((values - flat.double()).abs() <= allowed).all())
+
+
+@each_size
+def test_any_cut_of_a_weight_over_ranks_gives_the_bytes_of_the_whole(num: int) -> None:
+    check(num, cut_weights(), claim_cut_weight)
+
+
+@st.composite
+def cut_shards(draw: st.DrawFn) -> Any:
+    numel = draw(st.integers(1, 1500))
+    return {
+        "numel": numel,
+        "edges": draw(cuts(numel, 128)),
+        "format": draw(st.sampled_from(sorted(BY_NAME))),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "scale": draw(st.integers(0, 3)),
+        "decoupled": draw(st.booleans()),
+        "step": draw(st.integers(1, 2000)),
+        "seed": draw(st.integers(0, 1000)),
+        "break": draw(st.sampled_from([0.0, 0.0, 0.0, float("nan"), float("inf")])),
+    }
+
+
+def part_of(shard: AdamShard, start: int, stop: int) -> AdamShard:
+    """Elements [start, stop) of a shard that starts at 0, on a rank of their own; `start` is a multiple of 128."""
+    part = copy.copy(shard)
+    part.start, part.numel = start, stop - start
+    groups = slice(start // 128, -(-stop // 128) if stop > start else start // 128)
+    elements = slice(groups.start * 128, groups.stop * 128)
+    part.hi = shard.hi[start:stop].clone()
+    part.lo = None if shard.lo is None else shard.lo[elements].clone()
+    part.m, part.v = shard.m[elements].clone(), shard.v[elements].clone()
+    part.m_scale_inv, part.v_scale_inv = shard.m_scale_inv[groups].clone(), shard.v_scale_inv[groups].clone()
+    return part
+
+
+def claim_cut_shard(case: dict[str, Any]) -> None:
+    fmt = BY_NAME[case["format"]]
+    whole = make_shard(fmt, case["numel"], 0, case["seed"], case["scale"])
+    before = clone_shard(whole)
+    grad = make_grad(whole, case["dtype"], case["seed"])
+    if case["break"]:
+        grad[case["numel"] // 2] = case["break"]
+    parts = [part_of(whole, a, b) for a, b in zip(case["edges"], case["edges"][1:], strict=False)]
+    inputs = [make_inputs(case["step"], decoupled=case["decoupled"], seed=case["seed"]) for _ in (whole, *parts)]
+    prepare([whole], "reference")([grad], inputs[0])
+    for part, own in zip(parts, inputs[1:], strict=True):
+        prepare([part], "reference")([grad[part.start : part.start + part.numel].clone()], own)
+        expected = part_of(whole, part.start, part.start + part.numel)
+        for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv"):
+            mine, theirs = getattr(part, name), getattr(expected, name)
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), name
+    amax = torch.stack([own.amax for own in inputs[1:]])
+    assert_bitwise(torch.where(amax.isnan().any(0), torch.nan, amax.nan_to_num().amax(0)), inputs[0].amax)
+    if not case["break"] and fmt.is_split and fmt.is_fp8:
+        assert_moves_are_bounded(before, whole, inputs[0])
+
+
+def assert_moves_are_bounded(before: AdamShard, after: AdamShard, inputs: Any) -> None:
+    """No element moves by more than decay and the clamped update, and a rounding of its master."""
+    old, new = [
+        decode(shard.hi, shard.lo[: shard.numel], shard.fmt, scales[shard.scale_index]).double()  # type: ignore[index]
+        for shard, scales in ((before, inputs.scale_inv), (after, inputs.next_scale_inv))
+    ]
+    lr, bound = float(inputs.hyper[0, 0]), float(inputs.hyper[0, 8])
+    ceiling = 448.0 * float(inputs.next_scale_inv[after.scale_index]) * 1.07
+    unit = old.abs() * 2.0**-7 + ceiling * 2.0**-15
+    moved = (new - old.clamp(-ceiling, ceiling)).abs()
+    assert bool((moved <= lr * (bound + 1) * 1.01 + unit + 1e-4 * old.abs()).all()), float(moved.max())
+
+
+@each_size
+def test_any_cut_of_the_optimizer_over_ranks_gives_the_bytes_of_the_whole(num: int) -> None:
+    check(num, cut_shards(), claim_cut_shard)
