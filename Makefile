@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
-LINTED := fp8_ds tests examples benchmarks setup.py
+LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py
 
 .PHONY: setup demo test test-slow test-gpu test-multinode lint format clean
 

@@ -18,16 +18,7 @@ from pydantic_core import ErrorDetails
 
 from fp8_ds.errors import ConfigError
 
-# Of the whole block in DESIGN.md, what a later version brings: keys, and values of keys that exist.
-_LATER_KEYS = frozenset(
-    (
-        "fp8.attention",
-        "fp8.activations.smooth_swiglu",
-        "fp8.schedule",
-        "fp8.guard",
-        "fp8.monitor",
-    )
-)
+# Of the whole block in DESIGN.md, values of keys that a later version brings.
 _LATER_VALUES = {
     "fp8.linear.backend": ("te",),
 }
@@ -37,6 +28,11 @@ _NOT_YET = "not available in this version"
 def _tuple_of_list(value: Any) -> Any:
     """JSON has lists only; a frozen model holds tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _float_of_int(value: Any) -> Any:
+    """JSON writes 0 for 0.0, which a strict model takes for an integer."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class _Block(BaseModel):
@@ -118,13 +114,19 @@ class ActivationsConfig(_Block):
     fused: bool = False
     nonlinear: Literal["bf16", "fp8"] = "bf16"
     cross_entropy: Literal["stock", "liger"] = "stock"
+    smooth_swiglu: bool = False
 
-    def check(self) -> None:
-        """`nonlinear` has modules to take effect in.
+    def check(self, recipe: str) -> None:
+        """Everything that is set can take effect with this recipe of the linears.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: `nonlinear` has no modules to do so in; or smooth SwiGLU is asked of another recipe.
         """
+        if self.smooth_swiglu and recipe != "tensorwise":
+            raise ConfigError(
+                f'fp8.activations.smooth_swiglu: expected false with recipe "{recipe}", got true. Scales of channels '
+                'are folded into tensors that have one scale: use "tensorwise", or remove the key.'
+            )
         if self.nonlinear == "fp8" and not self.fused:
             raise ConfigError(
                 'fp8.activations.nonlinear: expected "bf16" with fused false, got "fp8". It says what fused modules '
@@ -156,6 +158,79 @@ class TensorParallelConfig(_Block):
             )
 
 
+class ScheduleConfig(_Block):
+    bf16_until_step: Annotated[int, Field(ge=0)] = 0
+    bf16_last_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(_float_of_int)] = 0.0
+    bf16_below_lr: Annotated[float, Field(gt=0), BeforeValidator(_float_of_int)] | None = None
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+    layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
+
+    def check(self) -> None:
+        """Everything that is set can take effect.
+
+        Raises:
+            ConfigError: `total_steps` without a fraction of it.
+        """
+        if self.total_steps is not None and self.bf16_last_fraction == 0:
+            raise ConfigError(
+                f"fp8.schedule.total_steps: expected null with bf16_last_fraction 0, got {self.total_steps}. Remove "
+                "the key, or write the fraction."
+            )
+
+
+class MonitorConfig(_Block):
+    every: Annotated[int, Field(ge=0)] = 0
+    sink: Annotated[str, Field(min_length=1)] = "deepspeed"
+
+    def check(self) -> None:
+        """`sink` has something to take.
+
+        Raises:
+            ConfigError: it has nothing.
+        """
+        if self.every == 0 and self.sink != "deepspeed":
+            raise ConfigError(
+                f'fp8.monitor.sink: expected "deepspeed" with every 0, got "{self.sink}". Nothing is written then: set '
+                '"every": 100, or remove the key.'
+            )
+
+
+class GuardConfig(_Block):
+    saturation: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.01
+    underflow: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.2
+    action: Literal["report", "bf16"] | None = None
+
+    def check(self) -> None:
+        """The limits have something to take effect on.
+
+        Raises:
+            ConfigError: the guard is off.
+        """
+        found = sorted(self.model_fields_set - {"action"})
+        if self.action is None and found:
+            raise ConfigError(
+                f'fp8.guard.action: expected "report" or "bf16" with {" and ".join(found)}, got null. Without it the '
+                'guard is off: set "action": "report", or remove the limits.'
+            )
+
+
+class AttentionConfig(_Block):
+    backend: Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "fa2", "cudnn", "flex", "sdpa"] | None = None
+    hadamard: bool = False
+
+    def check(self) -> None:
+        """`hadamard` has something to take effect on.
+
+        Raises:
+            ConfigError: it has nothing.
+        """
+        if self.hadamard and self.backend not in ("fa3_fp8", "fa3_fp8_emulated"):
+            raise ConfigError(
+                f"fp8.attention.hadamard: expected false with backend {_as_json(self.backend)}, got true. It is for "
+                'what is rounded to FP8: set "backend": "fa3_fp8", or remove the key.'
+            )
+
+
 class Key(NamedTuple):
     """One key of the block, as docs/config.md shows it."""
 
@@ -172,6 +247,10 @@ class Fp8Config(_Block):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     @classmethod
     def from_block(cls, block: Any) -> Fp8Config:
@@ -193,8 +272,12 @@ class Fp8Config(_Block):
             lines = [_explain(details) for details in error.errors(include_url=False)]
         else:
             config.linear.check()
-            config.activations.check()
+            config.activations.check(config.linear.recipe)
             config.tensor_parallel.check(config.linear.recipe)
+            config.attention.check()
+            config.schedule.check()
+            config.guard.check()
+            config.monitor.check()
             return config
         if len(lines) == 1:
             raise ConfigError(lines[0])
@@ -252,7 +335,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _walk(kind, f"{prefix}.{name}")
         else:
-            default = "required" if field.is_required() else _as_json(field.get_default())
+            default = "required" if field.is_required() else _as_json(field.get_default(call_default_factory=True))
             yield f"{prefix}.{name}", Key(_values_of(kind), default)
 
 
@@ -261,6 +344,12 @@ def _values_of(kind: Any) -> str:
         return "true, false"
     if kind is int:
         return "integer"
+    if kind is float:
+        return "number"
+    if kind is str:
+        return "string"
+    if get_origin(kind) is dict:
+        return f"object of {_values_of(get_args(kind)[1])} by name"
     if get_origin(kind) is Annotated:
         return _values_of(get_args(kind)[0])
     if get_origin(kind) is Literal:
@@ -294,8 +383,14 @@ def _explain(details: ErrorDetails) -> str:
 
 def _expected(key: str, details: ErrorDetails) -> str:
     known = Fp8Config.keys()
-    if details["type"] == "greater_than_equal":
-        return f"an integer of at least {details['ctx']['ge']}"
+    limits = {"greater_than_equal": ("ge", "of at least"), "greater_than": ("gt", "above")}
+    limits["less_than_equal"] = ("le", "of at most")
+    if details["type"] in limits:
+        name, words = limits[details["type"]]
+        kind = "an integer" if isinstance(details["ctx"][name], int) else "a number"
+        return f"{kind} {words} {details['ctx'][name]}"
+    if key.startswith("fp8.schedule.layers."):
+        return '"bf16" or "fp8"'
     if key in known:
         values = known[key].values.split(", ")
         return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
@@ -332,10 +427,8 @@ def _block_remedy(block: Any) -> str:
 
 
 def _unknown_key_remedy(key: str) -> str:
-    if key in _LATER_KEYS:
-        return f"The key is {_NOT_YET}: remove it."
     known = list(Fp8Config.keys())
-    blocks = [f"fp8.{name}" for name in ("linear", "zero", "optimizer", "activations", "tensor_parallel")]
+    blocks = [f"fp8.{name}" for name, field in Fp8Config.model_fields.items() if field.default_factory is not None]
     parent, _, name = key.rpartition(".")
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]

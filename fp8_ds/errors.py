@@ -20,4 +20,8 @@ class NumericsError(Fp8DsError, ArithmeticError):
 
 
 class SeamError(Fp8DsError, RuntimeError):
-    """A symbol of DeepSpeed that we override is missing or has another signature in the installed version."""
+    """A symbol of DeepSpeed or Megatron that we rely on is missing, or has another signature, in what is installed."""
+
+
+class CheckpointError(Fp8DsError, RuntimeError):
+    """A checkpoint could not be written whole, or the one to be loaded is torn, damaged, or of another run."""

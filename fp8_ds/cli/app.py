@@ -1,7 +1,7 @@
 """The `fp8-ds` command.
 
-Exit codes: 0 done (`autoload status`: on), 1 `autoload status`: off or outdated, 2 wrong usage, 3 the file could not
-be written, read or removed.
+Exit codes of all commands: 0 done and well, 1 the answer is no, 2 wrong usage or refused, 3 a file could not be read,
+written or removed. docs/cli.md says what "no" is for each.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Annotated
 import typer
 
 from fp8_ds.cli import autoload
-
-EXIT_NOT_ON = 1
-EXIT_FILE = 3
+from fp8_ds.cli.common import EXIT_FILE, EXIT_NO
+from fp8_ds.cli.compare import compare
+from fp8_ds.cli.convert import convert
+from fp8_ds.cli.doctor import doctor
+from fp8_ds.cli.estimate import estimate
+from fp8_ds.cli.plan import plan
 
 app = typer.Typer(name="fp8-ds", help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False)
 autoload_app = typer.Typer(
@@ -24,6 +27,8 @@ autoload_app = typer.Typer(
     "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error.",
     no_args_is_help=True,
 )
+for command in (doctor, plan, estimate, compare, convert):
+    app.command()(command)
 app.add_typer(autoload_app, name="autoload")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")]
@@ -59,7 +64,7 @@ def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
         raise _failed(error, folder, as_json) from error
     _show(current, folder, changed=False, as_json=as_json)
     if current != "on":
-        raise typer.Exit(EXIT_NOT_ON)
+        raise typer.Exit(EXIT_NO)
 
 
 def _change(action: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> None:

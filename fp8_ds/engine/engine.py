@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -13,17 +18,25 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 
+from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
 from fp8_ds.config import Fp8Config, LinearConfig, OptimizerConfig
 from fp8_ds.engine.attention import describe_attention
 from fp8_ds.engine.cross_entropy import fuse_loss
+from fp8_ds.engine.health import add_guard, health_monitor
 from fp8_ds.engine.layer_choice import choose_layers
-from fp8_ds.engine.refusals import AUTOTP_PIPELINE, AUTOTP_STAGE_3, refuse_device
+from fp8_ds.engine.precision import LayerPrecision, Request
+from fp8_ds.engine.refusals import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
+from fp8_ds.engine.saving import Recorder, check_whole, save_whole
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
+from fp8_ds.monitor.health import HealthMonitor
 from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.nn.recipe_smooth import smooth_swiglus
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.autotp import as_plain_weights, autotp_linears, configure_autotp, set_gathers
+from fp8_ds.tp.group import device_of
 from fp8_ds.tp.linears import ParallelLinear
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
 from fp8_ds.zero.building import BuildingHost, building
@@ -61,6 +74,86 @@ class Fp8Engine:
     fp8: Fp8Context | None = None
     _fp8_unused: Fp8Context | None = None
     _fp8_said_state_dict = False
+    _fp8_after_step: tuple[Callable[[], None], ...] = ()
+    _fp8_is_after_step = False
+    _fp8_health: HealthMonitor | None = None
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.fp8 is None:
+            return
+        self.fp8.precision = LayerPrecision(
+            self.module,
+            self.optimizer.fp8_set_bf16,
+            self.fp8.config.schedule,
+            _total_steps(self._config),
+            self.device,
+            _say,
+        )
+        self._fp8_update_precision()
+        if not self.fp8.precision.schedule.is_constant:
+            self._fp8_after_step += (self._fp8_update_precision,)
+        if self.fp8.config.monitor.every or self.fp8.config.guard.action is not None:
+            self._fp8_start_monitor()
+
+    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Stock step; then what follows it, each a function of its own, none by default."""
+        super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_is_after_step = True
+        for follow in self._fp8_after_step:
+            follow()
+        self._fp8_is_after_step = False
+
+    def _fp8_start_monitor(self: Any) -> None:
+        settings, guards = self.fp8.config.monitor, self.fp8.config.guard.action is not None
+        every, sink = (settings.every, settings.sink) if settings.every else (GUARD_EVERY, None)
+        health = self._fp8_health = health_monitor(self, every, sink)
+        if guards:
+            add_guard(self, health, _say)
+        health.start(self.global_steps)
+        self._fp8_after_step += (lambda: health.after_step(self.global_steps, self.global_samples),)
+        flush = weakref.WeakMethod(health.flush)  # of an engine that lives until the process ends, and is not destroyed
+        atexit.register(lambda: None if (last := flush()) is None else last())
+
+    def destroy(self: Any) -> None:
+        """Stock, after the last report."""
+        if self._fp8_health is not None:
+            self._fp8_health.flush()
+        super().destroy()  # type: ignore[misc]
+
+    def _fp8_update_precision(self: Any) -> None:
+        self.fp8.precision.update(self.global_steps, max(float(lr) for lr in self.get_lr()))
+
+    def set_layer_precision(self: Any, names: str | Sequence[str], precision: Request) -> list[str]:
+        """Layers compute in bf16 or FP8 from the next step on, whatever the schedule; "schedule": as it says again.
+
+        Collective: called on all ranks alike, between optimizer steps (or from what follows a step, as the guard is).
+        Checkpoints keep it.
+
+        Args:
+            names: of layers, or parts of names.
+            precision: "bf16", "fp8" or "schedule".
+
+        Returns:
+            The layers meant.
+
+        Raises:
+            ConfigError: FP8 is off; a name is of no layer in FP8, or ranks disagree: on all ranks, nothing has changed.
+            UnsupportedError: layers are tensor-parallel, or gradients are being accumulated.
+        """
+        if self.fp8 is None:
+            raise ConfigError(
+                "set_layer_precision: expected an engine with layers in FP8, got none. Turn fp8.enabled on."
+            )
+        if self.micro_steps % self.gradient_accumulation_steps() and not self._fp8_is_after_step:
+            raise UnsupportedError(
+                f"set_layer_precision: expected a call between optimizer steps, got one after micro-batch "
+                f"{self.micro_steps % self.gradient_accumulation_steps()} of {self.gradient_accumulation_steps()}. "
+                "Call it after engine.step() at the boundary."
+            )
+        layers = self.fp8.precision.request([names] if isinstance(names, str) else list(names), precision)
+        self._fp8_update_precision()
+        return list(layers)
 
     def _configure_distributed_model(self: Any, model: Any) -> None:
         """After DeepSpeed has cast, moved and broadcast the model, retype its linears in place."""
@@ -74,7 +167,7 @@ class Fp8Engine:
         if self.client_optimizer is None and not self.optimizer_name():
             _say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
             return
-        refuse_device(config.linear.recipe, config.linear.backend, *_capabilities(self.device))
+        refuse_device(config.linear.recipe, config.linear.backend, *capabilities(self.device))
         _let_the_host_run_ahead(self._config)
         foreign = autotp_linears(self.module) if is_autotp else {}
         plan = _agree_on_plan(self.module, config.linear, config.optimizer.states == "fp8", foreign)
@@ -93,7 +186,11 @@ class Fp8Engine:
         _say(plan.describe())
         if is_autotp:
             _say(set_gathers(self.module, config.tensor_parallel))
+        if config.attention.backend is not None:
+            use_backend(self.module, config.attention.backend, hadamard=config.attention.hadamard)
         _say(describe_attention(self.module, self.device))
+        if config.activations.smooth_swiglu:
+            _say(smooth_swiglus(self.module, config.linear))
         if config.activations.fused:
             _say(fuse_producers(self.module, config.activations).describe())
         if config.activations.cross_entropy == "liger":
@@ -130,6 +227,7 @@ class Fp8Engine:
             mixins.insert(0, _REDUCE_MIXINS[host])
         zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
         zero.fp8_init(self.fp8)
+        _wait_no_longer_than_the_default_group(zero.dp_process_group)
         _start_count_anew(self.fp8)
         return zero
 
@@ -201,13 +299,17 @@ class Fp8Engine:
             `gathered_bytes` (of weights, in the last finished step, own share included), `gathered_fp8_bytes` of
             these, `reduced_bytes` (handed to FP8 reduce-scatters in that step, 0 if gradients are reduced in bf16),
             `num_amax_reduces` in that step, `resident_weight_bytes` and its parts, `num_fp8_weights`
-            (elements), `plan` (one line).
+            (elements), `plan` (one line), `num_layers_in_bf16` (of the plan's, by schedule or request).
         """
         if self.fp8 is None:
             return {"enabled": False}
         last = self.fp8.counter.last or self.fp8.counter
         resident = self.optimizer.fp8_resident_bytes()
         num_weights = resident.pop("num_fp8_weights")
+        if isinstance(self.optimizer, Fp8ZeroStage12):  # of frozen weights, which are in no partition
+            num_frozen = sum(p.numel() for p in self.fp8.frozen.values())
+            resident["fp8"] += num_frozen
+            num_weights += num_frozen
         return {
             "enabled": True,
             "gathered_bytes": last.total,
@@ -218,22 +320,50 @@ class Fp8Engine:
             **{f"resident_{kind}_bytes": value for kind, value in resident.items()},
             "num_fp8_weights": num_weights,
             "plan": self.fp8.plan.describe(),
+            "num_layers_in_bf16": len(self.fp8.precision.in_bf16),
         }
 
     # --- checkpoints ---
 
     def save_checkpoint(
-        self: Any, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+        self: Any,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Stock save, with bf16 of the masters as `module` and our state under one key of the model file."""
+        """Stock save, with bf16 of the masters as `module` and our state under one key of the model file; complete and
+        checksummed before it has its name, and `latest` after that.
+
+        Raises:
+            CheckpointError: a rank could not write, on all ranks; checkpoints before are untouched.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client_state = dict(client_state or {})
         if (context := self.fp8 or self._fp8_unused) is not None:
             client_state[CHECKPOINT_KEY] = save_state(context)
+
+        def write(tag: str) -> Any:
+            return super(Fp8Engine, self).save_checkpoint(  # type: ignore[misc]
+                save_dir, tag, client_state, save_latest=False, exclude_frozen_parameters=exclude_frozen_parameters
+            )
+
         if self.fp8 is None:
-            return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
+            return save_whole(self, save_dir, tag, save_latest, write, _say)
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with self.optimizer.fp8_export(writes):
-            return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)  # type: ignore[misc]
+            return save_whole(self, save_dir, tag, save_latest, write, _say)
+
+    def _copy_recovery_script(self: Any, save_path: str) -> None:
+        """Stock copy; rank 0's failure waits until all ranks can hear of it."""
+        copy = super()._copy_recovery_script  # type: ignore[misc]
+        if isinstance(self.checkpoint_engine, Recorder):
+            self.checkpoint_engine.attempt(copy, save_path)
+        else:
+            copy(save_path)
 
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock save of bf16 of the masters. Collective in every stage.
@@ -258,20 +388,55 @@ class Fp8Engine:
         with self.optimizer.fp8_export(True, on_device=True), as_plain_weights(self.module.parameters()):
             return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
 
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock load; then our state, if the checkpoint has it, and what it says about other settings."""
+    def load_checkpoint(
+        self: Any,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Stock load of a checkpoint that has been checked; then our state, if the checkpoint has it, and what it says
+        about other settings.
+
+        Raises:
+            CheckpointError: the checkpoint is torn, damaged, of another model or layout, or holds more than data: on
+                all ranks, before anything is loaded.
+        """
+        tag = check_whole(
+            self,
+            load_dir,
+            tag,
+            module_only=load_module_only and load_optimizer_states,
+            with_optimizer=load_optimizer_states and not load_module_only and self.zero_optimization(),
+            reads_latest=self.zero_optimization_partition_weights() and not load_optimizer_states,
+            say=_say,
+        )
+        load = partial(
+            super().load_checkpoint,  # type: ignore[misc]
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
         if self.fp8 is None:
-            path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            path, client_state = load()
             if self._fp8_unused is not None and client_state is not None:
                 restore_state(self._fp8_unused, client_state.pop(CHECKPOINT_KEY, None), _say)
             return path, client_state
         with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
-            path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            path, client_state = load()
             state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
             scales.update(split_master_scales(state))
         if client_state is not None:
             _start_count_anew(self.fp8)
             restore_state(self.fp8, state, _say)
+            self._fp8_update_precision()
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,12 +473,10 @@ def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[typ
     return _RELEASE_MIXINS if settings.releases(gradient_clipping) else _STATES_MIXINS
 
 
-def _capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """(compute capability, version of CUDA), each None where there is none."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None, None
-    major, minor = torch.version.cuda.split(".")[:2]
-    return torch.cuda.get_device_capability(device), (int(major), int(minor))
+def _total_steps(config: Any) -> int | None:
+    """Optimizer steps of the run, where DeepSpeed's scheduler is told them."""
+    total = (config.scheduler_params or {}).get("total_num_steps")
+    return total if isinstance(total, int) else None
 
 
 def _let_the_host_run_ahead(config: Any) -> None:
@@ -337,6 +500,13 @@ def _say(line: str) -> None:
         logger.warning(line)
 
 
+def _wait_no_longer_than_the_default_group(group: Any) -> None:
+    """DeepSpeed makes ZeRO's group with torch's own time-out (gloo: 30 minutes), not with `init_distributed`'s."""
+    options = getattr(dist.group.WORLD._get_backend(device_of(None)), "options", None)  # type: ignore[union-attr]
+    if options is not None:
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+
+
 def _start_count_anew(context: Fp8Context) -> None:
     """What `initialize` or a load gathered belongs to no step."""
     context.counter.end_step()
@@ -358,7 +528,7 @@ def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool, foreig
         plan, error = make_plan(module, config, foreign=foreign), None
     except ConfigError as caught:
         plan, error = Plan(()), caught
-    found = torch.tensor([plan.num_converted], device=next(module.parameters(), torch.empty(0)).device)
+    found = torch.tensor([plan.num_converted], device=device_of(None))
     ds_comm.all_reduce(found)
     if error is not None and int(found) == 0 and not may_be_empty:
         raise error

@@ -60,6 +60,13 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     model = arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)
+        if fp8.attention.backend is not None:
+            import torch
+            from deepspeed.accelerator import get_accelerator
+
+            from fp8_ds.attention.huggingface import refuse_attention
+
+            refuse_attention(model, torch.device(get_accelerator().device_name()), fp8.attention.backend)
         if fp8.activations.cross_entropy == "liger":
             from deepspeed.accelerator import get_accelerator
 
@@ -89,16 +96,20 @@ def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _apply_patches() -> None:
-    """Every seam is checked, then the one function that has to be patched is. Once per `install()`."""
+    """Every seam is checked, then the one function that has to be patched is, once per `install()`; Accelerate's export
+    as soon as there is an Accelerate."""
     from deepspeed.runtime.zero import stage_1_and_2
 
+    from fp8_ds.engine.accelerate_export import patch_accelerate
     from fp8_ds.engine.activation import RECORD
     from fp8_ds.engine.seams import check_seams
     from fp8_ds.zero.stage12 import patched_all_gather
 
     if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+        patch_accelerate()
         return
     check_seams()
+    patch_accelerate()
     RECORD.set(stage_1_and_2, "all_gather_dp_groups", patched_all_gather(stage_1_and_2.all_gather_dp_groups))
 
 

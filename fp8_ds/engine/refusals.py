@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
 from fp8_ds.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 Config = Mapping[str, Any]
 
@@ -202,6 +205,18 @@ REFUSALS = (
         'Remove "elastic_checkpoint"; use universal checkpoints to change the world size.',
     ),
     Refusal(
+        "checkpoint.writer.decoupled: true",
+        lambda c: _is_on(_block(c, "checkpoint", "writer").get("decoupled")),
+        "files that are still being written have no checksum, and a failed write would reach no rank",
+        'Remove "decoupled"; the other writers work.',
+    ),
+    Refusal(
+        "datastates_ckpt",
+        lambda c: c.get("datastates_ckpt") not in (None, False),
+        "files that are still being written have no checksum, and a failed write would reach no rank",
+        'Remove "datastates_ckpt".',
+    ),
+    Refusal(
         "data_types.grad_accum_dtype: fp32 with stage 1",
         lambda c: (
             zero_stage(c) == 1
@@ -341,7 +356,12 @@ AUTOTP_PIPELINE = ModelRefusal(
     "its stages have groups of their own, and DeepSpeed does not test the two together",
     'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
 )
-MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE)
+PARALLEL_SCHEDULE = ModelRefusal(
+    "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
+    "their gathers move FP8 only",
+    'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
+)
+MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PARALLEL_SCHEDULE)
 
 
 @dataclass(frozen=True)
@@ -415,6 +435,16 @@ DEVICE_REFUSALS = (
         lambda capability, cuda: cuda >= (12, 9),
     ),
 )
+
+
+def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """(compute capability, version of CUDA that torch was built with), each None where there is none."""
+    import torch
+
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None, None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return torch.cuda.get_device_capability(device), (int(major), int(minor))
 
 
 def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:

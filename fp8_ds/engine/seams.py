@@ -80,6 +80,9 @@ SEAMS = (
     ),
     Seam(_ENGINE, "DeepSpeedEngine._configure_distributed_model", ("self", "model"), "override", "converts linears"),
     Seam(_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer"), "override", "retypes ZeRO"),
+    Seam(_ENGINE, "DeepSpeedEngine.__init__", ("self", "args", "model"), "override", "starts what follows a step"),
+    Seam(_ENGINE, "DeepSpeedEngine.destroy", ("self",), "override", "the last report"),
+    Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._configure_basic_optimizer",
@@ -97,6 +100,15 @@ SEAMS = (
     Seam(
         _ENGINE, "DeepSpeedEngine.save_checkpoint", ("self", "save_dir", "tag", "client_state"), "override", "exports"
     ),
+    Seam(
+        _ENGINE,
+        "DeepSpeedEngine._copy_recovery_script",
+        ("self", "save_path"),
+        "override",
+        "a full disk there is an error on all ranks",
+    ),
+    Seam(_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("self", "checkpoints_path", "tag"), "rely", "own model file"),
+    Seam(_ENGINE, "DeepSpeedEngine._get_zero_param_shapes", ("self",), "rely", "compared with a checkpoint's"),
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint", ("self", "load_dir", "tag"), "override", "restores our state"),
     Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
     Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),

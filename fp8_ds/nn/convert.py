@@ -157,6 +157,17 @@ def _verdict(
     return True, "eligible"
 
 
+def _others(model: nn.Module) -> str:
+    """Classes that multiply by matrices and are no nn.Linear: GPT-2's Conv1D, experts in one parameter."""
+    kinds = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (nn.Linear, nn.Embedding))
+        and any(len(_full_shape(p)) > 1 for p in module.parameters(recurse=False))
+    )
+    return "".join(f"; {number} {kind}, not nn.Linear" for kind, number in kinds.items())
+
+
 def make_plan(
     model: nn.Module,
     linear_config: LinearConfig,
@@ -193,6 +204,7 @@ def make_plan(
     plan = Plan(tuple(layers))
     if plan.num_converted == 0 and not may_be_empty:
         found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
+        found += _others(model)
         raise ConfigError(
             f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. "
             'Shorten "linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, or '

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,11 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
 
-if TYPE_CHECKING:
-    from fp8_ds.zero.payload import Fp8Payload
-
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
-    """The weight's E4M3 bytes as they are now.
+    """The weight's E4M3 bytes as they are now (of a layer that is in bf16, bf16 of its masters).
 
     Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
 
@@ -34,14 +31,7 @@ def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
             current scaling, as `recipe` has it.
         recipe: of the layer.
     """
-    payload: Fp8Payload | None = getattr(weight, "_fp8", None)
-    if payload is None:
-        return recipe.quantize_weight(weight.detach())
-    if payload.data is not None:
-        return Fp8Weight(payload.data, payload.scale_inv)
-    # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
-    with torch._C.DisableTorchFunctionSubclass():
-        return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
+    return recipe.read_weight(weight)
 
 
 def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -54,8 +44,7 @@ def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe:
         recipe: of the layer.
         dtype: of the output.
     """
-    output_TO = recipe.output(x_fp8, read_weight(weight, recipe), dtype)
-    return output_TO if bias is None else output_TO + bias.to(dtype)
+    return recipe.biased_output(x_fp8, read_weight(weight, recipe), bias, dtype)
 
 
 def linear_grads(

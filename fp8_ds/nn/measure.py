@@ -17,8 +17,8 @@ from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 
-Step = Callable[[], None]
-"""One forward and backward."""
+Step = Callable[[], object]
+"""One forward and backward, or whatever else is timed."""
 
 _NUM_WARM, _NUM_SAMPLES = 5, 7
 _SAMPLE_US, _MAX_CALLS = 20_000.0, 50
@@ -72,11 +72,11 @@ class LinearStep:
 
     def __init__(self, module: nn.Linear, x: Tensor, grad_output: Tensor) -> None:
         self.module = module
-        self._x = x
+        self.x = x
         self._grad_output = grad_output
 
     def __call__(self) -> None:
-        self.module(self._x.detach().requires_grad_()).backward(self._grad_output)
+        self.module(self.x.detach().requires_grad_()).backward(self._grad_output)
         for p in self.module.parameters():
             p.grad = None
 

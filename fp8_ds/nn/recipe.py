@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from fp8_ds.ops.quantize import (
 )
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
+
+if TYPE_CHECKING:
+    from fp8_ds.zero.payload import Fp8Payload
 
 
 class Fp8Weight(NamedTuple):
@@ -63,15 +66,28 @@ class Recipe(ABC):
 
     Attributes:
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
+        is_fp8: whether its GEMMs run in FP8.
     """
 
     name: str
     needs_grad_columns = True
+    is_fp8 = True
 
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
         self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
         self.shared = shared
+
+    def read_weight(self, weight: Tensor) -> Fp8Weight:
+        """See nn/linear.py."""
+        payload: Fp8Payload | None = getattr(weight, "_fp8", None)
+        if payload is None:
+            return self.quantize_weight(weight.detach())
+        if payload.data is not None:
+            return Fp8Weight(payload.data, payload.scale_inv)
+        # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
+        with torch._C.DisableTorchFunctionSubclass():
+            return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         """The layer's input in E4M3, [T, I]: always its rows, for the output.
@@ -153,6 +169,11 @@ class Recipe(ABC):
         return scaled_mm(
             x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
         )
+
+    def biased_output(self, x_fp8: Quantized, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`output`, with `bias` [O] added."""
+        output_TO = self.output(x_fp8, weight, dtype)
+        return output_TO if bias is None else output_TO + bias.to(dtype)
 
     @abstractmethod
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

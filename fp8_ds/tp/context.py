@@ -31,6 +31,7 @@ class TensorParallel:
         config: see `set_config`.
         inputs: gathered inputs that are being read.
         full_shape: (batch, sequence) of the current forward, where `parallelize` shards tokens.
+        num_bytes_gathered: in FP8 by the linears, so far; this rank's own share included.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TensorParallel:
         self.set_config(config or TensorParallelConfig())
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
+        self.num_bytes_gathered = 0
 
     def set_config(self, config: TensorParallelConfig) -> None:
         """Layers talk as `config` says; before they are converted to FP8.

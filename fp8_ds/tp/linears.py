@@ -278,6 +278,7 @@ def gather_input(
     tp.check_first(x, is_full=False)
     shard = rule.send_input(x, record=torch.is_grad_enabled())
     gathered = Gathered(tp.group, shard, tp.config.chunks)
+    tp.num_bytes_gathered += gathered.num_bytes
     return gather_tokens_fp8(x, gathered, tp, shape), gathered
 
 
@@ -313,6 +314,7 @@ class _RowFunction(torch.autograd.Function):
         if rule is not None and tp.sequence_parallel:
             shard = rule.send_grad(as_matrix(grad_output))
             gathered = Gathered(tp.group, shard, tp.config.chunks)
+            tp.num_bytes_gathered += gathered.num_bytes
             grads = _grads_of_gathered(gathered, ctx.weight, rule, kept, needs_input, grad_output.dtype)
         else:
             grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)

@@ -28,11 +28,11 @@ from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
 from fp8_ds.ops.align import align
 from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.gemm import scaled_mm
-from fp8_ds.ops.quantize import amax, quantize, quantize_colwise_t, quantize_planes
+from fp8_ds.ops.quantize import amax, quantize, quantize_colwise_t, quantize_planes, quantize_tensor_pow2
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling.current import scale_from_amax
 from fp8_ds.tp.gather import Gathered, Shard
-from fp8_ds.tp.scales import quantize_rows_pow2, quantize_tensor_pow2
+from fp8_ds.tp.scales import quantize_rows_pow2
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 """Of linears whose operands can be gathered in FP8."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,6 +13,9 @@ from fp8_ds.nn.convert import Plan
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, Granularity
 from fp8_ds.zero.release import ReleaseUpdater
+
+if TYPE_CHECKING:
+    from fp8_ds.engine.precision import LayerPrecision
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Fp8Context:
     counter: bytes our gathers moved.
     check_overflow: `bf16.check_grad_overflow`.
     release: updates during the backward, None without.
+    precision: which layers compute in bf16; None until the engine is built.
     """
 
     config: Fp8Config
@@ -33,6 +38,7 @@ class Fp8Context:
     counter: ByteCounter = field(default_factory=ByteCounter)
     check_overflow: bool = True
     release: ReleaseUpdater | None = None
+    precision: LayerPrecision | None = None
 
     @property
     def granularity(self) -> Granularity:

@@ -76,3 +76,7 @@ def _move(optimizer: Any, device: torch.device) -> None:
             p._fp8.data = fp8.view(index)
         for index, p in enumerate(hp.params):
             p.data = hp.view(index)
+    for bf16 in optimizer._fp8_bf16_kinds:
+        bf16.buffer = bf16.buffer.to(device)
+        for index, p in enumerate(bf16.params):
+            p._fp8.hp = bf16.view(index)

@@ -32,10 +32,24 @@ class Fp8Payload:
             that whatever reads past the hooks reads NaN.
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
         export: while set, readers get this tensor (bf16 of the master) instead of de-quantised bytes.
+        hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape. Readers get a
+            copy of it.
         quiet: while set, `flatten` returns the placeholder expanded, at zero bytes (linking of fp32 fragments).
     """
 
-    __slots__ = ("_bytes", "_is_here", "dtype", "export", "name", "placeholder", "quiet", "scale", "scale_inv", "write")
+    __slots__ = (
+        "_bytes",
+        "_is_here",
+        "dtype",
+        "export",
+        "hp",
+        "name",
+        "placeholder",
+        "quiet",
+        "scale",
+        "scale_inv",
+        "write",
+    )
 
     def __init__(
         self, name: str, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, device: torch.device | None = None
@@ -49,6 +63,7 @@ class Fp8Payload:
         self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device or scale.device)
         self.write: Callable[[Tensor], None] | None = None
         self.export: Tensor | None = None
+        self.hp: Tensor | None = None
         self.quiet = False
 
     @property
@@ -68,6 +83,8 @@ class Fp8Payload:
         Raises:
             AssertionError: the weight is not gathered.
         """
+        if self.hp is not None:
+            return self.hp.clone()
         assert self.data is not None, f"{self.name} is not gathered"
         return (self.data.float() * per_element(self.scale_inv, self.data.shape)).to(self.dtype)
 

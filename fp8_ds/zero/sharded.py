@@ -34,6 +34,7 @@ class ShardedWeight:
         source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard if frozen.
         index: entry in the scale vectors.
         keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
+        in_bf16: whether the layer computes in bf16: stock code then gathers and frees the weight, from `ds_tensor`.
     """
 
     def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
@@ -41,6 +42,7 @@ class ShardedWeight:
         self.index = index
         self.shard = self.source = torch.empty(0)
         self.keeps_bf16 = True
+        self.in_bf16 = False
         self.payload = Fp8Payload(
             name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, param.ds_tensor.device
         )
@@ -139,6 +141,22 @@ class Fp8Shards:
         """The parameters among `params` that are not FP8."""
         return [p for p in params if id(p) not in self._by_param]
 
+    def fetched_in_fp8(self, params: Iterable[Any]) -> list[ShardedWeight]:
+        """Those of `of` whose layers compute in FP8."""
+        return [weight for weight in self.of(params) if not weight.in_bf16]
+
+    def fetched_by_stock(self, params: Iterable[Any]) -> list[Any]:
+        """The parameters that arrive in bf16."""
+        return [p for p in params if id(p) not in self._by_param or self._by_param[id(p)].in_bf16]
+
+    @torch.no_grad()
+    def refresh_bf16(self) -> None:
+        """The shards of layers in bf16 are those of the masters."""
+        for weight in self.weights:
+            if weight.in_bf16:
+                weight.param.ds_tensor.data[: weight.num_real].copy_(weight.source)
+        self.mark_ready()
+
     def was_written(self, weight: ShardedWeight) -> bool:
         """Whether a user wrote the weight since the last step and its bf16 shard is kept for that."""
         return id(weight) in self._written
@@ -158,6 +176,11 @@ class Fp8Shards:
             self._ready = get_accelerator().Event()
             self._ready.record()
 
+    def wait_until_ready(self) -> None:
+        """The current stream goes on when what `mark_ready` marked is written."""
+        if self._ready is not None:
+            get_accelerator().current_stream().wait_event(self._ready)
+
     def gather(self, weights: list[ShardedWeight], safe_mode: bool = False) -> Fp8GatherHandle:
         """Start the gather of `weights`, one byte an element; they are INFLIGHT until the handle's `wait`."""
         for weight in weights:
@@ -168,8 +191,7 @@ class Fp8Shards:
         if safe_mode:
             assert_ints_same_as_other_ranks([weight.param.ds_id for weight in weights])
             assert_ints_same_as_other_ranks([weight.shard.numel() for weight in weights])
-        if self._ready is not None:
-            get_accelerator().current_stream().wait_event(self._ready)
+        self.wait_until_ready()
         group = weights[0].param.ds_process_group
         num_ranks = ds_comm.get_world_size(group=group)
         if num_ranks == 1:
@@ -212,7 +234,7 @@ class Fp8Shards:
         for weight, value, here, amax in zip(weights, values, local, reduced, strict=True):
             self.quantizer.rescale(weight.index, amax.view(here.shape))
             self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index, weight.start)
-            if not weight.keeps_bf16 and bool((value != weight.source.float()).any()):
+            if (weight.in_bf16 or not weight.keeps_bf16) and bool((value != weight.source.float()).any()):
                 self._written.add(id(weight))
         self.mark_ready()
 
@@ -238,11 +260,12 @@ class ZeroParamHooks:
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         """Fetch for compute: FP8 weights in FP8, the rest as stock does."""
         params = list(params)
-        weights, rest = self.shards.of(params), self.shards.without(params)
+        weights, rest = self.shards.fetched_in_fp8(params), self.shards.fetched_by_stock(params)
         handles: list[Any] = []
         if weights:
             handles.append(self.shards.gather(weights, safe_mode))
         if rest or not weights:
+            self.shards.wait_until_ready()  # stock code has no such wait: DeepSpeed's timer empties the queue for it
             handles.append(self.stock_all_gather_coalesced(rest, safe_mode, quantize))
             if rest and ds_comm.get_world_size(group=rest[0].ds_process_group) > 1:
                 self.shards.counter.hp += sum(p.ds_numel_aligned * p.ds_tensor.element_size() for p in rest)

@@ -9,7 +9,7 @@ Seams: fp8_ds/engine/seams.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,7 @@ class Fp8ZeroStage12:
         self.bit16_groups_flat = owned
         self._fp8_kinds: list[KindBuffer] = []
         self._hp_kinds: list[KindBuffer] = []
+        self._fp8_bf16_kinds: list[KindBuffer] = []
         first = 0
         for i in range(len(self.bit16_groups)):
             first += self._fp8_init_group(i, names, first)
@@ -181,20 +182,85 @@ class Fp8ZeroStage12:
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         """Make weights on all ranks those of the masters: quantise, copy bf16, gather both. Collective."""
-        counter = self._fp8.counter
         self._fp8_quantizer.refresh(is_step)
-        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+        for i, hp in enumerate(self._hp_kinds):
             master = self.single_partition_of_fp32_groups[i].detach()
             if hp.own:
                 torch._foreach_copy_(
                     [hp.buffer.narrow(0, f.compact_start, f.numel) for f in hp.own],
                     [master.narrow(0, f.partition_start, f.numel) for f in hp.own],
                 )
-            counter.fp8 += fp8.gather()
-            counter.hp += hp.gather(_HP_FREE_BYTES)
+        self._fp8_gather_all(_HP_FREE_BYTES)
         if is_step:
-            counter.end_step()
+            self._fp8.counter.end_step()
         self._fp8_overwritten.clear()
+
+    def _fp8_gather_all(self: Any, free_bytes: int) -> None:
+        """Complete FP8 bytes, bf16 parameters, and bf16 of the masters where layers are in bf16. Collective.
+
+        Bytes of a group whose layers are all in bf16 stay where their owners are.
+        """
+        counter = self._fp8.counter
+        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            if not self._fp8_is_all_bf16(i):
+                counter.fp8 += fp8.gather()
+            counter.hp += hp.gather(free_bytes)
+        for i, bf16 in enumerate(self._fp8_bf16_kinds):
+            self._fp8_fill_bf16(i, bf16)
+            counter.hp += bf16.gather(free_bytes)
+
+    # --- layers in bf16 ---
+
+    @torch.no_grad()
+    def fp8_set_bf16(self: Any, names: Collection[str]) -> None:
+        """Beside the bytes of the weights `names`, and of no others, lies bf16 of their masters. Collective.
+
+        Two bytes a weight on every rank, gathered after each step. What a user has written since the last step holds.
+        """
+        written = self._fp8_written_pieces()
+        skipped = [i for i in range(len(self._fp8_kinds)) if self._fp8_is_all_bf16(i)]
+        self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
+        for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
+            p._fp8.hp = None
+        for i, fp8 in enumerate(self._fp8_kinds):
+            chosen = [k for k, p in enumerate(fp8.params) if p._fp8.name in names]
+            params, starts = [fp8.params[k] for k in chosen], [fp8.layout.slots[k].flat_start for k in chosen]
+            dtype = self._hp_kinds[i].buffer.dtype
+            size, group = int(self.partition_size[i]), self.real_dp_process_group[i]
+            bf16 = KindBuffer(params, starts, size, group, dtype, fp8.buffer.device)
+            self._fp8_fill_bf16(i, bf16)
+            for f in bf16.own:
+                piece = written.get(id(params[f.index]._fp8))
+                if piece is not None:
+                    bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(piece)
+            bf16.gather(self._fp8_free_bytes)
+            for index, p in enumerate(params):
+                p._fp8.hp = bf16.view(index)
+            kinds.append(bf16)
+        self._fp8_bf16_kinds = kinds
+        for i in skipped:
+            if not self._fp8_is_all_bf16(i):
+                self._fp8_kinds[i].gather()
+
+    def _fp8_written_pieces(self: Any) -> dict[int, Tensor]:
+        """id of payload -> this rank's elements as they are read now, of weights that a user wrote since the step."""
+        return {
+            id(payload): _piece(payload, f.tensor_start, f.numel)
+            for fp8 in self._fp8_kinds
+            for f in fp8.own
+            if id(payload := fp8.params[f.index]._fp8) in self._fp8_overwritten
+        }
+
+    def _fp8_is_all_bf16(self: Any, i: int) -> bool:
+        """Whether no layer of group `i` reads FP8 bytes."""
+        num = len(self._fp8_bf16_kinds[i].params) if self._fp8_bf16_kinds else 0
+        return 0 < num == len(self._fp8_kinds[i].params)
+
+    def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
+        """bf16 of this rank's masters."""
+        master = self.single_partition_of_fp32_groups[i].detach()
+        for f in bf16.own:
+            bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
 
     def step(self: Any, closure: Any = None) -> None:
         """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched."""
@@ -237,9 +303,7 @@ class Fp8ZeroStage12:
             for f in fp8.own:
                 payload = fp8.params[f.index]._fp8
                 if id(payload) in self._fp8_overwritten:
-                    piece = payload.data.view(-1).narrow(0, f.tensor_start, f.numel)
-                    scale_inv = per_element_of_part(payload.scale_inv, payload.data.shape, f.tensor_start, f.numel)
-                    master.narrow(0, f.partition_start, f.numel).copy_(piece.float() * scale_inv)
+                    master.narrow(0, f.partition_start, f.numel).copy_(_piece(payload, f.tensor_start, f.numel))
             for f in hp.own:
                 piece = hp.buffer.narrow(0, f.compact_start, f.numel)
                 master.narrow(0, f.partition_start, f.numel).copy_(piece)
@@ -334,7 +398,7 @@ class Fp8ZeroStage12:
         """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
         return {
             "fp8": sum(kind.buffer.numel() for kind in self._fp8_kinds),
-            "hp": sum(kind.buffer.numel() * kind.buffer.element_size() for kind in self._hp_kinds),
+            "hp": sum(kind.buffer.nbytes for kind in (*self._hp_kinds, *self._fp8_bf16_kinds)),
             "num_fp8_weights": sum(kind.layout.num_weights for kind in self._fp8_kinds),
         }
 
@@ -355,7 +419,18 @@ class _Writer:
         flat = value.contiguous().view(-1)
         quantizer.rescale(self.slot, quantizer.amax_of(self.slot, flat))
         quantizer.quantize_into(payload.data.view(-1), flat, self.slot)
+        if payload.hp is not None:
+            payload.hp.view(-1).copy_(flat)
         owner._fp8_take_over(self.group_index, self.index, flat)
+
+
+def _piece(payload: Fp8Payload, start: int, numel: int) -> Tensor:
+    """Elements of the flattened weight as they are now, float32."""
+    if payload.hp is not None:
+        return payload.hp.view(-1).narrow(0, start, numel).float()
+    assert payload.data is not None
+    piece = payload.data.view(-1).narrow(0, start, numel)
+    return piece.float() * per_element_of_part(payload.scale_inv, payload.data.shape, start, numel)
 
 
 def _flat_offsets(optimizer: Any, i: int) -> list[int]:

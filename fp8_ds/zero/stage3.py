@@ -8,7 +8,7 @@ Seams: fp8_ds/engine/seams.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,32 @@ class Fp8ZeroStage3:
 
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         self._fp8_shards.refresh(is_step)
+        self._fp8_shards.refresh_bf16()
+
+    # --- layers in bf16 ---
+
+    @torch.no_grad()
+    def fp8_set_bf16(self: Any, names: Collection[str]) -> None:
+        """The weights `names`, and no others, have a bf16 shard of their masters that stock code gathers.
+
+        Two bytes a weight over all ranks. Gathered weights are released.
+        """
+        for weight in self._fp8_shards.weights:
+            wanted = weight.payload.name in names
+            if wanted == weight.in_bf16:
+                continue
+            if weight.param.ds_status == ZeroParamStatus.AVAILABLE:
+                weight.param.partition()
+            weight.in_bf16 = wanted
+            if wanted and not weight.keeps_bf16:
+                if not self._fp8_shards.was_written(weight):
+                    weight.make_bf16()
+                weight.keeps_bf16 = True
+            elif not wanted and not self._fp8.config.zero.keep_bf16_shard:
+                weight.keeps_bf16 = False
+                if not self._fp8_shards.was_written(weight):
+                    weight.drop_bf16()
+        self._fp8_shards.mark_ready()
 
     # --- the bf16 flat buffer, where it is not kept ---
 
@@ -124,6 +150,8 @@ class Fp8ZeroStage3:
         for weight in self._fp8_shards.weights:
             if not weight.keeps_bf16:
                 weight.drop_bf16()
+            elif weight.in_bf16:
+                weight.param.ds_tensor.data = weight.param.ds_tensor.data.clone()
         device = self.fp32_partitioned_groups_flat[0].device
         self.lp_param_buffer = torch.empty(0, dtype=self.lp_param_buffer.dtype, device=device)
         self._fp8_flat_is_live = False
@@ -182,12 +210,13 @@ class Fp8ZeroStage3:
     def _fp8_persistent_in_fp8(self: Any) -> Iterator[None]:
         """Stock code inside gathers the persistent parameters in bf16; those in FP8 are gathered in FP8 after it."""
         everything = self.persistent_parameters
-        self.persistent_parameters = self._fp8_shards.without(everything)
+        self.persistent_parameters = self._fp8_shards.fetched_by_stock(everything)
         try:
             yield
         finally:
             self.persistent_parameters = everything
-        missing = [w for w in self._fp8_shards.of(everything) if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        in_fp8 = self._fp8_shards.fetched_in_fp8(everything)
+        missing = [w for w in in_fp8 if w.param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
             self._fp8_shards.gather(missing).wait()
 
@@ -252,7 +281,7 @@ class Fp8ZeroStage3:
                     p.ds_tensor.data = piece
             self.lp_param_buffer = buffer
             return
-        for p in self._fp8_shards.without(p for group in self.fp16_groups for p in group):
+        for p in self._fp8_shards.fetched_by_stock(p for group in self.fp16_groups for p in group):
             p.ds_tensor.data = p.ds_tensor.data.to(device)
 
     @contextmanager

@@ -252,9 +252,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         if self._fp8_is_dense:
             return
         counter, history = self._fp8.counter, self._fp8.history
-        for fp8, hp in zip(self._fp8_kinds, self._hp_kinds, strict=True):
-            counter.fp8 += fp8.gather()
-            counter.hp += hp.gather(self._fp8_free_bytes)
+        self._fp8_gather_all(self._fp8_free_bytes)
         if not is_step:
             return
         counter.num_amax_reduces += 1
@@ -264,6 +262,17 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             history.update(scales.extra)
         counter.end_step()
         self._fp8_overwritten.clear()
+
+    def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
+        if not self._fp8_is_split:
+            super()._fp8_fill_bf16(i, bf16)
+            return
+        own = {self._fp8_names[id(bf16.params[f.index])]: f for f in bf16.own}
+        for piece in self._fp8_flats[i].pieces:
+            f = own.get(piece.shard.name)
+            if f is not None:
+                out = bf16.buffer.narrow(0, f.compact_start, f.numel)
+                read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
 
     # --- dense masters and moments for stock code ---
 

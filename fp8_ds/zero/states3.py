@@ -223,6 +223,7 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         if self._fp8_is_dense:
             return
         self._fp8_shards.mark_ready()
+        self._fp8_shards.refresh_bf16()
         if not is_step:
             frozen = [weight for weight in self._fp8_shards.weights if not weight.param.requires_grad]
             if frozen:

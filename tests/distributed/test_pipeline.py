@@ -74,3 +74,13 @@ def test_pipeline_trains_in_fp8_as_stock_does(ranks: Any, bounds: str, num_weigh
     for result, other in zip(ours, stock, strict=True):
         assert result["losses"][-1] < 0.95 * result["losses"][0]
         assert max(abs(a - b) for a, b in zip(result["losses"], other["losses"], strict=True)) < 0.03
+
+
+def test_pipeline_stages_without_the_layers_of_a_schedule_follow_it_too(ranks: Any) -> None:
+    schedule = {"bf16_until_step": 3, "layers": {"1.up": "bf16"}}  # the first stage's only
+    ours = ranks(2).run(pipeline, {"schedule": schedule}, "lopsided", 5)
+    stock = ranks(2).run(pipeline, None, "lopsided", 5)
+    assert [result["report"]["num_layers_in_bf16"] for result in ours] == [1, 0]
+    for result, other in zip(ours, stock, strict=True):
+        assert result["losses"][:3] == other["losses"][:3]
+        assert result["losses"][3:] != other["losses"][3:]

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,3 +76,21 @@ def test_every_config_trains(root: Path, launch: Launch, tmp_path: Path, name: s
     *steps, last = read_log(log)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert last["held_out_loss"] < steps[0]["loss"] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_hugging_face_examples_train_and_save(root: Path, launch: Launch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = root / "examples/huggingface"
+    config = folder / "ds_zero3_fp8.json"
+    options = ("--output_dir", tmp_path / "trainer", "--bf16", "true", "--max_steps", 10, "--report_to", "none")
+    options += ("--use_cpu", "true", "--per_device_train_batch_size", 2, "--save_strategy", "no")
+    output = launch(folder / "train_trainer.py", "--deepspeed", config, *options)
+    assert "held-out loss" in output and "28 of 29 linears" in output
+    assert (tmp_path / "trainer/model.safetensors").exists()
+    output = launch(folder / "train_accelerate.py", config, tmp_path / "accelerate", 11)
+    assert "28 of 29 linears" in output
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, re.MULTILINE)]
+    assert len(losses) >= 2 and losses[-1] < losses[0] - 0.3
+    assert (tmp_path / "accelerate/model/model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""autoload makes the JSON flag alone enough: Hugging Face's Trainer, an unchanged script, the deepspeed launcher."""
+"""Hugging Face's Trainer, Accelerate and PEFT on FP8 ZeRO, under the deepspeed launcher; and an unchanged script."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,89 @@ def test_trainer_trains_in_fp8_by_the_json_flag_alone(
 
     weights = load_file(tmp_path / "out/model.safetensors")
     assert len(weights) > 15 and all(math.isfinite(float(w.float().sum())) for w in weights.values())
+
+
+QUICK = ("trainer_resumes:2", "lora:3")
+SLOW = ("trainer_resumes:3", "lora:2", "accelerate:2", "accelerate:3", "models:2", "models:3")
+SLOW += ("generation:2", "generation:3")
+
+
+@pytest.fixture
+def run_cases(launch: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    """run_cases(case, ...): what each of hf_cases.py's cases found, on both ranks; one start of the launcher."""
+
+    def run(*cases: str) -> dict[str, list[dict[str, Any]]]:
+        launch(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, timeout=500)
+        names = {case: case.replace(":", "-") for case in cases}
+        return {
+            case: [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+            for case, name in names.items()
+        }
+
+    return run
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_hugging_face_on_fp8_zero(run_cases: Callable[..., Any], tmp_path: Path, cases: tuple[str, ...]) -> None:
+    pytest.importorskip("peft")
+    for case, ranks in run_cases(*cases).items():
+        check = {"models": check_models, "generation": check_generation, "lora": check_lora}.get(case.split(":")[0])
+        for found in ranks:
+            (check or check_resume)(found)
+        if case.startswith("trainer_resumes"):
+            check_reload(tmp_path / case.replace(":", "-") / "model")
+
+
+def check_resume(found: dict[str, Any]) -> None:
+    """Trainer, and Accelerate: FP8 is on, a resumed run repeats every bit, and what is saved is bf16 of the masters."""
+    assert found["fp8"]["gathered_fp8_bytes"] > 0
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert found["resumed"] == found["losses"][-len(found["resumed"]) :]
+    assert found["masters_differ"] == found["saved_differ"] == []
+    assert found["num_saved"] == found["num_masters"] > 15
+    evaluated = found.get("eval_losses", [2.0, 1.0])
+    assert len(evaluated) == 2 and evaluated[1] < evaluated[0]
+
+
+def check_reload(folder: Path) -> None:
+    """transformers loads the folder, whose weights are all in bf16."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    model, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    saved = load_file(folder / "model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.bfloat16(), saved[name]), name
+
+
+def check_models(found: dict[str, Any]) -> None:
+    for name in ("qwen2", "qwen3_tied", "mixtral"):
+        assert found[name]["losses"][-1] < found[name]["losses"][0] - 0.1, name
+        assert found[name]["saved_differ"] == [], name
+    # Tied: the embedding and the head are one weight, saved once; transformers saves experts one by one.
+    assert found["qwen2"]["missing"] == found["qwen3_tied"]["missing"] == []
+    assert all("experts" in name for name in found["mixtral"]["missing"])
+    assert found["mixtral"]["plan"].startswith("fp8: 8 of 9 linears")
+    assert "8 Conv1D, not nn.Linear" in found["gpt2"]["refused"]
+
+
+def check_generation(found: dict[str, Any]) -> None:
+    """With ZeRO's hooks, without them, and with them again; and training goes on."""
+    assert found["tokens"] == [found["expected"]] * 3
+    assert found["after"] < 0.1
+
+
+def check_lora(found: dict[str, Any]) -> None:
+    assert found["plan"].startswith("fp8: 14 of 27 linears")
+    assert found["num_fp8_weights"] == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert found["same_base"] and "adapter_model.safetensors" in found["files"]
+    assert "model.safetensors" not in found["files"]
+    # The adapter was trained on FP8 weights; on the bf16 ones, and merged into them, it does the same.
+    assert found["in_bf16"] == pytest.approx(found["trained"], abs=0.01)
+    assert found["merged"] == pytest.approx(found["in_bf16"], abs=0.01)
+    assert found["untrained"] - found["in_bf16"] > 0.1

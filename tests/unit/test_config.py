@@ -29,8 +29,18 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "release_clipping": "exact",
             "outstanding_update_bytes": 67108864,
         },
-        "activations": {"fused": False, "nonlinear": "bf16", "cross_entropy": "stock"},
+        "activations": {"fused": False, "nonlinear": "bf16", "cross_entropy": "stock", "smooth_swiglu": False},
         "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16", "chunks": 1},
+        "attention": {"backend": None, "hadamard": False},
+        "schedule": {
+            "bf16_until_step": 0,
+            "bf16_last_fraction": 0.0,
+            "bf16_below_lr": None,
+            "total_steps": None,
+            "layers": {},
+        },
+        "guard": {"saturation": 0.01, "underflow": 0.2, "action": None},
+        "monitor": {"every": 0, "sink": "deepspeed"},
     }
 
 
@@ -41,7 +51,11 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
                              "outstanding_update_bytes": 1048576},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger"},
-               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4}}"""
+               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4},
+               "attention": {"backend": "fa3_fp8", "hadamard": true},
+               "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
+                            "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
+               "monitor": {"every": 50, "sink": "runs/health.jsonl"}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
@@ -52,6 +66,8 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
     assert config.activations.cross_entropy == "liger"
     assert (config.tensor_parallel.reduce_scatter, config.tensor_parallel.chunks) == ("fp8", 4)
+    assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
+    assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +171,36 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.linear.tokens:",
         ['expected null with layer_choice "all", got 4096', 'set "layer_choice": "measured"'],
     ),
+    "a fraction above one": (
+        {"enabled": True, "schedule": {"bf16_last_fraction": 10}},
+        "fp8.schedule.bf16_last_fraction:",
+        ["a number of at most 1", "got 10"],
+    ),
+    "a learning rate of 0": (
+        {"enabled": True, "schedule": {"bf16_below_lr": 0}},
+        "fp8.schedule.bf16_below_lr:",
+        ["a number above 0"],
+    ),
+    "steps before the first": (
+        {"enabled": True, "schedule": {"bf16_until_step": -1}},
+        "fp8.schedule.bf16_until_step:",
+        ["an integer of at least 0, got -1"],
+    ),
+    "a layer's precision that is none": (
+        {"enabled": True, "schedule": {"layers": {"layers.0": "int8"}}},
+        "fp8.schedule.layers.layers.0:",
+        ['"bf16" or "fp8", got "int8"'],
+    ),
+    "a total without a fraction": (
+        {"enabled": True, "schedule": {"total_steps": 10}},
+        "fp8.schedule.total_steps:",
+        ["expected null with bf16_last_fraction 0, got 10"],
+    ),
+    "a sink for nothing": (
+        {"enabled": True, "monitor": {"sink": "health.jsonl"}},
+        "fp8.monitor.sink:",
+        ['expected "deepspeed" with every 0, got "health.jsonl"', '"every": 100'],
+    ),
     "a value that is a list": (on(recipe=["tensorwise"]), "fp8.linear.recipe:", ['got ["tensorwise"]']),
 }
 
@@ -170,15 +216,20 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
         assert fragment in message
 
 
-@pytest.mark.parametrize("name", ["attention", "schedule", "guard", "monitor"])
-def test_a_block_of_a_later_version_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^fp8\.{name}: .*not available in this version"):
-        Fp8Config.from_block({"enabled": True, name: {}})
+def test_limits_of_a_guard_that_is_off_are_refused() -> None:
+    assert (
+        Fp8Config.from_block({"enabled": True, "guard": {"action": "report", "saturation": 1}}).guard.saturation == 1.0
+    )
+    with pytest.raises(ConfigError, match=r"^fp8\.guard\.action: .*with underflow, got null"):
+        Fp8Config.from_block({"enabled": True, "guard": {"underflow": 0.1}})
 
 
-def test_smooth_swiglu_is_of_a_later_version() -> None:
-    with pytest.raises(ConfigError, match=r"^fp8\.activations\.smooth_swiglu: .*not available in this version"):
-        Fp8Config.from_block({"enabled": True, "activations": {"fused": True, "smooth_swiglu": True}})
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
+def test_smooth_swiglu_is_for_one_scale_per_tensor(recipe: str) -> None:
+    activations = {"smooth_swiglu": True}
+    assert Fp8Config.from_block({"enabled": True, "activations": activations}).activations.smooth_swiglu
+    with pytest.raises(ConfigError, match=rf'^fp8\.activations\.smooth_swiglu: expected false with recipe "{recipe}"'):
+        Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "activations": activations})
 
 
 def test_inputs_kept_in_fp8_without_fused_modules_are_refused() -> None:

@@ -42,8 +42,20 @@ def adamw_step(shards: Sequence[AdamShard], grads: Sequence[Tensor], inputs: Ste
 
 def _step_shard(shard: AdamShard, grad: Tensor, inputs: StepInputs) -> None:
     row = inputs.hyper[shard.group]
-    g = grad.float() * inputs.grad_scale
     w = read_master(shard, inputs.scale_inv)
+    update, m, root = unclamped_update(shard, grad, w, inputs)
+    update = torch.minimum(torch.maximum(update, -row[Hyper.BOUND]), row[Hyper.BOUND])
+    if inputs.decoupled:
+        w = w * row[Hyper.DECAY]
+    w = w - row[Hyper.LR] * update
+    write_moments(shard, m, root, inputs)
+    write_master(shard, w, inputs)
+
+
+def unclamped_update(shard: AdamShard, grad: Tensor, w: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(m_hat / (sqrt(v_hat) + eps), m, sqrt(v)) of this step, float32 [numel]; `w` are the masters."""
+    row = inputs.hyper[shard.group]
+    g = grad.float() * inputs.grad_scale
     if not inputs.decoupled:
         g = g + w * row[Hyper.DECAY]
     m_code, root_code = _codes(shard)
@@ -52,13 +64,7 @@ def _step_shard(shard: AdamShard, grad: Tensor, inputs: StepInputs) -> None:
     m = m_code * _per_element(m_factor, shard) + row[Hyper.ONE_MINUS_BETA1] * g
     v = (root_code * root_code) * _per_element(v_factor, shard) + row[Hyper.ONE_MINUS_BETA2] * (g * g)
     root = v.clamp(min=SMALLEST_V).double().sqrt().float()  # torch's float32 root is not correctly rounded on CPU
-    update = m * (1.0 / (root * row[Hyper.ROOT_FACTOR] + row[Hyper.EPS]))
-    update = torch.minimum(torch.maximum(update, -row[Hyper.BOUND]), row[Hyper.BOUND])
-    if inputs.decoupled:
-        w = w * row[Hyper.DECAY]
-    w = w - row[Hyper.LR] * update
-    write_moments(shard, m, root, inputs)
-    write_master(shard, w, inputs)
+    return m * (1.0 / (root * row[Hyper.ROOT_FACTOR] + row[Hyper.EPS])), m, root
 
 
 def read_master(shard: AdamShard, scale_inv: Tensor) -> Tensor:

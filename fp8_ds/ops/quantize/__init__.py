@@ -105,6 +105,9 @@ _quantize_part = _op(
 _quantize_tensorwise = _op(
     "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
 )
+_quantize_tensor_pow2 = _op(
+    "quantize_tensor_pow2(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
+)
 _quantize_delayed = _op(
     "quantize_delayed(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
     "ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
@@ -266,6 +269,20 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         NaN or an infinity.
     """
     result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
+    return result
+
+
+def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
+    """`quantize_tensorwise` by a power of two (scaling/pow2.py), for an operand that travels.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape.
+        fmt: E4M3 or E5M2.
+
+    Returns:
+        (x_fp8, scale_inv): as in `quantize_tensorwise`, but of zeros alone scale_inv is 2**-126.
+    """
+    result: tuple[Tensor, Tensor] = _quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
     return result
 
 

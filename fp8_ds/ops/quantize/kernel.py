@@ -16,6 +16,7 @@ import triton.language as tl
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._device import INFINITY, encode_four, magnitude, record_amax, scale_from_amax
 from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words
+from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
 LOAD_16_BYTES = """{
 .reg .pred inside;
@@ -48,9 +49,12 @@ _LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
 MAX_PARTIALS = tl.constexpr(512)
 """Most programs of the amax kernel whose maxima a cast kernel reads; a power of two."""
 
-GIVEN, CURRENT, DELAYED, COLUMNS = (tl.constexpr(mode) for mode in range(4))
+GIVEN, CURRENT, DELAYED, COLUMNS, POW2 = (tl.constexpr(mode) for mode in range(5))
 """Where a scale comes from: a scalar; the maxima of an amax kernel; a scalar of the past, this call's amax being taken
-along; the amax of each column."""
+along; the amax of each column; the maxima of an amax kernel, to a power of two."""
+_E4M3_CARRY, _E4M3_SHIFT = (tl.constexpr(number) for number in exponent_rule(E4M3.max))
+_E5M2_CARRY, _E5M2_SHIFT = (tl.constexpr(number) for number in exponent_rule(E5M2.max))
+_MANTISSA_BITS = tl.constexpr(MANTISSA_BITS)
 
 
 @triton.jit
@@ -121,12 +125,31 @@ def _larger(largest, x0, x1, x2, x3, PTX: tl.constexpr):
 
 
 @triton.jit
+def _largest(partials, num_partials):
+    """Bits of the amax of which `partials` are the maxima."""
+    at = tl.arange(0, MAX_PARTIALS)
+    return tl.max(tl.load(partials + at, at < num_partials, 0), 0)
+
+
+@triton.jit
+def _pow2_scale(bits, IS_E4M3: tl.constexpr):
+    """`scaling.pow2.pow2_scale` of the float with these bits: (scale, scale_inv)."""
+    finite = tl.where(bits < INFINITY, bits, 0x3F800000)
+    rounded_up = (finite + (_E4M3_CARRY if IS_E4M3 else _E5M2_CARRY)) >> _MANTISSA_BITS
+    biased = tl.maximum(rounded_up - (_E4M3_SHIFT if IS_E4M3 else _E5M2_SHIFT), 1)
+    scale = ((254 - biased) << _MANTISSA_BITS).to(tl.float32, bitcast=True)
+    scale_inv = (biased << _MANTISSA_BITS).to(tl.float32, bitcast=True)
+    return scale, tl.where(bits < INFINITY, scale_inv, float("nan"))
+
+
+@triton.jit
 def _tensor_scale(scale, partials, num_partials, scale_inv, is_first, MODE: tl.constexpr, IS_E4M3: tl.constexpr):
-    """The scale of the whole tensor; in mode CURRENT the first program stores its inverse."""
+    """The scale of the whole tensor; in modes CURRENT and POW2 the first program stores its inverse."""
     if MODE == CURRENT:
-        at = tl.arange(0, MAX_PARTIALS)
-        amax = tl.max(tl.load(partials + at, at < num_partials, 0), 0)
-        factor, inverse = scale_from_amax(amax, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
+        factor, inverse = scale_from_amax(_largest(partials, num_partials), _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
+        tl.store(scale_inv, inverse, is_first)
+    elif MODE == POW2:
+        factor, inverse = _pow2_scale(_largest(partials, num_partials), IS_E4M3)
         tl.store(scale_inv, inverse, is_first)
     else:
         factor = tl.load(scale)
@@ -169,8 +192,8 @@ def quantize_kernel(
 
     Args:
         scale: float32, read in modes GIVEN and DELAYED.
-        partials: int32 [num_partials], bits of maxima, read in mode CURRENT.
-        scale_inv: float32; written in mode CURRENT, spoiled by a non-finite `x` in mode DELAYED.
+        partials: int32 [num_partials], bits of maxima, read in modes CURRENT and POW2.
+        scale_inv: float32; written in modes CURRENT and POW2, spoiled by a non-finite `x` in mode DELAYED.
         amax_local: float32; in mode DELAYED the amax is maximumed into it if RECORD.
     """
     word = tl.arange(0, WORDS)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8_ds.ops.transpose.reference import transpose
 from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.pow2 import pow2_scale
 
 
 def amax(x: Tensor) -> Tensor:
@@ -36,6 +37,11 @@ def quantize_part(
 
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     scale, scale_inv = scale_from_amax(amax(x), fp8_max)
+    return quantize(x, scale, dtype, fp8_max), scale_inv
+
+
+def quantize_tensor_pow2(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    scale, scale_inv = pow2_scale(amax(x), fp8_max)
     return quantize(x, scale, dtype, fp8_max), scale_inv
 
 

@@ -98,10 +98,10 @@ def _cast(
     scale_inv: Tensor | None = None,
     amax_local: Tensor | None = None,
 ) -> Tensor:
-    """One launch of `quantize_kernel`, also for an empty tensor in mode CURRENT, whose scale_inv is then 1."""
+    """One launch of `quantize_kernel`, also for an empty tensor where it is to store scale_inv."""
     out = torch.empty_like(x, dtype=dtype)
     num_programs = triton.cdiv(x.numel(), CAST_WORDS * 4)
-    if num_programs == 0 and mode != kernel.CURRENT.value:
+    if num_programs == 0 and mode not in (kernel.CURRENT.value, kernel.POW2.value):
         return out
     kernel.quantize_kernel[(max(num_programs, 1),)](
         x,
@@ -156,6 +156,12 @@ def quantize_part(
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     scale_inv = _scalar(x)
     x_fp8 = _cast(x, dtype, kernel.CURRENT.value, partials=_partial_amaxes(x), scale_inv=scale_inv)
+    return x_fp8, scale_inv
+
+
+def quantize_tensor_pow2(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
+    scale_inv = _scalar(x)
+    x_fp8 = _cast(x, dtype, kernel.POW2.value, partials=_partial_amaxes(x), scale_inv=scale_inv)
     return x_fp8, scale_inv
 
 

@@ -66,6 +66,15 @@ def test_elementwise_casts_equal_reference(numel, dtype):
     assert_bitwise(*both("amax", x))
     assert_bitwise(*both("quantize", x, SCALE, E5M2.dtype, E5M2.max))
     assert_equal(*both("quantize_tensorwise", x, E4M3.dtype, E4M3.max))
+    for fmt in FORMATS:
+        assert_equal(*both("quantize_tensor_pow2", x, fmt.dtype, fmt.max))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-40, 448.0, 449.0, 57344.0, 3e38, INF, NAN])
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_powers_of_two_equal_reference_at_the_edges(fmt, largest):
+    x = torch.tensor([largest, 0.25 * largest, -0.5, 0.0]) * (1.0 if largest else 0.0)
+    assert_equal(*both("quantize_tensor_pow2", x, fmt.dtype, fmt.max))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -7,9 +7,10 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
+from fp8_ds.ops.quantize import quantize_tensor_pow2
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.testing.interpreted import run_interpreted
-from fp8_ds.tp.scales import quantize_rows_pow2, quantize_tensor_pow2
+from fp8_ds.tp.scales import quantize_rows_pow2
 
 INTERPRETED = Path(__file__).with_name("align_interpreted.py")
 FORMATS = [E4M3, E5M2]

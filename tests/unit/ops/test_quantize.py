@@ -175,7 +175,8 @@ def test_ops_pass_opcheck(x):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.amax.default, (x,), test_utils=checks)
     torch.library.opcheck(ops.quantize.default, (x, ONE, E4M3.dtype, E4M3.max), test_utils=checks)
-    torch.library.opcheck(ops.quantize_tensorwise.default, (x, E5M2.dtype, E5M2.max), test_utils=checks)
+    for current in (ops.quantize_tensorwise, ops.quantize_tensor_pow2):
+        torch.library.opcheck(current.default, (x, E5M2.dtype, E5M2.max), test_utils=checks)
     delayed = (x, ONE, ONE.clone(), slot, True, E4M3.dtype, E4M3.max)
     torch.library.opcheck(ops.quantize_delayed.default, delayed, test_utils=checks)
     torch.library.opcheck(ops.record_amax.default, (x, slot), test_utils=checks)

@@ -1,0 +1,60 @@
+"""A loop of your own under Accelerate.
+
+deepspeed examples/huggingface/train_accelerate.py examples/huggingface/ds_zero3_fp8.json OUT_FOLDER [STEPS]
+(`accelerate launch --use_deepspeed --deepspeed_config_file ... train_accelerate.py ...` starts it as well.)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fp8_ds  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parent))
+from text import Windows
+
+MICRO_BATCH = 4
+
+
+def main() -> None:
+    path, out, *rest = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    num_steps = int(rest[0]) if rest else 100
+    config = json.loads(Path(path).read_text())
+    config |= {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    shape = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, **heads))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    loader = torch.utils.data.DataLoader(Windows(seq_len=128), batch_size=MICRO_BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    for step, batch in enumerate(loader):
+        if step == num_steps:
+            break
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            accelerator.print(f"step {step}: loss {loss.item():.4f}")
+    accelerator.print(model.fp8_report()["plan"])
+    accelerator.save_state(f"{out}/state")  # load_state goes on from here, bit for bit
+    # On all ranks, in every stage: the masters of other ranks are gathered.
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{out}/model", is_main_process=accelerator.is_main_process, state_dict=state
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the commands share: the `--json` option, exit codes, errors as text or as JSON, the configuration file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 160
+
+EXIT_NO = 1
+"""The answer is no: FP8 would be off, the model does not fit, the curves differ."""
+EXIT_USAGE = 2
+"""An argument, the configuration or the input is wrong, or what is asked for is refused."""
+EXIT_FILE = 3
+"""A file could not be read or written."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace an entry of the model's configuration.")
+]
+
+
+@contextmanager
+def failures(as_json: bool) -> Iterator[None]:
+    """Errors of ours and of files end the command with their code, and say why.
+
+    Raises:
+        typer.Exit: in their place.
+    """
+    from fp8_ds.errors import Fp8DsError
+
+    try:
+        yield
+    except Fp8DsError as error:
+        raise _failed(str(error), EXIT_USAGE, as_json) from error
+    except OSError as error:
+        raise _failed(f"expected a file, got {error}. Name another.", EXIT_FILE, as_json) from error
+
+
+def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
+    if as_json:
+        typer.echo(json.dumps({"error": message}))
+    else:
+        typer.echo(f"fp8-ds: {message}", err=True)
+    return typer.Exit(code)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration.
+
+    Raises:
+        ConfigError: it is no JSON object.
+        OSError: it cannot be read.
+    """
+    from fp8_ds.errors import ConfigError
+
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--config: expected a JSON object in {path}, got {type(config).__name__}.")
+    return config
+
+
+def show(value: Any) -> None:
+    """One JSON object."""
+    typer.echo(json.dumps(value))
+
+
+def console() -> Console:
+    """Where text goes; as wide as needed where it is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f}"

@@ -1,0 +1,61 @@
+"""`fp8-ds compare`: is the loss of one way of training that of another?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8_ds.cli.common import EXIT_NO, JsonOption, failures, show
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(help="The base, then others: [NAME=]PATH[,PATH...], a path for each seed.")
+    ],
+    column: Annotated[str | None, typer.Option("--column", help="Name of the loss, where it is not clear.")] = None,
+    last: Annotated[
+        float, typer.Option("--last", min=0.0, max=1.0, help="Share of the common steps, from the end, compared.")
+    ] = 0.1,
+    window: Annotated[int, typer.Option("--window", min=1, help="Steps that the picture is smoothed over.")] = 50,
+    png: Annotated[Path | None, typer.Option("--png", help="Write the picture there.")] = None,
+    report: Annotated[Path | None, typer.Option("--html", help="Write a page there that needs no other file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Loss curves, their paired differences with 95 % intervals, and a verdict.
+
+    A path is a CSV, JSON lines, trainer_state.json, a TensorBoard event file, or a folder with one of them. Parity: the
+    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs.
+
+    Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error.
+    """
+    from fp8_ds import comparison
+
+    with failures(as_json):
+        found = comparison.compare([comparison.read_group(run, column) for run in runs], last)
+        _write(found, png, report, window)
+    if as_json:
+        show(comparison.as_data(found))
+    else:
+        for result in found.results:
+            typer.echo(comparison.describe(result))
+        if found.noise_percent is not None:
+            typer.echo(f"Deviation of {found.groups[0].name}'s runs: {found.noise_percent:.3f} %.")
+    if any(result.verdict != "parity" for result in found.results):
+        raise typer.Exit(EXIT_NO)
+
+
+def _write(found: object, png: Path | None, report: Path | None, window: int) -> None:
+    import tempfile
+
+    from fp8_ds.comparison import Comparison, page, plot
+
+    assert isinstance(found, Comparison)
+    if png is None and report is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        picture = png or Path(folder, "curves.png")
+        plot(found, picture, window)
+        if report is not None:
+            report.write_text(page(found, picture))

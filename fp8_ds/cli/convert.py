@@ -1,0 +1,51 @@
+"""`fp8-ds convert`: a checkpoint of training as bf16 safetensors, or as a universal checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8_ds.cli.common import JsonOption, failures, show
+
+
+class Target(str, Enum):
+    """What can be asked for; "deepspeed" is refused with what to do instead."""
+
+    safetensors = "safetensors"
+    universal = "universal"
+    deepspeed = "deepspeed"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of save_checkpoint, of ds_to_universal.py, or of convert.")],
+    out: Annotated[Path, typer.Argument(help="An empty folder, or one that is not there.")],
+    to: Annotated[Target, typer.Option("--to", help="The form to write.")],
+    tag: Annotated[str | None, typer.Option("--tag", help="One of several saves. Default: the latest.")] = None,
+    stage: Annotated[
+        int | None, typer.Option("--stage", min=1, max=3, help="ZeRO stage that is to load the universal checkpoint.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with config.json and tokenizer, copied beside safetensors.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Weights leave as bf16 of the masters, bitwise. Safetensors cannot become a checkpoint: they have no moments.
+
+    Exit codes: 0 done, 2 wrong usage or refused, 3 file error.
+    """
+    from fp8_ds.checkpoint.convert import convert as run
+
+    # DeepSpeed's converters print on stdout, which belongs to the JSON object.
+    with failures(as_json), contextlib.redirect_stdout(sys.stderr):
+        found = run(source, out, to.value, tag, stage, model)
+    if as_json:
+        show(asdict(found))
+        return
+    what = f"{found.num_tensors} tensors, {found.num_bytes / 1e9:.2f} GB in bf16" if found.num_tensors else "written"
+    typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} files in {out}")

@@ -1,0 +1,90 @@
+"""`fp8-ds doctor`: what is there, what is missing, what installs it; is FP8 on with this configuration?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8_ds.cli.common import EXIT_NO, JsonOption, console, failures, read_config, show
+
+if TYPE_CHECKING:
+    from fp8_ds.diagnosis import Check, Probe, Verdict
+
+_MARKS = {"ok": "ok", "warning": "look", "missing": "MISSING", "optional": "-"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A DeepSpeed configuration: would FP8 be on with it?")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", help="The training script, read for an import of fp8_ds.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Multiply a matrix by each recipe.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """GPU, versions, seams, attention, a product per recipe; with --config, whether FP8 is really on in that run.
+
+    Exit codes: 0 all that FP8 training needs is here (--config: FP8 would be on), 1 it is not, 2 wrong usage,
+    3 file error.
+    """
+    from fp8_ds import diagnosis
+
+    with failures(as_json):
+        found = diagnosis.checks()
+        products = diagnosis.probes() if probe else []
+        verdict = None if config is None else diagnosis.judge(read_config(config), script)
+    good = diagnosis.can_train(found) if verdict is None else verdict.on == "yes"
+    if as_json:
+        show(
+            {
+                "checks": [asdict(check) for check in found],
+                "probes": [asdict(product) for product in products],
+                "can_train": diagnosis.can_train(found),
+                "config": verdict and asdict(verdict),
+            }
+        )
+    else:
+        _print(found, products, verdict)
+    if not good:
+        raise typer.Exit(EXIT_NO)
+
+
+def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = console()
+    table = Table("", "what", "found", "to do")
+    for check in found:
+        table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
+    out.print(table)
+    if products:
+        table = Table("recipe", "SQNR to the reference, dB", "TFLOP/s", "bf16 TFLOP/s", title="A product per recipe")
+        for one in products:
+            numbers = [f"{value:.0f}" if value is not None else "-" for value in (one.teraflops, one.bf16_teraflops)]
+            table.add_row(one.recipe, _against_reference(one), *numbers)
+        out.print(table)
+    missing = [check.name for check in found if check.status == "missing"]
+    if missing:
+        out.print(f"FP8 training on this machine lacks: {', '.join(missing)}.")
+    else:
+        out.print("All that FP8 training needs is here.")
+    if verdict is not None:
+        words = {
+            "yes": "FP8 would be ON.",
+            "no": "FP8 would be OFF.",
+            "if": "FP8 would be OFF, unless the script loads it.",
+        }
+        out.print(" ".join([words[verdict.on], *map(escape, verdict.reasons)]))
+
+
+def _against_reference(one: Probe) -> str:
+    if one.refused:
+        return one.refused
+    if one.is_exact:
+        return "the same bits"
+    return f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "NOT A NUMBER"

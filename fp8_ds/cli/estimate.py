@@ -1,0 +1,132 @@
+"""`fp8-ds estimate`: memory of a GPU in training, by part; the largest model that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, console, failures, gib, read_config, show
+
+if TYPE_CHECKING:
+    from fp8_ds.footprint import Footprint, Run
+
+_PARTS = {
+    "weights": "weights",
+    "masters": "masters",
+    "moments": "moments and their scales",
+    "gathered": "weights of other ranks, gathered",
+    "gradients": "gradients that wait for the step",
+    "activations": "activations kept for the backward",
+    "temporaries": "temporaries at the largest moment",
+    "buffers": "buffers that gradients are reduced in",
+}
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
+    config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
+    world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = 4096,
+    micro_batch: Annotated[
+        int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank. Default: the configuration's.")
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option("--memory", help="GiB that a GPU has, such as 139 of an H200.")
+    ] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="Also the most layers that fit into --memory.")] = False,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Memory of the GPU that holds most, by part, for stage, ranks, states and release of the configuration.
+
+    Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error.
+    """
+    from fp8_ds.errors import ConfigError
+
+    with failures(as_json):
+        if largest and memory is None:
+            raise ConfigError("--largest: expected --memory beside it, got none. Name the GiB of a GPU.")
+        from fp8_ds import footprint
+        from fp8_ds.model_spec import read_spec
+
+        spec = read_spec(model, settings or ())
+        run = footprint.read_run(read_config(config), world, micro_batch, seq, checkpointing)
+        found = footprint.estimate(spec, run)
+        fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
+    fits = memory is None or found.peak <= memory * 2**30
+    if as_json:
+        show(_as_json(model, found, run, memory, fits, largest, fitting))
+    else:
+        _print(model, found, run, memory)
+        if largest:
+            _print_largest(fitting, memory)
+    if not fits:
+        raise typer.Exit(EXIT_NO)
+
+
+def _as_json(
+    model: str,
+    found: Footprint,
+    run: Run,
+    memory: float | None,
+    fits: bool,
+    wants_largest: bool,
+    fitting: tuple[int, Footprint] | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "model": model,
+        "parameters": found.num_parameters,
+        "stage": run.setup.stage,
+        "world": run.setup.num_ranks,
+        "micro_batch": run.micro_batch,
+        "seq": run.seq_len,
+        "fp8": run.fp8 is not None,
+        "bytes": {name: getattr(found, name) for name in _PARTS},
+        "peak_in_backward": found.in_backward,
+        "peak_in_step": found.in_step,
+        "peak": found.peak,
+        "memory": None if memory is None else int(memory * 2**30),
+        "fits": fits,
+    }
+    if wants_largest:
+        result["largest"] = fitting and {"layers": fitting[0], "parameters": fitting[1].num_parameters}
+    return result
+
+
+def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None:
+    from rich.table import Table
+
+    setup = run.setup
+    states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
+    table = Table("part", "GiB", title=f"{model}, stage {setup.stage}, {setup.num_ranks} ranks, {states}")
+    table.columns[1].justify = "right"
+    for name, text in _PARTS.items():
+        table.add_row(text, gib(getattr(found, name)))
+    table.add_section()
+    table.add_row("peak of forward and backward", gib(found.in_backward))
+    table.add_row("peak of the step", gib(found.in_step))
+    out = console()
+    out.print(table)
+    out.print(
+        f"{found.num_parameters / 1e9:.3g} B parameters, micro-batch {run.micro_batch} x {run.seq_len} tokens. Parts "
+        "do not add up to a peak: gradients and activations are not all there at once. Eager; torch.compile keeps less."
+    )
+    if memory is not None:
+        verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
+        out.print(f"{gib(found.peak)} GiB: {verdict} {memory:g} GiB.")
+
+
+def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) -> None:
+    if fitting is None:
+        typer.echo(f"Not even one layer of this model fits into {memory:g} GiB.")
+        return
+    layers, found = fitting
+    typer.echo(
+        f"Most that fits: {layers} layers of this model, {found.num_parameters / 1e9:.3g} B parameters "
+        f"({gib(found.peak)} GiB)."
+    )

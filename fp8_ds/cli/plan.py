@@ -1,0 +1,127 @@
+"""`fp8-ds plan`: each matrix of a model, its shape, its recipe, or why it stays bf16."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, console, failures, read_config, show
+
+if TYPE_CHECKING:
+    from fp8_ds.nn.flops import Product
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
+    config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
+    world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence, for the share of attention.")] = 4096,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Each layer, its shape, its recipe or the reason for bf16; the share of FLOPs in FP8. No GPU, no download.
+
+    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error.
+    """
+    with failures(as_json):
+        found = _find(model, read_config(config), world, seq, settings or ())
+    if as_json:
+        show(found | {"layers": [vars(product) for product in found["layers"]]})
+    else:
+        _print(found)
+    if not found["num_fp8"]:
+        raise typer.Exit(EXIT_NO)
+
+
+def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Sequence[str]) -> dict[str, Any]:
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.refusals import refuse_config, zero_stage
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.model_spec import read_spec
+    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.nn.flops import attention_flops, products
+
+    fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
+    if not fp8.enabled:
+        raise ConfigError('fp8.enabled: expected true, got false or no "fp8" block. Nothing would be in FP8.')
+    refuse_config(config)
+    stage = zero_stage(config)
+    fp8.check_stage(stage)
+    module = read_spec(model, settings).build()
+    found = products(module, make_plan(module, fp8.linear, may_be_empty=True))
+    attention = attention_flops(module, seq)
+    total = sum(product.flops for product in found)
+    in_fp8 = [product for product in found if product.in_fp8]
+    numel = sum(p.numel() for p in module.parameters())
+    fp8_numel = sum(product.shape[0] * product.shape[1] for product in in_fp8)
+    return {
+        "model": model,
+        "parameters": numel,
+        "recipe": fp8.linear.recipe,
+        "stage": stage,
+        "world": world,
+        "num_layers": len(found),
+        "num_fp8": len(in_fp8),
+        "fp8_percent_of_parameters": 100 * fp8_numel / max(numel, 1),
+        "fp8_percent_of_matrix_flops": 100 * sum(product.flops for product in in_fp8) / max(total, 1),
+        "fp8_percent_of_flops": 100 * sum(product.flops for product in in_fp8) / max(total + attention, 1),
+        "attention_flops_per_token": attention,
+        "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) if world > 1 else 0,
+        "layer_choice": fp8.linear.layer_choice,
+        "layers": found,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    table = Table("layer", "class", "shape", "computed in", "why")
+    for fqns, product in _runs(found["layers"]):
+        where = found["recipe"] if product.in_fp8 else "bf16"
+        table.add_row(fqns, product.kind, str(list(product.shape)), where, product.reason)
+    out.print(table)
+    out.print(
+        f"{found['num_fp8']} of {found['num_layers']} matrices in FP8: {found['fp8_percent_of_parameters']:.1f} % of "
+        f"{found['parameters'] / 1e9:.3g} B parameters, {found['fp8_percent_of_matrix_flops']:.1f} % of the FLOPs of "
+        f"matrices, {found['fp8_percent_of_flops']:.1f} % with attention."
+    )
+    if found["world"] > 1:
+        bf16 = 2 * found["parameters"]
+        share = found["gathered_bytes_per_pass"] / bf16
+        out.print(
+            f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
+            f"{found['gathered_bytes_per_pass'] / 1e9:.2f} GB on the wire, {share:.2f} of bf16's."
+        )
+    if found["layer_choice"] == "measured":
+        out.print('"layer_choice" is "measured": layers that are not faster in FP8 on your GPU stay bf16 as well.')
+
+
+def _runs(layers: Sequence[Product]) -> list[tuple[str, Product]]:
+    """Layers that differ in numbers in their names only, as one row: `model.layers.{0..31}.mlp.up_proj`."""
+    rows: dict[tuple[Any, ...], list[tuple[list[str], Any]]] = {}
+    for product in layers:
+        pattern = re.sub(r"\d+", "*", product.fqn)
+        key = pattern, product.kind, product.shape, product.in_fp8, product.reason
+        rows.setdefault(key, []).append((re.findall(r"\d+", product.fqn), product))
+    found = []
+    for (pattern, *_), members in rows.items():
+        columns = zip(*(numbers for numbers, _ in members), strict=True)
+        names = pattern
+        for column in columns:
+            names = names.replace("*", _numbers(list(dict.fromkeys(column))), 1)
+        count = f" ({len(members)})" if len(members) > 1 else ""
+        found.append((names + count, members[0][1]))
+    return found
+
+
+def _numbers(distinct: Sequence[str]) -> str:
+    """`{0..31}` only where none between is missing."""
+    if len(distinct) == 1:
+        return distinct[0]
+    is_range = [int(text) for text in distinct] == list(range(int(distinct[0]), int(distinct[-1]) + 1))
+    return f"{{{distinct[0]}..{distinct[-1]}}}" if is_range else f"{{{','.join(distinct)}}}"

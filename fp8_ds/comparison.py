@@ -1,0 +1,230 @@
+"""Groups of paired runs against a base: their curves, differences and verdicts, as data, as a picture, as a page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.curves import Curve, read_curve, smooth
+from fp8_ds.errors import ConfigError
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict
+
+_MIN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only; the i-th is paired with the base's i-th."""
+
+    name: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A group against the base.
+
+    Attributes:
+        group: its name.
+        base_loss, loss: means over runs and the compared steps.
+        paired: relative differences in per cent.
+        verdict: by the bounds of `Paired.verdict`.
+    """
+
+    group: str
+    base_loss: float
+    loss: float
+    paired: Paired
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All of it.
+
+    Attributes:
+        groups: the base first.
+        steps: that all runs have.
+        last: how many of these, from the end, are compared.
+        noise_percent: deviation of the base's runs in the compared steps, relative to their mean; None for one run.
+        results: of each group but the base.
+    """
+
+    groups: tuple[Group, ...]
+    steps: tuple[int, ...]
+    last: int
+    noise_percent: float | None
+    results: tuple[Result, ...]
+
+
+def read_group(text: str, column: str | None) -> Group:
+    """`[NAME=]PATH[,PATH...]`: one run or several seeds.
+
+    Raises:
+        ConfigError: a path has no curve.
+        OSError: it cannot be read.
+    """
+    name, equals, paths = text.partition("=")
+    if not equals:
+        name, paths = Path(text.split(",")[0]).name, text
+    return Group(name, tuple(read_curve(Path(path), column) for path in paths.split(",")))
+
+
+def compare(groups: Sequence[Group], fraction: float) -> Comparison:
+    """Differences of the mean loss over the last steps.
+
+    Args:
+        groups: the base, then the others.
+        fraction: share of the common steps, from the end, that is compared; above 0, at most 1.
+
+    Raises:
+        ConfigError: less than two groups, runs without a pair, or too few steps in common.
+    """
+    if len(groups) < 2:
+        raise ConfigError(f"runs: expected a base and another, got {len(groups)}. Name both.")
+    base = groups[0]
+    unpaired = next((group for group in groups[1:] if len(group.curves) != len(base.curves)), None)
+    if unpaired is not None:
+        raise ConfigError(
+            f"{unpaired.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
+            f"{len(unpaired.curves)}. Runs are paired in the order they are named."
+        )
+    steps = sorted(set.intersection(*(set(curve.steps) for group in groups for curve in group.curves)))
+    last = max(_MIN_STEPS, round(fraction * len(steps)))
+    if len(steps) < _MIN_STEPS:
+        raise ConfigError(
+            f"runs: expected at least {_MIN_STEPS} steps that all have, got {len(steps)}. Log the same steps."
+        )
+    compared = steps[-last:]
+    theirs = [statistics.fmean(curve.at(compared)) for curve in base.curves]
+    results = []
+    for group in groups[1:]:
+        ours = [statistics.fmean(curve.at(compared)) for curve in group.curves]
+        paired = Paired(tuple(100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)))
+        results.append(Result(group.name, statistics.fmean(theirs), statistics.fmean(ours), paired, paired.verdict()))
+    noise = 100 * statistics.stdev(theirs) / statistics.fmean(theirs) if len(theirs) > 1 else None
+    return Comparison(tuple(groups), tuple(steps), min(last, len(steps)), noise, tuple(results))
+
+
+def describe(result: Result) -> str:
+    """One sentence for a person."""
+    paired = result.paired
+    if len(paired.by_pair) == 1:
+        return (
+            f"{result.group}: {paired.mean:+.3f} %, one pair: undecided. The noise between seeds is not known; two "
+            "pairs or more have an interval."
+        )
+    low, high = paired.mean - paired.half_width, paired.mean + paired.half_width
+    return (
+        f"{result.group}: {paired.mean:+.3f} %, 95 % interval {low:+.3f} to {high:+.3f} % of {len(paired.by_pair)} "
+        f"pairs: {result.verdict} (mean at most {MEAN_BOUND} %, upper end at most {UPPER_BOUND} %)."
+    )
+
+
+def plot(found: Comparison, path: Path, window: int) -> None:
+    """A PNG: curves with the noise band of the base, and their relative differences.
+
+    Args:
+        found: what is shown.
+        path: of the PNG.
+        window: steps that curves are smoothed over.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=(2, 1))
+    base: list[float] = []
+    for number, group in enumerate(found.groups):
+        curves = [smooth(curve.at(found.steps), window) for curve in group.curves]
+        mean = [statistics.fmean(column) for column in zip(*curves, strict=True)]
+        above.plot(found.steps, mean, label=group.name, color=f"C{number}")
+        if number == 0:
+            base = mean
+            band = _noise_band(group, found.steps, curves, mean)
+            pairs = list(zip(mean, band, strict=True))
+            above.fill_between(found.steps, [m - b for m, b in pairs], [m + b for m, b in pairs], alpha=0.2)
+            relative = [100 * b / m for m, b in pairs]
+            below.fill_between(found.steps, [-r for r in relative], relative, alpha=0.2)
+        else:
+            difference = [100 * (mine / other - 1) for mine, other in zip(mean, base, strict=True)]
+            below.plot(found.steps, difference, color=f"C{number}")
+    below.axhline(0, color="gray", linewidth=0.8)
+    below.axhline(UPPER_BOUND, color="gray", linestyle=":")
+    above.axvspan(found.steps[-found.last], found.steps[-1], color="gray", alpha=0.1)
+    above.set(ylabel=f"loss, mean over {window} steps")
+    below.set(xlabel="step", ylabel=f"difference to {found.groups[0].name}, %")
+    above.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _noise_band(
+    group: Group, steps: Sequence[int], smoothed: Sequence[Sequence[float]], mean: Sequence[float]
+) -> list[float]:
+    """Deviation between runs where there are several, else that of the one from its smoothed self."""
+    if len(smoothed) > 1:
+        return [statistics.stdev(column) for column in zip(*smoothed, strict=True)]
+    residuals = [value - m for value, m in zip(group.curves[0].at(steps), mean, strict=True)]
+    return [statistics.pstdev(residuals)] * len(mean)
+
+
+def page(found: Comparison, picture: Path) -> str:
+    """HTML that needs no other file: the picture, a table, the verdicts."""
+    rows = "".join(
+        f"<tr><td>{html.escape(one.group)}</td><td>{one.base_loss:.4f}</td><td>{one.loss:.4f}</td>"
+        f"<td>{', '.join(f'{value:+.3f}' for value in one.paired.by_pair)}</td><td>{one.verdict}</td></tr>"
+        for one in found.results
+    )
+    lines = "".join(f"<li>{html.escape(describe(one))}</li>" for one in found.results)
+    files = "".join(
+        f"<li>{html.escape(group.name)}: {html.escape(', '.join(curve.name for curve in group.curves))}</li>"
+        for group in found.groups
+    )
+    noise = "" if found.noise_percent is None else f" Deviation of the base's runs: {found.noise_percent:.3f} %."
+    image = base64.b64encode(picture.read_bytes()).decode()
+    return (
+        "<!doctype html><meta charset='utf-8'><title>fp8-ds compare</title>"
+        "<style>body{font-family:sans-serif;max-width:60em;margin:2em auto}"
+        "td,th{padding:.2em 1em;text-align:left}</style>"
+        f"<h1>{html.escape(' and '.join(group.name for group in found.groups))}</h1><ul>{lines}</ul>"
+        f"<img src='data:image/png;base64,{image}' style='max-width:100%' alt='loss curves'>"
+        f"<p>Compared: the mean loss of the last {found.last} of {len(found.steps)} common steps.{noise}</p>"
+        "<table><tr><th>run</th><th>loss of the base</th><th>loss</th><th>differences, %</th><th>verdict</th></tr>"
+        f"{rows}</table><h2>Files</h2><ul>{files}</ul>"
+    )
+
+
+def as_data(found: Comparison) -> dict[str, Any]:
+    """For JSON; an interval that is not known is null."""
+    return {
+        "base": found.groups[0].name,
+        "steps": len(found.steps),
+        "compared_steps": found.last,
+        "noise_percent": found.noise_percent,
+        "results": [
+            {
+                "run": one.group,
+                "base_loss": one.base_loss,
+                "loss": one.loss,
+                "percent_by_pair": list(one.paired.by_pair),
+                "percent": one.paired.mean,
+                "half_width": one.paired.half_width if len(one.paired.by_pair) > 1 else None,
+                "verdict": one.verdict,
+            }
+            for one in found.results
+        ],
+    }

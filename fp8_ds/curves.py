@@ -1,0 +1,193 @@
+"""Loss curves from the files that training leaves: CSV, JSON lines, transformers' trainer_state.json, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.errors import ConfigError
+
+_STEP_NAMES = ("step", "global_step", "iteration", "steps")
+_LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss by step, steps ascending."""
+
+    name: str
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    def at(self, steps: Sequence[int]) -> list[float]:
+        """Losses of these steps, all of which it has."""
+        by_step = dict(zip(self.steps, self.losses, strict=True))
+        return [by_step[step] for step in steps]
+
+
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Means over `window` steps, centred, shorter at both ends."""
+    half = window // 2
+    parts = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def read_curve(path: Path, column: str | None = None) -> Curve:
+    """The curve in a file, or in the file of a folder that has one.
+
+    Args:
+        path: .csv (a header, with a step and a loss; what DeepSpeed's csv_monitor writes too), .jsonl,
+            trainer_state.json or a TensorBoard event file; or a folder with just one of them that holds a loss.
+        column: name of the loss; by default the one whose name has "loss" in it, not "eval" or "held".
+
+    Raises:
+        ConfigError: there is no curve, there are several, or a loss is not finite.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        return _of_folder(path, column)
+    rows = list(_rows(path))
+    name = column or _loss_name(path, rows)
+    points = {step: float(row[name]) for step, row in rows if name in row and row[name] not in ("", None)}
+    if not points:
+        names = sorted({key for _, row in rows for key in row})
+        raise ConfigError(f"--column: expected a column of {path}, one of {names}, got {name!r}. Name another.")
+    steps = tuple(sorted(points))
+    bad = next((step for step in steps if not math.isfinite(points[step])), None)
+    if bad is not None:
+        raise ConfigError(f"{path}: expected finite losses, got {points[bad]} in step {bad}. The run has diverged.")
+    return Curve(str(path), steps, tuple(points[step] for step in steps))
+
+
+def _of_folder(folder: Path, column: str | None) -> Curve:
+    files = [*folder.rglob("*.csv"), *folder.rglob("*.jsonl"), *folder.rglob("trainer_state.json")]
+    files += [file for file in folder.rglob("*tfevents*") if file.is_file()]
+    found, reasons = [], []
+    for file in sorted(files):
+        try:
+            found.append(read_curve(file, column))
+        except ConfigError as error:
+            reasons.append(str(error))
+    states = [curve for curve in found if curve.name.endswith("trainer_state.json")]
+    if states and len(states) == len(found):  # one for each checkpoint, the last has all steps
+        return max(states, key=lambda curve: len(curve.steps))
+    if len(found) != 1:
+        detail = ", ".join(curve.name for curve in found) or "; ".join(reasons) or "no such file"
+        raise ConfigError(f"{folder}: expected one file with a loss, got {len(found)} ({detail}). Name the file.")
+    return found[0]
+
+
+def _loss_name(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    names = sorted({key for _, row in rows for key in row if _LOSS in key.lower()})
+    train = [name for name in names if not any(part in name.lower() for part in ("eval", "held", "valid", "test"))]
+    chosen = [name for name in train if name.lower() == _LOSS] or train or names
+    if len(chosen) != 1:
+        raise ConfigError(f"--column: expected one loss in {path}, got {chosen or 'none'}. Name the column.")
+    return chosen[0]
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(step, values by name)"""
+    if "tfevents" in path.name:
+        for tag, step, value in read_events(path):
+            yield step, {tag: value}
+    elif path.name == "trainer_state.json" or path.suffix == ".jsonl":
+        yield from _json_rows(path)
+    elif path.suffix == ".csv":
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file, skipinitialspace=True):
+                yield _step_of(row, path), row
+    else:
+        raise ConfigError(
+            f"run: expected .csv, .jsonl, trainer_state.json, an event file or a folder, got {path}. Convert it."
+        )
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        else:
+            rows = json.loads(path.read_text())["log_history"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ConfigError(f"{path}: expected JSON, got {error!r}. Name a file of JSON lines.") from error
+    for row in rows:
+        yield _step_of(row, path), row
+
+
+def _step_of(row: Mapping[str, Any], path: Path) -> int:
+    name = next((key for key in row if key.lower() in _STEP_NAMES), None)
+    if name is None:
+        raise ConfigError(f"{path}: expected one of {', '.join(_STEP_NAMES)} in each row, got {list(row)}. Add it.")
+    return int(float(row[name]))
+
+
+# --- TensorBoard's event files, without TensorBoard ---
+
+
+def read_events(path: Path) -> Iterator[tuple[str, int, float]]:
+    """(tag, step, value) of all scalars in an event file; an incomplete record at its end is left out.
+
+    Source: tensorflow's record format (length, its checksum, data, its checksum) around event.proto and summary.proto.
+    """
+    data = path.read_bytes()
+    place = 0
+    while place + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, place)
+        record = data[place + 12 : place + 12 + length]
+        place += length + 16
+        if len(record) < length:
+            return
+        event = list(_fields(record))
+        step = next((value for number, value in event if number == 2), 0)
+        for number, summary in event:
+            if number == 5:
+                yield from ((tag, step, value) for tag, value in _scalars(summary))
+
+
+def _scalars(summary: bytes) -> Iterator[tuple[str, float]]:
+    for _, content in _fields(summary):
+        fields = dict(_fields(content))
+        tag = fields.get(1, b"").decode()
+        if 2 in fields:  # simple_value
+            yield tag, struct.unpack("<f", fields[2])[0]
+        elif 8 in fields:  # a tensor, as newer writers have it: its float_val, or its bytes
+            tensor = dict(_fields(fields[8]))
+            if tensor.get(1) == 1 and len(raw := tensor.get(5) or tensor.get(4) or b"") == 4:
+                yield tag, struct.unpack("<f", raw)[0]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of a protobuf message: integers as such, all else as bytes."""
+    place = 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, place = _varint(data, place)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            return
+        yield key >> 3, data[place : place + size]
+        place += size
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place

@@ -1,0 +1,344 @@
+"""What this machine has for FP8, what is missing and what installs it; whether a run would train in FP8."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fp8_ds.errors import Fp8DsError, SeamError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_PROBE_SIZE = {"cuda": 4096, "cpu": 128}
+
+Status = Literal["ok", "warning", "missing", "optional"]
+"""missing: FP8 training needs it. optional: it is not there, and something less common needs it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what, how it stands, what was found, and what to do."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One recipe's forward product on this device.
+
+    Attributes:
+        recipe: its name.
+        refused: why it does not run here, or "".
+        is_exact: the same bits as the plain reference gives.
+        sqnr_db: against the reference, in dB, where it is not exact.
+        teraflops: None on a CPU, whose speed says nothing.
+        bf16_teraflops: of the same product in bf16.
+    """
+
+    recipe: str
+    refused: str = ""
+    is_exact: bool = False
+    sqnr_db: float | None = None
+    teraflops: float | None = None
+    bf16_teraflops: float | None = None
+
+
+def checks() -> list[Check]:
+    """All that `fp8-ds doctor` looks at, but for probes; nothing is raised."""
+    return [
+        Check("python", "ok", sys.version.split()[0]),
+        *_torch(),
+        *_gpu(),
+        *_deepspeed(),
+        _package("triton", "the kernels of this package on a GPU run by it", needed=_has_gpu()),
+        *_compilers(),
+        *_attention(),
+        _package("transformer_engine", "Megatron-LM's FP8 linears", "pip install 'transformer-engine[pytorch]'"),
+        *_megatron(),
+        _package("liger_kernel", '"activations.cross_entropy": "liger"', "pip install liger-kernel"),
+        _package("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
+        _package("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
+        _autoload(),
+    ]
+
+
+def can_train(found: list[Check]) -> bool:
+    return not any(check.status == "missing" for check in found)
+
+
+def _installed(package: str) -> str | None:
+    """Its version; None where it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _package(name: str, use: str, remedy: str = "", needed: bool = False) -> Check:
+    found = _installed(name)
+    if found is not None:
+        return Check(name, "ok", found)
+    return Check(name, "missing" if needed else "optional", f"not installed ({use})", remedy or f"pip install {name}")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    yield Check("torch", "ok", torch.__version__)
+    if torch.version.cuda is None:
+        yield Check(
+            "CUDA",
+            "missing",
+            "this torch is a CPU build",
+            "install torch with CUDA 12.9 or later: pytorch.org/get-started",
+        )
+        return
+    status: Status = "ok" if tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9) else "warning"
+    yield Check("CUDA", status, torch.version.cuda, "" if status == "ok" else "blockwise needs a torch with CUDA 12.9")
+    yield Check("cuDNN", "ok", str(torch.backends.cudnn.version()))
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        yield Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        yield Check("NCCL", "warning", "torch has none", "several GPUs need a torch with NCCL")
+
+
+def _gpu() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        remedy = "run on an H100, H200 or another GPU of compute capability 8.9 or more; tests run on CPU"
+        yield Check("GPU", "missing", "none that torch can use", remedy)
+        return
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        text = f"{properties.name}, {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        has_fp8 = (properties.major, properties.minor) >= (8, 9)
+        remedy = "" if has_fp8 else "its tensor cores have no FP8: use compute capability 8.9 or more"
+        yield Check(f"GPU {number}", "ok" if has_fp8 else "missing", text, remedy)
+
+
+def _deepspeed() -> Iterator[Check]:
+    found = _installed("deepspeed")
+    if found is None:
+        yield Check("deepspeed", "missing", "not installed", "pip install deepspeed")
+        return
+    from fp8_ds.engine.seams import TESTED_VERSIONS, check_seams, rows
+
+    is_tested = found.split("+")[0] in TESTED_VERSIONS
+    tested = f"tested: {', '.join(TESTED_VERSIONS)}"
+    remedy = "" if is_tested else f"pip install deepspeed=={TESTED_VERSIONS[-1]}, or run the tests of fp8_ds"
+    yield Check("deepspeed", "ok" if is_tested else "warning", f"{found} ({tested})", remedy)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            check_seams()
+        except SeamError as error:
+            yield Check("seams", "missing", str(error), f"pip install deepspeed=={TESTED_VERSIONS[-1]}")
+            return
+    differing = [str(one.message) for one in said if "these bodies differ" in str(one.message)]
+    if differing:
+        yield Check("seams", "warning", differing[0], "run the tests of fp8_ds against this version")
+    else:
+        yield Check("seams", "ok", f"all {len(rows())} symbols of DeepSpeed are as tested")
+
+
+def _compilers() -> Iterator[Check]:
+    for tool, use in (("ninja", "ops that DeepSpeed builds, FusedAdam with fp32 states"), ("nvcc", "the same")):
+        if (found := shutil.which(tool)) is not None:
+            yield Check(tool, "ok", found)
+        elif tool == "ninja" or _has_gpu():
+            remedy = "pip install ninja" if tool == "ninja" else 'install the CUDA toolkit, or use "torch_adam": true'
+            yield Check(tool, "optional", f"not on PATH ({use})", remedy)
+
+
+def _attention() -> Iterator[Check]:
+    from fp8_ds.attention.packages import INSTALL_FA3, find_fa3
+
+    try:
+        found = find_fa3()
+    except Fp8DsError as error:
+        reason = str(error).split("got ", 1)[-1].split(f". {INSTALL_FA3}")[0]
+        yield Check("FlashAttention-3", "optional", reason, INSTALL_FA3)
+    else:
+        fp8 = "FP8 forward: no" if found.lacks("FP8") else "FP8 forward: yes"
+        yield Check("FlashAttention-3", "ok", f"{found.describe()}; {fp8}")
+    yield _package("flash_attn", "attention backend fa2", "pip install flash-attn --no-build-isolation")
+
+
+def _megatron() -> Iterator[Check]:
+    found = next((value for name in ("megatron-core", "megatron_core") if (value := _version_of(name))), None)
+    if found is None:
+        yield Check("megatron-core", "optional", "not installed (megatron_patches)", "pip install megatron-core")
+        return
+    try:
+        from megatron_patches.compat import TESTED_VERSIONS
+    except ImportError as error:
+        yield Check("megatron-core", "warning", f"{found}; megatron_patches cannot be imported ({error})")
+        return
+    is_tested = found.split("+")[0] in TESTED_VERSIONS
+    text = f"{found} (tested: {', '.join(TESTED_VERSIONS)})"
+    yield Check(
+        "megatron-core", "ok" if is_tested else "warning", text, "" if is_tested else "install a tested version"
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _autoload() -> Check:
+    from fp8_ds.cli import autoload
+
+    state = autoload.state(autoload.default_site_dir())
+    if state == "on":
+        return Check("autoload", "ok", "on: the JSON flag alone is enough in this environment")
+    text = {
+        "off": "off: a script must import fp8_ds, or be started through fp8_ds.run",
+        "outdated": "of another version",
+    }
+    return Check("autoload", "optional", text[state], "fp8-ds autoload on")
+
+
+# --- probes ---
+
+
+def probes() -> list[Probe]:
+    """Each recipe's forward product on this machine's first GPU, or on its CPU."""
+    import torch
+
+    from fp8_ds.scaling.granularity import OF_RECIPE
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return [_probe(recipe, device) for recipe in OF_RECIPE]
+
+
+def _probe(name: str, device: torch.device) -> Probe:
+    from fp8_ds.config import LinearConfig
+    from fp8_ds.engine.refusals import capabilities, refuse_device
+    from fp8_ds.nn.choice import Case
+    from fp8_ds.nn.linear import read_weight
+    from fp8_ds.nn.measure import cuda_clock, make_steps
+    from fp8_ds.testing import sqnr_db
+
+    size = _PROBE_SIZE[device.type]
+    config = LinearConfig.model_validate({"recipe": name})
+    products: list[Callable[[], Tensor]] = []
+    try:
+        refuse_device(name, "torch", *capabilities(device))
+        for backend in ("torch", "reference"):
+            case = Case(recipe=name, grad_dtype=config.grad_dtype, backend=backend, m=size, k=size, n=size)
+            step, plain = make_steps(case, device)
+            recipe: Any = step.module.fp8_recipe
+            x_fp8 = recipe.quantize_input(step.x, needs_columns=False, record=False)
+            products.append(partial(recipe.output, x_fp8, read_weight(step.module.weight, recipe), step.x.dtype))
+        db = sqnr_db(products[1](), products[0]())
+        measured = Probe(name, is_exact=db == math.inf, sqnr_db=db if math.isfinite(db) else None)
+        if device.type != "cuda":
+            return measured
+        weight = plain.module.weight.detach()
+        fp8_us, bf16_us = cuda_clock([products[0], lambda: step.x @ weight.t()])
+    except (Fp8DsError, RuntimeError) as error:
+        return Probe(name, refused=str(error).splitlines()[0])
+    flops = 2 * size**3
+    return replace(measured, teraflops=flops / fp8_us / 1e6, bf16_teraflops=flops / bf16_us / 1e6)
+
+
+# --- a configuration ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run with a configuration trains in FP8.
+
+    Attributes:
+        on: yes, no, or "if": only if the script activates fp8_ds.
+        reasons: one sentence each.
+    """
+
+    on: Literal["yes", "no", "if"]
+    reasons: tuple[str, ...]
+
+
+def judge(config: Mapping[str, Any], script: Path | None = None) -> Verdict:
+    """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
+
+    Args:
+        config: DeepSpeed's.
+        script: the training script, read for an import of fp8_ds; None: it is not known.
+
+    Raises:
+        OSError: the script cannot be read.
+    """
+    import torch
+
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.refusals import capabilities, refuse_config, refuse_device, zero_stage
+
+    if "fp8" not in config:
+        return Verdict(
+            "no", ('The configuration has no "fp8" block: it trains in bf16. Add "fp8": {"enabled": true}.',)
+        )
+    try:
+        fp8 = Fp8Config.from_block(config["fp8"])
+        if not fp8.enabled:
+            return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',))
+        refuse_config(config)
+        fp8.check_stage(zero_stage(config))
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
+    except Fp8DsError as error:
+        return Verdict("no", (f"It is refused at start: {error}",))
+    reasons = [f"The configuration is accepted: recipe {fp8.linear.recipe}, ZeRO stage {zero_stage(config)}."]
+    if device.type == "cpu":
+        reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
+    way = _way(script)
+    if way is not None:
+        return Verdict("yes", (*reasons, way))
+    reasons.append(
+        "Nothing loads fp8_ds: autoload is off"
+        + (f", and {script} does not import it" if script is not None else "")
+        + ". DeepSpeed then ignores the block and trains in bf16 without a word. `import fp8_ds` in the script, start "
+        "it by `deepspeed --module fp8_ds.run SCRIPT`, or run `fp8-ds autoload on`."
+    )
+    return Verdict("no" if script is not None else "if", tuple(reasons))
+
+
+def _way(script: Path | None) -> str | None:
+    """What loads fp8_ds in a run, as far as it can be seen from here."""
+    if _autoload().status == "ok":
+        return "autoload is on in this environment."
+    if script is None:
+        return None
+    for node in ast.walk(ast.parse(script.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        if any(name.split(".")[0] == "fp8_ds" for name in names):
+            return f"{script} imports fp8_ds."
+    return None

@@ -1,0 +1,53 @@
+"""Accelerate's export in ZeRO 1 and 2: bf16 of the masters, as stage 3 gives it.
+
+`Accelerator.get_state_dict`, which Trainer's saves and `save_pretrained` go through, reads a plain `state_dict()`
+there: FP8 values, for a plain `state_dict()` is no collective. Tried first: a state_dict hook, which cannot know
+whether all ranks are there. Accelerate's own callers always call it on all ranks. Tested: accelerate 1.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fp8_ds.engine.activation import RECORD
+from fp8_ds.errors import SeamError
+
+_PARAMETERS = ("self", "model")
+
+
+def patch_accelerate() -> None:
+    """Done if Accelerate is imported, and only once; `fp8_ds.uninstall()` undoes it.
+
+    Raises:
+        SeamError: the installed Accelerate has no such method.
+    """
+    module = sys.modules.get("accelerate.accelerator")
+    if module is None:
+        return
+    stock = getattr(module.Accelerator, "get_state_dict", None)
+    if hasattr(stock, "fp8_ds_stock"):
+        return
+    if stock is None or stock.__code__.co_varnames[:2] != _PARAMETERS:
+        raise SeamError(
+            "expected accelerate.Accelerator.get_state_dict(self, model), got another one. fp8_ds needs it to save "
+            "bf16 of the masters. Install accelerate 1.15.0."
+        )
+    RECORD.set(module.Accelerator, "get_state_dict", _exporting(stock))
+
+
+def _exporting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from fp8_ds.zero.stage12 import Fp8ZeroStage12
+
+        optimizer = getattr(model, "optimizer", None)
+        if not isinstance(optimizer, Fp8ZeroStage12):
+            return stock(self, model, *args, **kwargs)
+        with optimizer.fp8_export(True):
+            return stock(self, model, *args, **kwargs)
+
+    get_state_dict.fp8_ds_stock = stock  # type: ignore[attr-defined]
+    return get_state_dict

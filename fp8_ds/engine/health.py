@@ -1,0 +1,115 @@
+"""The health monitor of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed import comm as ds_comm
+
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.monitor.gauges import ClampGauge, GatherTimer, Gauge
+from fp8_ds.monitor.guard import Guard, Problems
+from fp8_ds.monitor.health import HealthMonitor, Listener
+from fp8_ds.monitor.observe import Observers, layers
+from fp8_ds.monitor.sinks import DeepSpeedEvents, JsonLines
+from fp8_ds.monitor.statistics import StatisticsTable
+from fp8_ds.nn.linear import Fp8Linear
+
+
+def check_sink(sink: str, monitor: Any) -> None:
+    """Reports will be seen.
+
+    Raises:
+        ConfigError: they go to DeepSpeed's monitor, and none is on.
+    """
+    if sink == "deepspeed" and not monitor.enabled:
+        raise ConfigError(
+            'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own (tensorboard, wandb, '
+            'csv_monitor, comet) enabled, got "deepspeed" without. Write a path for JSON lines, or enable one.'
+        )
+
+
+def health_monitor(engine: Any, every: int, sink: str | None) -> HealthMonitor:
+    """Samples the FP8 layers of `engine`; not started yet.
+
+    Args:
+        engine: built, with its ZeRO optimizer.
+        every: steps between samples.
+        sink: "deepspeed", a path, or None: nothing is written.
+
+    Raises:
+        ConfigError: see `check_sink`.
+    """
+    context, optimizer = engine.fp8, engine.optimizer
+    group = optimizer.dp_process_group
+    found = layers(engine.module)
+    table = StatisticsTable(tuple(found), engine.device, group)
+    gauges: list[Gauge] = [_gather_timer(optimizer)]
+    if context.config.optimizer.states == "fp8":
+        gauges.append(ClampGauge(optimizer.optimizer.core, group))
+    sizes = {row.fqn: row.numel for row in context.plan.layers}
+
+    def facts() -> dict[str, float | None]:
+        in_bf16 = context.precision.in_bf16
+        in_fp8 = sum(sizes[fqn] for fqn in found if fqn in sizes and fqn not in in_bf16)
+        last = context.counter.last
+        return {
+            "coverage": in_fp8 / max(sum(sizes.values()), 1),
+            "layers_in_bf16": len(in_bf16),
+            "skipped_steps": engine.skipped_steps,
+            "gathered_bytes": None if last is None else last.total,
+            "gathered_fp8_bytes": None if last is None else last.fp8,
+        }
+
+    health = HealthMonitor(every, table, Observers(engine.module, table), gauges, facts)
+    if sink is not None:
+        health.sinks.extend(_listener(engine, sink, group))
+    return health
+
+
+def add_guard(engine: Any, health: HealthMonitor, say: Callable[[str], None]) -> None:
+    """`health` tells the guard, which acts on all ranks alike.
+
+    Raises:
+        UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
+    """
+    config, group = engine.fp8.config.guard, engine.optimizer.dp_process_group
+    parallel = [name for name, module in layers(engine.module).items() if type(module) is not Fp8Linear]
+    if config.action == "bf16" and parallel:
+        raise UnsupportedError(
+            f'fp8.guard.action: expected "report" with tensor-parallel layers, got "bf16" with {parallel[0]}. Their '
+            'gathers move FP8 only: set "report", and leave out what misbehaves by linear.filter_fqns.'
+        )
+
+    def share(mine: Problems) -> Problems:
+        if dist.get_world_size(group) == dist.get_world_size():
+            return mine  # counts were added up over all ranks
+        everyone: list[Problems] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: problem for each in everyone for name, problem in each.items()}
+
+    to_bf16 = partial(engine.set_layer_precision, precision="bf16") if config.action == "bf16" else None
+    health.listeners.append(Guard(config, share, to_bf16, engine.fp8.precision.names, say))
+
+
+def _gather_timer(optimizer: Any) -> GatherTimer:
+    shards = getattr(optimizer, "_fp8_shards", None)
+    if shards is not None:
+        return GatherTimer(shards, "gather", waits=True)
+    return GatherTimer(optimizer, "_fp8_gather_all", waits=False)
+
+
+def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
+    """What this rank writes: one rank of each data-parallel group, which all have the same numbers."""
+    check_sink(sink, engine.monitor)
+    if sink == "deepspeed":
+        return [DeepSpeedEvents(engine.monitor)]
+    if dist.get_rank(group) != 0:
+        return []
+    rank = ds_comm.get_rank()
+    path = Path(sink)
+    return [JsonLines(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))]

@@ -1,0 +1,157 @@
+"""Layers that compute in bf16 for a while, and come back: by a schedule, by a user's or the guard's word."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm as ds_comm
+from torch import nn
+
+from fp8_ds.config import ScheduleConfig
+from fp8_ds.engine.refusals import PARALLEL_SCHEDULE
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.recipe import Recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
+from fp8_ds.schedule import Precision, PrecisionSchedule, matching
+
+Request = Literal["bf16", "fp8", "schedule"]
+REQUESTS = ("bf16", "fp8", "schedule")
+
+
+class LayerPrecision:
+    """What the FP8 layers of an engine compute in, now and next.
+
+    Args:
+        model: whose linears are converted, with its ZeRO optimizer built.
+        set_bf16: `fp8_set_bf16` of that optimizer.
+        config: the "schedule" block.
+        total_steps: that the learning-rate scheduler knows.
+        device: for the ranks to agree.
+        say: called with a line for rank 0.
+
+    Raises:
+        ConfigError: the block names what is not there.
+        UnsupportedError: it asks for something, and the layers are tensor-parallel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        set_bf16: Callable[[frozenset[str]], None],
+        config: ScheduleConfig,
+        total_steps: int | None,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        converted = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        self._parallel = next((fqn for fqn, m in converted.items() if type(m) is not Fp8Linear), None)
+        if self._parallel is not None and config != ScheduleConfig():
+            raise PARALLEL_SCHEDULE.error(self._parallel)
+        self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
+        self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
+        self._stand_ins: dict[str, Bf16Recipe] = {}
+        self._set_bf16 = set_bf16
+        self._device = device
+        self._say = say
+        self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
+        self.overrides: dict[str, Precision] = {}
+        self.in_bf16: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers that can change: those in FP8 by the plan, frozen ones excepted."""
+        return tuple(self._linears)
+
+    def update(self, step: int, lr: float) -> None:
+        """Layers are as they shall be in step `step`, counted from 0. Collective where one changes."""
+        wanted = self.schedule.in_bf16(self.names, step, lr, self.overrides)
+        if wanted == self.in_bf16:
+            return
+        self._set_bf16(frozenset(f"{fqn}.weight" for fqn in wanted))
+        for fqn in wanted ^ self.in_bf16:
+            if fqn in wanted and fqn not in self._stand_ins:
+                self._stand_ins[fqn] = bf16_recipe(self._recipes[fqn])
+            self._linears[fqn].fp8_recipe = self._stand_ins[fqn] if fqn in wanted else self._recipes[fqn]
+        self.in_bf16 = wanted
+        why = self.schedule.reason(step, lr) or "layers"
+        self._say(
+            f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16"
+            f"{f' ({why})' if wanted else ''}"
+        )
+
+    def request(self, names: Sequence[str], precision: Request) -> list[str]:
+        """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
+
+        Args:
+            names: of layers, or parts of names.
+            precision: "schedule": no override any more.
+
+        Returns:
+            The layers meant, on this rank.
+
+        Raises:
+            ConfigError: another precision; or no rank has a layer of such a name; or ranks ask for different things.
+            UnsupportedError: layers are tensor-parallel.
+        """
+        if self._parallel is not None:
+            raise PARALLEL_SCHEDULE.error(self._parallel)
+        self._same_call(names, precision)
+        if precision not in REQUESTS:
+            raise ConfigError(f'precision: expected "bf16", "fp8" or "schedule", got {precision!r}. Use one of these.')
+        found = self._everywhere(names)
+        if missing := [name for name, layers in zip(names, found, strict=True) if not layers]:
+            raise ConfigError(
+                f"set_layer_precision: expected names of trainable layers in FP8, got {missing[:3]}. "
+                "engine.fp8.precision.names lists them."
+            )
+        layers = sorted({layer for each in found for layer in each})
+        for layer in layers:
+            if precision == "schedule":
+                self.overrides.pop(layer, None)
+            else:
+                self.overrides[layer] = precision
+        return [layer for layer in layers if layer in self._linears]
+
+    def _same_call(self, names: Sequence[str], precision: str) -> None:
+        """All ranks raise, or none."""
+        asked = zlib.crc32(repr((list(names), precision)).encode())
+        both = torch.tensor([asked, -asked], dtype=torch.int64, device=self._device)
+        ds_comm.all_reduce(both, op=ds_comm.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            raise ConfigError(
+                f"set_layer_precision: expected the same call on all ranks, got ({list(names)[:3]}, {precision!r}) on "
+                f"rank {ds_comm.get_rank()} and another elsewhere. Decide on one rank and broadcast."
+            )
+
+    def _everywhere(self, patterns: Sequence[str]) -> list[list[str]]:
+        """The layers of all ranks that each pattern means: pipeline stages have layers of their own. Collective.
+
+        A layer of that very name on another stage is all that the pattern means here, too.
+        """
+        if not patterns:
+            return []
+        here = [[name for name in self._linears if pattern in name] for pattern in patterns]
+        everyone: list[list[list[str]]] = [[] for _ in range(ds_comm.get_world_size())]
+        dist.all_gather_object(everyone, here)
+        return [
+            matching(pattern, {name for each in everyone for name in each[i]}) for i, pattern in enumerate(patterns)
+        ]
+
+    def _of_this_rank(self, config: ScheduleConfig) -> ScheduleConfig:
+        """Without "layers" that only other ranks have."""
+        anywhere = zip(config.layers.items(), self._everywhere(list(config.layers)), strict=True)
+        layers = dict(item for item, found in anywhere if not found or not self._linears.keys().isdisjoint(found))
+        return config.model_copy(update={"layers": layers})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtin types: overrides, the same on all ranks, and, for a reader, this rank's layers in bf16 now."""
+        return {"overrides": dict(self.overrides), "in_bf16": sorted(self.in_bf16)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Overrides of the checkpoint, of other stages' layers too, as `request` keeps them; `update` makes it so."""
+        self.overrides = {} if state is None else dict(state["overrides"])

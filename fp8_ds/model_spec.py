@@ -1,0 +1,211 @@
+"""A model from what a user can write on a command line, on the meta device: no weights, no download, no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.errors import ConfigError
+
+_LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
+_LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-2b": _LLAMA | {"num_hidden_layers": 8, "vocab_size": 32000},
+    "llama-8b": _LLAMA | {"num_hidden_layers": 32, "vocab_size": 128256},
+    "llama-70b": _LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"vocab_size": 128256},
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+    },
+}
+"""Configurations of transformers by name. llama-2b has 8 layers of llama-8b's shapes, as docs/speed.md measures it."""
+
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_ATTENTION = "fp8_ds_rehearsal"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built any number of times, with another number of layers too.
+
+    Attributes:
+        name: as the user wrote it.
+        config: of transformers, as a dict; None for a function of the user's.
+        function: builds the module; None for a configuration.
+    """
+
+    name: str
+    config: dict[str, Any] | None = None
+    function: Callable[[], nn.Module] | None = None
+
+    @property
+    def num_layers(self) -> int | None:
+        """None where the configuration does not say."""
+        key = self._layers_key()
+        return None if key is None or self.config is None else int(self.config[key])
+
+    def with_layers(self, num_layers: int) -> ModelSpec:
+        """The same model with another number of layers.
+
+        Raises:
+            ConfigError: it is not known how many it has.
+        """
+        key = self._layers_key()
+        if key is None or self.config is None:
+            raise ConfigError(
+                f"model: expected a configuration with one of {', '.join(_NUM_LAYERS)}, got {self.name}. "
+                "Its number of layers cannot be changed from here."
+            )
+        config = {**self.config, key: num_layers}
+        if "layer_types" in config:  # one entry a layer
+            config.pop("layer_types")
+        return ModelSpec(f"{self.name} with {num_layers} layers", config)
+
+    def _layers_key(self) -> str | None:
+        return next((key for key in _NUM_LAYERS if self.config is not None and key in self.config), None)
+
+    def build(self) -> nn.Module:
+        """The module in training mode and bf16, on the meta device.
+
+        Raises:
+            ConfigError: transformers does not know the configuration, or the function returns no module.
+        """
+        with torch.device("meta"):
+            model = self.function() if self.function is not None else self._from_transformers()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: expected an nn.Module from {self.name}, got {type(model).__name__}. Return one.")
+        return model.to(torch.bfloat16).train()
+
+    def _from_transformers(self) -> nn.Module:
+        try:
+            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            raise ConfigError(
+                f"model: expected transformers to be installed for {self.name}, got none. "
+                "Install it (the hf extra), or name a function: module:function."
+            ) from error
+        assert self.config is not None
+        AttentionInterface.register(_ATTENTION, _attention)
+        options = {key: value for key, value in self.config.items() if key != "model_type"}
+        try:
+            config = AutoConfig.for_model(self.config["model_type"], **options)
+            config.use_cache = False
+            return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"model: expected the configuration of a causal language model, got {self.name} ({error}). "
+                "Name another, or a function: module:function."
+            ) from error
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """SDPA without a mask, keys and values not repeated: as the fused kernels take them."""
+    del module, attention_mask, kwargs
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
+def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
+    """The model that `text` names.
+
+    Args:
+        text: a name of FAMILIES, a config.json of transformers or its folder, or `module:function`, where the function
+            takes no arguments and returns an nn.Module.
+        settings: "key=value" pairs that replace entries of the configuration; values are JSON, else strings.
+
+    Raises:
+        ConfigError: it is none of these, or a setting is not a pair.
+        OSError: a file cannot be read.
+    """
+    if text in FAMILIES:
+        return ModelSpec(text, {**FAMILIES[text], **_pairs(settings)})
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"model: expected JSON in {path}, got {error}. Name a config.json.") from error
+        if not isinstance(config, Mapping) or "model_type" not in config:
+            raise ConfigError(
+                f'model: expected a configuration of transformers with "model_type" in {path}, got none. '
+                "Use a config.json as save_pretrained writes it."
+            )
+        return ModelSpec(text, {**config, **_pairs(settings)})
+    module, colon, function = text.partition(":")
+    if colon and not settings:
+        return ModelSpec(text, function=_function(module, function))
+    raise ConfigError(
+        f"model: expected a config.json, its folder, module:function (without --set) or one of {', '.join(FAMILIES)}, "
+        f"got {text!r}. Nothing is downloaded."
+    )
+
+
+def _function(module: str, name: str) -> Callable[[], nn.Module]:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it: modules of the current folder
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model: expected a function at {module}:{name}, got {error}. Start in the folder of the module, or name "
+            "its full dotted path."
+        ) from error
+
+
+def _pairs(settings: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: expected key=value, got {setting!r}. Write num_hidden_layers=2, for example.")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+def loss_of(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
+    """The loss of a micro-batch of zeros.
+
+    Args:
+        model: takes `input_ids` and `labels` and returns an output with `loss`, as transformers' do; or takes tokens
+            [batch, length + 1] and returns the loss.
+        micro_batch: sequences.
+        seq_len: tokens of a sequence.
+    """
+    if hasattr(model, "config"):
+        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long)
+        return model(input_ids=tokens, labels=tokens).loss
+    return model(torch.zeros(micro_batch, seq_len + 1, dtype=torch.long))

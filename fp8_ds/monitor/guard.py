@@ -1,0 +1,82 @@
+"""The guard: layers whose tensors do not fit FP8 are named, and sent to bf16 if the configuration says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from fp8_ds.config import GuardConfig
+from fp8_ds.monitor.sinks import Report
+from fp8_ds.monitor.statistics import LayerStatistics
+
+EVERY = 100
+"""Steps between the samples it judges by, where `monitor.every` is 0."""
+_NUM_SHOWN = 4
+
+
+Problems = dict[str, tuple[str, bool]]
+"""Layer -> what is wrong, and whether it can go to bf16."""
+
+
+class Guard:
+    """A listener of the health monitor.
+
+    A layer is named when it passes a limit, and again only after a sample in which it did not.
+
+    Args:
+        config: the limits.
+        share: what each rank passes -> what all passed, the same on all: pipeline stages have layers of their own.
+            Collective.
+        to_bf16: sends layers there, given the same names on all ranks; None: they are only named.
+        changeable: layers of this rank that can go there; frozen ones cannot.
+        say: called with a line for rank 0.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        share: Callable[[Problems], Problems],
+        to_bf16: Callable[[Sequence[str]], object] | None,
+        changeable: Collection[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._share = share
+        self._to_bf16 = to_bf16
+        self._changeable = changeable
+        self._say = say
+        self._named: set[str] = set()
+
+    def __call__(self, report: Report) -> None:
+        """Collective, over all ranks."""
+        found = problems(report.layers, self._config)
+        mine = {name: (text, name in self._changeable) for name, text in found.items() if name not in self._named}
+        new = self._share(mine)
+        self._named = set(found)
+        if not new:
+            return
+        names = sorted(new)
+        shown = "; ".join(f"{name}: {new[name][0]}" for name in names[:_NUM_SHOWN])
+        more = f"; and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+        sent = [name for name in names if new[name][1]] if self._to_bf16 is not None else []
+        if self._to_bf16 is not None and sent:
+            self._to_bf16(sent)
+            action = (
+                f'{len(sent)} compute in bf16 from the next step on; engine.set_layer_precision(name, "fp8") undoes it'
+            )
+        else:
+            action = 'To compute them in bf16: engine.set_layer_precision, or fp8.guard.action "bf16"'
+        self._say(f"fp8: guard, step {report.step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
+
+
+def problems(layers: LayerStatistics, config: GuardConfig) -> dict[str, str]:
+    """Layer -> which of its tensors passes which limit by how much; layers within the limits are missing."""
+    found: dict[str, list[str]] = {}
+    for name, kinds in layers.items():
+        for kind, one in kinds.items():
+            for what, share, limit in (
+                ("saturation", one.saturation, config.saturation),
+                ("underflow", one.underflow, config.underflow),
+            ):
+                if share > limit:
+                    found.setdefault(name, []).append(f"{what} of {kind} {share:.2g} above {limit:g}")
+    return {name: ", ".join(lines) for name, lines in found.items()}

@@ -1,0 +1,117 @@
+"""While a step is sampled, recipes count what they quantise; at all other times nothing of this is there.
+
+An observed recipe is the same object in a subclass: no test of a switch anywhere, and in compiled code another graph,
+made in the first sampled step and found again in later ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.formats import E4M3, Float8Format
+from fp8_ds.monitor.statistics import KINDS, StatisticsTable
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.ops.observe import observe_codes, observe_hp
+
+
+class ObservedRecipe(Recipe):
+    """Mix-in before a recipe's class. The GEMMs see every operand, whoever quantised it; zeros are seen before.
+
+    Attributes:
+        counts: of input, weight and grad_output, see StatisticsTable.slot.
+    """
+
+    counts: tuple[Tensor, Tensor, Tensor]
+
+    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
+        x_fp8 = super().quantize_input(x, needs_columns=needs_columns, record=record)
+        _observe(x, x_fp8, E4M3, self.counts[0])
+        return x_fp8
+
+    def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
+        adopted = super().adopt(x, x_fp8, record=record)
+        _observe(x, adopted, E4M3, self.counts[0])
+        return adopted
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        grad_fp8 = super().quantize_grad_output(grad_TO, weight, kept)  # type: ignore[safe-super]
+        _observe(grad_TO, grad_fp8, self.grad_format, self.counts[2])
+        return grad_fp8
+
+    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        assert x_fp8.rows is not None
+        observe_codes(x_fp8.rows, x_fp8.scale_inv, self.counts[0], can_saturate=x_fp8.slot is not None)
+        observe_codes(weight.data, weight.scale_inv, self.counts[1], can_saturate=False)  # bounded by its master's amax
+        return super().output(x_fp8, weight, dtype)
+
+    def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        assert grad_fp8.rows is not None
+        observe_codes(grad_fp8.rows, grad_fp8.scale_inv, self.counts[2], can_saturate=grad_fp8.slot is not None)
+        return super().grad_input(grad_fp8, weight, dtype)  # type: ignore[safe-super]
+
+
+def _observe(x: Tensor, x_fp8: Quantized, fmt: Float8Format, counts: Tensor) -> None:
+    """A tensor before its cast; only a scale from elsewhere, an amax history's, can be too large for it."""
+    if x_fp8.slot is None:
+        observe_hp(x, counts)
+    else:
+        observe_hp(x, counts, x_fp8.scale_inv, fmt.max)
+
+
+def _make_class(stock: type[Recipe]) -> type[ObservedRecipe]:
+    return type(f"Observed{stock.__name__}", (ObservedRecipe, stock), {"__module__": __name__})
+
+
+_observed_class: Callable[[type[Recipe]], type[ObservedRecipe]] = functools.cache(_make_class)
+
+
+class Observers:
+    """All FP8 linears of a model, watched between `attach` and `detach`.
+
+    Args:
+        model: whose linears are converted.
+        table: with a row for each name in `layers(model)`.
+    """
+
+    def __init__(self, model: nn.Module, table: StatisticsTable) -> None:
+        self._linears = layers(model)
+        assert tuple(self._linears) == table.names
+        self._counts = [tuple(table.slot(i, kind) for kind in KINDS) for i in range(len(table.names))]
+        self._attached: list[tuple[Any, type[Recipe]]] = []
+
+    def attach(self) -> None:
+        """Layers that are in FP8 now are counted from here on.
+
+        Raises:
+            RuntimeError: they are already.
+        """
+        if self._attached:
+            raise RuntimeError("observers: expected none attached, got some. Call detach first.")
+        for linear, counts in zip(self._linears.values(), self._counts, strict=True):
+            recipe: Any = linear.fp8_recipe
+            if not recipe.is_fp8:
+                continue
+            recipe.counts = counts
+            self._attached.append((recipe, type(recipe)))
+            recipe.__class__ = _observed_class(type(recipe))
+
+    def detach(self) -> None:
+        """Recipes are of their own classes again."""
+        for recipe, stock in self._attached:
+            recipe.__class__ = stock
+            del recipe.counts
+        self._attached.clear()
+
+
+def layers(model: nn.Module) -> Mapping[str, Fp8Linear]:
+    """The FP8 linears of `model` by name, in module order."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Fp8Linear)}

@@ -1,0 +1,96 @@
+"""Heat maps of the layers over time, from the JSON lines that the monitor wrote.
+
+    python -m fp8_ds.monitor.plot health.jsonl health.png [--statistic underflow]
+
+Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.monitor.statistics import KINDS
+
+STATISTICS = ("underflow", "saturation", "amax", "scale", "scale_age")
+_LOGARITHMIC = ("amax", "scale")
+
+
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """The reports of a file, by step; a resumed run repeats steps, and the last of each counts.
+
+    Raises:
+        ConfigError: a line is no report, or there is none.
+    """
+    reports: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            report = json.loads(line)
+            reports[int(report["step"])] = report
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file.'
+            ) from error
+    if not reports:
+        raise ConfigError(
+            f"{path}: expected at least one report, got none. Train for monitor.every steps and one more."
+        )
+    return [reports[step] for step in sorted(reports)]
+
+
+def matrix(reports: list[dict[str, Any]], kind: str, statistic: str) -> tuple[list[str], list[list[float]]]:
+    """Names of the layers, and a row for each with a number per report; NaN where it was in bf16."""
+    names = list(dict.fromkeys(name for report in reports for name in report["layers"]))
+    rows = []
+    for name in names:
+        found = [report["layers"].get(name, {}).get(kind, {}).get(statistic) for report in reports]
+        rows.append([math.nan if value is None else float(value) for value in found])
+    return names, rows
+
+
+def plot(reports: list[dict[str, Any]], statistic: str, out: Path) -> None:
+    """A PNG: one heat map for inputs, weights and output gradients; layers downwards, steps to the right.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the statistic is none.
+    """
+    if statistic not in STATISTICS:
+        raise ConfigError(f"statistic: expected one of {', '.join(STATISTICS)}, got {statistic}. Use one of these.")
+    try:
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("matplotlib: expected the package, got none. Run: pip install matplotlib") from error
+    tables = [matrix(reports, kind, statistic) for kind in KINDS]
+    names = tables[0][0]
+    figure = Figure(figsize=(15, max(2.5, 0.16 * len(names) + 1.5)), layout="constrained")
+    axes = figure.subplots(1, len(KINDS), sharey=True)
+    steps = [report["step"] for report in reports]
+    for axis, kind, (_, rows) in zip(axes, KINDS, tables, strict=True):
+        values = [value for row in rows for value in row if value > 0 and math.isfinite(value)]
+        norm = LogNorm(min(values), max(values)) if statistic in _LOGARITHMIC and values else None
+        image = axis.imshow(rows, aspect="auto", interpolation="nearest", norm=norm)
+        ticks = sorted({0, len(steps) // 2, len(steps) - 1})
+        axis.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+        axis.set_title(f"{kind}: {statistic}")
+        axis.set_xlabel("step")
+        figure.colorbar(image, ax=axis)
+    axes[0].set_yticks(range(len(names)), names, fontsize=6)
+    figure.savefig(out, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m fp8_ds.monitor.plot", description=__doc__)
+    parser.add_argument("reports", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--statistic", choices=STATISTICS, default="underflow")
+    options = parser.parse_args(arguments)
+    plot(read_reports(options.reports), options.statistic, options.out)
+
+
+if __name__ == "__main__":
+    main()

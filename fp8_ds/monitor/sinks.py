@@ -1,0 +1,90 @@
+"""Where reports go: one line of JSON each, or DeepSpeed's monitor (TensorBoard, Weights & Biases, CSV, Comet)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.monitor.statistics import LayerStatistics
+
+
+@dataclass(frozen=True)
+class Report:
+    """One sampled step.
+
+    Args:
+        step: optimizer steps taken when it ended (1 after the first).
+        samples: DeepSpeed's count of samples then, the x axis of its monitors.
+        layers: what was quantised; layers in bf16 are missing.
+        ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps.
+        numbers: by name: coverage, layers_in_bf16, skipped_steps, gathered_bytes, gathered_fp8_bytes, gather_ms,
+            clamp_rate. None: not known.
+    """
+
+    step: int
+    samples: int
+    layers: LayerStatistics
+    ages: dict[tuple[str, str], int]
+    numbers: dict[str, float | None] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Builtin types; what is infinite or NaN is null."""
+        layers = {
+            name: {
+                kind: {**{k: _finite(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
+                for kind, one in kinds.items()
+            }
+            for name, kinds in self.layers.items()
+        }
+        numbers = {key: _finite(value) for key, value in self.numbers.items()}
+        return {"step": self.step, "samples": self.samples, **numbers, "layers": layers}
+
+    def events(self) -> Iterator[tuple[str, float, int]]:
+        """(label, value, samples), as DeepSpeed's monitor takes them."""
+        for key, value in self.numbers.items():
+            if value is not None:
+                yield f"fp8/{key}", float(value), self.samples
+        for name, kinds in self.layers.items():
+            for kind, one in kinds.items():
+                prefix = f"fp8/{name}/{kind}"
+                for key in ("amax", "scale", "saturation", "underflow"):
+                    yield f"{prefix}/{key}", float(getattr(one, key)), self.samples
+                yield f"{prefix}/scale_age", float(self.ages[name, kind]), self.samples
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+class JsonLines:
+    """Appends to a file, made with the first report.
+
+    Args:
+        path: of the file; its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, report: Report) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(report.to_json()) + "\n")
+
+
+class DeepSpeedEvents:
+    """Writes to what the configuration has switched on, on global rank 0.
+
+    Args:
+        monitor: `engine.monitor`.
+    """
+
+    def __init__(self, monitor: Any) -> None:
+        self.monitor = monitor
+
+    def __call__(self, report: Report) -> None:
+        self.monitor.write_events(list(report.events()))

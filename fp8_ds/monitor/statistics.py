@@ -1,0 +1,114 @@
+"""Statistics of FP8 tensors by layer: counted on the device while a step is sampled, read on the host one later.
+
+Definitions, of all elements that were quantised in a sampled step, on all ranks of the group:
+
+- amax: largest magnitude before the cast; where only FP8 was there (a fused producer's), that of the codes.
+- scale: multiplies to enter FP8. Where rows or blocks have scales of their own, the smallest of them.
+- saturation: share of elements beyond the format's largest value times scale_inv, or NaN. Only a scale from elsewhere
+  than the tensor itself (recipe delayed) lets that happen; of a fused producer's output, whose values before the cast
+  do not exist, those at the largest code are counted, some too many.
+- underflow: share of elements that became zero or subnormal, of those that were not zero before. Elements that were
+  exactly zero count in neither number where the high-precision tensor was there to see them (else they do count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.ops.observe import MAXIMA, new_counts
+
+Kind = Literal["input", "weight", "grad_output"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The tensors of a linear that enter FP8."""
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """See the module's definitions; shares are in [0, 1].
+
+    Args:
+        num: elements counted; 0: the tensor did not occur, and the rest says nothing.
+    """
+
+    amax: float
+    scale: float
+    saturation: float
+    underflow: float
+    num: int
+
+
+LayerStatistics = dict[str, dict[Kind, TensorStatistics]]
+"""By layer and kind; kinds that did not occur are missing."""
+
+
+def from_counts(counts: Tensor) -> TensorStatistics:
+    """What float64 [NUM_COUNTS] on the host means."""
+    amax_codes, scale_inv, num, saturated, small, zeros, amax_hp = counts.tolist()[:7]
+    num_nonzero = max(num - zeros, 0.0)
+    return TensorStatistics(
+        amax=amax_hp or amax_codes,
+        scale=1.0 / scale_inv if scale_inv > 0 else float("nan"),
+        saturation=saturated / num if num else 0.0,
+        underflow=max(small - zeros, 0.0) / num_nonzero if num_nonzero else 0.0,
+        num=int(num),
+    )
+
+
+class StatisticsTable:
+    """Counts of all layers in one device tensor, and the copy of the last sampled step on its way to the host.
+
+    Args:
+        names: of the layers.
+        device: where they compute.
+        group: counts are added up over its ranks; None: this rank's.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device | str, group: Any = None) -> None:
+        self.names = tuple(names)
+        self.group = group
+        self._counts = new_counts(len(self.names), len(KINDS), device=device)
+        self._maxima = torch.tensor(MAXIMA, device=device)
+        is_cuda = self._counts.is_cuda
+        self._host = torch.zeros(self._counts.shape, dtype=torch.float64, pin_memory=is_cuda)
+        self._event: Any = torch.cuda.Event() if is_cuda else None
+        self._is_sent = False
+
+    def slot(self, index: int, kind: Kind) -> Tensor:
+        """float64 [NUM_COUNTS]: what `observe_codes` counts layer `index` into; good for the life of this object."""
+        return self._counts.data[index, KINDS.index(kind)]  # a version counter of its own, as AmaxHistory.slot
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """The counts start on their way to the host and are zero again. Collective over the group; never waits.
+
+        What was sent before and not received is gone.
+        """
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            maxima = self._counts.index_select(-1, self._maxima)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(self._counts, group=self.group)
+            self._counts.index_copy_(-1, self._maxima, maxima)
+        self._host.copy_(self._counts, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._counts.zero_()
+        self._is_sent = True
+
+    def receive(self) -> LayerStatistics | None:
+        """What was last sent, once; None: nothing. Waits for that copy, which is long done an interval later."""
+        if not self._is_sent:
+            return None
+        self._is_sent = False
+        if self._event is not None:
+            self._event.synchronize()
+        found: LayerStatistics = {}
+        for name, row in zip(self.names, self._host, strict=True):
+            of_layer = {kind: from_counts(counts) for kind, counts in zip(KINDS, row, strict=True)}
+            found[name] = {kind: one for kind, one in of_layer.items() if one.num}
+        return found

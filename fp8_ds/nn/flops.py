@@ -1,0 +1,87 @@
+"""Which share of a model's products is computed in FP8: the matrices of its modules, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fp8_ds.nn.convert import Plan
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix that tokens are multiplied with.
+
+    Attributes:
+        fqn: of its module, or of the parameter where a module has several.
+        kind: class of the module.
+        shape: of the weight.
+        flops: a token, in the forward.
+        in_fp8: whether it is computed in FP8.
+        reason: why, or why not.
+    """
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    flops: int
+    in_fp8: bool
+    reason: str
+
+
+def products(model: nn.Module, plan: Plan) -> list[Product]:
+    """Of all modules that hold matrices, but for embeddings, which look up rows; in module order.
+
+    Args:
+        model: on any device.
+        plan: of this model, from `make_plan`.
+    """
+    planned = {layer.fqn: layer for layer in plan.layers}
+    lookups = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    found: list[Product] = []
+    for fqn, module in model.named_modules():
+        if layer := planned.get(fqn):
+            shape = layer.out_features, layer.in_features
+            kind = type(module).__name__
+            found.append(Product(fqn, kind, shape, 2 * layer.numel, layer.converted, layer.reason))
+        elif not isinstance(module, (nn.Linear, nn.Embedding)):
+            found.extend(_others(fqn, module, lookups))
+    return found
+
+
+def _others(fqn: str, module: nn.Module, lookups: set[int]) -> Iterator[Product]:
+    """Matrices of classes that are no linears: transformers' Conv1D, experts in one parameter, routers."""
+    for name, p in module.named_parameters(recurse=False):
+        if p.dim() < 2 or id(p) in lookups:
+            continue
+        kind = type(module).__name__
+        share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
+        yield Product(
+            f"{fqn}.{name}", kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind}, not an nn.Linear"
+        )
+
+
+def _share_of_experts(module: nn.Module, num_experts: int) -> float:
+    """Of the experts of [experts, rows, columns], which share a token visits; all where the module does not say."""
+    config: Any = getattr(module, "config", None)
+    for place in (module, config):
+        for name in ("num_experts_per_tok", "top_k"):
+            value = getattr(place, name, None)
+            if isinstance(value, int) and value:
+                return min(1.0, value / num_experts)
+    return 1.0
+
+
+def attention_flops(model: nn.Module, seq_len: int) -> int:
+    """Of scores and their sums, a token in the forward, causal: half of all pairs."""
+    total = 0
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if isinstance(getattr(module, "is_causal", None), bool) and hasattr(config, "num_attention_heads"):
+            heads = config.num_attention_heads
+            dim = getattr(module, "head_dim", None) or config.hidden_size // heads
+            total += 2 * 2 * seq_len * heads * dim // (2 if module.is_causal else 1)
+    return total

@@ -1,0 +1,110 @@
+"""A linear that is in bf16 for now: the same module, Parameters and hooks, and GEMMs of what its input and weight are.
+
+    output = x W^T,  grad_input = grad_output W,  grad_weight = grad_output^T x
+
+x and grad_output as they are; W in bf16 of the masters, which ZeRO keeps beside the FP8 bytes for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import DelayedRecipe, Fp8Weight, Recipe, as_matrix
+from fp8_ds.ops.quantize import record_amax
+
+
+class Bf16Recipe(Recipe):
+    """In place of an FP8 recipe, which comes back afterwards. `Quantized.rows` are in high precision here.
+
+    Args:
+        fp8: what it stands in for.
+    """
+
+    name = "bf16"
+    needs_grad_columns = False
+    is_fp8 = False
+
+    def __init__(self, fp8: Recipe) -> None:
+        self.fp8 = fp8
+        self.grad_format = fp8.grad_format
+        self.backend = fp8.backend
+        self.shared = None
+
+    def read_weight(self, weight: Tensor) -> Fp8Weight:
+        """bf16 of the master: what ZeRO keeps beside the bytes (stages 1 and 2), or has gathered (stage 3)."""
+        payload = getattr(weight, "_fp8", None)
+        if payload is not None and payload.hp is not None:
+            return Fp8Weight(payload.hp, payload.scale_inv)
+        assert payload is None or payload.data is None, f"{payload.name} is gathered in FP8 for a layer in bf16"
+        with torch._C.DisableTorchFunctionSubclass():
+            return Fp8Weight(weight.detach(), weight.new_ones((), dtype=torch.float32))
+
+    def quantize_weight(self, weight: Tensor) -> Fp8Weight:
+        return Fp8Weight(weight, weight.new_ones((), dtype=torch.float32))
+
+    def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
+        return self._quantize_input(x, False, record)
+
+    def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
+        return (as_matrix(x),)
+
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        return _as_it_is(as_matrix(x))
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        return _as_it_is(grad_TO)
+
+    def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        return self.biased_output(x_fp8, weight, None, dtype)
+
+    def biased_output(self, x_fp8: Quantized, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As nn.Linear: one rounding."""
+        assert x_fp8.rows is not None
+        own = weight.data.dtype
+        bias = None if bias is None else bias.to(own)
+        return F.linear(x_fp8.rows.to(own), weight.data, bias).to(dtype)
+
+    def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        assert grad_fp8.rows is not None
+        return (grad_fp8.rows.to(weight.data.dtype) @ weight.data).to(dtype)
+
+    def grad_weight(
+        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
+        assert grad_TO is not None
+        return (grad_TO.t() @ kept[0].to(grad_TO.dtype)).to(dtype)
+
+
+class DelayedBf16Recipe(Bf16Recipe):
+    """Amaxes go on being recorded, one more read of each tensor: the scales are there when FP8 comes back.
+
+    Args:
+        fp8: what it stands in for.
+    """
+
+    fp8: DelayedRecipe
+
+    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        if record:
+            record_amax(x, self.fp8.slot_x.amax_local)
+        return super()._quantize_input(x, needs_columns, record)
+
+    def quantize_grad_output(
+        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
+    ) -> Quantized:
+        record_amax(grad_TO, self.fp8.slot_grad.amax_local)
+        return super().quantize_grad_output(grad_TO, weight, kept)
+
+
+def bf16_recipe(fp8: Recipe) -> Bf16Recipe:
+    """What stands in for `fp8`."""
+    return DelayedBf16Recipe(fp8) if isinstance(fp8, DelayedRecipe) else Bf16Recipe(fp8)
+
+
+def _as_it_is(x: Tensor) -> Quantized:
+    return Quantized(x, None, x.new_ones((), dtype=torch.float32))

@@ -1,0 +1,83 @@
+"""Which layers compute in bf16 in which step: arithmetic on names, a step and a learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8_ds.config import ScheduleConfig
+from fp8_ds.errors import ConfigError
+
+Precision = Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class PrecisionSchedule:
+    """The "schedule" block, for the layers of one model.
+
+    Args:
+        until: steps [0, until) are in bf16.
+        last: steps [last, ...) are in bf16; None: none are for that reason.
+        below_lr: steps with a learning rate below it are in bf16; None: as above.
+        fixed: layers that the block's "layers" names, and what they are whatever the step.
+    """
+
+    until: int
+    last: int | None
+    below_lr: float | None
+    fixed: Mapping[str, Precision]
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, names: Collection[str], total_steps: int | None) -> PrecisionSchedule:
+        """Args:
+            config: the "schedule" block.
+            names: of the layers in FP8.
+            total_steps: that DeepSpeed's learning-rate scheduler knows; the block's own number comes first.
+
+        Raises:
+            ConfigError: a fraction of an unknown number of steps; or "layers" names no layer.
+        """
+        total = config.total_steps or total_steps
+        if config.bf16_last_fraction > 0 and total is None:
+            raise ConfigError(
+                "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
+                f"{config.bf16_last_fraction}, got null, and no scheduler.params.total_num_steps. Write it."
+            )
+        last = math.ceil(total * (1 - config.bf16_last_fraction)) if config.bf16_last_fraction and total else None
+        fixed: dict[str, Precision] = {}
+        for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
+            found = matching(pattern, names)
+            if not found:
+                raise ConfigError(
+                    f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "
+                    "The line that rank 0 logs at the start says which layers are not."
+                )
+            fixed.update(dict.fromkeys(found, config.layers[pattern]))
+        return cls(config.bf16_until_step, last, config.bf16_below_lr, fixed)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether steps and learning rates say nothing."""
+        return self.until == 0 and self.last is None and self.below_lr is None
+
+    def reason(self, step: int, lr: float) -> str | None:
+        """Why step `step`, counted from 0, is in bf16; None: it is in FP8."""
+        if step < self.until:
+            return f"bf16_until_step {self.until}"
+        if self.last is not None and step >= self.last:
+            return f"bf16_last_fraction: from step {self.last}"
+        if self.below_lr is not None and lr < self.below_lr:
+            return f"bf16_below_lr {self.below_lr:g}"
+        return None
+
+    def in_bf16(self, names: Sequence[str], step: int, lr: float, overrides: Mapping[str, Precision]) -> frozenset[str]:
+        """The layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
+        usual: Precision = "fp8" if self.reason(step, lr) is None else "bf16"
+        return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
+
+
+def matching(pattern: str, names: Collection[str]) -> list[str]:
+    """The layer of that very name; else all whose names contain it."""
+    return [pattern] if pattern in names else [name for name in names if pattern in name]

@@ -1,0 +1,143 @@
+"""`fp8-ds convert` on checkpoints of real engines: safetensors hold bf16 of the masters, bitwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fp8_ds.checkpoint import convert as module
+from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.cli.app import app
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+
+pytestmark = pytest.mark.distributed
+MODEL = {"frozen": "blocks.1.up"}
+
+
+def save(folder: str, stage: int, fp8: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Checkpoints after one and two steps; masters after the first, frozen weights among them, in bf16."""
+    engine = training.build(training.ds_config(stage, fp8), MODEL)
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="first")
+    masters = {name: p.bfloat16() for name, p in training.full_masters(engine).items()}
+    training.train(engine, 1, first_step=1)
+    engine.save_checkpoint(folder, tag="second")
+    training.destroy(engine)
+    return masters
+
+
+def load_universal(folder: str, stage: int) -> dict[str, torch.Tensor]:
+    config = training.ds_config(stage, {}, checkpoint={"load_universal": True})
+    engine = training.build(config, seed=5)
+    engine.load_checkpoint(folder, tag="universal")
+    masters = {name: p.bfloat16() for name, p in training.full_masters(engine).items()}
+    training.destroy(engine)
+    return masters
+
+
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (3, {}), (3, STATES)])
+def test_safetensors_are_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
+    masters = ranks(2).run(save, str(tmp_path / "ckpt"), stage, fp8)[0]
+    found = convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", tag="first")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert found.num_tensors == len(saved) == len(masters) + 2  # the frozen weight and its bias
+    assert found.files == ("model.safetensors",)
+    for name, master in masters.items():
+        assert torch.equal(saved[name], master), name
+    torch.manual_seed(0)
+    frozen = dict(training.TinyLM(**MODEL).named_parameters())["blocks.1.up.weight"]
+    assert torch.equal(saved["blocks.1.up.weight"], frozen.bfloat16())
+    latest = convert(tmp_path / "ckpt", tmp_path / "latest", "safetensors")
+    assert latest.num_bytes == found.num_bytes
+    name = "lm_head.weight"
+    assert not torch.equal(load_file(tmp_path / "latest/model.safetensors")[name], saved[name])
+
+
+def test_shards_have_the_layout_of_transformers(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = ranks(2).run(save, str(tmp_path / "ckpt"), 2, {})[0]
+    monkeypatch.setattr(module, "_SHARD_BYTES", 40_000)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors.index.json").write_text("{}")
+    found = convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", model=tmp_path / "model", tag="first")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert {"config.json", "model.safetensors.index.json", *files} == set(found.files)
+    assert (
+        index["metadata"]["total_size"]
+        == found.num_bytes
+        == 2
+        * sum(load_file(tmp_path / "out" / index["weight_map"][name])[name].numel() for name in index["weight_map"])
+    )
+    assert set(masters) < set(index["weight_map"])
+
+
+def test_universal_loads_in_another_stage_and_becomes_safetensors(ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    masters = ranks(2).run(save_all, str(folder))[0]
+    found = convert(folder, folder / "universal", "universal", tag="first", stage=3)
+    assert found.target == kind_of(folder / "universal") == "universal"
+    loaded = ranks(2).run(load_universal, str(folder), 3)[0]
+    assert masters.keys() == loaded.keys()
+    convert(folder / "universal", tmp_path / "out", "safetensors")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    for name, master in masters.items():
+        assert torch.equal(loaded[name], master), name
+        assert torch.equal(saved[name], master), name
+
+
+def save_all(folder: str) -> dict[str, torch.Tensor]:
+    engine = training.build(training.ds_config(2, {}))
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="first")
+    masters = {name: p.bfloat16() for name, p in training.full_masters(engine).items()}
+    training.destroy(engine)
+    return masters
+
+
+def test_a_damaged_or_unfinished_checkpoint_is_not_converted(ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    ranks(2).run(save_all, str(folder))
+    (folder / "first").rename(folder / "first.replaced")  # killed between the renames of a second save
+    assert convert(folder, tmp_path / "whole", "safetensors").num_tensors > 0
+    path = next((folder / "first.replaced").glob("*_optim_states.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4  # in a tensor: torch.load does not notice
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{path.name} has CRC-32"):
+        convert(folder, tmp_path / "out", "safetensors")
+    (folder / "first.replaced").rename(folder / "first.incomplete")
+    with pytest.raises(CheckpointError, match=r"first\.incomplete is of a save that did not end"):
+        convert(folder / "first.incomplete", tmp_path / "out", "universal")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_what_makes_no_sense_is_refused_with_what_does(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"w": torch.ones(2)}, weights / "model.safetensors")
+    for target in ("universal", "deepspeed"):
+        with pytest.raises(UnsupportedError, match=r"from_pretrained, then deepspeed\.initialize"):
+            convert(weights, tmp_path / "out", target)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected an empty folder"):
+        convert(weights, weights, "universal")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="expected a folder of save_checkpoint"):
+        convert(tmp_path / "empty", tmp_path / "out", "safetensors")
+    arguments = ["convert", str(weights), str(tmp_path / "out"), "--to", "deepspeed", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "no masters and moments" in json.loads(result.stdout)["error"]
+    assert CliRunner().invoke(app, ["convert", "nowhere", "out", "--to", "universal"]).exit_code == 3

@@ -1,0 +1,321 @@
+"""Layers go to bf16 of their masters and come back, in every stage, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+
+pytestmark = pytest.mark.distributed
+
+SPLIT = {"optimizer": {"states": "fp8", "master": "e4m19"}}
+ALWAYS = {"schedule": {"bf16_until_step": 1000}}
+
+
+def losses_of(fp8: dict[str, Any] | None, stage: int, model: dict[str, Any], num: int = 4) -> list[float]:
+    engine = training.build(training.ds_config(stage, fp8), model)
+    losses = training.train(engine, num)
+    training.destroy(engine)
+    return losses
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ragged": {"width": 50, "hidden": 70, "num_blocks": 2, "tiny": True},
+    "external": {"external": True, "checkpointing": "non-reentrant", "bias": False},
+    "ragged, no bias": {"width": 50, "hidden": 70, "num_blocks": 2, "tiny": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize(("stage", "model"), [(1, "plain"), (2, "ragged"), (3, "ragged, no bias"), (3, "external")])
+def test_all_layers_in_bf16_is_stock_bf16_bit_for_bit(ranks: Any, stage: int, model: str) -> None:
+    ours = ranks(2).run(losses_of, ALWAYS, stage, MODELS[model])
+    stock = ranks(2).run(losses_of, None, stage, MODELS[model])
+    fp8 = ranks(2).run(losses_of, {}, stage, MODELS[model])
+    assert ours == stock
+    assert fp8 != stock
+
+
+def weights_as_read(engine: Any) -> dict[str, torch.Tensor]:
+    """What any reader of the FP8 weights sees now, on this rank. Collective in stage 3."""
+    import deepspeed
+
+    found = {}
+    for name, p in engine.fp8.weights.items():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            found[name] = p.detach().clone().float().cpu()
+    return found
+
+
+def gathered(engine: Any) -> tuple[float, float]:
+    """(FP8 bytes, others) gathered in the last step."""
+    report = engine.fp8_report()
+    return report["gathered_fp8_bytes"], report["gathered_bytes"] - report["gathered_fp8_bytes"]
+
+
+def phases(stage: int, fp8: dict[str, Any]) -> dict[str, Any]:
+    """bf16 for 2 steps, FP8 for 2, bf16 for the last 2."""
+    schedule = {"bf16_until_step": 2, "bf16_last_fraction": 0.34, "total_steps": 6}
+    engine = training.build(training.ds_config(stage, {**fp8, "schedule": schedule}))
+    result: dict[str, Any] = {"losses": [], "bytes": [], "read": [], "masters": [], "num": []}
+    for step in range(6):
+        result["num"].append(engine.fp8_report()["num_layers_in_bf16"])
+        result["losses"] += training.train(engine, 1, step)
+        result["bytes"].append(gathered(engine))
+        if step in (0, 2):  # the next one is in bf16, in FP8
+            result["read"].append(weights_as_read(engine))
+            result["masters"].append({n: training.full_masters(engine)[n] for n in engine.fp8.weights})
+    engine.set_layer_precision("", "fp8")
+    result["back"] = training.fp8_state(engine)
+    result["last_masters"] = training.full_masters(engine)
+    result["sizes"] = sum(m.numel() for m in result["masters"][0].values())
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, {}), (3, {}), (2, SPLIT), (3, SPLIT)])
+def test_a_schedule_moves_bf16_of_the_masters_then_fp8_then_bf16(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    results = ranks(2).run(phases, stage, fp8)
+    for result in results:
+        assert result["num"] == [6, 6, 0, 0, 6, 6]
+        assert result["losses"] == results[0]["losses"]
+        in_bf16 = [result["masters"][0], result["read"][0]]
+        for name, master in in_bf16[0].items():
+            assert torch.equal(in_bf16[1][name], master.bfloat16().float()), name  # bf16 of the masters, bitwise
+        if stage < 3:  # in stage 3 a reader gathers bf16 of the masters in both
+            read = result["read"][1]
+            assert not any(torch.equal(m.bfloat16().float(), read[name]) for name, m in result["masters"][1].items())
+        if not fp8:
+            training.assert_fp8_follows_masters(result["back"], result["last_masters"])
+        weights = result["sizes"]  # of which stage 3 gathers each once a step, too: it keeps what is so small
+        # Stages 1 and 2 gather when a step ends, by what the layers computed in; then they are switched.
+        fp8_bytes = [one[0] for one in result["bytes"]]
+        hp_bytes = [one[1] for one in result["bytes"]]
+        assert fp8_bytes[0] == fp8_bytes[1] == fp8_bytes[5] == 0
+        assert fp8_bytes[3] == pytest.approx(weights, rel=0.03)
+        assert hp_bytes[1] - hp_bytes[3] == pytest.approx(2 * weights, rel=0.03)
+    for name in results[0]["back"]:
+        assert torch.equal(results[0]["back"][name][0], results[1]["back"][name][0])
+
+
+def evaluate(engine: Any, step: int) -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(training.micro_batches(step, 1)[0].to(engine.device)).float()
+    engine.train()
+    return float(loss)
+
+
+def jump(stage: int) -> dict[str, Any]:
+    engine = training.build(training.ds_config(stage, {}))
+    training.train(engine, 15)
+    in_fp8 = evaluate(engine, 500)
+    layers = engine.set_layer_precision("up", "bf16")
+    some = evaluate(engine, 500)
+    engine.set_layer_precision(["up", "down"], "bf16")
+    in_bf16 = evaluate(engine, 500)
+    engine.set_layer_precision(["up", "down"], "schedule")
+    again = evaluate(engine, 500)
+    report = engine.fp8_report()["num_layers_in_bf16"]
+    training.destroy(engine)
+    return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any, stage: int) -> None:
+    for result in ranks(2).run(jump, stage):
+        in_fp8, some, in_bf16, again = result["losses"]
+        assert result["layers"] == [f"blocks.{i}.up" for i in range(3)] and result["left"] == 0
+        assert in_fp8 == again
+        assert len({in_fp8, some, in_bf16}) == 3
+        assert in_fp8 < 4.0  # trained: log(96) is 4.56
+        assert abs(in_fp8 - in_bf16) < 0.005 * in_bf16
+        assert abs(in_fp8 - some) < 0.005 * in_bf16
+
+
+def resume(stage: int, fp8: dict[str, Any], directory: str, save_at: int) -> dict[str, Any]:
+    """Losses after a resume at `save_at` and without; an override is in force from step 1 on."""
+    schedule = {"bf16_until_step": 2, "bf16_last_fraction": 0.25, "total_steps": 8, "layers": {"blocks.2": "fp8"}}
+    config = training.ds_config(stage, {**fp8, "schedule": schedule})
+    engine = training.build(config)
+    before = training.train(engine, 1)
+    engine.set_layer_precision("blocks.1.down", "bf16")
+    before += training.train(engine, save_at - 1, 1)
+    engine.save_checkpoint(directory)
+    through = training.train(engine, 8 - save_at, save_at)
+    training.destroy(engine)
+    engine = training.build(config, seed=7)
+    engine.load_checkpoint(directory)
+    held = sorted(engine.fp8.precision.in_bf16), dict(engine.fp8.precision.overrides)
+    resumed = training.train(engine, 8 - save_at, save_at)
+    training.destroy(engine)
+    return {"through": through, "resumed": resumed, "held": held}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "save_at"),
+    [
+        (2, {}, 1),
+        (2, {"linear": {"recipe": "delayed"}}, 3),
+        (3, {}, 5),
+        (3, SPLIT, 1),
+        pytest.param(1, SPLIT, 7, marks=pytest.mark.slow),
+        pytest.param(3, {"linear": {"recipe": "delayed"}}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_is_exact_in_every_phase(
+    ranks: Any, stage: int, fp8: dict[str, Any], save_at: int, tmp_path: Any
+) -> None:
+    for result in ranks(2).run(resume, stage, fp8, str(tmp_path), save_at):
+        assert result["resumed"] == result["through"]
+        layers, overrides = result["held"]
+        assert overrides == {"blocks.1.down": "bf16"}
+        low = [f"blocks.{i}.{name}" for i in range(2) for name in ("down", "up")]
+        assert layers == (low if save_at < 2 or save_at >= 6 else ["blocks.1.down"])
+
+
+def compiled(stage: int, backend: str, fp8: dict[str, Any]) -> list[float]:
+    """Losses of 2 steps in bf16, 2 in FP8, and 2 with one layer in bf16."""
+    engine = training.build(training.ds_config(stage, {**fp8, "schedule": {"bf16_until_step": 2}}))
+    if backend:
+        torch._dynamo.reset()
+        engine.compile(backend=backend)
+    losses = training.train(engine, 4)
+    engine.set_layer_precision("blocks.1.up", "bf16")
+    losses += training.train(engine, 2, 4)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [(2, {}), pytest.param(3, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow)],
+)
+def test_compiled_layers_change_as_eager_ones_do(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    assert ranks(2).run(compiled, stage, "aot_eager", fp8) == ranks(2).run(compiled, stage, "", fp8)
+
+
+def released(stage: int) -> tuple[list[float], list[float]]:
+    """Losses with updates during the backward, and with all of them after it; in bf16, then in FP8."""
+    both = []
+    for release in (True, False):
+        states = {"states": "fp8", "release": release}
+        fp8 = {"optimizer": states, "schedule": {"bf16_until_step": 3}}
+        engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0))
+        both.append(training.train(engine, 5))
+        training.destroy(engine)
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_gradient_release_knows_layers_in_bf16(ranks: Any, stage: int) -> None:
+    for with_release, without in ranks(2).run(released, stage):
+        assert with_release == without
+
+
+def below_lr(stage: int) -> list[tuple[bool, int]]:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 8}}
+    scheduler["params"]["warmup_type"] = "linear"
+    config = training.ds_config(stage, {"schedule": {"bf16_below_lr": 4e-4}}, scheduler=scheduler)
+    engine = training.build(config)
+    counts = []
+    for step in range(8):
+        counts.append((float(engine.get_lr()[0]) < 4e-4, engine.fp8_report()["num_layers_in_bf16"]))
+        training.train(engine, 1, step)
+    training.destroy(engine)
+    return counts
+
+
+def test_layers_follow_the_learning_rate(ranks: Any) -> None:
+    for counts in ranks(2).run(below_lr, 2):
+        assert [num == 6 for _, num in counts] == [low for low, _ in counts]
+        assert len({low for low, _ in counts}) == 2
+
+
+def refused(case: str) -> tuple[str, list[float]]:
+    from fp8_ds.errors import Fp8DsError
+
+    engine = training.build(training.ds_config(2, {}, gradient_accumulation_steps=2))
+    rank = dist.get_rank()
+    try:
+        if case == "ranks disagree":
+            engine.set_layer_precision("blocks.0", "bf16" if rank else "fp8")
+        elif case == "no such layer":
+            engine.set_layer_precision(["blocks.0", "lm_head"], "bf16")
+        elif case == "no such precision":
+            engine.set_layer_precision("blocks.0", "int8")
+        else:
+            engine.backward(engine(training.micro_batches(0, 1)[0]))
+            engine.step()
+            engine.set_layer_precision("blocks.0", "bf16")
+        message = ""
+    except Fp8DsError as error:
+        message = str(error)
+    assert not engine.fp8.precision.in_bf16
+    training.destroy(engine)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("case", "fragment"),
+    [
+        ("ranks disagree", "expected the same call on all ranks"),
+        ("no such layer", "expected names of trainable layers in FP8, got ['lm_head']"),
+        ("no such precision", "got 'int8'"),
+        ("between micro-batches", "after micro-batch 1 of 2"),
+    ],
+)
+def test_a_call_that_cannot_be_followed_is_refused_on_all_ranks(ranks: Any, case: str, fragment: str) -> None:
+    assert all(fragment in message for message in ranks(2).run(refused, case))
+
+
+def build_error(schedule: dict[str, Any]) -> str:
+    from fp8_ds.errors import ConfigError
+
+    try:
+        training.destroy(training.build(training.ds_config(2, {"schedule": schedule})))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_that_cannot_be_followed_is_refused(ranks: Any) -> None:
+    assert "fp8.schedule.total_steps: expected the number" in ranks(1).run(build_error, {"bf16_last_fraction": 0.1})[0]
+    assert "fp8.schedule.layers: expected names" in ranks(1).run(build_error, {"layers": {"blocks.7": "bf16"}})[0]
+
+
+def written(stage: int, path: tuple[str, ...], fp8: dict[str, Any]) -> list[tuple[float, float]]:
+    """(largest magnitude, mean) of a weight as read after 1.5 was written into it, and after each switch."""
+    import deepspeed
+
+    engine = training.build(training.ds_config(stage, fp8))
+    training.train(engine, 1)
+    name = "blocks.1.up.weight"
+    weight = engine.fp8.weights[name]
+    found = []
+    for action in path:
+        if action == "write":
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=stage == 3), torch.no_grad():
+                weight.fill_(1.5)
+        else:
+            engine.set_layer_precision("blocks.1", action)  # type: ignore[arg-type]
+        read = weights_as_read(engine)[name]
+        found.append((float(read.abs().max()), float(read.mean())))
+    losses = training.train(engine, 1, 1)
+    assert all(map(math.isfinite, losses))
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (3, {}), (3, SPLIT)], ids=["1", "3", "3 split"])
+def test_what_a_user_wrote_holds_until_the_next_step_whatever_is_switched(
+    ranks: Any, stage: int, fp8: dict[str, Any]
+) -> None:
+    for path in (("write", "bf16", "fp8", "bf16"), ("bf16", "write", "fp8", "bf16")):
+        start = path.index("write")
+        for found in ranks(2).run(written, stage, path, fp8):
+            assert found[start:] == [pytest.approx((1.5, 1.5), rel=1e-3)] * (4 - start), (path, found)

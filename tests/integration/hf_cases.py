@@ -1,0 +1,360 @@
+"""Hugging Face's libraries on FP8 ZeRO, run by the deepspeed launcher: several cases in one start.
+
+deepspeed hf_cases.py OUT_FOLDER CASE:STAGE [CASE:STAGE ...]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import fp8_ds
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Arithmetic sequences modulo the vocabulary."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (index + 3 * torch.arange(33)) % 97
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama(**more: Any) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **more))
+
+
+def ds_config(stage: int, **linear: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "fp8": {"enabled": True, "linear": linear},
+    }
+
+
+def arguments(out: Path, stage: int, linear: dict[str, Any] | None = None, **more: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "deepspeed": ds_config(stage, **(linear or {})),
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return TrainingArguments(output_dir=str(out), **{**options, **more})
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    """bf16 of the trainable parameters' fp32 masters, by name. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: safe_get_full_fp32_param(p).bfloat16().cpu() for name, p in named}
+
+
+def differing(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names in both whose tensors are not equal, bit for bit."""
+    return [name for name in saved.keys() & expected.keys() if not torch.equal(saved[name], expected[name])]
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def trainer_resumes(out: Path, stage: int) -> dict[str, Any]:
+    """Four steps with evaluation and gradient checkpointing, saved after two; the last two again from there."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+    def trainer() -> Any:
+        torch.manual_seed(0)
+        args = arguments(out, stage, **options)
+        return Trainer(model=llama(), args=args, train_dataset=Sequences(), eval_dataset=Sequences())
+
+    first = trainer()
+    first.train()
+    first.save_model(str(out / "model"))
+    whole = losses(first)
+    evaluated = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
+    expected = masters(first.deepspeed)
+    report = first.deepspeed.fp8_report()
+    end(first.deepspeed)
+    second = trainer()
+    second.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    again = losses(second)
+    reports = masters(second.deepspeed)
+    end(second.deepspeed)
+    saved = saved_weights(out / "model")
+    return {
+        "losses": whole,
+        "eval_losses": evaluated,
+        "resumed": again,
+        "masters_differ": differing(reports, expected),
+        "saved_differ": differing(saved, expected),
+        "num_saved": len(saved.keys() & expected.keys()),
+        "num_masters": len(expected),
+        "fp8": report,
+    }
+
+
+def models(out: Path, stage: int) -> dict[str, Any]:
+    """Families of models, each trained a few steps and saved."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    gpt2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    made: dict[str, Callable[[], Any]] = {
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+        "qwen3_tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **experts)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
+    }
+    found = {}
+    for name, make in made.items():
+        torch.manual_seed(0)
+        trainer = Trainer(model=make(), args=arguments(out / name, stage), train_dataset=Sequences())
+        try:
+            trainer.train()
+        except fp8_ds.ConfigError as error:
+            found[name] = {"refused": str(error)}
+            continue
+        trainer.save_model(str(out / name))
+        expected = masters(trainer.deepspeed)
+        saved = saved_weights(out / name)
+        found[name] = {
+            "losses": losses(trainer),
+            "plan": trainer.deepspeed.fp8_report()["plan"],
+            "saved_differ": differing(saved, expected),
+            "missing": sorted(expected.keys() - saved.keys()),
+        }
+        end(trainer.deepspeed)
+    return found
+
+
+def generation(out: Path, stage: int) -> dict[str, Any]:
+    """generate() on the trained engine's module: with ZeRO's hooks, and with them removed as TRL does."""
+    torch.manual_seed(0)
+    args = arguments(out, stage, max_steps=60, learning_rate=1e-2)
+    trainer = Trainer(model=llama(), args=args, train_dataset=Sequences())
+    trainer.train()
+    engine = trainer.deepspeed
+    model = engine.module.eval()
+    prompt = ((3 * torch.arange(12))[None] % 97).to(engine.device)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        hooked = model.generate(prompt, synced_gpus=stage == 3, **options)
+        with unwrapped(engine) as plain:
+            removed = plain.generate(prompt, **options)
+        again = model.generate(prompt, synced_gpus=stage == 3, **options)
+    model.train()
+    after = float(engine(input_ids=prompt, labels=prompt).loss)
+    end(engine)
+    tokens = [found[0, 12:].tolist() for found in (hooked, removed, again)]
+    return {
+        "tokens": tokens,
+        "expected": (3 * torch.arange(12, 18) % 97).tolist(),
+        "loss": losses(trainer)[-1],
+        "after": after,
+    }
+
+
+@contextmanager
+def unwrapped(engine: Any) -> Iterator[Any]:
+    """The model with whole weights and without ZeRO-3's hooks, by the calls of TRL's unwrap_model_for_generation.
+
+    Source: huggingface/trl 1.16 trl/models/utils.py, remove_hooks and add_hooks.
+    """
+    if engine.zero_optimization_stage() < 3:
+        yield engine.module
+        return
+    offload = engine.optimizer.parameter_offload
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        for p in engine.module.parameters():
+            p.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        yield engine.module
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        offload._register_deepspeed_module(offload.module)
+
+
+def lora(out: Path, stage: int) -> dict[str, Any]:
+    """PEFT's LoRA on frozen base weights in FP8: trained, saved as an adapter, loaded into a bf16 model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(0)
+    base = llama()
+    before = {name: p.detach().bfloat16().clone() for name, p in base.named_parameters()}
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    linear = {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}
+    args = arguments(out, stage, linear, max_steps=8, learning_rate=1e-2)
+    trainer = Trainer(model=get_peft_model(base, config), args=args, train_dataset=Sequences())
+    trainer.train()
+    engine = trainer.deepspeed
+    report = engine.fp8_report()
+    trainer.save_model(str(out / "adapter"))
+    batch = torch.stack([Sequences()[i]["input_ids"] for i in range(4)]).to(engine.device)
+    with torch.no_grad():
+        engine.module.eval()
+        trained = float(engine(input_ids=batch, labels=batch).loss)
+    found = losses(trainer)
+    end(engine)
+    torch.manual_seed(0)
+    plain = llama().bfloat16().to(batch.device)
+    same = all(torch.equal(p.detach().cpu(), before[name]) for name, p in plain.named_parameters())
+    with torch.no_grad():
+        untrained = float(plain(input_ids=batch, labels=batch).loss)
+        loaded = PeftModel.from_pretrained(plain, str(out / "adapter"))
+        in_bf16 = float(loaded(input_ids=batch, labels=batch).loss)
+        merged = float(loaded.merge_and_unload()(input_ids=batch, labels=batch).loss)
+    return {
+        "losses": found,
+        "plan": report["plan"],
+        "num_fp8_weights": report["num_fp8_weights"],
+        "same_base": same,
+        "trained": trained,
+        "untrained": untrained,
+        "in_bf16": in_bf16,
+        "merged": merged,
+        "files": sorted(path.name for path in (out / "adapter").iterdir()),
+    }
+
+
+def accelerate(out: Path, stage: int) -> dict[str, Any]:
+    """A loop of the user's own under Accelerate: state saved, loaded, and the model exported."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    config = ds_config(stage) | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    config["gradient_clipping"] = 1.0
+
+    def prepared() -> tuple[Any, Any, Any, Any]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        loader = torch.utils.data.DataLoader(Sequences(), batch_size=4)
+        return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+    def steps(accelerator: Any, model: Any, optimizer: Any, batches: list[Any]) -> list[float]:
+        found = []
+        for batch in batches:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    accelerator, model, optimizer, loader = prepared()
+    batches = [batch for _, batch in zip(range(4), loader, strict=False)]
+    whole = steps(accelerator, model, optimizer, batches[:2])
+    accelerator.save_state(str(out / "state"))
+    whole += steps(accelerator, model, optimizer, batches[2:])
+    expected, report = masters(model), model.fp8_report()
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        str(out / "model"), is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    accelerator.wait_for_everyone()
+    saved = saved_weights(out / "model")
+    end(model)
+    accelerator, model, optimizer, loader = prepared()
+    accelerator.load_state(str(out / "state"))
+    again = steps(accelerator, model, optimizer, batches[2:])
+    differ = differing(masters(model), expected)
+    end(model)
+    return {
+        "losses": whole,
+        "fp8": report,
+        "resumed": again,
+        "masters_differ": differ,
+        "saved_differ": differing(saved, expected),
+        "num_saved": len(saved.keys() & expected.keys()),
+        "num_masters": len(expected),
+    }
+
+
+def end(engine: Any) -> None:
+    """The next case starts as a fresh script would."""
+    engine.destroy()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    gc.collect()
+
+
+CASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    one.__name__: one for one in (trainer_resumes, models, generation, lora, accelerate)
+}
+
+
+def main() -> None:
+    out, *cases = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    deepspeed.init_distributed()
+    for case in cases:
+        name, _, stage = case.partition(":")
+        folder = Path(out, case.replace(":", "-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        result = CASES[name](folder, int(stage))
+        dist.barrier()
+        Path(out, f"{name}-{stage}-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

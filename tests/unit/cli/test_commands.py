@@ -1,0 +1,229 @@
+"""Commands as a user types them: what they answer, as text and as JSON, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from fp8_ds import diagnosis
+from fp8_ds.cli.app import app
+from fp8_ds.cli.plan import _runs
+from fp8_ds.diagnosis import Check
+from fp8_ds.nn.flops import Product
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs/ds_zero3_fp8.json"
+SMALL = ["--set", "hidden_size=64", "--set", "intermediate_size=128", "--set", "num_hidden_layers=3"]
+SMALL += ["--set", "num_attention_heads=4", "--set", "num_key_value_heads=2", "--set", "vocab_size=100"]
+
+
+def run(*arguments: object) -> tuple[int, Any]:
+    """(exit code, the JSON object)"""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(json.loads(CONFIG.read_text()) | changes))
+    return path
+
+
+def test_the_options_of_every_command_are_those_of_the_page() -> None:
+    """A change here changes what scripts of users rely on; docs/cli.md names each."""
+    page = (ROOT / "docs/cli.md").read_text()
+    commands: Any = typer.main.get_command(app)
+    found = {
+        name: sorted(option for p in command.params for option in p.opts if option.startswith("--"))
+        for name, command in commands.commands.items()
+        if name != "autoload"
+    }
+    assert found == {
+        "doctor": ["--config", "--json", "--probe", "--script"],
+        "plan": ["--config", "--json", "--seq", "--set", "--world"],
+        "estimate": [
+            *("--checkpointing", "--config", "--json", "--largest", "--memory", "--micro-batch", "--seq", "--set"),
+            "--world",
+        ],
+        "compare": ["--column", "--html", "--json", "--last", "--png", "--window"],
+        "convert": ["--json", "--model", "--stage", "--tag", "--to"],
+    }
+    for name, options in found.items():
+        section = page.split(f"\n## {name}")[1].split("\n## ")[0]
+        assert all(f"`{option}" in section for option in options if option != "--json"), (name, options)
+        assert "Exit codes" in section
+
+
+# --- plan ---
+
+
+def test_plan_says_of_each_matrix_what_it_is_and_why() -> None:
+    pytest.importorskip("transformers")
+    code, found = run("plan", "llama-8b", "--config", CONFIG, "--world", 4, "--seq", 32, *SMALL)
+    assert code == 0
+    assert (found["num_fp8"], found["num_layers"]) == (21, 22)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    assert found["fp8_percent_of_matrix_flops"] == pytest.approx(100 * 3 * layer / (3 * layer + 6400))
+    attention = 3 * 2 * 32 * 64  # 2 products of 2 FLOPs, half of 32 keys of 64 features, in each of 3 layers
+    assert found["attention_flops_per_token"] == attention
+    assert found["fp8_percent_of_flops"] == pytest.approx(100 * 6 * layer / (2 * (3 * layer + 6400) + attention))
+    others = found["parameters"] - 3 * layer
+    assert found["gathered_bytes_per_pass"] == 3 * layer + 2 * others
+    by_name = {row["fqn"]: row for row in found["layers"]}
+    assert by_name["lm_head"]["reason"] == "filter_fqns" and not by_name["lm_head"]["in_fp8"]
+    assert by_name["model.layers.2.mlp.up_proj"]["shape"] == [128, 64]
+
+
+def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8() -> None:
+    pytest.importorskip("transformers")
+    code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "n_layer=2")
+    assert code == 1 and found["num_fp8"] == 0
+    assert [row["reason"] for row in found["layers"]].count("a Conv1D, not an nn.Linear") == 8
+    code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL)
+    experts = [row for row in found["layers"] if row["shape"][0] == 8 and len(row["shape"]) == 3]
+    assert code == 0 and len(experts) == 6
+    numel = {row["fqn"]: row["shape"][0] * row["shape"][1] * row["shape"][2] for row in experts}
+    assert all(row["flops"] == 2 * numel[row["fqn"]] // 4 for row in experts)  # a token visits 2 of 8
+
+
+def test_plan_joins_rows_that_differ_in_numbers_only() -> None:
+    pytest.importorskip("transformers")
+    result = CliRunner().invoke(app, ["plan", "llama-8b", "--config", str(CONFIG), *SMALL])
+    assert result.exit_code == 0
+    assert "model.layers.{0..2}.self_attn.q_proj (3)" in result.stdout
+    assert "21 of 22 matrices in FP8" in result.stdout
+
+
+def test_plan_and_estimate_take_a_config_json_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.Qwen2Config(**shape, num_key_value_heads=2, vocab_size=50).save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert run("plan", path, "--config", CONFIG)[1]["num_fp8"] == 14
+    (tmp_path / "my_model.py").write_text(
+        "import torch\ndef make(): return torch.nn.Sequential(torch.nn.Linear(32, 32))"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "my_model:make", "--config", CONFIG)[1]["layers"][0]["fqn"] == "0"
+    code, found = run("plan", "my_model:missing", "--config", CONFIG)
+    assert code == 2 and "expected a function at my_model:missing" in found["error"]
+    code, found = run("plan", "llama-9b", "--config", CONFIG)
+    assert code == 2 and "Nothing is downloaded" in found["error"]
+
+
+def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
+    code, found = run("plan", "llama-8b", "--config", written(tmp_path, zero_optimization={"stage": 0}), *SMALL)
+    assert code == 2 and "zero_optimization.stage: 0" in found["error"]
+    code, found = run("plan", "llama-8b", "--config", written(tmp_path, fp8={"enabled": False}), *SMALL)
+    assert code == 2 and "Nothing would be in FP8" in found["error"]
+    assert run("plan", "llama-8b", "--config", tmp_path / "missing.json")[0] == 3
+    (tmp_path / "bad.json").write_text("{")
+    assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
+
+
+# --- estimate ---
+
+
+def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}}  # on one rank without buckets, which would be 1 GB
+    config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *SMALL)
+    code, found = run(*common)
+    assert code == 0 and found["fits"] and found["peak"] == max(found["peak_in_backward"], found["peak_in_step"])
+    gib = found["peak"] / 2**30
+    assert run(*common, "--memory", 0.99 * gib)[0] == 1
+    code, found = run(*common, "--memory", 3 * gib, "--largest")
+    assert code == 0 and found["largest"]["layers"] > 3
+    code, found = run(*common, "--largest")
+    assert code == 2 and "expected --memory beside it" in found["error"]
+
+
+# --- doctor ---
+
+
+@pytest.fixture
+def autoload_is(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def be(on: bool) -> None:
+        monkeypatch.setattr(diagnosis, "_autoload", lambda: Check("autoload", "ok" if on else "optional", ""))
+
+    return be
+
+
+def test_doctor_says_on_a_cpu_what_is_missing_and_what_installs_it() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    code, found = run("doctor")
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert code == 1 and found["can_train"] is False
+    assert by_name["GPU"]["status"] == "missing" and "8.9" in by_name["GPU"]["remedy"]
+    assert by_name["seams"]["status"] == "ok" and by_name["deepspeed"]["status"] == "ok"
+    for name in ("FlashAttention-3", "transformer_engine"):
+        assert by_name[name]["status"] == "ok" or "pip install" in by_name[name]["remedy"], name
+    recipes = {probe["recipe"]: probe for probe in found["probes"]}
+    assert set(recipes) == {"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}
+    assert all(probe["is_exact"] or probe["sqnr_db"] > 45 for probe in recipes.values()), recipes
+
+
+def test_doctor_names_a_seam_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8_ds.engine import seams
+
+    monkeypatch.setattr(seams, "SEAMS", (seams.Seam("deepspeed", "no_such", (), "rely", "a test"),))
+    found = {check.name: check for check in diagnosis.checks()}
+    assert found["seams"].status == "missing" and "deepspeed.no_such" in found["seams"].found
+
+
+@pytest.mark.parametrize(
+    ("changes", "script", "on", "code", "word"),
+    [
+        ({}, "import fp8_ds", "yes", 0, "imports fp8_ds"),
+        ({}, "from fp8_ds import Fp8Config", "yes", 0, "imports fp8_ds"),
+        ({}, "import fp8_ds_other", "no", 1, "does not import it"),
+        ({}, None, "if", 1, "trains in bf16 without a word"),
+        ({"fp8": {"enabled": False}}, "import fp8_ds", "no", 1, "is false"),
+        ({"fp8": {"enabled": True, "linaer": {}}}, "import fp8_ds", "no", 1, "Did you mean"),
+        ({"fp16": {"enabled": True}}, "import fp8_ds", "no", 1, "fp16.enabled: true"),
+    ],
+)
+def test_doctor_says_whether_fp8_would_be_on(
+    tmp_path: Path, autoload_is: Any, changes: dict[str, Any], script: str | None, on: str, code: int, word: str
+) -> None:
+    autoload_is(False)
+    arguments = ["doctor", "--no-probe", "--config", written(tmp_path, **changes)]
+    if script is not None:
+        (tmp_path / "train.py").write_text(script + "\n")
+        arguments += ["--script", tmp_path / "train.py"]
+    found = run(*arguments)
+    assert (found[0], found[1]["config"]["on"]) == (code, on)
+    assert word in " ".join(found[1]["config"]["reasons"])
+
+
+def test_autoload_alone_turns_it_on(tmp_path: Path, autoload_is: Any) -> None:
+    autoload_is(True)
+    code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
+    assert code == 0 and found["config"]["on"] == "yes"
+
+
+def test_commands_start_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, fp8_ds.cli.app; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_plan_does_not_name_layers_that_a_row_does_not_hold() -> None:
+    """Layers 0 and 3 in one row are not {0..3}, the name of all four."""
+    kept = {0, 3}
+    layers = [
+        Product(f"layers.{i}.fc", "Linear", (16, 16), 1, i not in kept, "kept" if i in kept else "eligible")
+        for i in range(4)
+    ]
+    assert [name for name, _ in _runs(layers)] == ["layers.{0,3}.fc (2)", "layers.{1..2}.fc (2)"]

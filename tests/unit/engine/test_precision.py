@@ -1,0 +1,72 @@
+"""Which layers a request means where ranks have layers of their own, as pipeline stages do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed import comm as ds_comm
+from torch import nn
+
+from fp8_ds.config import LinearConfig, ScheduleConfig
+from fp8_ds.engine.precision import LayerPrecision
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.convert import apply_plan, make_plan
+
+OTHERS = ["1.up", "2.up"]
+"""Layers of the other stage; this one's are 10.up and 11.up."""
+
+
+@pytest.fixture
+def two_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The other rank's part of each collective; "asked": what it asks for, None: the same."""
+    other: dict[str, Any] = {"patterns": []}
+
+    def all_gather_object(everyone: list[Any], mine: Any) -> None:
+        there = [[name for name in OTHERS if pattern in name] for pattern in other["patterns"]]
+        everyone[:] = [mine, there]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(ds_comm, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ds_comm, "get_world_size", lambda *args: 2)
+    return other
+
+
+def precision(**block: Any) -> LayerPrecision:
+    model = nn.ModuleDict({f"{i}": nn.ModuleDict({"up": nn.Linear(32, 32)}) for i in (10, 11)})
+    config = LinearConfig.model_validate({"layer_choice": "all"})
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    schedule = ScheduleConfig.model_validate(block)
+    return LayerPrecision(model, lambda names: None, schedule, None, torch.device("cpu"), lambda line: None)
+
+
+def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:
+    two_stages["patterns"] = ["1.up"]
+    one = precision()
+    assert one.request(["1.up"], "bf16") == []  # and not 11.up
+    one.update(0, 1.0)
+    assert one.in_bf16 == frozenset()
+    scheduled = precision(layers={"1.up": "bf16"})
+    scheduled.update(0, 1.0)
+    assert scheduled.in_bf16 == frozenset()
+
+
+def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[str, Any]) -> None:
+    """DeepSpeed's pipelines save one model file for all stages."""
+    two_stages["patterns"] = ["up"]
+    one = precision()
+    assert one.request(["up"], "bf16") == ["10.up", "11.up"]
+    saved = one.state_dict()
+    assert saved["overrides"] == dict.fromkeys(["1.up", "10.up", "11.up", "2.up"], "bf16")
+    again = precision()
+    again.load_state_dict(saved)
+    again.update(0, 1.0)
+    assert again.in_bf16 == {"10.up", "11.up"} and again.state_dict()["overrides"] == saved["overrides"]
+
+
+def test_a_name_of_no_stage_is_refused(two_stages: dict[str, Any]) -> None:
+    two_stages["patterns"] = ["head"]
+    with pytest.raises(ConfigError, match=r"expected names of trainable layers in FP8, got \['head'\]"):
+        precision().request(["head"], "bf16")

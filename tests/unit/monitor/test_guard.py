@@ -1,0 +1,70 @@
+"""The guard names what passes a limit, once, and sends it to bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from fp8_ds.config import GuardConfig
+from fp8_ds.monitor.guard import Guard, Problems, problems
+from fp8_ds.monitor.sinks import Report
+from fp8_ds.monitor.statistics import LayerStatistics, TensorStatistics
+
+
+def tensor(saturation: float = 0.0, underflow: float = 0.0) -> TensorStatistics:
+    return TensorStatistics(amax=1.0, scale=256.0, saturation=saturation, underflow=underflow, num=1000)
+
+
+def guard(
+    action: str, said: list[str], sent: list[Sequence[str]], others: Problems | None = None, frozen: str = ""
+) -> Guard:
+    config = GuardConfig(action=action)  # type: ignore[arg-type]
+    changeable = [name for name in ("a", "b", "c") if name != frozen]
+    to_bf16 = sent.append if action == "bf16" else None
+    return Guard(config, lambda mine: {**mine, **(others or {})}, to_bf16, changeable, said.append)
+
+
+def report(layers: LayerStatistics, step: int = 1) -> Report:
+    return Report(step, step, layers, {})
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (tensor(saturation=0.011), "saturation of input 0.011 above 0.01"),
+        (tensor(underflow=0.21), "underflow of input 0.21 above 0.2"),
+        (tensor(0.5, 1.0), "saturation of input 0.5 above 0.01, underflow of input 1 above 0.2"),
+        (tensor(0.01, 0.2), ""),
+    ],
+)
+def test_a_share_above_its_limit_is_a_problem(one: TensorStatistics, text: str) -> None:
+    found = problems({"a": {"input": one}, "b": {"weight": tensor()}}, GuardConfig(action="report"))
+    assert found == ({"a": text} if text else {})
+
+
+def test_a_layer_is_named_when_it_begins_to_misbehave_and_again_after_it_had_stopped() -> None:
+    said: list[str] = []
+    watch = guard("report", said, [])
+    bad, good = {"a": {"input": tensor(underflow=0.5)}}, {"a": {"input": tensor()}}
+    for step, layers in enumerate([good, bad, bad, good, bad], 1):
+        watch(report(layers, step))
+    assert [line.split(":")[1] for line in said] == [" guard, step 2", " guard, step 5"]
+    assert "a: underflow of input 0.5 above 0.2" in said[0]
+    assert "set_layer_precision" in said[0]
+
+
+def test_layers_go_to_bf16_those_of_other_stages_too_and_frozen_ones_are_only_named() -> None:
+    said: list[str] = []
+    sent: list[Sequence[str]] = []
+    watch = guard("bf16", said, sent, others={"z": ("saturation of weight 1 above 0.01", True)}, frozen="b")
+    watch(report({name: {"grad_output": tensor(saturation=0.5)} for name in ("b", "a")}))
+    assert sent == [["a", "z"]]
+    assert "3 layers do not fit" in said[0]
+    assert "b: saturation of grad_output" in said[0]
+
+
+def test_a_rank_without_problems_takes_part_in_what_others_decide() -> None:
+    sent: list[Sequence[str]] = []
+    guard("bf16", [], sent, others={"z": ("text", True)})(report({}))
+    assert sent == [["z"]]

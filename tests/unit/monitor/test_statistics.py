@@ -1,0 +1,156 @@
+"""Statistics say what happened to each element, whichever recipe quantised it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3, E5M2, Float8Format
+from fp8_ds.monitor.observe import Observers, layers
+from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics, from_counts
+from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
+from fp8_ds.scaling.delayed import AmaxHistory
+
+RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+
+
+def count(x: Tensor, scale: float, fmt: Float8Format) -> TensorStatistics:
+    counts = new_counts(device="cpu")
+    scale_inv = torch.tensor(1.0 / scale)
+    observe_hp(x, counts, scale_inv, fmt.max)
+    codes = (x * scale).clamp(-fmt.max, fmt.max).to(fmt.torch_dtype)
+    observe_codes(codes, scale_inv, counts, can_saturate=True)
+    return from_counts(counts)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_each_kind_of_element_is_counted_once(fmt: Float8Format) -> None:
+    inside = [1.0, -1.0, fmt.smallest_normal, -fmt.max]
+    small = [fmt.smallest_normal * 0.5, -fmt.smallest_subnormal, fmt.smallest_subnormal * 0.1]
+    above, zeros = [fmt.max * 3, -fmt.max * 2], [0.0, -0.0]
+    found = count(torch.tensor([[*inside, *small, *above, *zeros]]), 1.0, fmt)
+    assert found.num == 11
+    assert found.saturation == pytest.approx(2 / 11)
+    assert found.underflow == pytest.approx(3 / 9)  # of those that were not zero
+    assert found.amax == fmt.max * 3
+    assert found.scale == 1.0
+
+
+def test_zeros_of_a_cast_that_no_gemm_read_count_for_nothing() -> None:
+    counts = new_counts(device="cpu")
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.001]])
+    for _ in range(3):
+        observe_hp(x, counts)
+    observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=True)
+    assert from_counts(counts).underflow == 0.5
+    observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=True)  # nobody saw these before
+    assert from_counts(counts).underflow == 4 / 6
+    observe_codes(torch.zeros(0, 4).to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=True)
+    assert from_counts(counts).num == 8
+
+
+def test_nan_counts_as_saturated() -> None:
+    found = count(torch.tensor([[float("nan"), 1.0]]), 1.0, E4M3)
+    assert found.saturation == 0.5
+
+
+def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> None:
+    out = model(x)
+    out.backward(grad)
+    if history is not None:
+        history.update(history.amax_local.clone())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 160, bias=False), nn.ReLU(), nn.Linear(160, 128, bias=False)).bfloat16()
+    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    table = StatisticsTable(tuple(layers(model)), "cpu")
+    observers = Observers(model, table)
+    x = torch.randn(192, 256).bfloat16().requires_grad_()
+    with torch.no_grad():
+        x[:, :64] = 0
+    grad = torch.randn(192, 128).bfloat16()
+    for _ in range(2):  # the second has delayed scales
+        step(model, history, x, grad)
+    table.send()
+    assert all(not kinds for kinds in (table.receive() or {}).values())
+
+    def gradients() -> list[Tensor]:
+        for p in (x, *model.parameters()):
+            p.grad = None
+        history_state = None if history is None else history.state_dict()
+        step(model, history, x, grad)
+        if history is not None and history_state is not None:
+            history.load_state_dict(history_state)
+        return [p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None]
+
+    plain = gradients()
+    observers.attach()
+    watched = gradients()
+    observers.detach()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    table.send()
+    gradients()
+    found = table.receive()
+    assert found is not None and list(found) == ["0", "2"] and table.receive() is None
+    first = found["0"]
+    assert first["input"].num == x.numel() and first["weight"].num == 160 * 256
+    assert first["input"].amax == float(x.detach().abs().max())
+    assert found["2"]["grad_output"].amax == float(grad.abs().max()) and found["2"]["grad_output"].num == grad.numel()
+    for kinds in found.values():
+        for one in kinds.values():
+            assert (
+                one.underflow < 0.1 and one.saturation < 1e-3
+            )  # true zeros (a quarter of x, half after ReLU) are none
+            assert one.scale > 0
+    weight = model[0].weight.detach()
+    if recipe in ("tensorwise", "delayed"):
+        assert first["weight"].scale == pytest.approx(448 / float(weight.abs().max()), rel=1e-6)
+        assert first["weight"].amax == pytest.approx(float(weight.abs().max()), rel=1e-6)
+
+
+def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
+    config = LinearConfig.model_validate({"recipe": "delayed", "backend": "reference"})
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    assert history is not None
+    table = StatisticsTable(tuple(layers(model)), "cpu")
+    observers = Observers(model, table)
+    x, grad = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    step(model, history, x, grad)
+    observers.attach()
+    step(model, history, x * 100, grad)
+    observers.detach()
+    table.send()
+    found = table.receive()
+    assert found is not None
+    expected = ((x * 100).float().abs() > x.abs().max()).float().mean()
+    assert found["0"]["input"].saturation == pytest.approx(float(expected), abs=1e-3)
+    assert found["0"]["input"].saturation > 0.5
+
+
+def test_attaching_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+    config = LinearConfig()
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    observers = Observers(model, StatisticsTable(tuple(layers(model)), "cpu"))
+    observers.attach()
+    with pytest.raises(RuntimeError, match="Call detach first"):
+        observers.attach()
+    observers.detach()
+
+
+def test_saturation_without_the_values_before_the_cast_is_that_of_the_largest_code() -> None:
+    counts = new_counts(device="cpu")
+    codes = torch.tensor([[448.0, 448.0, 1.0, 400.0]]).to(torch.float8_e4m3fn)
+    observe_codes(codes, torch.ones(()), counts, can_saturate=True)
+    assert from_counts(counts).saturation == 0.5
+    observe_codes(codes, torch.ones(()), counts, can_saturate=False)
+    assert from_counts(counts).saturation == 0.25

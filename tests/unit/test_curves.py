@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from fp8_ds.curves import Curve, read_curve, read_events, smooth
+from fp8_ds.errors import ConfigError
+
+
+def test_csv_of_deepspeeds_monitor(tmp_path: Path) -> None:
+    from deepspeed.monitor.config import CSVConfig
+    from deepspeed.monitor.csv_monitor import csvMonitor
+
+    monitor = csvMonitor.__new__(csvMonitor)  # its constructor asks for the rank of a process group
+    monitor.filenames, monitor.enabled = [], True
+    config = CSVConfig(enabled=True, output_path=str(tmp_path), job_name="job")
+    monitor.log_dir = str(Path(config.output_path, config.job_name))
+    Path(monitor.log_dir).mkdir()
+    from unittest.mock import patch
+
+    with patch("deepspeed.comm.get_rank", return_value=0):
+        monitor.write_events([("Train/Samples/train_loss", 2.5, 16), ("Train/Samples/lr", 1e-3, 16)])
+        monitor.write_events([("Train/Samples/train_loss", 2.25, 32), ("Train/Samples/lr", 1e-3, 32)])
+    found = read_curve(tmp_path)  # lr's file has no loss
+    assert (found.steps, found.losses) == ((16, 32), (2.5, 2.25))
+
+
+def test_event_file_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(3):
+            writer.add_scalar("Train/Samples/train_loss", 4.0 - step, step)
+            writer.add_scalar("Train/Samples/lr", 1e-3, step)
+        writer.add_scalar("Train/loss_as_tensor", 7.0, 1, new_style=True)
+    assert read_curve(tmp_path, "Train/Samples/train_loss").losses == (4.0, 3.0, 2.0)
+    assert read_curve(tmp_path, "Train/loss_as_tensor").losses == (7.0,)
+
+
+def record(tag: bytes, step: int, value: float) -> bytes:
+    scalar = b"\x0a" + bytes([len(tag)]) + tag + b"\x15" + struct.pack("<f", value)
+    summary = b"\x0a" + bytes([len(scalar)]) + scalar
+    event = (
+        b"\x09" + struct.pack("<d", 1.0) + b"\x10" + bytes([step | 128, 1]) + b"\x2a" + bytes([len(summary)]) + summary
+    )
+    return struct.pack("<Q", len(event)) + bytes(4) + event + bytes(4)
+
+
+def test_event_file_byte_by_byte_and_one_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    whole = record(b"loss", 5, 1.5) + record(b"loss", 6, 1.25)
+    path.write_bytes(whole)
+    assert list(read_events(path)) == [("loss", 133, 1.5), ("loss", 134, 1.25)]  # steps of two bytes
+    path.write_bytes(whole[:-20])
+    assert list(read_events(path)) == [("loss", 133, 1.5)]
+
+
+def test_json_lines_and_trainer_state(tmp_path: Path) -> None:
+    rows = [{"step": 2, "loss": 2.0, "eval_loss": 9.0}, {"step": 1, "loss": 3.0}, {"step": 2, "held_out_loss": 8.0}]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_curve(tmp_path / "log.jsonl") == Curve(str(tmp_path / "log.jsonl"), (1, 2), (3.0, 2.0))
+    assert read_curve(tmp_path / "log.jsonl", "eval_loss").losses == (9.0,)
+    for name, history in (("checkpoint-1", rows[1:2]), ("checkpoint-2", rows[:2])):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    assert read_curve(tmp_path / "run").steps == (1, 2)
+
+
+def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
+    with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):
+        read_curve(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("step,loss\n1,nan\n")
+    with pytest.raises(ConfigError, match="got nan in step 1"):
+        read_curve(tmp_path / "b.csv")
+    with pytest.raises(ConfigError, match="expected one file with a loss, got 0"):
+        read_curve(tmp_path)
+    (tmp_path / "c.csv").write_text("when,loss\n1,2\n")
+    with pytest.raises(ConfigError, match="expected one of step"):
+        read_curve(tmp_path / "c.csv")
+
+
+def test_smoothing_is_centred_and_shorter_at_the_ends() -> None:
+    assert smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    assert smooth([1.0, 2.0], 1) == [1.0, 2.0]

@@ -1,0 +1,67 @@
+"""A schedule is arithmetic on names, a step and a learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8_ds.config import ScheduleConfig
+from fp8_ds.errors import ConfigError
+from fp8_ds.schedule import PrecisionSchedule, matching
+
+NAMES = ["layers.1.up", "layers.1.down", "layers.10.up"]
+
+
+def schedule(known: int | None = None, **block: Any) -> PrecisionSchedule:
+    return PrecisionSchedule.of(ScheduleConfig.model_validate(block), NAMES, known)
+
+
+def steps_in_bf16(one: PrecisionSchedule, num: int, lr: float = 1.0) -> list[int]:
+    found = {step: one.in_bf16(NAMES, step, lr, {}) for step in range(num)}
+    assert all(layers in (frozenset(), frozenset(NAMES)) for layers in found.values())
+    return [step for step, layers in found.items() if layers]
+
+
+def test_the_default_is_fp8_throughout() -> None:
+    assert schedule().is_constant and steps_in_bf16(schedule(), 5, 0.0) == []
+
+
+def test_first_steps_and_the_last_fraction_are_bf16() -> None:
+    assert steps_in_bf16(schedule(bf16_until_step=3), 6) == [0, 1, 2]
+    assert steps_in_bf16(schedule(bf16_last_fraction=0.2, total_steps=10), 12) == [8, 9, 10, 11]
+    assert steps_in_bf16(schedule(bf16_last_fraction=0.25, total_steps=10), 10) == [8, 9]  # 7.5 is rounded up
+    assert steps_in_bf16(schedule(12, bf16_last_fraction=0.5), 12) == list(range(6, 12))
+    assert steps_in_bf16(schedule(12, bf16_last_fraction=0.5, total_steps=4), 4) == [2, 3]  # the block's own number
+    assert steps_in_bf16(schedule(bf16_last_fraction=1.0, total_steps=4), 2) == [0, 1]
+
+
+def test_a_fraction_of_an_unknown_number_of_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp8\.schedule\.total_steps: expected .* 0\.1, got null"):
+        schedule(bf16_last_fraction=0.1)
+
+
+def test_a_low_learning_rate_is_bf16_and_one_at_the_limit_is_not() -> None:
+    one = schedule(bf16_below_lr=1e-4)
+    assert steps_in_bf16(one, 2, 0.99e-4) == [0, 1]
+    assert steps_in_bf16(one, 2, 1e-4) == []
+    assert not one.is_constant
+
+
+def test_overrides_come_before_layers_and_these_before_the_step() -> None:
+    one = schedule(bf16_until_step=1, layers={"layers.1": "fp8", "layers.1.down": "bf16"})
+    assert one.in_bf16(NAMES, 0, 1.0, {}) == {"layers.1.down"}  # layers.10.up contains layers.1
+    assert one.in_bf16(NAMES, 0, 1.0, {"layers.10.up": "bf16"}) == {"layers.1.down", "layers.10.up"}
+    assert one.in_bf16(NAMES, 5, 1.0, {"layers.1.down": "fp8"}) == frozenset()
+
+
+def test_a_name_means_its_own_layer_and_a_part_all_that_have_it() -> None:
+    assert matching("layers.1.up", NAMES) == ["layers.1.up"]
+    assert matching("up", NAMES) == ["layers.1.up", "layers.10.up"]
+    assert matching("", NAMES) == NAMES
+    assert matching("head", NAMES) == []
+
+
+def test_layers_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp8\.schedule\.layers: expected names.* got 'lm_head'"):
+        schedule(layers={"lm_head": "bf16"})
