@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import training
+
+from fp8_ds.testing.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -25,27 +25,13 @@ def synchronisations(stage: int, fp8: dict[str, Any] | None) -> dict[str, int]:
     training.train(engine, 2)
     tokens = training.micro_batches(3, 1)[0].to(engine.device)
     counts = {}
-    explicit = []
-    stock = torch.cuda.synchronize
-    torch.cuda.synchronize = lambda *args, **kwargs: explicit.append(1) or stock(*args, **kwargs)  # type: ignore[func-returns-value]
-    mode = torch.cuda.get_sync_debug_mode()
-
-    def counted(name: str, call: Callable[[], Any]) -> Any:
-        explicit.clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = call()
-        counts[name] = sum("synchroniz" in str(w.message) for w in caught) + len(explicit)
-        return result
-
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        loss = counted("forward", lambda: engine(tokens))
-        counted("backward", lambda: engine.backward(loss))
-        counted("step", engine.step)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-        torch.cuda.synchronize = stock
+    with host_waits() as count:
+        loss = engine(tokens)
+        counts["forward"], before = count.number, count.number
+        engine.backward(loss)
+        counts["backward"], before = count.number - before, count.number
+        engine.step()
+        counts["step"] = count.number - before
     training.destroy(engine)
     return counts
 

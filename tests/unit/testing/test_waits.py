@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from fp8_ds.testing.waits import host_waits
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
+    """As far as host_waits sees it; the debug modes that were set."""
+    modes: list[str | int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    return modes
+
+
+def test_waits_are_counted_and_nothing_is_left(cuda: list[str | int]) -> None:
+    stock, shown = torch.cuda.synchronize, warnings.showwarning
+    with pytest.raises(ZeroDivisionError), host_waits() as count:
+        for _ in range(2):  # from one line: not shown once only
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        torch.cuda.synchronize()
+        warnings.warn("something else", stacklevel=1)
+        raise ZeroDivisionError
+    assert count.number == 3
+    assert cuda == ["warn", 0]
+    assert torch.cuda.synchronize is stock and warnings.showwarning is shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_counted_as_none() -> None:
+    with pytest.raises(RuntimeError, match="there is none"), host_waits():
+        pass
