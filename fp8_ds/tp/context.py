@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.graph import untraced
 from fp8_ds.tp.group import check_same, digest
 
 _FINGERPRINT_ELEMENTS = 4096
@@ -31,7 +32,9 @@ class TensorParallel:
         config: see `set_config`.
         inputs: gathered inputs that are being read.
         full_shape: (batch, sequence) of the current forward, where `parallelize` shards tokens.
-        num_bytes_gathered: in FP8 by the linears, so far; this rank's own share included.
+        cut_weight: one of the weights that are cut.
+        num_bytes_gathered: in FP8 by the linears, so far; this rank's own share included. Gathers inside graphs of
+            torch.compile are not counted.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class TensorParallel:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.group_name = group.group_name
         if self.rank < 0:
             raise ConfigError("group: expected one that this rank is in, got another. Pass each rank its own.")
         self.sequence_parallel = sequence_parallel
         self.set_config(config or TensorParallelConfig())
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
+        self.cut_weight: weakref.ref[Tensor] | None = None
         self.num_bytes_gathered = 0
 
     def set_config(self, config: TensorParallelConfig) -> None:
@@ -63,7 +68,18 @@ class TensorParallel:
         self.config = config
         self._is_checked = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @property
+    def is_traceable(self) -> bool:
+        """Whether torch.compile can take the layers into its graphs; else graphs end at the borders of a block.
+
+        Not in ZeRO-3, whose hooks end graphs at every module and hand modules aliases of what they are called with.
+        """
+        weight = None if self.cut_weight is None else self.cut_weight()
+        if weight is not None and hasattr(weight, "ds_id"):
+            return False
+        config = self.config
+        return config.chunks == 1 and config.scales == "local" and config.reduce_scatter == "bf16"
+
     def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
         """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.
 
@@ -76,12 +92,7 @@ class TensorParallel:
             ValueError: on all ranks of the group, if one of them brings another, or tokens do not divide.
         """
         if not self._is_checked:
-            shape = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
-            values = f"values {_fingerprint(x)}" if is_replicated else ""
-            texts = [shape, kind, values]
-            check_same("first batch of the tensor-parallel layers", texts, self.group, on_all_ranks=False)
-            self._is_checked = True
+            self._compare(x, is_replicated)
         num_tokens = x[..., 0].numel()
         if is_full and num_tokens % self.size:
             raise ValueError(
@@ -90,6 +101,14 @@ class TensorParallel:
             )
         if x.dtype not in _DTYPES:
             raise ValueError(f"input: expected bfloat16, float16 or float32, got {x.dtype}. Cast it before.")
+
+    @untraced  # a graph that was made before the first batch is made anew after it
+    def _compare(self, x: Tensor, is_replicated: bool) -> None:
+        shape = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
+        values = f"values {_fingerprint(x)}" if is_replicated else ""
+        check_same("first batch of the tensor-parallel layers", [shape, kind, values], self.group, on_all_ranks=False)
+        self._is_checked = True
 
     def __deepcopy__(self, memo: Any) -> TensorParallel:
         return self  # process groups cannot be copied, and copies of a model talk to the same ranks
@@ -107,9 +126,13 @@ class GatheredInputs:
 
     A nominal tensor has the shape and dtype of what was gathered, and the storage of one NaN: what reads it past the
     layers that know it reads NaN. Aliases (ZeRO-3's hooks hand modules one each) have the same storage.
+
+    Attributes:
+        traced: the one of the block that torch.compile is following, where storages are unknown.
     """
 
     def __init__(self) -> None:
+        self.traced: tuple[Tensor, Gathered] | None = None
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Gathered]] = {}
 
     def nominal(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,6 +150,8 @@ class GatheredInputs:
 
     def find(self, x: Tensor) -> Gathered | None:
         """What `x` stands for; None for any other tensor."""
+        if self.traced is not None and x is self.traced[0]:
+            return self.traced[1]
         if not self._known:
             return None
         storage = x.untyped_storage()

@@ -76,6 +76,14 @@ class Gathered:
         gathered._shard, gathered._cache, gathered._arrivals = None, {}, []
         return gathered
 
+    @classmethod
+    def arrived_whole(cls, codes: Tensor, scale_inv: Tensor, rank: int) -> Gathered:
+        """What is there: codes FP8 [T, C], scale_inv float32 [n, ...] as the ranks sent them; on rank `rank`."""
+        gathered = cls.assembled(codes, scale_inv)
+        gathered.size, gathered.rank, gathered._scales = scale_inv.shape[0], rank, scale_inv
+        gathered.tokens_per_rank = codes.shape[0] // gathered.size
+        return gathered
+
     def _all_gather(self, group: dist.ProcessGroup, shard: Shard) -> Callable[[], Any]:
         received = [_bytes(self._codes), _bytes(self._scales)]
         return group.allgather_into_tensor_coalesced(received, [_bytes(shard.codes), _bytes(shard.scale_inv)]).wait
@@ -121,16 +129,19 @@ class Gathered:
     @property
     def codes(self) -> Tensor:
         """FP8 [T, C], contiguous; waits for all of it."""
-        for _ in self.pieces():
-            pass
+        self._wait()
         return self._codes
 
     @property
     def scale_inv(self) -> Tensor:
         """float32 [n, ...] as each rank sent them; waits for all of it."""
-        for _ in self.pieces():
-            pass
+        self._wait()
         return self._scales
+
+    def _wait(self) -> None:
+        if self._arrivals:
+            for _ in self.pieces():
+                pass
 
     def arrived(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(codes [.., C], scale_inv [...] of their rank) of rows that `pieces` has handed out."""

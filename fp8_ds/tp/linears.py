@@ -9,6 +9,7 @@ the output.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,8 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output, read_weight
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.gather import Gathered, Shard
+from fp8_ds.tp.graph import all_gathered, is_tracing, traced_where_possible
 from fp8_ds.tp.regions import (
     copy_to_ranks,
     gather_tokens,
@@ -78,6 +80,7 @@ class ParallelLinear(nn.Linear):
         assert isinstance(module, ParallelLinear)
         module.tp = tp
         module._cut()
+        tp.cut_weight = weakref.ref(module.weight)
         return module
 
     def _cut(self) -> None:
@@ -238,17 +241,8 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
         """
         return _retype(cls, ColumnParallelLinear, module, recipe)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
-        gathered = self.tp.inputs.find(input)
-        if gathered is None and self.gathers_input and self.tp.sequence_parallel and self.tp_rule is not None:
-            input, gathered = gather_input(input, self.tp_rule, self.tp)
-        if gathered is None:
-            return Fp8Linear.forward(self, self.full_input(input))
-        assert self.tp_rule is not None
-        apply: Any = _ColumnFunction.apply  # untyped in torch
-        output: Tensor = apply(input, self.weight, self.bias, self.tp_rule, gathered, torch.is_grad_enabled())
-        return output
+        return _column_output(input, self.tp, self)
 
     def revert(self) -> None:
         del self.fp8_recipe, self.tp_rule
@@ -258,16 +252,29 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
         return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
+def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear) -> Tensor:
+    gathered, rule = tp.inputs.find(x), layer.tp_rule
+    if gathered is None and layer.gathers_input and tp.sequence_parallel and rule is not None:
+        x, gathered = gather_input(x, tp, rule)
+    if gathered is None:
+        return Fp8Linear.forward(layer, layer.full_input(x))
+    assert rule is not None
+    apply: Any = _ColumnFunction.apply  # untyped in torch
+    output: Tensor = apply(x, layer.weight, layer.bias, rule, gathered, torch.is_grad_enabled())
+    return output
+
+
+@traced_where_possible
 def gather_input(
-    x: Tensor, rule: Rule, tp: TensorParallel, shape: tuple[int, ...] | None = None
+    x: Tensor, tp: TensorParallel, rule: Rule, shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Gathered]:
     """Quantise a shard and gather it.
 
     Args:
         x: [..., I], this rank's tokens.
-        rule: of the layers that will read it.
         tp: the group.
+        rule: of the layers that will read it.
         shape: of the nominal tensor; None: [1, T, I].
 
     Returns:
@@ -276,10 +283,23 @@ def gather_input(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     tp.check_first(x, is_full=False)
-    shard = rule.send_input(x, record=torch.is_grad_enabled())
+    record = torch.is_grad_enabled()
+    gathered = gather_shard(rule.send_input(x.detach(), record=record), tp)
+    if is_tracing():  # what several layers read is made outside of them, for no graph of one reaches into another's
+        rule.rows(gathered)
+        if record:
+            rule.keep_input(gathered)
+    return gather_tokens_fp8(x, tp, gathered, shape), gathered
+
+
+def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
+    """Every rank's `shard`, under way where it may be. Collective."""
+    if is_tracing():
+        codes, scale_inv = all_gathered([shard.codes, shard.scale_inv[None]], tp)
+        return Gathered.arrived_whole(codes, scale_inv, tp.rank)
     gathered = Gathered(tp.group, shard, tp.config.chunks)
     tp.num_bytes_gathered += gathered.num_bytes
-    return gather_tokens_fp8(x, gathered, tp, shape), gathered
+    return gathered
 
 
 class _RowFunction(torch.autograd.Function):
@@ -313,8 +333,7 @@ class _RowFunction(torch.autograd.Function):
         rule, tp = layer.tp_rule, layer.tp
         if rule is not None and tp.sequence_parallel:
             shard = rule.send_grad(as_matrix(grad_output))
-            gathered = Gathered(tp.group, shard, tp.config.chunks)
-            tp.num_bytes_gathered += gathered.num_bytes
+            gathered = gather_shard(shard, tp)
             grads = _grads_of_gathered(gathered, ctx.weight, rule, kept, needs_input, grad_output.dtype)
         else:
             grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)
@@ -362,14 +381,8 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
         """As `ColumnParallelFp8Linear.from_linear`, of a RowParallelLinear."""
         return _retype(cls, RowParallelLinear, module, recipe)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        self.check_input(input)
-        apply: Any = _RowFunction.apply  # untyped in torch
-        output: Tensor = apply(input, self.weight, self, torch.is_grad_enabled())
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return _row_output(input, self.tp, self)
 
     def revert(self) -> None:
         del self.fp8_recipe, self.tp_rule
@@ -377,6 +390,16 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
+
+
+@traced_where_possible
+def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    layer.check_input(x)
+    apply: Any = _RowFunction.apply  # untyped in torch
+    output: Tensor = apply(x, layer.weight, layer, torch.is_grad_enabled())
+    return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
 ColumnParallelLinear.fp8_class = ColumnParallelFp8Linear

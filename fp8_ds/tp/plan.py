@@ -278,6 +278,11 @@ def _gather_once(block: nn.Module, tp: TensorParallel) -> None:
         column.gathers_input = False
     block.register_forward_pre_hook(_Entry(tp, columns), with_kwargs=True)
 
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tp.inputs.traced = None
+
+    block.register_forward_hook(leave, always_call=True)
+
 
 def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -320,7 +325,7 @@ class _Entry:
         rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]
         if len(rules) < len(self.columns) or rules[0] is None:
             return put(gather_tokens(x, self.tp, shape, reduces=True))
-        nominal, _ = gather_input(x, rules[0], self.tp, shape)
+        nominal, _ = gather_input(x, self.tp, rules[0], shape)
         return put(nominal)
 
     def _full_shape(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:

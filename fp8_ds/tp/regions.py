@@ -11,7 +11,8 @@
 Tokens are the leading dims of a tensor, flattened: rank r has tokens [r T / n, (r + 1) T / n), wherever sequences
 begin. A shard is [1, T / n, C].
 
-torch.compile leaves all of them, and the FP8 layers, as they are: graphs end at the borders of a block.
+torch.compile takes all of them into its graphs, and the FP8 layers between them, unless shards travel in pieces, scales
+are shared, or sums travel in FP8: then it leaves them as they are, and graphs end at the borders of a block.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from fp8_ds.comm import reduce_scatter_fp8
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.graph import all_gathered, all_reduced, is_tracing, reduce_scattered, traced_where_possible
 from fp8_ds.tp.group import all_gather
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,6 +36,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def gathered_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
     """[T, C] of every rank's [..., C], in x's dtype."""
     shard = x.reshape(-1, x.shape[-1]).contiguous()
+    if is_tracing():
+        return all_gathered([shard], tp)[0]
     full = shard.new_empty((tp.size * shard.shape[0], shard.shape[1]))
     all_gather(full, shard, group=tp.group)
     return full
@@ -53,6 +57,8 @@ def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
     a power of two per 128 elements, travels by all-to-all, and is added exactly.
     """
     tokens = x.reshape(-1, x.shape[-1]).contiguous()
+    if is_tracing():
+        return reduce_scattered(tokens, tp)
     num_tokens, num_channels = tokens.shape
     if tp.config.reduce_scatter == "fp8":
         pieces = [[piece.view(-1)] for piece in tokens.chunk(tp.size)]
@@ -65,6 +71,8 @@ def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
 
 def summed_over_ranks(tp: TensorParallel, x: Tensor) -> Tensor:
     """The sum over ranks, on all of them; a new tensor."""
+    if is_tracing():
+        return all_reduced(x, tp)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=tp.group)
     return total
@@ -143,7 +151,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[1, T / n, C] of a tensor [..., C] that all ranks have."""
     tp.check_first(x, is_full=True, is_replicated=True)
@@ -151,7 +159,7 @@ def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None = None, *, reduces: bool) -> Tensor:
     """All ranks' tokens.
 
@@ -166,39 +174,42 @@ def gather_tokens(x: Tensor, tp: TensorParallel, shape: tuple[int, ...] | None =
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def gather_tokens_fp8(
-    x: Tensor, gathered: Gathered, tp: TensorParallel, shape: tuple[int, ...] | None = None
+    x: Tensor, tp: TensorParallel, gathered: Gathered, shape: tuple[int, ...] | None = None
 ) -> Tensor:
     """A nominal tensor that stands for `gathered`, for column-parallel FP8 layers alone: all others read NaN.
 
     Args:
         x: [..., C], this rank's; its gradient is the sum of what the ranks' layers give for its tokens.
-        gathered: of it.
         tp: the group.
+        gathered: of x.
         shape: of the result; None: [1, T, C].
     """
     nominal = tp.inputs.nominal(shape or (1, *gathered.shape), x.dtype, x.device)
     result: Tensor = _GatherFp8.apply(x, nominal, tp)
-    tp.inputs.put(result, gathered)
+    if is_tracing():
+        tp.inputs.traced = result, gathered
+    else:
+        tp.inputs.put(result, gathered)
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def reduce_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[1, T / n, C] of the sum over ranks of [..., C]."""
     result: Tensor = _Reduce.apply(x, tp)
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def copy_to_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
     """x, which all ranks have; its gradient is the sum of theirs."""
     result: Tensor = _Copy.apply(x, tp)
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@traced_where_possible
 def sum_over_ranks(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum over ranks, for all of which the same follows."""
     result: Tensor = _Sum.apply(x, tp)

@@ -161,29 +161,6 @@ def test_in_high_precision_and_without_sequence_parallelism_it_is_what_others_do
         assert forward[0] == backward[0] == {"all_reduce": 1}
 
 
-def compiled() -> list[tuple[float, dict[str, Tensor]]]:
-    """(loss, gradients) of the second step of a model, and of one that torch.compile runs."""
-    found = []
-    for compiles in (False, True):
-        model = llama(torch.bfloat16)
-        parallelize(model, LLAMA, tpar.groups(2).tp_group)
-        to_fp8(model)
-        run = torch.compile(model, backend="aot_eager") if compiles else model
-        for step in range(2):
-            model.zero_grad()
-            loss = run(training.micro_batches(step, 1)[0])
-            loss.backward()
-        found.append((float(loss), {name: p.grad for name, p in model.named_parameters()}))
-    return found
-
-
-def test_compiled_it_has_the_bits_of_eager(ranks: Any) -> None:
-    for (loss, grads), (compiled_loss, compiled_grads) in ranks(2).run(compiled):
-        assert loss == compiled_loss
-        for name, grad in grads.items():
-            assert_bitwise(compiled_grads[name], grad)
-
-
 # --- in DeepSpeed's engine ---
 
 

@@ -1,0 +1,167 @@
+"""Tensor-parallel layers under torch.compile: one graph with the collectives and the bits of eager."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+import tensor_parallel as tpar
+import test_tp_llama as base
+import torch
+import torch.distributed as dist
+import training
+from torch import Tensor, nn
+
+from fp8_ds.config import TensorParallelConfig
+from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
+
+pytestmark = pytest.mark.distributed
+pytest.importorskip("transformers")
+
+NUM_LAYERS = 2
+
+
+def cut_model(recipe: str | None, settings: dict[str, Any], **options: Any) -> tuple[nn.Module, TensorParallel]:
+    """A Llama over two ranks, in FP8 unless `recipe` is None."""
+    model = base.llama(torch.bfloat16)
+    tp = parallelize(model, LLAMA, tpar.groups(2).tp_group, **options)
+    if recipe is not None:
+        configure(model, TensorParallelConfig(**settings), recipe)
+        base.to_fp8(model, recipe)
+    return model, tp
+
+
+def loss_and_gradients(model: nn.Module, run: Any, step: int) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = run(training.micro_batches(step, 1)[0])
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert_bitwise(found[1][name], grad)
+
+
+def counting(counts: dict[str, Counter[str]]) -> Any:
+    """A backend that runs the graphs of forward and backward as they are, and counts their collectives."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def of(kind: str) -> Any:
+        def compiler(graph: Any, example_inputs: Any) -> Any:
+            names = (str(node.target) for node in graph.graph.nodes)
+            counts[kind].update(name.split(".")[1] for name in names if name.startswith("_c10d_functional"))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    counts.update(forward=Counter(), backward=Counter())
+    return aot_autograd(
+        fw_compiler=of("forward"), bw_compiler=of("backward"), partition_fn=min_cut_rematerialization_partition
+    )
+
+
+def as_one_graph(recipe: str | None, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    model, tp = cut_model(recipe, settings, **options)
+    eager = [loss_and_gradients(model, model, step) for step in range(2)]
+    torch._dynamo.reset()
+    counts: dict[str, Counter[str]] = {}
+    run = torch.compile(model, backend=counting(counts), fullgraph=True)
+    compiled = [loss_and_gradients(model, run, step) for step in range(2)]
+    assert tp.inputs.traced is None  # nothing of the graph is kept
+    return {"eager": eager, "compiled": compiled, "counts": counts}
+
+
+CASES = [
+    ("tensorwise", {}, {}),
+    ("rowwise", {}, {}),
+    pytest.param("blockwise", {}, {}, marks=pytest.mark.slow),
+    pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
+    ("tensorwise", {}, {"sequence_parallel": False}),
+    pytest.param(None, {}, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "settings", "options"), CASES, ids=str)
+def test_a_model_is_one_graph_with_the_bits_and_the_collectives_of_eager(
+    ranks: Any, recipe: str | None, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    blocks = 2 * NUM_LAYERS
+    for result in ranks(2).run(as_one_graph, recipe, settings, options):
+        for found, expected in zip(result["compiled"], result["eager"], strict=True):
+            assert_same(found, expected)
+        for counts in result["counts"].values():
+            del counts["wait_tensor"]
+        if options:  # each block's output is summed, and the gradient of its input
+            assert result["counts"] == {"forward": {"all_reduce": blocks}, "backward": {"all_reduce": blocks}}
+        else:  # and the borders': tokens are gathered behind the last layer, gradients before the first
+            each_way = {"all_gather_into_tensor_coalesced": blocks + 1, "reduce_scatter_tensor": blocks}
+            assert result["counts"] == {"forward": each_way, "backward": each_way}
+
+
+def from_the_first_batch(settings: dict[str, Any], differs: bool) -> Any:
+    """Compiled before any batch. A rank that brings another shape, if `differs`, is an error."""
+    model, tp = cut_model("tensorwise", settings)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager")
+    tokens = training.micro_batches(0, 1)[0]
+    if differs:
+        try:
+            run(tokens[:, : 17 + 8 * dist.get_rank()])
+        except ValueError as error:
+            return str(error)
+        return "no error"
+    compiled = [loss_and_gradients(model, run, step) for step in range(3)]
+    assert tp.inputs.traced is None and len(tp.inputs) == 0
+    return compiled, [loss_and_gradients(model, model, step) for step in range(3)]
+
+
+SLOW_FALLBACKS = [
+    pytest.param(one, marks=pytest.mark.slow) for one in ({"reduce_scatter": "fp8"}, {"scales": "shared"})
+]
+FALLBACKS = [{}, {"chunks": 2}, *SLOW_FALLBACKS]
+
+
+@pytest.mark.parametrize("settings", FALLBACKS, ids=str)
+def test_compiled_from_the_first_batch_it_has_the_bits_of_eager(ranks: Any, settings: dict[str, Any]) -> None:
+    for compiled, eager in ranks(2).run(from_the_first_batch, settings, False):
+        for found, expected in zip(compiled, eager, strict=True):
+            assert_same(found, expected)
+
+
+def test_ranks_are_compared_at_the_first_batch_of_a_compiled_model_too(ranks: Any) -> None:
+    for message in ranks(2).run(from_the_first_batch, {}, True):
+        assert "first batch of the tensor-parallel layers" in message
+
+
+def in_an_engine(stage: int, backend: str | None) -> Any:
+    engine = base.tp_engine(training.ds_config(stage, {}), 2)
+    if backend is not None:
+        torch._dynamo.reset()
+        engine.compile(backend=backend)
+    losses, norms = base.train(engine, 2, 4)
+    state = training.fp8_state(engine)
+    base.destroy(engine)
+    return losses, norms, state
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_compiled_engine_trains_to_the_bits_of_eager(ranks: Any, stage: int) -> None:
+    eager, compiled = ranks(2).run(in_an_engine, stage, None), ranks(2).run(in_an_engine, stage, "aot_eager")
+    for (losses, norms, state), expected in zip(compiled, eager, strict=True):
+        assert losses == expected[0] and norms == expected[1]
+        training.assert_fp8_equals(state, expected[2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+def test_inductor_trains_as_eager_does(ranks: Any) -> None:
+    eager, compiled = ranks(2).run(in_an_engine, 2, None), ranks(2).run(in_an_engine, 2, "inductor")
+    for (losses, *_), (expected, *_) in zip(compiled, eager, strict=True):
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 0.03
