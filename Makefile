@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | test-slow | test-gpu | test-multinode | clean.   PYTHON, TORCH, DEEPSPEED choose what is installed.
+# make setup | demo | test | lint | docs | test-slow | test-gpu | test-multinode | clean.   PYTHON, TORCH, DEEPSPEED choose what is installed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
@@ -10,11 +10,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
+DOCS_READY := $(VENV)/.ready-docs
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
-LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py
+LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py docs/hooks.py docs/img/training_step.py
 
-.PHONY: setup demo test test-slow test-gpu test-multinode lint format clean
+.PHONY: setup demo test test-slow test-gpu test-multinode lint format docs clean
 
 setup: $(READY)
 
@@ -35,6 +36,10 @@ $(READY): pyproject.toml setup.py | $(PY)
 
 $(LINT_READY): $(READY)
 	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	$(PY) -m pip install -q --no-build-isolation -e ".[docs]"
 	@touch $@
 
 demo: $(READY)
@@ -58,6 +63,10 @@ lint: $(LINT_READY)
 	$(PY) -m ruff check $(LINTED)
 	$(PY) -m ruff format --check $(LINTED)
 	$(PY) -m mypy
+
+# A broken link or anchor is an error (mkdocs.yml, docs/hooks.py). The pages are in .out/site afterwards.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 format: $(LINT_READY)
 	$(PY) -m ruff check --fix $(LINTED)

@@ -1,9 +1,47 @@
-import re
-from pathlib import Path
+"""What pages say, against the code: keys, blocks of configuration, commands, imports, links, the picture."""
 
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+
+from fp8_ds.cli.app import app
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine.refusals import refuse_config
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+ABBREVIATED = re.compile(r"\.\.\.|[\[<]|\b[A-Z]{3,}\b")
+"""In a command: it shows a form, and is not one that can be typed."""
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def fenced(page: Path, *languages: str) -> Iterator[str]:
+    """The code of the page's blocks in one of the languages."""
+    pattern = rf"^( *)```(?:{'|'.join(languages)})\n(.*?)^ *```$"
+    for match in re.finditer(pattern, page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        yield textwrap.dedent(match[2])
+
+
+def inline(page: Path) -> Iterator[str]:
+    """What stands in backticks in the page's text, where it goes over two lines too."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    yield from (code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", text))
 
 
 def config_sections() -> dict[str, dict[str, str]]:
@@ -31,10 +69,109 @@ def test_every_key_states_its_cost_and_when_to_change_it() -> None:
         assert len(fields["Change it when"]) > 10, name
 
 
+def test_the_block_at_the_top_of_the_page_has_every_key_at_its_default() -> None:
+    block = json.loads("{" + next(fenced(ROOT / "docs/config.md", "json")) + "}")["fp8"]
+    defaults = Fp8Config(enabled=True).model_dump(mode="json")
+    del defaults["guard"]["saturation"], defaults["guard"]["underflow"]  # an error without an action
+    assert block == defaults
+
+
+@PAGE
+def test_blocks_of_configuration_can_be_loaded(page: Path) -> None:
+    for text in fenced(page, "json"):
+        config = json.loads(text if text.lstrip().startswith("{") else "{" + text + "}")
+        if "fp8" in config:
+            fp8 = Fp8Config.from_block(config["fp8"])
+            stage = config.get("zero_optimization", {}).get("stage", 2)
+            fp8.check_stage(stage)
+            refuse_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}} | config)
+
+
+@PAGE
+def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
+    """As `"fp8": {"optimizer": {"states": "fp8"}}`, where "enabled" goes without saying; and parts of such a block."""
+    for code in inline(page):
+        found = re.fullmatch(r'"fp8": (\{.*\})', code)
+        block = json.loads(found[1]) if found and not ABBREVIATED.search(code) else {}
+        part = re.fullmatch(r'"([a-z_]+)": (\{.*\})', code)
+        if part and part[1] in Fp8Config.model_fields and "autotp_size" not in code and not ABBREVIATED.search(code):
+            block = {part[1]: json.loads(part[2])}
+        if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
+            continue  # DeepSpeed's
+        Fp8Config.from_block({"enabled": True} | block)
+
+
+@PAGE
+def test_commands_of_fp8_ds_are_commands(page: Path) -> None:
+    """Names, options and their values are read by the command itself; nothing is run."""
+    commands = [
+        line
+        for text in fenced(page, "bash", "console")
+        for line in text.replace("\\\n", " ").splitlines()
+        if line.startswith("fp8-ds ")
+    ]
+    for command in [*commands, *(code for code in inline(page) if code.startswith("fp8-ds "))]:
+        words = shlex.split(command, comments=True)[1:]
+        if words == ["COMMAND", "--help"]:
+            continue
+        assert words[0] in COMMANDS.commands, command
+        if len(words) > 1 and not ABBREVIATED.search(command):
+            read_by(COMMANDS.commands[words[0]], words[0], words[1:])
+
+
+def read_by(command: Any, name: str, words: list[str]) -> None:
+    """Raises a UsageError where the command would exit with 2."""
+    if hasattr(command, "commands"):
+        read_by(command.commands[words[0]], words[0], words[1:])
+    else:
+        command.make_context(name, list(words))
+
+
+@PAGE
+def test_files_and_modules_of_shell_blocks_exist(page: Path) -> None:
+    for text in fenced(page, "bash", "console"):
+        for path in re.findall(r"(?<![\w/$])(?:examples|configs|benchmarks|tests)/[\w./-]+", text):
+            assert (ROOT / path).exists() or (page.parent / path).exists(), path
+        for module in re.findall(r"(?:-m|--module) ((?:fp8_ds|megatron_patches)[\w.]*)", text):
+            assert importlib.util.find_spec(module), module
+
+
+@PAGE
+def test_python_blocks_compile_and_import_what_exists(page: Path) -> None:
+    for text in fenced(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("fp8_ds", "megatron_patches"):
+                module = importlib.import_module(str(node.module))
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_flags_of_megatron_pages_are_flags() -> None:
+    arguments = importlib.import_module("megatron_patches.arguments")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fp8-recipe", choices=("tensorwise",))  # as Megatron has it, with the others of its own:
+    stock = ("format", "param-gather")
+    for name in stock:
+        parser.add_argument(f"--fp8-{name}")
+    known = {option for action in arguments.add_arguments(parser)._actions for option in action.option_strings}
+    for name in ("docs/quickstart-megatron.md", "docs/megatron.md"):
+        found = set(re.findall(r"(?<!\w)--fp8-[a-z-]+", (ROOT / name).read_text()))
+        assert found - known == set(), name
+
+
+def test_the_picture_of_a_step_names_keys_and_is_what_its_script_draws() -> None:
+    script = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/img/training_step.py")))
+    keys = Fp8Config.keys()
+    for name, _, values in (box.key.partition(": ") for box in script.BOXES if box.key):
+        key = keys[f"fp8.{name}"]
+        for value in filter(None, values.split(", ")):
+            assert f'"{value}"' in key.values and f'"{value}"' != key.default, name
+    assert script.PICTURE.read_text() == script.draw(), "run python docs/img/training_step.py"
+
+
 def test_links_between_pages_lead_to_files() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
-        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for page in PAGES
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
         if not (page.parent / target).exists()
     ]
