@@ -136,10 +136,16 @@ def available(run: Run, only: list[str] | None) -> list[str]:
             elif run.device == "cpu" and arm == "FlexAttention":
                 raise RuntimeError("its backward is not there on CPU")
             found.append(arm)
-        except Exception as error:
+        except Exception as error:  # of a broken installation, whatever its import raises
             run.result["arms"][arm] = without_folders(f"SKIPPED: {error}")
             print(f"{arm}: {run.result['arms'][arm]}", flush=True)
     return found
+
+
+def first_line(error: Exception) -> str:
+    """Class and beginning of an arm's error. Arms are other people's kernels and compilers, which raise anything: those
+    that measure one catch all, write this into its row, and the others are measured all the same."""
+    return without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
 def measure_latency(run: Run, arm: str, length: int, dim: int, num_heads: int, batch: int) -> None:
@@ -161,7 +167,7 @@ def measure_latency(run: Run, arm: str, length: int, dim: int, num_heads: int, b
             row["forward_tflops"] = flops / row["forward_ms"] / 1e9
             row["backward_tflops"] = BACKWARD_FLOPS * flops / row["backward_ms"] / 1e9
     except Exception as error:
-        row["error"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+        row["error"] = first_line(error)
     run.add("latency", row)
 
 
@@ -199,7 +205,7 @@ def measure_casts(run: Run, length: int, dim: int, num_heads: int, batch: int) -
             if run.device == "cuda":
                 row[name] = median_ms(call, make_flush())
         except Exception as error:
-            row[f"{name} failed"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+            row[f"{name} failed"] = first_line(error)
     run.add("casts", row)
 
 
@@ -230,7 +236,7 @@ def measure_accuracy(run: Run, args: argparse.Namespace, arms: list[str]) -> Non
                 tensors = (on_device.q, on_device.k, on_device.v, on_device.grad_out)
                 row |= accuracy.errors(exact, compute(*tensors))
             except Exception as error:
-                row["error"] = without_folders(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+                row["error"] = first_line(error)
             run.add("accuracy", row)
 
 

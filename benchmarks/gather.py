@@ -27,11 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +35,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_on_ranks
 from results_io import command_line, dated_stem, device_name, heading
+from timing import slowest_rank_ms
 
 HERE = Path(__file__).resolve().parent
 LAYER = {
@@ -152,43 +149,18 @@ def node_rows(link: Link, network_gb_per_s: float) -> list[dict[str, Any]]:
 # --- the measurement ---
 
 
-def median_ms(function: Callable[[], object], device: torch.device) -> float:
-    """Median of calls between which all ranks wait for each other; the slowest rank's."""
-    times = []
-    for _ in range(NUM_WARM + NUM_TIMED):
-        dist.barrier()
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            function()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            start = time.perf_counter()
-            function()
-            times.append(1000 * (time.perf_counter() - start))
-    slowest = torch.tensor(times[NUM_WARM:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
-
-
-def worker(rank: int, num_ranks: int, port: int, scale: int, out: str) -> None:
-    """One rank: times every gather, and checks that what arrives is what was there."""
-    sys.path.insert(0, str(HERE.parent))
+def worker(device: torch.device, scale: int, out: str) -> None:
+    """Times every gather, and checks that what arrives is what was there."""
     from fp8_ds.comm import gather_runs
     from fp8_ds.zero.layout import Run
 
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks
-    )
     group = dist.group.WORLD
     assert group is not None
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def timed(gather: Callable[[], int]) -> dict[str, float]:
+        ms = slowest_rank_ms(gather, device, num_warm=NUM_WARM, num_timed=NUM_TIMED)
+        return {"bytes": gather(), "ms": ms}
 
     def prepared(sizes: Sequence[int], dtype: torch.dtype) -> Callable[[], int]:
         """Gathers buffers of so many elements one after the other; returns the bytes delivered."""
@@ -214,24 +186,18 @@ def worker(rank: int, num_ranks: int, port: int, scale: int, out: str) -> None:
     sizes = [size // scale for size in LAYER.values()]
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.uint8)):
         for how, parts in (("one buffer", [sum(sizes)]), ("weight by weight", sizes)):
-            gather = prepared(parts, dtype)
-            results["layer"][f"{name}, {how}"] = {"bytes": gather(), "ms": median_ms(gather, device)}
+            results["layer"][f"{name}, {how}"] = timed(prepared(parts, dtype))
     for num_bytes in SWEEP:
-        gather = prepared([num_bytes // scale // num_ranks * num_ranks], torch.uint8)
-        results["sweep"].append({"bytes": gather(), "ms": median_ms(gather, device)})
+        results["sweep"].append(timed(prepared([num_bytes // scale // num_ranks * num_ranks], torch.uint8)))
     if rank == 0:
         Path(out).write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 def measure(num_ranks: int, scale: int) -> dict[str, Any]:
     """What `worker` measured on so many ranks of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        mp.spawn(worker, (num_ranks, port, scale, str(out)), nprocs=num_ranks)
+        run_on_ranks(worker, num_ranks, scale, str(out))
         result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "scale": scale, "device": device_name(), "torch": torch.__version__, "command": command_line()}
 

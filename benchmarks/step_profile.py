@@ -43,14 +43,24 @@ def kernel_class(name: str) -> str:
     return next((found for found, pattern in _COMPILED_RULES if pattern.search(name)), OTHER)
 
 
-def union_ms(intervals: Iterable[tuple[float, float]]) -> float:
-    """Milliseconds covered by at least one of the intervals [start, end) in microseconds."""
-    total, end = 0.0, float("-inf")
+Interval = tuple[float, float]
+"""[start, stop), in microseconds."""
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, in order, that cover the same points."""
+    result: list[Interval] = []
     for start, stop in sorted(intervals):
-        if stop > end:
-            total += stop - max(start, end)
-            end = stop
-    return total / 1e3
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return result
+
+
+def union_ms(intervals: Iterable[Interval]) -> float:
+    """Milliseconds covered by at least one of the intervals."""
+    return sum(stop - start for start, stop in merged(intervals)) / 1e3
 
 
 def _on_device(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,11 +1,13 @@
-"""Times on a GPU, and the rate of a copy that bandwidths are compared with."""
+"""Times on a GPU and of ranks together, and the rate of a copy that bandwidths are compared with."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 NUM_WARM, NUM_TIMED = 5, 30
@@ -27,13 +29,41 @@ def median_ms(function: Callable[[], object], flush: Tensor | None = None) -> fl
     for _ in range(NUM_WARM + NUM_TIMED):
         if flush is not None:
             flush.sum()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(_event_ms(function))
     return statistics.median(times[NUM_WARM:])
+
+
+def slowest_rank_ms(function: Callable[[], object], device: torch.device, *, num_warm: int, num_timed: int) -> float:
+    """Milliseconds of one call that all ranks begin together: the slowest rank's, median of many. Collective.
+
+    Args:
+        device: of this rank; CUDA's calls are timed there, those of a CPU on the host.
+        num_warm: calls before those that count.
+        num_timed: calls that count.
+    """
+    times = []
+    for _ in range(num_warm + num_timed):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            times.append(_event_ms(function))
+        else:
+            start = time.perf_counter()
+            function()
+            times.append(1000 * (time.perf_counter() - start))
+    slowest = torch.tensor(times[num_warm:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def _event_ms(function: Callable[[], object]) -> float:
+    """Milliseconds of one call on the current CUDA stream."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def copy_rate(flush: Tensor | None = None) -> float:

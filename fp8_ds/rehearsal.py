@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +138,8 @@ def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
     """FP8 weights have payloads, as ZeRO would give them; yields these tensors."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            shape = module.weight.shape
-            data = torch.empty(shape, dtype=torch.float8_e4m3fn)
-            scale_inv = torch.empty(OF_RECIPE[module.fp8_recipe.name].grid(shape))
-            module.weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)  # type: ignore[attr-defined]
+            weight: Any = module.weight
+            data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+            scale_inv = torch.empty(OF_RECIPE[module.fp8_recipe.name].grid(weight.shape))
+            weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)
             yield from (data, scale_inv)

@@ -62,13 +62,14 @@ def message(change: str, odd: int) -> tuple[str, str]:
 def with_another_seam(config: dict[str, Any]) -> tuple[str, str]:
     """As if a body in this rank's DeepSpeed had been edited."""
     from fp8_ds.engine import fingerprint
+    from fp8_ds.errors import Fp8DsError
 
     stock = fingerprint._seams
     changed = {**stock(), "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": "edited"}
     fingerprint._seams = lambda: changed
     try:
         training.build(config)
-    except Exception as error:
+    except Fp8DsError as error:
         return type(error).__name__, str(error)
     finally:
         fingerprint._seams = stock

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from hf_trainer_script import Sequences
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -34,6 +35,7 @@ from transformers import (
 
 import fp8_ds
 
+EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -44,34 +46,15 @@ SHAPE = {
 }
 
 
-class Sequences(torch.utils.data.Dataset):
-    """Arithmetic sequences modulo the vocabulary."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (index + 3 * torch.arange(33)) % 97
-        return {"input_ids": tokens, "labels": tokens}
-
-
 def llama(**more: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, **more))
 
 
 def ds_config(stage: int, **linear: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "fp8": {"enabled": True, "linear": linear},
-    }
+    config: dict[str, Any] = json.loads(EXAMPLE_CONFIG.read_text())
+    config["zero_optimization"] |= {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config["fp8"]["linear"] = linear
+    return config
 
 
 def arguments(out: Path, stage: int, linear: dict[str, Any] | None = None, **more: Any) -> TrainingArguments:

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 
 class Sequences(torch.utils.data.Dataset):
+    """Arithmetic sequences modulo the vocabulary."""
+
     def __len__(self) -> int:
         return 64
 

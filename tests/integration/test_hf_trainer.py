@@ -19,23 +19,13 @@ pytest.importorskip("accelerate")
 @pytest.mark.launcher
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_trains_in_fp8_by_the_json_flag_alone(
-    stage: int, launch: Callable[..., str], tmp_path: Path, cpu_environment: dict[str, str]
+    stage: int, launch: Callable[..., str], root: Path, tmp_path: Path, cpu_environment: dict[str, str]
 ) -> None:
     # What `fp8-ds autoload on` writes, in a folder that only these processes read as a site folder.
     (tmp_path / "sitecustomize.py").write_text("import fp8_ds.engine.autoload\n")
     cpu_environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), cpu_environment["PYTHONPATH"]])
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "fp8": {"enabled": True},
-    }
+    config = json.loads((root / "examples/huggingface/ds_zero3_fp8.json").read_text())
+    config["zero_optimization"] |= {"stage": stage, "stage3_param_persistence_threshold": 0}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     script = Path(__file__).with_name("hf_trainer_script.py")
     output = launch(script, tmp_path / "ds.json", tmp_path / "out")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+OURS = ("ours", "ours-chunked", "ours-fp8-reduce", "ours-rowwise")
 
 
 def test_hidden_is_what_runs_under_other_kernels(bench: Any) -> None:
@@ -44,11 +47,30 @@ def test_report_compares_the_best_of_each_side_and_names_what_failed(bench: Any)
 
 def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
     small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
-    run_main("parallel_layers", *small, "--arms", "ours", "ours-chunked", "ours-fp8-reduce", "ours-rowwise")
+    run_main("parallel_layers", *small, "--arms", *OURS)
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["part"], row["arm"]) for row in rows] == [
-        (part, arm) for part in ("ffn", "block") for arm in ("ours", "ours-chunked", "ours-fp8-reduce", "ours-rowwise")
-    ]
+    assert [(row["part"], row["arm"]) for row in rows] == [(part, arm) for part in ("ffn", "block") for arm in OURS]
     assert all(row.get("ms", 0) > 0 for row in rows), rows
     assert str(tmp_path) not in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+def test_our_compiled_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
+    small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
+    run_main("parallel_layers", *small, "--arms", "ours-compiled", "ours-compiled-rowwise")
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4 and all(row.get("ms", 0) > 0 for row in rows), rows
+
+
+def test_a_rank_that_dies_is_in_the_result_and_in_the_exit_status(
+    run_main: Callable[..., str], bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stock, codes = bench("parallel_layers").main, []
+    monkeypatch.setattr(bench("parallel_layers"), "main", lambda: codes.append(stock()))
+    text = run_main("parallel_layers", "--gpus", 2, "--scale", 0, "--out", tmp_path)  # no size can be divided by it
+    (file,) = tmp_path.glob("*.json")
+    (death,) = json.loads(file.read_text())["deaths"]
+    assert death.startswith("2 ranks: ") and "ZeroDivisionError" in death and death in text and codes == [1]

@@ -13,143 +13,16 @@ matrix's shape in their arguments allow: tensors that are not contiguous or floa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8_ds.formats import Float8Format
-from fp8_ds.ops._register import register
-from fp8_ds.ops.quantize import reference
+from fp8_ds.ops.quantize import _ops
 
 Planes = Literal["row", "col", "both"]
 PLANES: tuple[Planes, ...] = ("row", "col", "both")
-
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_KEEP: list[torch.library.Library] = []
-"""Library handles; the ops live as long as these."""
-
-
-def _scalar(x: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=x.device)
-
-
-def _fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
-def _fp8_t(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[1], x.shape[0]), dtype=dtype)
-
-
-def _fp8_planes(x: Tensor, dtype: torch.dtype, planes: str) -> tuple[Tensor, Tensor]:
-    none = x.new_empty(0, dtype=dtype)
-    return none if planes == "col" else _fp8(x, dtype), none if planes == "row" else _fp8_t(x, dtype)
-
-
-def _fake_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    return _fp8(x, dtype), _scalar(x)
-
-
-def _fake_delayed(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, amax_local: Tensor, record: bool, dtype: torch.dtype, fp8_max: float
-) -> tuple[Tensor, Tensor]:
-    return _fp8(x, dtype), _scalar(x)
-
-
-def _fake_delayed_planes(
-    x: Tensor,
-    scale: Tensor,
-    scale_inv: Tensor,
-    amax_local: Tensor,
-    record: bool,
-    dtype: torch.dtype,
-    fp8_max: float,
-    planes: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (*_fp8_planes(x, dtype, planes), _scalar(x))
-
-
-def _op(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The op of that schema: on CUDA the function of its name in triton.py, else that in reference.py."""
-    name = schema.split("(", 1)[0]
-    plain = getattr(reference, name)
-
-    def kernel(x: Tensor, *args: Any) -> Any:
-        takes_kernel = x.is_contiguous() and x.dtype in _KERNEL_DTYPES and (name != "quantize" or args[0].dim() == 0)
-        if not (x.is_cuda and takes_kernel):
-            return plain(x, *args)
-        from fp8_ds.ops.quantize import triton  # the package is missing where there is no GPU
-
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            return getattr(triton, name)(x, *args)
-
-    op, library = register(schema, kernel, fake)
-    _KEEP.append(library)
-    return op
-
-
-_amax = _op("amax(Tensor x) -> Tensor", _scalar)
-_record_amax = _op("record_amax(Tensor x, Tensor(a!) amax_local) -> ()", lambda x, amax_local: None)
-_quantize = _op(
-    "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max) -> Tensor",
-    lambda x, scale, dtype, fp8_max: _fp8(x, dtype),
-)
-_quantize_part = _op(
-    "quantize_part(Tensor x, Tensor grid, SymInt start, SymInt num_cols, SymInt block_rows, SymInt block_cols, "
-    "ScalarType dtype, float fp8_max) -> Tensor",
-    lambda x, grid, start, num_cols, block_rows, block_cols, dtype, fp8_max: _fp8(x, dtype),
-)
-_quantize_tensorwise = _op(
-    "quantize_tensorwise(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
-)
-_quantize_tensor_pow2 = _op(
-    "quantize_tensor_pow2(Tensor x, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)", _fake_tensorwise
-)
-_quantize_delayed = _op(
-    "quantize_delayed(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
-    "ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    _fake_delayed,
-)
-_quantize_planes = _op(
-    "quantize_planes(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor)",
-    lambda x, scale, dtype, fp8_max, planes: _fp8_planes(x, dtype, planes),
-)
-_quantize_tensorwise_planes = _op(
-    "quantize_tensorwise_planes(Tensor x, ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
-    lambda x, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x)),
-)
-_quantize_delayed_planes = _op(
-    "quantize_delayed_planes(Tensor x, Tensor scale, Tensor scale_inv, Tensor(a!) amax_local, bool record, "
-    "ScalarType dtype, float fp8_max, str planes) -> (Tensor, Tensor, Tensor)",
-    _fake_delayed_planes,
-)
-
-
-def _measured_planes(
-    x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    amax_local = torch.zeros((), device=x.device)
-    return (*_quantize_delayed_planes(x, scale, scale_inv, amax_local, True, dtype, fp8_max, planes), amax_local)
-
-
-_quantize_measured_planes, _library = register(
-    "quantize_measured_planes(Tensor x, Tensor scale, Tensor scale_inv, ScalarType dtype, float fp8_max, "
-    "str planes) -> (Tensor, Tensor, Tensor, Tensor)",
-    _measured_planes,
-    lambda x, scale, scale_inv, dtype, fp8_max, planes: (*_fp8_planes(x, dtype, planes), _scalar(x), _scalar(x)),
-)
-_KEEP.append(_library)
-_quantize_rowwise = _op(
-    "quantize_rowwise(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    lambda x, fold, dtype, fp8_max: (_fp8(x, dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
-)
-_quantize_colwise_t = _op(
-    "quantize_colwise_t(Tensor x, Tensor? fold, ScalarType dtype, float fp8_max) -> (Tensor, Tensor)",
-    lambda x, fold, dtype, fp8_max: (_fp8_t(x, dtype), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
-)
 
 
 def _check_scale(scale: Tensor) -> None:
@@ -158,7 +31,7 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def _check_matrix(x: Tensor) -> None:
-    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in _KERNEL_DTYPES:
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in _ops.KERNEL_DTYPES:
         raise ValueError(
             f"x: expected a contiguous matrix in bfloat16, float16 or float32, got {x.dtype} {tuple(x.shape)} with "
             f"strides {x.stride()}. Call contiguous() or to() first."
@@ -200,7 +73,7 @@ def amax(x: Tensor) -> Tensor:
     Returns:
         float32, 0-dim; 0 for an empty tensor; NaN or infinity if `x` holds one.
     """
-    measured: Tensor = _amax(x)
+    measured: Tensor = _ops.amax(x)
     return measured
 
 
@@ -218,7 +91,7 @@ def quantize(x: Tensor, scale: Tensor, fmt: Float8Format) -> Tensor:
         `fmt.dtype`, shape of `x`. Values beyond +-fmt.max (infinities too) become +-fmt.max; NaN stays NaN.
     """
     _check_scale(scale)
-    x_fp8: Tensor = _quantize(x, scale, fmt.torch_dtype, fmt.max)
+    x_fp8: Tensor = _ops.quantize(x, scale, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 
@@ -253,7 +126,7 @@ def quantize_part(
             f"grid: expected float32 with at least {expected[0]} rows of {expected[1]}, contiguous, got "
             f"{tuple(grid.shape)} with strides {grid.stride()}. Pass the scales of the whole matrix."
         )
-    x_fp8: Tensor = _quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
+    x_fp8: Tensor = _ops.quantize_part(x, grid, start, num_cols, *block, fmt.torch_dtype, fmt.max)
     return x_fp8
 
 
@@ -268,7 +141,7 @@ def quantize_tensorwise(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
         (x_fp8, scale_inv): `fmt.dtype` of the shape of `x`; float32, 0-dim, multiply to leave FP8, NaN if `x` holds a
         NaN or an infinity.
     """
-    result: tuple[Tensor, Tensor] = _quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _ops.quantize_tensorwise(x, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -282,7 +155,7 @@ def quantize_tensor_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
     Returns:
         (x_fp8, scale_inv): as in `quantize_tensorwise`, but of zeros alone scale_inv is 2**-126.
     """
-    result: tuple[Tensor, Tensor] = _quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _ops.quantize_tensor_pow2(x, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -304,13 +177,13 @@ def quantize_delayed(
     """
     _check_scale(scale)
     dtype = fmt.torch_dtype
-    result: tuple[Tensor, Tensor] = _quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _ops.quantize_delayed(x, scale, scale_inv, amax_local, record, dtype, fmt.max)
     return result
 
 
 def record_amax(x: Tensor, amax_local: Tensor) -> None:
     """The amax of `x` is maximumed into `amax_local` (float32, 0-dim), and nothing else happens."""
-    _record_amax(x, amax_local)
+    _ops.record_amax(x, amax_local)
 
 
 def quantize_planes(x: Tensor, scale: Tensor, fmt: Float8Format, planes: Planes) -> tuple[Tensor | None, Tensor | None]:
@@ -331,7 +204,7 @@ def quantize_planes(x: Tensor, scale: Tensor, fmt: Float8Format, planes: Planes)
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane = _quantize_planes(x, scale, fmt.torch_dtype, fmt.max, planes)
+    row_plane, col_plane = _ops.quantize_planes(x, scale, fmt.torch_dtype, fmt.max, planes)
     return _named(row_plane, col_plane, planes)
 
 
@@ -350,7 +223,7 @@ def quantize_tensorwise_planes(
     """
     _check_matrix(x)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv = _quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
+    row_plane, col_plane, scale_inv = _ops.quantize_tensorwise_planes(x, fmt.torch_dtype, fmt.max, planes)
     return (*_named(row_plane, col_plane, planes), scale_inv)
 
 
@@ -377,7 +250,7 @@ def quantize_delayed_planes(
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv = _quantize_delayed_planes(
+    row_plane, col_plane, scale_inv = _ops.quantize_delayed_planes(
         x, scale, scale_inv, amax_local, record, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv)
@@ -397,7 +270,7 @@ def quantize_measured_planes(
     _check_matrix(x)
     _check_scalar("scale", scale)
     _check_planes(planes)
-    row_plane, col_plane, scale_inv, amax = _quantize_measured_planes(
+    row_plane, col_plane, scale_inv, amax = _ops.quantize_measured_planes(
         x, scale, scale_inv, fmt.torch_dtype, fmt.max, planes
     )
     return (*_named(row_plane, col_plane, planes), scale_inv, amax)
@@ -421,7 +294,7 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[1])
-    result: tuple[Tensor, Tensor] = _quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _ops.quantize_rowwise(x, fold, fmt.torch_dtype, fmt.max)
     return result
 
 
@@ -441,5 +314,5 @@ def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None)
     """
     _check_matrix(x)
     _check_fold(fold, x.shape[0])
-    result: tuple[Tensor, Tensor] = _quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
+    result: tuple[Tensor, Tensor] = _ops.quantize_colwise_t(x, fold, fmt.torch_dtype, fmt.max)
     return result

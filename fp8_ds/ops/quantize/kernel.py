@@ -14,38 +14,12 @@ import triton
 import triton.language as tl
 
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.ops._device import INFINITY, encode_four, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, encode_four, record_amax, scale_from_amax
+from fp8_ds.ops.quantize.words import larger_magnitude, largest_magnitude, load_folded, load_words
 from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words
 from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
-LOAD_16_BYTES = """{
-.reg .pred inside;
-setp.ne.b32 inside, $5, 0;
-mov.f32 $0, 0f00000000;
-mov.f32 $1, 0f00000000;
-mov.f32 $2, 0f00000000;
-mov.f32 $3, 0f00000000;
-@inside ld.global.v4.f32 {$0, $1, $2, $3}, [$4];
-}"""
-"""Four floats of one thread into four tensors: `tl.load` gives one, and to part it passes it through shared memory."""
-
-MAGNITUDE = """{
-.reg .b32 a, b, c, d;
-and.b32 a, $1, 0x7fffffff;
-and.b32 b, $2, 0x7fffffff;
-and.b32 c, $3, 0x7fffffff;
-and.b32 d, $4, 0x7fffffff;
-max.s32 a, a, b;
-max.s32 c, c, d;
-max.s32 a, a, c;
-max.s32 $0, a, $5;
-}"""
-"""Not pure where it is used, although it is: LLVM puts off all maxima of a tile to its end, and every element of the
-tile stays in a register until then (255 of them, and spills)."""
-
-_MAGNITUDE = tl.constexpr(MAGNITUDE)
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)
-_LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
 MAX_PARTIALS = tl.constexpr(512)
 """Most programs of the amax kernel whose maxima a cast kernel reads; a power of two."""
 
@@ -55,73 +29,6 @@ along; the amax of each column; the maxima of an amax kernel, to a power of two.
 _E4M3_CARRY, _E4M3_SHIFT = (tl.constexpr(number) for number in exponent_rule(E4M3.max))
 _E5M2_CARRY, _E5M2_SHIFT = (tl.constexpr(number) for number in exponent_rule(E5M2.max))
 _MANTISSA_BITS = tl.constexpr(MANTISSA_BITS)
-
-
-@triton.jit
-def _load_words(x, word, num, VECTOR: tl.constexpr, PTX: tl.constexpr):
-    """Elements `4 * word` to `4 * word + 3` behind `x`, 0 from element `num` on: four float32 tensors.
-
-    VECTOR: `x` lies at a multiple of 16 bytes and `num` is a multiple of 16.
-    """
-    ITEM_BITS: tl.constexpr = x.dtype.scalar.element_ty.primitive_bitwidth
-    ELEMENT: tl.constexpr = x.dtype.scalar.element_ty
-    if not VECTOR:
-        x0 = tl.load(x + word * 4, word * 4 < num, 0.0).to(tl.float32)
-        x1 = tl.load(x + word * 4 + 1, word * 4 + 1 < num, 0.0).to(tl.float32)
-        x2 = tl.load(x + word * 4 + 2, word * 4 + 2 < num, 0.0).to(tl.float32)
-        x3 = tl.load(x + word * 4 + 3, word * 4 + 3 < num, 0.0).to(tl.float32)
-    elif ITEM_BITS == 32:
-        x0, x1, x2, x3 = _load_floats(x + word * 4, word // 4 * 16 < num, PTX)
-    else:
-        four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + word, word // 4 * 16 < num, 0)
-        x0, x1 = _pair(four.to(tl.int32), ELEMENT)
-        x2, x3 = _pair((four >> 32).to(tl.int32), ELEMENT)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _load_floats(at, inside, PTX: tl.constexpr):
-    """Four float32 numbers behind each pointer."""
-    if PTX:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            _LOAD_16_BYTES,
-            "=&f,=&f,=&f,=&f,l,r",
-            [at.to(tl.int64), inside.to(tl.int32)],
-            (tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        x0, x1 = tl.load(at, inside, 0.0), tl.load(at + 1, inside, 0.0)
-        x2, x3 = tl.load(at + 2, inside, 0.0), tl.load(at + 3, inside, 0.0)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _pair(bits, ELEMENT: tl.constexpr):
-    """Two numbers of 16 bits, the first one in the low half, as float32."""
-    if ELEMENT.is_bf16():
-        first, second = (bits << 16).to(tl.float32, bitcast=True), (bits & ~0xFFFF).to(tl.float32, bitcast=True)
-    else:
-        first = bits.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-        second = (bits >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _magnitude(x0, x1, x2, x3):
-    """Bits of the largest magnitude in each word."""
-    return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-
-
-@triton.jit
-def _larger(largest, x0, x1, x2, x3, PTX: tl.constexpr):
-    """`largest` and the bits of the largest magnitude in each word: the larger one."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _MAGNITUDE, "=r,f,f,f,f,r", [x0, x1, x2, x3, largest], tl.int32, is_pure=False, pack=1
-        )
-    return tl.maximum(largest, _magnitude(x0, x1, x2, x3))
 
 
 @triton.jit
@@ -172,8 +79,8 @@ def amax_kernel(x, out, numel, WORDS: tl.constexpr, ATOMIC: tl.constexpr, VECTOR
     start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
     while start < numel:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
         left = tl.minimum(numel - start, WORDS * 4).to(tl.int32)
-        x0, x1, x2, x3 = _load_words(x + start, word, left, VECTOR, PTX)
-        largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
+        x0, x1, x2, x3 = load_words(x + start, word, left, VECTOR, PTX)
+        largest = tl.maximum(largest, largest_magnitude(x0, x1, x2, x3))
         start += tl.num_programs(0) * (WORDS * 4)
     amax = tl.max(largest, 0)
     if ATOMIC:
@@ -200,10 +107,10 @@ def quantize_kernel(
     start = tl.program_id(0).to(tl.int64) * (WORDS * 4)
     left = tl.minimum(numel - start, WORDS * 4).to(tl.int32)
     # Before the scale: its way from memory is waited for along with theirs.
-    x0, x1, x2, x3 = _load_words(x + start, word, left, VECTOR, PTX)
+    x0, x1, x2, x3 = load_words(x + start, word, left, VECTOR, PTX)
     factor = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
     if MODE == DELAYED:
-        _record(tl.max(_magnitude(x0, x1, x2, x3), 0), scale_inv, amax_local, RECORD)
+        _record(tl.max(largest_magnitude(x0, x1, x2, x3), 0), scale_inv, amax_local, RECORD)
     code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
     store_word(out + start, word, code, left, VECTOR)
 
@@ -230,7 +137,7 @@ def part_kernel(
     word = tl.arange(0, WORDS)
     first = tl.program_id(0).to(tl.int64) * (WORDS * 4)
     left = tl.minimum(numel - first, WORDS * 4).to(tl.int32)
-    x0, x1, x2, x3 = _load_words(x + first, word, left, VECTOR, PTX)
+    x0, x1, x2, x3 = load_words(x + first, word, left, VECTOR, PTX)
     # Divided once in 64 bits: what is left fits 32.
     row = ((start + first) // num_cols).to(tl.int32)
     col = ((start + first) % num_cols).to(tl.int32) + word * 4
@@ -264,9 +171,9 @@ def _row(
     word = tl.arange(0, WORDS)[None, :]
     at = row.to(tl.int64) * num_cols + first_col
     left = tl.where(row < num_rows, num_cols - first_col, 0)
-    x0, x1, x2, x3 = _load_words(x + at, word, left, VECTOR, PTX)
+    x0, x1, x2, x3 = load_words(x + at, word, left, VECTOR, PTX)
     if MODE == DELAYED:
-        largest = _larger(largest, x0, x1, x2, x3, PTX)
+        largest = larger_magnitude(largest, x0, x1, x2, x3, PTX)
     if HAS_FOLD:
         factor = tl.load(fold + row, row < num_rows, 0.0)
         x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
@@ -374,7 +281,7 @@ def amax_cols_kernel(
         for tile in tl.static_range(UNROLL):
             row = first_row + tile * ROWS + tl.arange(0, ROWS)[:, None]
             left = tl.where(row < num_rows, num_cols - first_col, 0)
-            x0, x1, x2, x3 = _load_words(x + first_col + row.to(tl.int64) * num_cols, word, left, VECTOR, PTX)
+            x0, x1, x2, x3 = load_words(x + first_col + row.to(tl.int64) * num_cols, word, left, VECTOR, PTX)
             if HAS_FOLD:
                 factor = tl.load(fold + row, row < num_rows, 0.0)
                 x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
@@ -388,18 +295,6 @@ def amax_cols_kernel(
     tl.atomic_max(amax_cols + col + 1, tl.max(m1, 0), col + 1 < num_cols, sem="relaxed")
     tl.atomic_max(amax_cols + col + 2, tl.max(m2, 0), col + 2 < num_cols, sem="relaxed")
     tl.atomic_max(amax_cols + col + 3, tl.max(m3, 0), col + 3 < num_cols, sem="relaxed")
-
-
-@triton.jit
-def _load_folded(
-    x, fold, first, word, num, num_in_row, HAS_FOLD: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr
-):
-    """`_load_words` of the rows behind `x`, from column `first` on, each element times that of `fold`."""
-    x0, x1, x2, x3 = _load_words(x, word, num, VECTOR, PTX)
-    if HAS_FOLD:
-        f0, f1, f2, f3 = _load_words(fold + first, word, num_in_row - first, VECTOR, PTX)
-        x0, x1, x2, x3 = x0 * f0, x1 * f1, x2 * f2, x3 * f3
-    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -419,22 +314,22 @@ def rowwise_kernel(
     at = row.to(tl.int64) * num_cols
     is_row = row < num_rows
     left = tl.where(is_row, num_cols, 0)
-    x0, x1, x2, x3 = _load_folded(x + at, fold, 0, word, left, num_cols, HAS_FOLD, VECTOR, PTX)
-    largest = _magnitude(x0, x1, x2, x3)
+    x0, x1, x2, x3 = load_folded(x + at, fold, 0, word, left, num_cols, HAS_FOLD, VECTOR, PTX)
+    largest = largest_magnitude(x0, x1, x2, x3)
     if LOOP:
         first = WORDS * 4
         while first < num_cols:
-            x0, x1, x2, x3 = _load_folded(
+            x0, x1, x2, x3 = load_folded(
                 x + first + at, fold, first, word, left - first, num_cols, HAS_FOLD, VECTOR, PTX
             )
-            largest = tl.maximum(largest, _magnitude(x0, x1, x2, x3))
+            largest = tl.maximum(largest, largest_magnitude(x0, x1, x2, x3))
             first += WORDS * 4
     factor, inverse = scale_from_amax(tl.max(largest, 1)[:, None], _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + row, inverse, is_row)
     if LOOP:
         first = 0
         while first < num_cols:
-            x0, x1, x2, x3 = _load_folded(
+            x0, x1, x2, x3 = load_folded(
                 x + first + at, fold, first, word, left - first, num_cols, HAS_FOLD, VECTOR, PTX
             )
             code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)

@@ -21,7 +21,7 @@ def gradients(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
         p.grad = None
     out = model(x)
     out.backward(grad)
-    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
 def switch(model: nn.Module, *names: str) -> None:

@@ -1,0 +1,47 @@
+"""The tables of parallel_layers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str:
+    """A table for each number of ranks: ms by cell and arm, the best peer over ours; then the overlap; then failures.
+
+    Args:
+        rows: "ranks", the fields of a `Cell`, and what `measure` found.
+        deaths: of ranks, each with how many there were and what ended them.
+    """
+    lines: list[str] = []
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    mine = [arm for arm in arms if arm.startswith("ours")]
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        lines += [
+            f"{ranks} ranks, ms forward and backward:",
+            "",
+            f"| | {' | '.join(arms)} | best peer / ours |",
+            "|---|" + "---|" * (len(arms) + 1),
+        ]
+        own = [row for row in rows if row["ranks"] == ranks]
+        for key in dict.fromkeys((row["part"], row["shape"], row["tokens"]) for row in own):
+            ms = {row["arm"]: row.get("ms") for row in own if (row["part"], row["shape"], row["tokens"]) == key}
+            peers = [value for arm, value in ms.items() if value and arm not in mine]
+            best = [value for arm, value in ms.items() if value and arm in mine]
+            ratio = f"{min(peers) / min(best):.2f}" if peers and best else "-"
+            cells = " | ".join(f"{ms[arm]:.2f}" if ms.get(arm) else "failed" for arm in arms)
+            lines.append(f"| {key[0]}, {key[1]}, {key[2]} tokens | {cells} | {ratio} |")
+        lines.append("")
+    profiled = [row for row in rows if "hidden" in row]
+    if profiled:
+        lines += ["| ranks | MLP | tokens | arm | ms of gathers | hidden |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"| {r['ranks']} | {r['shape']} | {r['tokens']} | {r['arm']} | {r['gather_ms']:.3f} | {r['hidden']:.0%} |"
+            for r in profiled
+        ]
+    for row in (row for row in rows if "error" in row):
+        cell = f"{row['ranks']} ranks, {row['arm']}, {row['part']}, {row['shape']}, {row['tokens']} tokens"
+        lines += ["", f"FAILED {cell}", "```", row["error"], "```"]
+    for death in deaths:
+        lines += ["", "FAILED: a rank died, and what was left is not measured", "```", death, "```"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,45 @@
+"""Ranks of a benchmark: processes of this host, each with a GPU of its own, or with gloo on CPU."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from results_io import ROOT
+
+
+def _free_port() -> int:
+    """Of this host; nothing listens on it now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
+    """`work(device, *args)` has returned on each of `num_ranks` new processes, which are the default process group.
+
+    Args:
+        work: of a module's top level, as its arguments something that pickle takes.
+
+    Raises:
+        mp.ProcessRaisedException: `work` raised on a rank; with its traceback.
+        mp.ProcessExitedException: a rank's process ended before `work` did.
+    """
+    mp.spawn(_run_rank, (num_ranks, _free_port(), work, args), nprocs=num_ranks)
+
+
+def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    sys.path.insert(0, str(ROOT))
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    work(device, *args)
+    dist.destroy_process_group()
