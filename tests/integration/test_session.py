@@ -1,0 +1,83 @@
+"""benchmarks/session.py: steps run in order, within their limits, and leave their results whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def steps(bench: Any, *commands: str, seconds: float = 20.0) -> list[Any]:
+    session = bench("session")
+    return [session.Step(f"step{i}", command, seconds, "a test") for i, command in enumerate(commands)]
+
+
+def test_a_failure_does_not_stop_the_others_and_is_in_the_status(bench: Any, tmp_path: Path) -> None:
+    done = bench("session").run_session(
+        steps(bench, "echo {seconds} > {out}/a", "echo why; exit 3", "{python} -c 'print(1)'"), tmp_path, 100.0
+    )
+    assert [one.status for one in done] == [0, 3, 0]
+    assert int((tmp_path / "a").read_text()) <= 20
+    assert (tmp_path / "logs" / "step1.txt").read_text() == "why\n"
+    written = json.loads((tmp_path / "session.json").read_text())
+    assert [one["status"] for one in written] == [0, 3, 0]
+    assert str(tmp_path) not in json.dumps(written)
+
+
+def test_what_hangs_is_killed_with_its_children_and_what_does_not_fit_is_left_out(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = bench("session")
+    monkeypatch.setattr(session, "MIN_SECONDS", 0.1)
+    hangs, fits_not = steps(bench, "sleep 600 & echo $! > {out}/pid; wait", "touch {out}/never", seconds=2.0)
+    start = time.monotonic()
+    done = session.run_session([hangs, fits_not], tmp_path, 2.0)
+    assert time.monotonic() - start < 30
+    assert [(one.status, one.note.split()[0]) for one in done] == [(-signal.SIGKILL, "killed"), (None, "left")]
+    assert not (tmp_path / "never").exists()
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "a child of a killed step runs on"
+        time.sleep(0.05)
+
+
+def test_every_command_is_one_that_its_script_takes(
+    bench: Any, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in bench("session").STEPS:
+        words = shlex.split(step.command.format(python="python", out="out", seconds=100))
+        if words[1:3] == ["-m", "pytest"]:
+            assert (root / next(word for word in words if word.startswith("tests/"))).is_dir()
+            continue
+        script, arguments = Path(words[1]), words[2:]
+        assert (root / script).exists(), step.name
+        monkeypatch.setattr("sys.argv", [script.name, *arguments, "--help"])  # values are checked on the way to it
+        with pytest.raises(SystemExit) as stop:
+            bench(script.stem).main()
+        shown = capsys.readouterr()
+        assert stop.value.code == 0, (step.name, shown.err)
+        options = [word for word in arguments if word.startswith("--")]
+        assert all(f"{option} " in shown.out for option in options), (step.name, options)
+        files = [word for word in arguments if word.startswith("benchmarks/")]
+        assert all((root / name).exists() for name in files), (step.name, files)
+
+
+def test_steps_are_chosen_by_name_or_by_gpus(
+    run_main: Any, bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = bench("session")
+    chosen: list[str] = []
+    monkeypatch.setattr(session, "run_session", lambda steps, out, limit: chosen.extend(s.name for s in steps) or [])
+    for arguments in (("gather", "tests"), ("--gpus", 2)):
+        with pytest.raises(SystemExit) as stop:
+            run_main("session", *arguments, "--out", tmp_path)
+        assert stop.value.code == 0
+    assert chosen == ["gather", "tests", *(step.name for step in session.STEPS if step.gpus == 2)]
+    assert "parity-branches" in run_main("session", "--list")
