@@ -11,8 +11,8 @@ Arms. bf16: DTensor's sequence parallelism, compiled; bf16-async: with inductor'
 tensorwise with FP8 gathers (Float8ColwiseParallel), compiled, and torchao-rowwise (gathers in bf16). te: Transformer
 Engine's linears, one for gate and up, weights kept in FP8 (fp8_model_init), current scaling. ours: parallelize, weights
 held in FP8 by Fp8AdamW (what ZeRO hands the layers), fused SwiGLU, eager; ours-compiled: the same under torch.compile,
-one graph with its collectives; ours-chunked: gathers in pieces. torchao casts its bf16 weights in every forward, which
-is what it does without FSDP.
+one graph with its collectives; ours-compiled-overlap: inductor starts them early and waits late; ours-chunked: gathers
+in pieces. torchao casts its bf16 weights in every forward, which is what it does without FSDP.
 
 Overlap, by a profile of one forward and backward of the MLP: of the time in which a transfer of a gather runs, the
 share in which a kernel of another kind runs too.

@@ -244,10 +244,10 @@ def ours(model: Model, part: str, recipe: str = "tensorwise", **tensor_parallel:
     return model
 
 
-def ours_compiled(model: Model, part: str, recipe: str = "tensorwise") -> Model:
-    """The same as one graph, its collectives included."""
+def ours_compiled(model: Model, part: str, recipe: str = "tensorwise", **options: Any) -> Model:
+    """The same as one graph, its collectives included; `options` of inductor."""
     ours(model, part, recipe)
-    model.compile()
+    model.compile(options=options)
     return model
 
 
@@ -260,6 +260,7 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "ours-fp8-reduce": lambda model, part: ours(model, part, reduce_scatter="fp8"),
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
     "ours-compiled": ours_compiled,
+    "ours-compiled-overlap": lambda model, part: ours_compiled(model, part, reorder_for_compute_comm_overlap=True),
     "ours-compiled-rowwise": lambda model, part: ours_compiled(model, part, "rowwise"),
     "bf16-async": bf16_async,
 }

@@ -87,7 +87,7 @@ STEPS = (
         "parallel-layers",
         _benchmark(
             "parallel_layers",
-            "--gpus 2 --budget {seconds} --arms bf16 torchao te ours ours-compiled ours-chunked ours-compiled-rowwise",
+            "--gpus 2 --budget {seconds} --arms bf16 torchao te ours ours-compiled ours-compiled-overlap ours-chunked",
         ),
         300,
         "issue 5 E, G: compiled arms, overlap",

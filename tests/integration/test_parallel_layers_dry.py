@@ -59,7 +59,7 @@ def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_our_compiled_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
     small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
-    run_main("parallel_layers", *small, "--arms", "ours-compiled", "ours-compiled-rowwise")
+    run_main("parallel_layers", *small, "--arms", "ours-compiled", "ours-compiled-overlap")
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 4 and all(row.get("ms", 0) > 0 for row in rows), rows
