@@ -14,7 +14,7 @@ measures its reference first and last, and ratios are taken within it. A step's 
 steps after a warm-up; tokens are random and uniform; gradients are clipped at norm 1 in all arms. An arm that fails is
 recorded with the end of its log, one that no longer fits into `--budget` is left out with a line, the rest goes on.
 Each call appends a run to one dated JSON and makes table and chart from it. Losses: the whole model (8 layers), 200
-steps, learning rate 3e-4 after 20 steps of warm-up, text of gpt_parity_data.py, the same windows for all arms.
+steps, learning rate 3e-4 after 20 steps of warm-up, text of parity/data.py, the same windows for all arms.
 
 Predictions, written before the first run on an H200. Of peers: what was measured there for DESIGN.md.
 
@@ -235,7 +235,7 @@ def make_spec(
 
 def prepare_text(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """Tokens of this machine's text in a folder; what the result says about them."""
-    from gpt_parity_data import prepare
+    from parity.data import prepare
 
     needed = args.loss_steps * model.micro_batch * model.gpus * model.seq
     is_tiny = model.vocab < 32000

@@ -17,7 +17,7 @@ class Model:
     """A model and the run it is measured in.
 
     Args:
-        kind: "llama" (Hugging Face's LlamaForCausalLM) or "gpt" (the GPT of gpt_parity_worker.py).
+        kind: "llama" (Hugging Face's LlamaForCausalLM) or "gpt" (the GPT of parity/models.py).
         micro_batch: sequences a rank and step; no accumulation.
         stage: of ZeRO, in all DeepSpeed arms.
     """

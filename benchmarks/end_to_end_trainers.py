@@ -75,7 +75,7 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
 
 def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
     """Makes a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
-    from gpt_parity_worker import GPT, Size
+    from parity.models import GPT, Size
 
     if cross_entropy != "stock":
         raise SystemExit(f"cross-entropy: expected stock with this model, got {cross_entropy}. Use a Llama.")

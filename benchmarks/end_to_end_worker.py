@@ -146,7 +146,7 @@ def profiled(trainer: Trainer, device: Device, step: Callable[[int], Tensor], nu
 
 def train_on_text(trainer: Trainer, m: Model, spec: dict[str, Any], device: torch.device, rank: int) -> dict[str, Any]:
     """Losses of `steps` steps on the same windows of text for every arm, and of held-out windows after them."""
-    from gpt_parity_data import Windows
+    from fp8_ds.parity.text import Windows
 
     cache, num_ranks = Path(spec["text"]["cache"]), m.gpus
     windows = Windows(cache / "train.npy", m.seq, device)

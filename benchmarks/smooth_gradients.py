@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpt_parity_worker import GPT, Size, param_groups
+from parity.models import GPT, Size, param_groups
 from results_io import command_line, dated_stem
 from torch import nn
 from update_error_gpt import BETAS, CLIP, EPS, LR, text

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
-from gpt_parity_worker import GPT, Size, param_groups
+from parity.models import GPT, Size, param_groups
 from results_io import command_line, dated_stem
 from smooth_gradients import moments_rounded
 from torch import Tensor, nn

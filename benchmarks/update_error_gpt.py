@@ -21,7 +21,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from gpt_parity_worker import GPT, Size, param_groups
+from parity.models import GPT, Size, param_groups
 from results_io import command_line, dated_stem, device_name
 from torch import Tensor, nn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from fp8_ds.curves import Curve, read_curve, smooth
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, t_quantile
 
 _MIN_STEPS = 2
 
@@ -75,12 +76,29 @@ def read_group(text: str, column: str | None) -> Group:
     return Group(name, tuple(read_curve(Path(path), column) for path in paths.split(",")))
 
 
+def pair(losses: Sequence[float], base: Sequence[float]) -> Paired:
+    """Relative differences in per cent of runs to those of a base, paired in order."""
+    return Paired(tuple(100 * (mine / other - 1) for mine, other in zip(losses, base, strict=True)))
+
+
+def pooled_half_widths(found: Sequence[Paired]) -> list[float]:
+    """Half widths of the 95 % intervals of their means, with one deviation for all.
+
+    It is pooled over those with several pairs, each weighted by its degrees of freedom, which add up: fewer pairs tell
+    more, if the arms spread alike. Infinite where none has two pairs.
+    """
+    spreads = [(statistics.variance(one.by_pair), len(one.by_pair) - 1) for one in found if len(one.by_pair) > 1]
+    degrees = sum(n for _, n in spreads)
+    deviation = math.sqrt(sum(variance * n for variance, n in spreads) / degrees) if degrees else math.inf
+    return [t_quantile(degrees) * deviation / math.sqrt(len(one.by_pair)) for one in found]
+
+
 def compare(groups: Sequence[Group], fraction: float) -> Comparison:
     """Differences of the mean loss over the last steps.
 
     Args:
         groups: the base, then the others.
-        fraction: share of the common steps, from the end, that is compared; above 0, at most 1.
+        fraction: share of the common steps, from the end, that is compared, at most 1; at least the last step is.
 
     Raises:
         ConfigError: less than two groups, runs without a pair, or too few steps in common.
@@ -95,7 +113,7 @@ def compare(groups: Sequence[Group], fraction: float) -> Comparison:
             f"{len(unpaired.curves)}. Runs are paired in the order they are named."
         )
     steps = sorted(set.intersection(*(set(curve.steps) for group in groups for curve in group.curves)))
-    last = max(_MIN_STEPS, round(fraction * len(steps)))
+    last = max(1, round(fraction * len(steps)))
     if len(steps) < _MIN_STEPS:
         raise ConfigError(
             f"runs: expected at least {_MIN_STEPS} steps that all have, got {len(steps)}. Log the same steps."
@@ -105,10 +123,10 @@ def compare(groups: Sequence[Group], fraction: float) -> Comparison:
     results = []
     for group in groups[1:]:
         ours = [statistics.fmean(curve.at(compared)) for curve in group.curves]
-        paired = Paired(tuple(100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)))
+        paired = pair(ours, theirs)
         results.append(Result(group.name, statistics.fmean(theirs), statistics.fmean(ours), paired, paired.verdict()))
     noise = 100 * statistics.stdev(theirs) / statistics.fmean(theirs) if len(theirs) > 1 else None
-    return Comparison(tuple(groups), tuple(steps), min(last, len(steps)), noise, tuple(results))
+    return Comparison(tuple(groups), tuple(steps), last, noise, tuple(results))
 
 
 def describe(result: Result) -> str:
@@ -209,22 +227,24 @@ def page(found: Comparison, picture: Path) -> str:
 
 
 def as_data(found: Comparison) -> dict[str, Any]:
-    """For JSON; an interval that is not known is null."""
+    """For JSON."""
     return {
         "base": found.groups[0].name,
         "steps": len(found.steps),
         "compared_steps": found.last,
         "noise_percent": found.noise_percent,
-        "results": [
-            {
-                "run": one.group,
-                "base_loss": one.base_loss,
-                "loss": one.loss,
-                "percent_by_pair": list(one.paired.by_pair),
-                "percent": one.paired.mean,
-                "half_width": one.paired.half_width if len(one.paired.by_pair) > 1 else None,
-                "verdict": one.verdict,
-            }
-            for one in found.results
-        ],
+        "results": [result_as_data(one) for one in found.results],
+    }
+
+
+def result_as_data(one: Result) -> dict[str, Any]:
+    """For JSON; an interval that is not known is null."""
+    return {
+        "run": one.group,
+        "base_loss": one.base_loss,
+        "loss": one.loss,
+        "percent_by_pair": list(one.paired.by_pair),
+        "percent": one.paired.mean,
+        "half_width": one.paired.half_width if len(one.paired.by_pair) > 1 else None,
+        "verdict": one.verdict,
     }

@@ -153,8 +153,8 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         path /= "config.json"
     if path.is_file():
         try:
-            config = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(f"model: expected JSON in {path}, got {error}. Name a config.json.") from error
         if not isinstance(config, Mapping) or "model_type" not in config:
             raise ConfigError(
@@ -167,7 +167,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         return ModelSpec(text, function=_function(module, function))
     raise ConfigError(
         f"model: expected a config.json, its folder, module:function (without --set) or one of {', '.join(FAMILIES)}, "
-        f"got {text!r}. Nothing is downloaded."
+        f"got {text!r}. Nothing is downloaded: save the model's configuration with save_pretrained and name its folder."
     )
 
 

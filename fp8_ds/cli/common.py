@@ -42,8 +42,33 @@ def failures(as_json: bool) -> Iterator[None]:
         yield
     except Fp8DsError as error:
         raise _failed(str(error), EXIT_USAGE, as_json) from error
+    except _ArgumentFileError as error:
+        raise _failed(f"{error.argument}: {_file_message(error.cause)}", EXIT_FILE, as_json) from error
     except OSError as error:
-        raise _failed(f"expected a file, got {error}. Name another.", EXIT_FILE, as_json) from error
+        raise _failed(_file_message(error), EXIT_FILE, as_json) from error
+
+
+class _ArgumentFileError(OSError):
+    """A file error, and the argument that named the file."""
+
+    def __init__(self, argument: str, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.argument, self.cause = argument, cause
+
+
+@contextmanager
+def argument(name: str) -> Iterator[None]:
+    """Within `failures`: the message of a file error begins with the argument that named the file."""
+    try:
+        yield
+    except _ArgumentFileError:
+        raise
+    except OSError as error:
+        raise _ArgumentFileError(name, error) from error
+
+
+def _file_message(error: OSError) -> str:
+    return f"expected a file, got {error}. Name another."
 
 
 def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
@@ -55,20 +80,23 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed configuration.
+    """The DeepSpeed configuration that --config names.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: it is no JSON object, or no UTF-8.
         OSError: it cannot be read.
     """
     from fp8_ds.errors import ConfigError
 
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        with argument("--config"):
+            config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"--config: expected a JSON object in {path}, got {type(config).__name__}.")
+        raise ConfigError(
+            f"--config: expected a JSON object in {path}, got {type(config).__name__}. Name a DeepSpeed configuration."
+        )
     return config
 
 

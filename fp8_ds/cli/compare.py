@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, failures, show
+from fp8_ds.cli.common import EXIT_NO, JsonOption, argument, failures, show
 
 
 def compare(
@@ -33,8 +33,11 @@ def compare(
     from fp8_ds import comparison
 
     with failures(as_json):
-        found = comparison.compare([comparison.read_group(run, column) for run in runs], last)
-        _write(found, png, report, window)
+        with argument("RUNS"):
+            groups = [comparison.read_group(run, column) for run in runs]
+        found = comparison.compare(groups, last)
+        with argument("--png or --html"):
+            _write(found, png, report, window)
     if as_json:
         show(comparison.as_data(found))
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, console, failures, read_config, show
+from fp8_ds.cli.common import EXIT_NO, JsonOption, argument, console, failures, read_config, show
 
 if TYPE_CHECKING:
     from fp8_ds.diagnosis import Check, Probe, Verdict
@@ -36,7 +36,9 @@ def doctor(
     with failures(as_json):
         found = diagnosis.checks()
         products = diagnosis.probes() if probe else []
-        verdict = None if config is None else diagnosis.judge(read_config(config), script)
+        block = None if config is None else read_config(config)
+        with argument("--script"):
+            verdict = None if block is None else diagnosis.judge(block, script)
     good = diagnosis.can_train(found) if verdict is None else verdict.on == "yes"
     if as_json:
         show(

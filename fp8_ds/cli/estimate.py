@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, console, failures, gib, read_config, show
+from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, console, failures, gib, read_config, show
 
 if TYPE_CHECKING:
     from fp8_ds.footprint import Footprint, Run
@@ -54,7 +54,8 @@ def estimate(
         from fp8_ds import footprint
         from fp8_ds.model_spec import read_spec
 
-        spec = read_spec(model, settings or ())
+        with argument("MODEL"):
+            spec = read_spec(model, settings or ())
         run = footprint.read_run(read_config(config), world, micro_batch, seq, checkpointing)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, console, failures, read_config, show
+from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, console, failures, read_config, show
 
 if TYPE_CHECKING:
     from fp8_ds.nn.flops import Product
@@ -51,7 +51,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     refuse_config(config)
     stage = zero_stage(config)
     fp8.check_stage(stage)
-    module = read_spec(model, settings).build()
+    with argument("MODEL"):
+        module = read_spec(model, settings).build()
     found = products(module, make_plan(module, fp8.linear, may_be_empty=True))
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)

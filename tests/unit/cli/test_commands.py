@@ -51,7 +51,11 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             "--world",
         ],
         "compare": ["--column", "--html", "--json", "--last", "--png", "--window"],
-        "convert": ["--json", "--model", "--stage", "--tag", "--to"],
+        "parity": [
+            *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--minutes"),
+            *("--out", "--pretrained", "--seeds", "--seq", "--set", "--steps", "--tokenizer"),
+        ],
+        "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
     for name, options in found.items():
         section = page.split(f"\n## {name}")[1].split("\n## ")[0]
@@ -114,6 +118,7 @@ def test_plan_and_estimate_take_a_config_json_and_a_function(tmp_path: Path, mon
     assert code == 2 and "expected a function at my_model:missing" in found["error"]
     code, found = run("plan", "llama-9b", "--config", CONFIG)
     assert code == 2 and "Nothing is downloaded" in found["error"]
+    assert found["error"].endswith("save the model's configuration with save_pretrained and name its folder.")
 
 
 def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
@@ -124,6 +129,40 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
     assert run("plan", "llama-8b", "--config", tmp_path / "missing.json")[0] == 3
     (tmp_path / "bad.json").write_text("{")
     assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        (("plan", "llama-8b", "--config", "gone.json"), "--config"),
+        (("estimate", "llama-8b", "--config", "gone.json"), "--config"),
+        (("doctor", "--no-probe", "--config", CONFIG, "--script", "gone.py"), "--script"),
+        (("compare", "gone.csv", "other.csv"), "RUNS"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...], argument: str) -> None:
+    code, found = run(*arguments)
+    assert code == 3 and "gone" in found["error"]
+    assert found["error"].startswith(f"{argument}: expected a file, got ")
+
+
+def test_a_picture_that_cannot_be_written_is_named_with_its_argument(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
+    code, found = run("compare", tmp_path / "a.csv", tmp_path / "a.csv", "--png", tmp_path / "gone/a.png")
+    assert code == 3 and found["error"].startswith("--png or --html: expected a file, got ")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"{", b"[1]"])
+def test_a_configuration_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    code, found = run("plan", "llama-8b", "--config", path)
+    assert code == 2 and found["error"].startswith("--config: expected ")
+    assert found["error"].endswith("Name a DeepSpeed configuration.")
+    if content != b"[1]":
+        code, found = run("plan", path, "--config", CONFIG)
+        assert code == 2 and found["error"].startswith("model: expected JSON in ")
 
 
 # --- estimate ---

@@ -1,0 +1,195 @@
+"""Tables, verdicts and pictures of the parity studies: paired differences of the held-out loss, their intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8_ds.comparison import pair, pooled_half_widths
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
+from parity.arms import ARMS, RECIPES, STATES
+
+Rows = Sequence[dict[str, str]]
+_LAST = (
+    ("fp8-bf16-last", "stock"),
+    ("fp8-bf16-last", "fp8"),
+    ("e4m11-bf16-last", "stock"),
+    ("e4m11-bf16-last", "e4m11"),
+)
+_TO_STOCK = tuple((arm, "stock") for arm in ("fp8", *RECIPES, *STATES))
+_TO_FP8 = tuple((arm, "fp8") for arm in STATES)
+PAIRS = {
+    1: (*_TO_STOCK, ("torchao", "stock"), *_TO_FP8, *_LAST),
+    2: (
+        *_TO_STOCK,
+        *_TO_FP8,
+        ("e4m11-nearest", "fp8"),
+        ("e4m11-nearest", "e4m11"),
+        ("bf16-nearest", "stock"),
+    ),
+    3: (*_TO_STOCK, *_TO_FP8, *_LAST),
+}
+"""(arm, what it is compared with), by regime."""
+TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
+BOUNDED = ("e4m19", "e4m11")
+CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
+_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred")
+COLORS = dict(zip(ARMS, _PALETTE, strict=True))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm to another, over the seeds that both have.
+
+    Attributes:
+        paired: relative differences in per cent, in the order of `seeds`.
+        pooled: half width of the 95 % interval with the deviation pooled over all pairs of arms of the regime.
+    """
+
+    arm: str
+    base: str
+    seeds: tuple[int, ...]
+    paired: Paired
+    pooled: float
+
+    @property
+    def mean(self) -> float:
+        return self.paired.mean
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % interval of the mean by Student's t; infinite for one seed."""
+        return self.paired.half_width
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        return dict(zip(self.seeds, self.paired.by_pair, strict=True))
+
+
+def final_losses(rows: Rows, regime: int, steps: int) -> dict[str, dict[int, float]]:
+    """Held-out loss after the last step by arm and seed."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if int(row["regime"]) == regime and int(row["step"]) == steps and row["held_out_loss"]:
+            found.setdefault(row["arm"], {})[int(row["seed"])] = float(row["held_out_loss"])
+    return found
+
+
+def differences(rows: Rows, regime: int, steps: int) -> list[Difference]:
+    """After the last step, of all pairs of arms that share a seed."""
+    losses = final_losses(rows, regime, steps)
+    found: list[tuple[str, str, tuple[int, ...], Paired]] = []
+    for arm, base in PAIRS[regime]:
+        mine, theirs = losses.get(arm, {}), losses.get(base, {})
+        seeds = tuple(sorted(mine.keys() & theirs.keys()))
+        if seeds:
+            found.append((arm, base, seeds, pair([mine[s] for s in seeds], [theirs[s] for s in seeds])))
+    pooled = pooled_half_widths([paired for *_, paired in found])
+    return [Difference(*one, half) for one, half in zip(found, pooled, strict=True)]
+
+
+def verdicts(rows: Rows, steps: int, bounded: Sequence[str] = BOUNDED, regimes: Sequence[int] = (1, 2, 3)) -> list[str]:
+    """The issue's bounds, each met, missed or not measured."""
+    lines = []
+    by_regime = {regime: {(d.arm, d.base): d for d in differences(rows, regime, steps)} for regime in regimes}
+    for regime in regimes:
+        for arm in bounded:
+            d = by_regime[regime].get((arm, "stock"))
+            if d is None or math.isinf(d.half_width):
+                lines.append(f"NOT MEASURED: regime {regime}, {arm} against stock, two seeds or more")
+                continue
+            lines.append(
+                f"{'met' if d.paired.verdict() == 'parity' else 'MISSED'}: regime {regime}, {arm} against stock: mean "
+                f"{d.mean:+.3f} % (bound {MEAN_BOUND} %), upper end {d.mean + d.half_width:+.3f} % (bound "
+                f"{UPPER_BOUND} %; with the pooled deviation {d.mean + d.pooled:+.3f} %)"
+            )
+    for arm, base in CONTROLS if 2 in regimes else ():
+        d = by_regime[2].get((arm, base))
+        if d is None or math.isinf(d.half_width):
+            lines.append(f"NOT MEASURED: regime 2, {arm} against {base}, two seeds or more")
+            continue
+        if not any(d.paired.by_pair):
+            lines.append(f"MISSED: regime 2, {arm} gives the losses of {base} to the last digit: is it another arm?")
+            continue
+        ok = d.mean - d.half_width > 0
+        lines.append(
+            f"{'met' if ok else 'MISSED'}: regime 2, {arm} is worse than {base}: mean {d.mean:+.3f} %, lower end "
+            f"{d.mean - d.half_width:+.3f} % (bound 0)"
+        )
+    return lines
+
+
+def report(rows: Rows, steps: int, bounded: Sequence[str] = BOUNDED, regimes: Sequence[int] = (1, 2, 3)) -> str:
+    """Markdown: final losses, paired differences, verdicts."""
+    lines = []
+    for regime in regimes:
+        losses = final_losses(rows, regime, steps)
+        if losses:
+            lines += [f"## Regime {regime}: {TITLES[regime]}", "", *_table(rows, regime, steps, losses), ""]
+    return "\n".join([*lines, *(f"- {line}" for line in verdicts(rows, steps, bounded, regimes)), ""])
+
+
+def _table(rows: Rows, regime: int, steps: int, losses: dict[str, dict[int, float]]) -> list[str]:
+    start = [r for r in rows if int(r["regime"]) == regime and r["step"] == "0" and r["arm"] == "stock"]
+    seeds = sorted({seed for by_seed in losses.values() for seed in by_seed})
+    first = f"; stock before the first step {start[0]['held_out_loss']}" if start else ""
+    lines = [f"Held-out loss in nats per token{first}", ""]
+    lines += [f"| arm | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |", "|---" * (len(seeds) + 2) + "|"]
+    for arm, by_seed in losses.items():
+        cells = " | ".join(f"{by_seed[seed]:.4f}" if seed in by_seed else "" for seed in seeds)
+        lines.append(f"| {arm} | {cells} | {statistics.fmean(by_seed.values()):.4f} |")
+    stock = list(losses.get("stock", {}).values())
+    if len(stock) > 1:
+        noise = 100 * statistics.stdev(stock) / statistics.fmean(stock)
+        lines += ["", f"Noise between stock's seeds: a deviation of {noise:.3f} % of the loss."]
+    lines += ["", "| paired difference | by seed, % | mean, % | 95 % interval, % | with pooled deviation, % |"]
+    lines += ["|---|---|---|---|---|"]
+    for d in differences(rows, regime, steps):
+        cells = ", ".join(f"{value:+.3f}" for value in d.paired.by_pair)
+        own, pooled = (f"{d.mean - half:+.3f} to {d.mean + half:+.3f}" for half in (d.half_width, d.pooled))
+        lines.append(f"| {d.arm} - {d.base} | {cells} | {d.mean:+.3f} | {own} | {pooled} |")
+    return lines
+
+
+def plot(rows: Rows, steps: int, path: Path, regimes: Sequence[int] = (1, 2, 3)) -> None:
+    """Curves of all regimes above, mean paired differences with their intervals below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(regimes), figsize=(1 + 6 * len(regimes), 9), squeeze=False)
+    for column, regime in enumerate(regimes):
+        _curves(axes[0][column], [row for row in rows if int(row["regime"]) == regime], regime)
+        found = differences(rows, regime, steps)
+        for y, d in enumerate(found):
+            if len(d.seeds) > 1:
+                axes[1][column].errorbar(d.mean, y, xerr=d.half_width, fmt="o", color=COLORS[d.arm], capsize=3)
+            axes[1][column].plot(d.paired.by_pair, [y] * len(d.seeds), "|", color=COLORS[d.arm])
+        axes[1][column].set_yticks(range(len(found)), [f"{d.arm} - {d.base}" for d in found])
+        axes[1][column].axvline(0, color="gray", linewidth=0.8)
+        if regime != 2:
+            axes[1][column].axvline(UPPER_BOUND, color="gray", linestyle=":", label="bound of the upper end")
+            axes[1][column].legend(fontsize=8)
+        axes[1][column].set(xlabel="paired difference of the held-out loss, %: seeds, mean, 95 % interval")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _curves(axis, rows: Rows, regime: int) -> None:  # type: ignore[no-untyped-def]
+    labelled: set[str] = set()
+    for arm, seed in dict.fromkeys((row["arm"], row["seed"]) for row in rows):
+        points = [row for row in rows if row["arm"] == arm and row["seed"] == seed and row["held_out_loss"]]
+        x, y = [int(row["tokens"]) / 1e6 for row in points], [float(row["held_out_loss"]) for row in points]
+        skip = regime == 1  # the loss of random weights would flatten all that follows
+        axis.plot(x[skip:], y[skip:], color=COLORS[arm], linewidth=0.9, label=None if arm in labelled else arm)
+        labelled.add(arm)
+    axis.set(
+        xlabel="million tokens", ylabel="held-out loss, nats per token", title=f"Regime {regime}: {TITLES[regime]}"
+    )
+    if labelled:
+        axis.legend(fontsize=8)

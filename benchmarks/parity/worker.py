@@ -1,0 +1,297 @@
+"""One run of a parity study on one device: trains, writes its CSV as it goes, renames it when it is done.
+
+Arms under DeepSpeed differ in the "fp8" block only; the two rivals without DeepSpeed are a plain loop with the same
+model, data, clipping and learning rates. All arms of a seed start from the same weights, representable in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.parity.loop import Length, Ranks, State
+from fp8_ds.parity.loop import train as train_in_pieces
+from fp8_ds.parity.text import Windows
+from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
+from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
+
+BETAS, EPS, CLIP = (0.9, 0.95), 1e-8, 1.0
+WARMUP = 0.05
+"""Share of the steps over which the learning rate rises; then linearly to zero (regimes 1, 3) or constant (2)."""
+_TAG = "piece"
+
+
+class Taker:
+    """One way to take a step: `take(tokens, lr) -> loss`, `loss(tokens)` without gradients, its state in a folder."""
+
+    model: nn.Module
+
+    def take(self, tokens: Tensor, lr: float) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class EngineTaker(Taker):
+    """Under DeepSpeed: stock without an "fp8" block, ours with one."""
+
+    def __init__(self, model: GPT, args: argparse.Namespace) -> None:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        import fp8_ds  # noqa: F401
+
+        optimizer: dict[str, Any] = {"lr": args.lr, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        if get_accelerator().device_name() == "cpu":
+            optimizer["torch_adam"] = True
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": SIZES[args.size].batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": optimizer},
+            "zero_optimization": {"stage": args.stage},
+            "steps_per_print": 1_000_000_000,
+        }
+        if ARMS[args.arm] is not None:
+            config["fp8"] = dict(ARMS[args.arm])
+        if args.arm in SCHEDULED:
+            config["fp8"]["schedule"] = {**config["fp8"]["schedule"], "total_steps": args.steps}
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)
+        self.model = self.engine.module
+        if args.arm == "e4m11-nearest":
+            round_to_nearest(self.engine.optimizer)
+        if args.compile and not args.only_checkpoint:
+            self.engine.compile()
+
+    def take(self, tokens: Tensor, lr: float) -> Tensor:
+        for group in self.engine.optimizer.param_groups:
+            set_lr(group, lr)
+        loss = self.engine(tokens)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.engine(tokens)
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        self.engine.load_checkpoint(str(folder), tag=_TAG)
+
+
+class PlainTaker(Taker):
+    """bf16 weights and no master: torchao's FP8 Adam with stochastic rounding, or torch's, rounded to nearest."""
+
+    def __init__(self, model: GPT, args: argparse.Namespace) -> None:
+        self.model = model
+        if args.arm == "torchao":
+            from torchao.optim import AdamWFp8
+
+            self.optimizer: Any = AdamWFp8(param_groups(model), args.lr, BETAS, EPS, bf16_stochastic_round=True)
+        else:
+            self.optimizer = torch.optim.AdamW(param_groups(model), args.lr, BETAS, EPS, fused=True)
+        if args.compile:
+            model.compile()
+
+    def take(self, tokens: Tensor, lr: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            set_lr(group, lr)
+        loss = self.model(tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], folder / "run.pt")
+
+    def load(self, folder: Path) -> None:
+        weights, states = torch.load(folder / "run.pt", weights_only=False)  # torchao's states are tensors of its own
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(states)
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def round_to_nearest(optimizer: Any) -> None:
+    """Switch stochastic rounding off in the Fp8AdamW that is or is inside `optimizer`."""
+    candidates = [optimizer, getattr(optimizer, "optimizer", None)]
+    for candidate in candidates:
+        if hasattr(candidate, "fp8_round_to_nearest"):
+            candidate.fp8_round_to_nearest = True
+            return
+    names = [type(candidate).__name__ for candidate in candidates]
+    raise RuntimeError(
+        f"Expected an optimizer with the switch fp8_round_to_nearest, got {names}. The control needs it."
+    )
+
+
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    """Of step 0, 1, ...: warm-up, then to zero in regimes 1 and 3, constant in regime 2."""
+    warm = max(1, round(WARMUP * args.steps))
+    if step < warm:
+        return args.lr * (step + 1) / warm
+    return args.lr if args.regime == 2 else args.lr * (args.steps - step) / (args.steps - warm)
+
+
+def training_windows(windows: Windows, args: argparse.Namespace, batch: int) -> Tensor:
+    """[steps, batch] windows. Regimes 2 and 3 read on where their first weights stopped, in an order of their seed."""
+    count = args.steps * batch
+    if args.regime == 1:
+        return windows.order(count, args.seed).view(args.steps, batch)
+    skip = round(args.checkpoint_at * args.steps) * batch
+    rest = windows.order(skip + count, 0)[skip:]
+    shuffle = torch.randperm(count, generator=torch.Generator().manual_seed(104729 + args.seed))
+    return rest[shuffle].view(args.steps, batch)
+
+
+class Run:
+    """What the loop drives: batches of text, the learning rate, evaluations."""
+
+    def __init__(self, taker: Taker, args: argparse.Namespace, device: torch.device) -> None:
+        self.taker, self.args, self.size = taker, args, SIZES[args.size]
+        self.windows = Windows(args.cache / "train.npy", self.size.seq_len, device)
+        self.held_out = Windows(args.cache / "held_out.npy", self.size.seq_len, device)
+        self.order = training_windows(self.windows, args, self.size.batch).to(device)
+
+    def step(self, number: int) -> Tensor:
+        return self.taker.take(self.windows.batch(self.order[number]), learning_rate(self.args, number))
+
+    def evaluate(self) -> float:
+        return evaluate(self.taker, self.held_out, self.size)
+
+    def save(self, folder: Path) -> None:
+        self.taker.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.taker.load(folder)
+
+
+def evaluate(taker: Taker, held_out: Windows, size: Size) -> float:
+    """Mean held-out loss; the same windows for all arms, seeds and steps."""
+    num = min(-(-size.held_out_tokens // size.seq_len), held_out.num_windows)
+    num = max(size.batch, num // size.batch * size.batch)
+    taker.model.eval()
+    losses = [taker.loss(held_out.batch(part)).double() for part in torch.arange(num).split(size.batch)]
+    taker.model.train()
+    return float(torch.stack(losses).mean())
+
+
+def save_first_weights(taker: Taker, path: Path) -> None:
+    """Of regimes 2 and 3, in bf16; whole or not there."""
+    weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in taker.model.named_parameters()}
+    torch.save(weights, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[str, Any] | None:
+    """One run up to `end`; returns what the log has no column for, or None: its state is kept."""
+    size = SIZES[args.size]
+    text = json.loads((args.cache / "text.json").read_text())
+    # GEMMs in FP8 want multiples of 16, and bf16 ones are faster at multiples of 64.
+    model = GPT(size, -(-text["vocab_size"] // 64) * 64, args.seed)
+    if args.regime != 1:
+        model.load_state_dict(torch.load(args.checkpoint, weights_only=True))
+    model.to(device)
+    if device.type == "cuda":
+        model.loss = torch.compile(mean_cross_entropy)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    taker: Taker = (PlainTaker if args.arm in WITHOUT_DEEPSPEED else EngineTaker)(model, args)
+    checkpoint = file_digest(args.checkpoint) if args.regime != 1 else None
+    names = ("regime", "arm", "seed", "steps", "lr", "size", "stage", "compile", "checkpoint_at", "only_checkpoint")
+    identity = {name: getattr(args, name) for name in names} | {"digest": text["digest"], "checkpoint": checkpoint}
+    state = State(args.state, identity, Ranks()) if args.state else None
+    save_at = round(args.checkpoint_at * args.steps) if args.save_checkpoint else -1
+
+    def after_step(step: int) -> bool:
+        if step == save_at:
+            save_first_weights(taker, args.save_checkpoint)
+        return step == save_at and args.only_checkpoint
+
+    length = Length(args.steps, size.batch * size.seq_len)
+    seconds = train_in_pieces(Run(taker, args, device), length, args.log, state, end, after_step=after_step)
+    if seconds is None:
+        return None
+    report = getattr(getattr(taker, "engine", None), "fp8_report", None)
+    return {
+        "parameters": num_parameters,
+        "tokens_per_second": round(args.steps * size.batch * size.seq_len / seconds),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "plan": report().get("plan") if report else None,
+        "digest": text["digest"],
+        "checkpoint": checkpoint,
+    }
+
+
+def file_digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--regime", type=int, choices=[1, 2, 3], required=True)
+    parser.add_argument("--arm", choices=list(ARMS), required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--size", choices=list(SIZES), required=True)
+    parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the whole model, not only the loss")
+    parser.add_argument("--cache", type=Path, required=True, help="train.npy, held_out.npy, text.json")
+    parser.add_argument("--checkpoint", type=Path, help="first weights of regimes 2 and 3")
+    parser.add_argument("--checkpoint-at", type=float, default=1.0, help="share of regime 1 after which it was saved")
+    parser.add_argument("--save-checkpoint", type=Path)
+    parser.add_argument("--only-checkpoint", action="store_true", help="end when it is saved")
+    parser.add_argument("--log", type=Path, required=True, help="CSV; beside it, .json")
+    parser.add_argument("--state", type=Path, help="folder of the run between two pieces")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of this piece, start-up included")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    end = time.monotonic() + args.seconds
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        device = torch.device("cpu")
+    if args.only_checkpoint:
+        # Another machine of this kind should make the same weights, so that runs there are pairs of runs here.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    about = train(args, device, end)
+    if about is not None:
+        args.log.with_suffix(".json").write_text(json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()

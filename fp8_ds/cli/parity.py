@@ -1,0 +1,186 @@
+"""`fp8-ds parity`: paired runs of a user's model in bf16 and in FP8, compared."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, failures, read_config, show
+
+if TYPE_CHECKING:
+    from fp8_ds.parity.study import Study
+
+
+def parity(
+    model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
+    config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration, as you train with it.")],
+    data: Annotated[list[Path], typer.Option("--data", help="Text files, folders of these, or .npy files of tokens.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the study; a second call goes on in it.")] = Path(
+        "parity"
+    ),
+    held_out: Annotated[
+        list[Path] | None, typer.Option("--held-out", help="Text to evaluate on. Default: one document in 50.")
+    ] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option("--arms", help="The base, then others. Default: bf16 and the configuration's block, or default."),
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Pairs of runs: seeds 0, 1, ...")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=10, help="Of the optimizer, in each run.")] = 1000,
+    seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens of a sequence.")] = 1024,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Folder of a tokenizer of transformers. Default: bytes.")
+    ] = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Start from the weights in MODEL, a folder of save_pretrained.")
+    ] = False,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Ranks. Default: all GPUs; 1 without.")] = None,
+    compile_model: Annotated[bool, typer.Option("--compile", help="engine.compile() in all arms.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.0, help="Stop in time; the next call goes on there.")
+    ] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--archive", help="The study as one file: read if --out is new, written at the end.")
+    ] = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Trains your model in bf16 and in FP8 from the same weights on the same text, and says whether the loss is alike.
+
+    Arms: bf16; default, exactly {"enabled": true}; config, the block in --config; tensorwise, delayed, rowwise,
+    rowwise_with_gw_hp, blockwise, fp32-master, e4m19, e4m11, which change that block; NAME=FILE.json.
+
+    Exit codes: 0 parity of all arms, 1 not, or runs are left, 2 wrong usage or refused, 3 file error.
+    """
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.parity import archive as archives
+
+    with failures(as_json):
+        if archive is not None and archive.exists() and not out.exists():
+            with argument("--archive"):
+                archives.unpack(archive, out)
+        texts = _Texts(data, held_out or [], tokenizer)
+        options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
+        if gpus is not None and gpus > 1 and _num_gpus() == 0:
+            raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
+        study = _study(model, read_config(config), out, settings or [], texts, options)
+        study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
+        study.write()
+        if archive is not None:
+            with argument("--archive"):
+                archives.pack(out, archive)
+    _show(study, as_json)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What is trained and evaluated on."""
+
+    data: list[Path]
+    held_out: list[Path]
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Of the command, by their names."""
+
+    arms: str | None
+    seeds: int
+    steps: int
+    seq: int
+    pretrained: bool
+    gpus: int | None
+    compile: bool
+
+
+def _study(
+    model: str, config: dict[str, Any], out: Path, settings: list[str], texts: _Texts, options: _Options
+) -> Study:
+    """The study in its folder, text prepared.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.model_spec import read_spec
+    from fp8_ds.parity import arms as known_arms
+    from fp8_ds.parity import text
+    from fp8_ds.parity.study import Settings, Study
+
+    own = config.get("fp8")
+    default = known_arms.OWN if own and own.get("enabled") else known_arms.DEFAULT
+    names = (options.arms or f"{known_arms.BASE},{default}").split(",")
+    with argument("--arms"):
+        chosen = dict(known_arms.resolve(name, own) for name in names)
+    _check(config, {name: block for name, block in chosen.items() if block is not None})
+    with argument("MODEL"):
+        spec = read_spec(model, settings)
+    if options.pretrained and (not Path(model).is_dir() or settings):
+        raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
+    vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
+    with argument("--data"):
+        tokens = text.prepare(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size)
+    gpus = options.gpus or max(1, _num_gpus())
+    stock = {key: value for key, value in config.items() if key != "fp8"}
+    shared = Settings(
+        model=model,
+        settings=tuple(settings),
+        pretrained=options.pretrained,
+        config=stock,
+        steps=options.steps,
+        seq=options.seq,
+        gpus=gpus,
+        compile=options.compile,
+        digest=tokens.digest,
+    )
+    return Study(out, shared, chosen, range(options.seeds))
+
+
+def _check(config: dict[str, Any], blocks: dict[str, dict[str, Any]]) -> None:
+    """Raises: ConfigError: a run would be refused, or is not what the study needs."""
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.refusals import refuse_config, zero_stage
+    from fp8_ds.errors import ConfigError
+
+    if find_spec("matplotlib") is None:  # said before hours of runs, not after them
+        raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.")
+    if "optimizer" not in config:
+        raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
+    automatic = [key for key, value in config.items() if value == "auto"]
+    if automatic:
+        raise ConfigError(f'--config: expected numbers, got "auto" for {", ".join(automatic)}. Write the number.')
+    for block in blocks.values():
+        refuse_config({**config, "fp8": block})
+        Fp8Config.from_block(block).check_stage(zero_stage(config))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _show(study: Study, as_json: bool) -> None:
+    from fp8_ds.comparison import describe, result_as_data
+
+    results, left = study.results(), [run.name for run in study.pending()]
+    if as_json:
+        found = [result_as_data(result) for result in results]
+        show({"results": found, "left": left, "failures": study.failures, "folder": str(study.folder)})
+    else:
+        for result in results:
+            typer.echo(describe(result))
+        for name in study.failures:
+            typer.echo(f"FAILED: {name}, see {study.folder / 'runs' / name}.log")
+        if left:
+            typer.echo(f"Left: {', '.join(left)}. The same command goes on.")
+        typer.echo(f"{study.folder / 'parity.md'}, .csv, .png, .html")
+    is_whole = len(results) == len(study.arms) - 1 and not left and not study.failures
+    if not is_whole or any(result.verdict != "parity" for result in results):
+        raise typer.Exit(EXIT_NO)

@@ -1,0 +1,48 @@
+"""A study's folder as one file, to go on with on another machine."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8_ds.errors import ConfigError
+
+
+def pack(folder: Path, file: Path, keep: Callable[[Path], bool] = lambda path: True) -> int:
+    """All files of the folder are in `file`, a tar; it is whole or as it was.
+
+    Args:
+        folder: of the study.
+        file: outside the folder.
+        keep: of a path relative to the folder.
+
+    Returns:
+        Its bytes.
+    """
+    part = file.with_name(f"{file.name}.part")
+    with tarfile.open(part, "w") as tar:
+        for path in sorted(folder.rglob("*")):
+            relative = path.relative_to(folder)
+            if path.is_file() and keep(relative):
+                tar.add(path, arcname=str(relative))
+    os.replace(part, file)
+    return file.stat().st_size
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """The folder is as it was at `pack`; what it had already is overwritten.
+
+    Raises:
+        ConfigError: the file is no such archive.
+        OSError: it cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(file, "r:") as tar:
+            tar.extractall(folder, filter="data")
+    except tarfile.TarError as error:
+        raise ConfigError(
+            f"--archive: expected a file of an earlier call, got {file} ({error}). Name another."
+        ) from error

@@ -1,0 +1,76 @@
+"""Arms of a parity study: the "fp8" block of each, by recipe and by state format."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8_ds.errors import ConfigError
+
+BASE = "bf16"
+OWN, DEFAULT = "config", "default"
+CHANGES: dict[str, dict[str, Any]] = {
+    "tensorwise": {"linear": {"recipe": "tensorwise"}},
+    "delayed": {"linear": {"recipe": "delayed"}},
+    "rowwise": {"linear": {"recipe": "rowwise"}},
+    "rowwise_with_gw_hp": {"linear": {"recipe": "rowwise_with_gw_hp"}},
+    "blockwise": {"linear": {"recipe": "blockwise"}},
+    "fp32-master": {"optimizer": {"states": "fp8", "master": "fp32"}},
+    "e4m19": {"optimizer": {"states": "fp8", "master": "e4m19"}},
+    "e4m11": {"optimizer": {"states": "fp8", "master": "e4m11"}},
+}
+"""What an arm changes in a block: five recipes, then three formats of masters under FP8 moments."""
+
+
+def changed(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`block` with the entries of `changes`, sections joined key by key."""
+    result = copy.deepcopy(dict(block))
+    for section, values in changes.items():
+        result[section] = {**result.get(section, {}), **values}
+    return result
+
+
+def resolve(arm: str, own: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
+    """The arm's name and its "fp8" block; None: no block, stock bf16.
+
+    Args:
+        arm: "bf16"; "default", exactly {"enabled": true}; "config", the configuration's own block; a name of CHANGES,
+            which changes that block, or the default where there is none; or NAME=FILE.json with a block in it.
+        own: the configuration's own block.
+
+    Raises:
+        ConfigError: none of these, or there is no block for "config".
+        OSError: the file cannot be read.
+    """
+    if arm == BASE:
+        return arm, None
+    if arm == DEFAULT:
+        return arm, {"enabled": True}
+    has_own = own is not None and bool(own.get("enabled"))
+    if arm == OWN:
+        if not has_own:
+            raise ConfigError(
+                '--arms config: expected an enabled "fp8" block in --config, got none. Add one, or use "default".'
+            )
+        return arm, dict(own or {})
+    name, equals, path = arm.partition("=")
+    if equals:
+        return name, _read_block(Path(path))
+    if arm not in CHANGES:
+        known = ", ".join([BASE, DEFAULT, OWN, *CHANGES])
+        raise ConfigError(f"--arms: expected some of {known}, or NAME=FILE.json, got {arm!r}. Name one of these.")
+    return arm, changed(own if has_own and own is not None else {"enabled": True}, CHANGES[arm])
+
+
+def _read_block(path: Path) -> dict[str, Any]:
+    try:
+        block = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ConfigError(f'--arms: expected an "fp8" block as JSON in {path}, got {error}. Correct it.') from error
+    if not isinstance(block, dict):
+        raise ConfigError(f"--arms: expected a JSON object in {path}, got {type(block).__name__}. Correct it.")
+    inner = block.get("fp8", block)
+    return dict(inner)

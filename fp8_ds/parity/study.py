@@ -1,0 +1,244 @@
+"""A parity study of a user's model: paired runs in a folder, each one resumable, and their comparison."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8_ds import comparison
+from fp8_ds.comparison import Group, Result
+from fp8_ds.curves import read_curve
+from fp8_ds.errors import ConfigError
+from fp8_ds.parity.arms import BASE
+from fp8_ds.parity.loop import FIELDS
+
+HELD_OUT = "held_out_loss"
+_SETTINGS = "study.json"
+_TAIL = 2000
+_SHORTEST_PIECE = 60.0
+"""Seconds; with less left no run is started: it would do little more than build the model."""
+_SAVING = 0.1
+"""Share of a piece kept for saving, beside building and compiling, which the deadline counts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a study share.
+
+    Attributes:
+        model: as `read_spec` takes it.
+        settings: "key=value" pairs for its configuration.
+        pretrained: `model` is a folder with weights, which all runs start from; seeds differ in the data's order.
+        config: DeepSpeed's, without the "fp8" block.
+        steps: of the optimizer.
+        seq: tokens of a sequence.
+        gpus: ranks.
+        compile: `engine.compile()` in all arms.
+        digest: of the text.
+    """
+
+    model: str
+    settings: tuple[str, ...]
+    pretrained: bool
+    config: dict[str, Any]
+    steps: int
+    seq: int
+    gpus: int
+    compile: bool
+    digest: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of a study."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-s{self.seed}"
+
+
+@dataclass
+class Study:
+    """Runs in a folder; what is finished there is not run again.
+
+    Args:
+        folder: holds the text (`text/`), finished runs (`runs/`), unfinished ones (`state/`) and the report.
+        settings: must be those that the folder was begun with.
+        arms: "fp8" blocks by name, None for stock; the first is the base.
+        seeds: one pair of runs each.
+    """
+
+    folder: Path
+    settings: Settings
+    arms: Mapping[str, dict[str, Any] | None]
+    seeds: Sequence[int]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.arms) < 2:
+            raise ConfigError(
+                f"--arms: expected a base and another, got {', '.join(self.arms) or 'none'}. Name both, {BASE} first."
+            )
+        path = self.folder / _SETTINGS
+        mine = json.loads(json.dumps({**asdict(self.settings), "arms": dict(self.arms)}))
+        if path.exists():
+            known = json.loads(path.read_text())
+            arms = known["arms"]
+            different = sorted(key for key in mine if key != "arms" and known.get(key) != mine[key])
+            different += sorted(
+                f"arm {name}" for name in arms.keys() & mine["arms"] if arms[name] != mine["arms"][name]
+            )
+            if different:
+                raise ConfigError(
+                    f"--out: expected a study with these settings in {self.folder}, got one with another "
+                    f"{', '.join(different)}. Its runs are no pairs of these: name another folder."
+                )
+            mine["arms"] = {**arms, **mine["arms"]}
+        (self.folder / "runs").mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(mine, indent=1))
+
+    def runs(self) -> list[Run]:
+        """All, seed by seed: a study cut short has whole pairs."""
+        return [Run(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def log(self, run: Run) -> Path:
+        return self.folder / "runs" / f"{run.name}.csv"
+
+    def pending(self) -> list[Run]:
+        return [run for run in self.runs() if not self.log(run).exists() and run.name not in self.failures]
+
+    def go_on(self, seconds: float | None, say: Callable[[str], None]) -> None:
+        """Runs what is pending, one after the other, until all are done or the time is up.
+
+        Args:
+            seconds: of this call; a run that it does not suffice for keeps its state. None: no limit.
+            say: is told of each run.
+        """
+        start = time.monotonic()
+        for number, run in enumerate(self.pending()):
+            left = None if seconds is None else seconds - (time.monotonic() - start)
+            if left is not None and left < _SHORTEST_PIECE and number:
+                return
+            say(f"{run.name} ...")
+            code, output = self._launch(run, None if left is None else left * (1 - _SAVING))
+            if self.log(run).exists():
+                say(f"{run.name}: held-out loss {read_curve(self.log(run), HELD_OUT).losses[-1]:.4f}")
+            elif code:
+                self.failures[run.name] = output[-_TAIL:]
+                say(f"{run.name}: FAILED, {self.folder / 'runs' / run.name}.log")
+            else:
+                say(f"{run.name}: paused, its state is kept")
+                return
+
+    def _launch(self, run: Run, seconds: float | None) -> tuple[int, str]:
+        """Exit status and output of the ranks of one piece of a run."""
+        config = {key: value for key, value in self.settings.config.items() if key != "fp8"}
+        if self.arms[run.arm] is not None:
+            config["fp8"] = self.arms[run.arm]
+        shared = asdict(self.settings)
+        spec = {
+            **shared,
+            "config": config,
+            "seed": run.seed,
+            "text": str(self.folder / "text"),
+            "log": str(self.log(run)),
+            "state": str(self.folder / "state" / run.name),
+            "identity": {**shared, "config": config, "seed": run.seed},
+            "seconds": seconds,
+        }
+        spec_file = self.folder / "runs" / f"{run.name}.spec"
+        spec_file.write_text(json.dumps(spec))
+        command, env = launcher(self.settings.gpus, str(spec_file.resolve()))
+        output = self.log(run).with_suffix(".log")
+        with output.open("wb") as file:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False).returncode
+        spec_file.unlink()
+        return code, output.read_text(errors="replace")
+
+    def groups(self, arm: str) -> list[Group]:
+        """The base and the arm over the seeds that both have finished."""
+        base = next(iter(self.arms))
+        seeds = [seed for seed in self.seeds if all(self.log(Run(name, seed)).exists() for name in (base, arm))]
+        if not seeds:
+            return []
+        return [
+            Group(name, tuple(read_curve(self.log(Run(name, seed)), HELD_OUT) for seed in seeds))
+            for name in (base, arm)
+        ]
+
+    def results(self) -> list[Result]:
+        """Each arm's held-out loss after the last step against the base's; arms without a finished pair are missing."""
+        found: list[Result] = []
+        for arm in list(self.arms)[1:]:
+            groups = self.groups(arm)
+            found += comparison.compare(groups, 0.0).results if groups else ()
+        return found
+
+    def rows(self) -> str:
+        """All finished logs as one CSV: arm, seed and the columns of a log."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ("arm", "seed", *FIELDS), lineterminator="\n")
+        writer.writeheader()
+        for run in self.runs():
+            if self.log(run).exists():
+                with self.log(run).open(newline="") as file:
+                    writer.writerows({"arm": run.arm, "seed": run.seed, **row} for row in csv.DictReader(file))
+        return text.getvalue()
+
+    def report(self) -> str:
+        """Markdown: final losses, differences with intervals, verdicts, failures."""
+        seeds = ", ".join(map(str, self.seeds))
+        lines = [f"# Parity of {self.settings.model}", "", f"{self.settings.steps} steps, seeds {seeds}.", ""]
+        lines += ["| arm | seed | held-out loss | tokens/s | peak GiB | |", "|---|---|---|---|---|---|"]
+        for run in self.runs():
+            path = self.log(run)
+            if path.exists():
+                about = json.loads(path.with_suffix(".json").read_text()) if path.with_suffix(".json").exists() else {}
+                loss = read_curve(path, HELD_OUT).losses[-1]
+                cells = f"{loss:.4f} | {about.get('tokens_per_second', '')} | {about.get('peak_gib') or ''}"
+                lines.append(f"| {run.arm} | {run.seed} | {cells} | {about.get('plan') or ''} |")
+        lines += ["", *(f"- {comparison.describe(result)}" for result in self.results())]
+        lines += [f"- NOT FINISHED: {run.name}" for run in self.pending()]
+        lines += [f"\nFAILED {name}\n```\n{tail}\n```" for name, tail in self.failures.items()]
+        return "\n".join([*lines, ""])
+
+    def write(self) -> None:
+        """`parity.csv`, `parity.md` and, of the arms that have all the base's seeds, `parity.png` and `parity.html`."""
+        (self.folder / "parity.csv").write_text(self.rows())
+        (self.folder / "parity.md").write_text(self.report())
+        pairs = [groups for arm in list(self.arms)[1:] if (groups := self.groups(arm))]
+        most = max((len(groups[0].curves) for groups in pairs), default=0)
+        full = [groups for groups in pairs if len(groups[0].curves) == most]
+        if full:
+            found = comparison.compare([full[0][0], *(groups[1] for groups in full)], 0.0)
+            picture = self.folder / "parity.png"
+            comparison.plot(found, picture, window=1)
+            (self.folder / "parity.html").write_text(comparison.page(found, picture))
+
+
+def launcher(gpus: int, spec: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a run: the deepspeed launcher, or for one rank a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    module, env = "fp8_ds.parity.worker", dict(os.environ)
+    # A model named module:function is looked for in the current folder, as the other commands do.
+    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH")])])
+    if gpus == 1:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        return [sys.executable, "-m", module, spec], {**env, **alone, "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(gpus), "--master_port", str(port)]
+    return [*command, "--module", module, spec], env

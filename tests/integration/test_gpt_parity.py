@@ -1,0 +1,403 @@
+"""The parity studies on CPU at a tiny size: work list, runs in pieces, statistics; verdicts can be bad."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_ds.parity.text import Windows
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Tokens of a text that can be learnt, as `prepare` leaves them."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    generator = np.random.default_rng(3)
+    for name, size in (("train", 40_000), ("held_out", 4_000)):
+        np.save(folder / f"{name}.npy", (generator.integers(0, 8, size) + 8 * (np.arange(size) % 8)).astype(np.uint16))
+    about = {"vocabulary": "bytes", "vocab_size": 256, "num_bytes": 44_000, "num_files": 9, "num_packages": 3}
+    about |= {"num_train": 40_000, "num_held_out": 4_000, "held_out": ["a"], "digest": "0123", "seconds": 0.1}
+    (folder / "text.json").write_text(json.dumps(about))
+    return folder
+
+
+def worker_args(**changes: Any) -> argparse.Namespace:
+    values = {"regime": 1, "seed": 0, "steps": 20, "lr": 1e-3, "checkpoint_at": 0.5}
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_order_of_the_text_depends_on_the_seed_only_and_regime_2_reads_on(bench: Any, cache: Path) -> None:
+    worker = bench("parity.worker")
+    windows = Windows(cache / "train.npy", 64, torch.device("cpu"))
+    assert windows.num_windows == 624
+    order = windows.order(1300, seed=5)
+    assert order[:624].sort().values.equal(torch.arange(624))
+    assert order[624:1248].sort().values.equal(torch.arange(624))
+    assert not order[:624].equal(order[624:1248])
+    batch = windows.batch(order[:2])
+    assert batch.shape == (2, 65) and batch[0, 0] == windows.tokens[order[0] * 64]
+
+    first = worker.training_windows(windows, worker_args(), 4)
+    assert first.equal(worker.training_windows(windows, worker_args(lr=9.0), 4))
+    assert not first.equal(worker.training_windows(windows, worker_args(seed=1), 4))
+    stopped = set(first[:10].flatten().tolist())
+    seconds = [worker.training_windows(windows, worker_args(regime=2, seed=seed), 4).flatten() for seed in (0, 1)]
+    assert stopped.isdisjoint(seconds[0].tolist())
+    assert not seconds[0].equal(seconds[1]) and seconds[0].sort().values.equal(seconds[1].sort().values)
+
+
+def test_model_has_124_million_parameters_and_starts_from_bf16_numbers(bench: Any) -> None:
+    models_of = bench("parity.models")
+    worker_size = models_of.SIZES["124m"]
+    with torch.device("meta"):
+        blocks = [models_of.Block(worker_size.dim) for _ in range(2)]
+    block = sum(p.numel() for p in blocks[0].parameters())
+    outer = (2 * worker_size.vocab_size + worker_size.seq_len + 1) * worker_size.dim
+    assert abs(12 * block + outer - 124.4e6) < 0.2e6
+    tiny = models_of.SIZES["tiny"]
+    models = [models_of.GPT(tiny, 512, seed) for seed in (0, 0, 1)]
+    assert all(p.dtype == torch.bfloat16 for p in models[0].parameters())
+    pairs = list(zip(*(m.parameters() for m in models), strict=True))
+    assert all(a.equal(b) for a, b, _ in pairs)
+    assert any(not a.equal(c) for a, _, c in pairs)
+    assert models[0].blocks[0].out.weight.std() < 0.7 * models[0].blocks[0].qkv.weight.std()
+
+
+def test_learning_rate_ends_at_zero_in_regimes_1_and_3_and_is_constant_in_regime_2(bench: Any) -> None:
+    rate = bench("parity.worker").learning_rate
+    first = [rate(worker_args(steps=100), step) for step in range(100)]
+    assert [rate(worker_args(steps=100, regime=3), step) for step in range(100)] == first
+    assert first[0] == pytest.approx(2e-4) and max(first) == pytest.approx(1e-3) and 0 < first[99] < 2e-5
+    assert [rate(worker_args(steps=100, regime=2), step) for step in (5, 50, 99)] == [1e-3] * 3
+
+
+# --- work list and statistics ---
+
+
+def parity_args(cache: Path, *more: str) -> argparse.Namespace:
+    parity = import_module("gpt_parity")
+    before, sys.argv = sys.argv, ["gpt_parity.py", "--size=tiny", "--gpus=1", f"--cache={cache}", *more]
+    try:
+        return parity.parse_args()
+    finally:
+        sys.argv = before
+
+
+def jobs_of(args: argparse.Namespace) -> list[Any]:
+    return import_module("parity.studies").work_list(args.regimes, args.arms, args.seeds, args.seeds2)
+
+
+def test_work_list_is_that_of_the_issue(bench: Any, cache: Path) -> None:
+    bench("gpt_parity")
+    names = [job.name for job in jobs_of(parity_args(cache, "--regimes", "1"))]
+    assert len(names) == 13 and names[0] == "r1-stock-s0"
+    for arm in ("stock", "fp8", "e4m19", "e4m11"):
+        assert {f"r1-{arm}-s{seed}" for seed in range(3)} < set(names)
+    assert [name for name in names if "torchao" in name] == ["r1-torchao-s0"]
+    second = {job.arm for job in jobs_of(parity_args(cache, "--regimes", "2"))}
+    assert second > {"stock", "e4m11", "e4m11-nearest", "bf16-nearest"}
+    third = [job.name for job in jobs_of(parity_args(cache, "--regimes", "3", "--seeds", "4"))]
+    assert third == ["r3-stock-s4", "r3-e4m11-s4", "r3-e4m19-s4", "r3-fp8-s4"]
+
+
+def test_recipes_study_has_every_recipe_and_state_format_in_three_pairs_of_200_million_tokens(
+    bench: Any, cache: Path
+) -> None:
+    bench("gpt_parity")
+    args = parity_args(cache, "--study", "recipes", "--size", "124m")
+    assert args.steps * 32 * 1024 >= 200e6
+    jobs = [job for job in jobs_of(args) if job.regime == 3]
+    arms = ("stock", "fp8", "delayed", "rowwise", "gw_hp", "blockwise", "fp32-master", "e4m19", "e4m11")
+    assert {(job.arm, job.seed) for job in jobs} == {(arm, seed) for arm in arms for seed in range(3)}
+    assert {job.arm for job in jobs_of(args) if job.regime == 2} == {*arms, "e4m11-nearest", "bf16-nearest"}
+    blocks = import_module("parity.arms").ARMS
+    recipes = [(blocks[arm].get("linear") or {}).get("recipe") for arm in arms[1:6]]
+    assert recipes == [None, "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+    second = jobs_of(parity_args(cache, "--study", "1b"))
+    assert [job.name for job in second] == ["r1-stock-s0", "r1-fp8-s0", "r1-e4m11-s0"]
+
+
+def test_predicted_seconds_give_back_the_speed_that_was_measured(bench: Any, root: Path) -> None:
+    studies = bench("parity.studies")
+    with (root / "benchmarks/results/2026-11-21-gpt-parity-rotary.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["regime"] == "3" and row["seed"] == "1"]
+    for arm in ("stock", "e4m11"):
+        measured = max(float(row["seconds"]) for row in rows if row["arm"] == arm)
+        assert studies.predicted_seconds("124m", arm, 3072) == pytest.approx(measured, rel=0.12)
+    assert studies.predicted_seconds("1b", "stock", 3072) < 1600  # with start and text, half an hour of a machine
+    assert "| all |" in studies.describe_plan(studies.STUDIES["1b"], [studies.Job(1, "stock", 0)])
+
+
+def test_one_b_is_a_llama_of_about_a_billion_parameters(bench: Any) -> None:
+    models, studies = bench("parity.models"), bench("parity.studies")
+    size = models.SIZES["1b"]
+    with torch.device("meta"):
+        block = models.LlamaBlock(size.dim, size.ffn, size.kv_heads)
+    matrices = size.layers * sum(p.numel() for p in block.parameters() if p.ndim == 2) + size.dim * size.vocab_size
+    assert matrices == studies.matrix_parameters(size)
+    assert 0.95e9 < matrices + size.dim * size.vocab_size < 1.05e9
+    small = models.SIZES["tiny-llama"]
+    model = models.GPT(small, 512, seed=0)
+    tokens = torch.randint(0, 512, (2, 65))
+    assert float(model(tokens).detach()) == pytest.approx(math.log(512), abs=0.2)
+    changed = tokens.clone()
+    changed[:, 40] = (tokens[:, 40] + 7) % 512  # what is predicted before position 40 does not see it
+    model.loss = lambda logits, targets: logits
+    assert model(tokens)[:, :40].equal(model(changed)[:, :40]) and not model(tokens)[:, 40].equal(model(changed)[:, 40])
+
+
+def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: Path, tmp_path: Path) -> None:
+    parity, runs = bench("gpt_parity"), bench("parity.runs")
+    source = root / "benchmarks/results/2026-11-21-gpt-parity-rotary.csv"
+    args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source))
+    settings = parity.settings_of(args, "2524c25bebc534ec", "")
+    assert settings.keys() == json.loads(source.with_suffix(".json").read_text())["settings"].keys()
+    results = runs.Results(tmp_path / "result", settings, source)
+    pending = {job.name for job in runs.Scheduler(args, results).pending()}
+    assert len(results.runs) == 6 and not pending & set(results.runs)
+    (difference,) = bench("parity.summary").differences(results.rows, 3, 3072)
+    assert difference.by_seed == {0: pytest.approx(0.0872, abs=1e-3), 1: pytest.approx(0.0874, abs=1e-3)}
+    results.write()
+    assert (tmp_path / "result.csv").read_text() == source.read_text()
+
+
+def test_regime_2_waits_for_its_first_weights_and_a_fresh_machine_makes_them_again(
+    bench: Any, cache: Path, tmp_path: Path
+) -> None:
+    runs = bench("parity.runs")
+    args = parity_args(cache, "--seeds", "0", "--arms", "stock", "e4m11", "--regimes", "1", "2")
+    results = runs.Results(tmp_path / "result", {}, None)
+    scheduler = runs.Scheduler(args, results)
+    assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r1-stock-s0", "r1-e4m11-s0"]
+    results.runs |= {"r1-stock-s0": {}, "r1-e4m11-s0": {}}
+    assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r1-stock-s0-checkpoint"]
+    scheduler.checkpoint.write_bytes(b"weights")
+    assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r2-stock-s0", "r2-e4m11-s0"]
+
+
+def test_runs_from_another_checkpoint_are_dropped_unless_their_seed_is_complete(
+    bench: Any, cache: Path, tmp_path: Path
+) -> None:
+    runs = bench("parity.runs")
+    args = parity_args(cache, "--seeds", "0", "1", "--regimes", "2", "--arms", "stock", "e4m11")
+    results = runs.Results(tmp_path / "result", {}, None)
+    done = {f"r2-{arm}-s{seed}": {"checkpoint": "theirs"} for arm, seed in (("stock", 0), ("e4m11", 0), ("stock", 1))}
+    results.runs |= done
+    results.rows = [{"regime": "2", "arm": "stock", "seed": str(seed), "step": "1"} for seed in (0, 1)]
+    scheduler = runs.Scheduler(args, results)
+    scheduler.checkpoint.write_bytes(b"other weights")
+    scheduler._reconcile()
+    assert set(results.runs) == {"r2-stock-s0", "r2-e4m11-s0"}
+    assert [row["seed"] for row in results.rows] == ["0"]
+    assert {job.name for job in scheduler.pending()} == {"r2-stock-s1", "r2-e4m11-s1"}
+
+
+def test_a_base_is_not_run_again_beside_arms_that_stay(bench: Any, cache: Path, tmp_path: Path) -> None:
+    """Else `rowwise`, from the other machine's first weights, would be paired with stock from these."""
+    runs = bench("parity.runs")
+    args = parity_args(cache, "--seeds", "0", "--regimes", "3", "--arms", "stock", "fp8")
+    results = runs.Results(tmp_path / "result", {}, None)
+    results.runs |= {f"r3-{arm}-s0": {"checkpoint": "theirs"} for arm in ("stock", "rowwise")}
+    scheduler = runs.Scheduler(args, results)
+    scheduler.checkpoint.write_bytes(b"other weights")
+    with pytest.raises(SystemExit, match="got 0, where r3-rowwise-s0 would be paired"):
+        scheduler._reconcile()
+    results.runs["r3-rowwise-s1"] = results.runs.pop("r3-rowwise-s0")
+    scheduler.reconciled = False
+    scheduler._reconcile()
+    assert set(results.runs) == {"r3-rowwise-s1"}
+
+
+def test_more_than_two_epochs_are_refused(bench: Any, cache: Path) -> None:
+    parity = bench("gpt_parity")
+    assert "2.00 times" in parity.check_epochs(parity_args(cache, "--steps", "50"), 100)
+    with pytest.raises(SystemExit, match=r"at most 2 epochs, got 2\.04"):
+        parity.check_epochs(parity_args(cache, "--steps", "51"), 100)
+
+
+def test_results_of_other_settings_are_refused(bench: Any, tmp_path: Path) -> None:
+    runs = bench("parity.runs")
+    stem = tmp_path / "result"
+    runs.Results(stem, {"steps": 10, "digest": "a"}, None).write()
+    assert runs.Results(stem, {"steps": 10, "digest": "a"}, None).runs == {}
+    with pytest.raises(SystemExit, match="digest"):
+        runs.Results(stem, {"steps": 10, "digest": "b"}, None)
+
+
+def test_a_failed_run_is_reported_and_the_list_goes_on(bench: Any, cache: Path, tmp_path: Path) -> None:
+    runs = bench("parity.runs")
+    scheduler = runs.Scheduler(parity_args(cache, "--regimes", "1"), runs.Results(tmp_path / "result", {}, None))
+    job = runs.Job(1, "stock", 0)
+    (scheduler.logs / f"{job.name}.log").write_text("ValueError: the reason\n")
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    process.wait(30)
+    scheduler.running.append(runs.Running(job, process, 0, time.monotonic()))
+    scheduler._collect()
+    assert "the reason" in scheduler.results.failures[job.name]
+    assert job.name not in {pending.name for pending in scheduler.pending()}
+    assert not scheduler.running
+
+
+def test_a_run_that_was_cut_is_left_and_no_failure(bench: Any, cache: Path, tmp_path: Path) -> None:
+    runs = bench("parity.runs")
+    args = parity_args(cache, "--regimes", "1", "--budget", "100", "--saving", "30")
+    scheduler = runs.Scheduler(args, runs.Results(tmp_path / "result", {}, None))
+    job = scheduler.pending()[0]
+    command = scheduler.command(job)
+    (seconds,) = [float(part.partition("=")[2]) for part in command if part.startswith("--seconds=")]
+    assert 60 < seconds <= 70
+    assert f"--state={cache / 'state' / job.name}" in command
+    (scheduler.logs / f"{job.name}.part").write_text("step,tokens\n0,0\n10,90\n")
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait(30)
+    scheduler.running.append(runs.Running(job, process, 0, time.monotonic()))
+    scheduler._collect()
+    assert scheduler.paused == [job.name] and not scheduler.results.failures
+    assert job.name not in {pending.name for pending in scheduler.pending()}
+    assert runs.Scheduler(args, scheduler.results).pending()[0] == job  # the next call
+
+
+def test_whole_runs_are_not_begun_where_time_is_short(bench: Any, cache: Path, tmp_path: Path) -> None:
+    runs = bench("parity.runs")
+    for more, needed in (((), runs.SHORTEST_PIECE), (("--whole",), 240)):
+        scheduler = runs.Scheduler(parity_args(cache, *more), runs.Results(tmp_path / "result", {}, None))
+        assert scheduler.needed() == needed
+
+
+def rows(regime: int, losses: dict[str, list[float]]) -> list[dict[str, str]]:
+    return [
+        {
+            "regime": str(regime),
+            "arm": arm,
+            "seed": str(seed),
+            "step": "10",
+            "tokens": "100",
+            "held_out_loss": str(loss),
+        }
+        for arm, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+
+
+def test_interval_of_paired_differences_is_students(bench: Any) -> None:
+    plot = bench("parity.summary")
+    losses = {"stock": [2.0, 4.0, 1.0], "e4m11": [2.002, 4.008, 1.003], "e4m19": [2.0, 4.0]}
+    found = {d.arm: d for d in plot.differences(rows(1, losses), 1, 10) if d.base == "stock"}
+    d = found["e4m11"]
+    assert list(d.by_seed.values()) == pytest.approx([0.1, 0.2, 0.3])
+    assert d.mean == pytest.approx(0.2)
+    assert d.half_width == pytest.approx(4.303 * 0.1 / 3**0.5)
+    # Pooled with e4m19, whose differences (0, 0) add one degree of freedom: (2 * 0.01 + 1 * 0) / 3.
+    assert d.pooled == pytest.approx(3.182 * (0.02 / 3) ** 0.5 / 3**0.5)
+    assert found["e4m19"].by_seed.keys() == {0, 1}
+
+
+def test_parity_verdicts_can_be_missed(bench: Any) -> None:
+    verdicts = bench("parity.summary").verdicts
+    stock = [2.0, 2.1, 1.9]
+
+    def of(regime: int, percent: dict[str, list[float]]) -> list[str]:
+        losses = {arm: [s * (1 + p / 100) for s, p in zip(stock, ps, strict=True)] for arm, ps in percent.items()}
+        lines = verdicts(rows(regime, {"stock": stock, **losses}), 10)
+        return [line for line in lines if f"regime {regime}" in line and "NOT MEASURED" not in line]
+
+    near, far, wide = [0.01, 0.02, 0.0], [0.4, 0.41, 0.42], [-0.5, 0.6, 0.05]
+    assert [line[:6] for line in of(1, {"e4m19": near, "e4m11": near})] == ["met: r", "met: r"]
+    assert [line[:6] for line in of(1, {"e4m19": far, "e4m11": wide})] == ["MISSED", "MISSED"]
+    good = of(2, {"e4m11": near, "e4m11-nearest": far, "bf16-nearest": far})
+    assert [line[:3] for line in good] == ["met"] * 3
+    same = of(2, {"e4m11": near, "e4m11-nearest": near, "bf16-nearest": wide})
+    assert [line[:6] for line in same] == ["met: r", "MISSED", "MISSED"]
+    assert "to the last digit" in same[1]
+
+
+def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
+    run_main: Callable[..., str], cache: Path, tmp_path: Path
+) -> None:
+    common = ("--size", "tiny", "--steps", 20, "--seeds", 0, "--cache", cache, "--out", tmp_path / "out")
+    common = (*common, "--arms", "stock", "--regimes", 1, "--estimate", 1)
+    output = run_main("gpt_parity", *common)
+    assert "finished r1-stock-s0" in output
+    assert torch.load(cache / "checkpoint.pt", weights_only=True)["wte.weight"].dtype == torch.bfloat16
+    (csv_file,) = (tmp_path / "out").glob("*.csv")
+    lines = [line.split(",") for line in csv_file.read_text().splitlines()]
+    assert lines[0] == ["regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss"]
+    losses = [float(line[7]) for line in lines[1:] if line[7]]
+    assert len(losses) == 11 and losses[-1] < losses[0] - 0.1
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".csv", ".json", ".md", ".png"}
+    again = run_main("gpt_parity", *common)
+    assert "started" not in again and f"{losses[-1]:.4f}" in again
+
+
+@pytest.mark.parametrize("arm", ["e4m11", "bf16-nearest"])
+def test_worker_continues_from_a_checkpoint(
+    bench: Any, root: Path, cache: Path, tmp_path: Path, cpu_environment: dict[str, str], arm: str
+) -> None:
+    worker = bench("parity.worker")
+    weights = worker.GPT(worker.SIZES["tiny"], 256, seed=9).state_dict()
+    weights["lm_head.weight"].zero_()  # all tokens alike: a loss that no random weights give
+    torch.save(weights, tmp_path / "weights.pt")
+    env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+    env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
+    settings = ("--regime", 2, "--seed", 0, "--steps", 4, "--lr", 1e-5, "--size", "tiny", "--cache", cache)
+    settings = (*settings, "--checkpoint", tmp_path / "weights.pt", "--checkpoint-at", 0.7)
+    command = [sys.executable, "-m", "parity.worker", *settings, "--arm", arm]
+    command += ["--log", tmp_path / "run.csv"]
+    done = subprocess.run([*map(str, command)], stdout=-1, stderr=-2, text=True, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    log = [line.split(",") for line in (tmp_path / "run.csv").read_text().splitlines()]
+    assert [int(line[0]) for line in log[1:]] == [0, 1, 2, 3, 4]  # four steps: an evaluation after each
+    assert float(log[1][4]) == pytest.approx(math.log(256), abs=1e-4)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["checkpoint"] == worker.file_digest(tmp_path / "weights.pt")
+    assert bool(about["plan"]) == (arm == "e4m11")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["stock", "delayed", "e4m11", "bf16-nearest"])
+def test_a_run_in_three_pieces_has_the_losses_of_one(
+    root: Path, cache: Path, tmp_path: Path, cpu_environment: dict[str, str], arm: str
+) -> None:
+    env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+    env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
+    command = [sys.executable, "-m", "parity.worker", "--regime=1", "--seed=0", "--steps=12", "--lr=1e-3"]
+    command += ["--size=tiny-llama", f"--cache={cache}", f"--arm={arm}"]
+
+    def piece(name: str, *more: str) -> Path:
+        log = tmp_path / f"{name}.csv"
+        done = subprocess.run(
+            [*command, f"--log={log}", *more], stdout=-1, stderr=-2, text=True, env=env, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return log
+
+    state = f"--state={tmp_path / 'state'}"
+    assert not any(piece("cut", state, "--seconds=0").exists() for _ in range(2))
+    lines = [
+        [[cell for k, cell in enumerate(line.split(",")) if k != 2] for line in log.read_text().splitlines()]
+        for log in (piece("whole"), piece("cut", state))
+    ]
+    assert len(lines[0]) > 10 and lines[0] == lines[1]
+
+
+def test_control_without_its_switch_is_refused(bench: Any) -> None:
+    worker = bench("parity.worker")
+    with pytest.raises(RuntimeError, match="fp8_round_to_nearest"):
+        worker.round_to_nearest(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))

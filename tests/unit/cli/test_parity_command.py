@@ -1,0 +1,130 @@
+"""`fp8-ds parity` up to the start of its runs, which only write logs here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8_ds.cli import parity as module
+from fp8_ds.cli.app import app
+from fp8_ds.parity.study import Study
+
+pytest.importorskip("transformers")
+SMALL = ["--set", "hidden_size=64", "--set", "intermediate_size=128", "--set", "num_hidden_layers=2"]
+SMALL += ["--set", "num_attention_heads=4", "--set", "num_key_value_heads=2", "--set", "vocab_size=256"]
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "fp8": {"enabled": True, "linear": {"recipe": "rowwise"}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "text.txt").write_text("some text, " * 500)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_num_gpus", lambda: 0)
+    return tmp_path
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The "fp8" blocks of the runs that were started; their loss is that of their names."""
+    started: dict[str, Any] = {}
+
+    def launch(study: Study, run: Any, seconds: float | None) -> tuple[int, str]:
+        started[run.name] = study.arms[run.arm]
+        loss = 2.0 + run.seed / 10 + (0.1 if run.arm == "e4m11" else 0.0)
+        lines = "step,tokens,seconds,train_loss,held_out_loss", f"0,0,0,,{loss + 1}", f"20,640,1.0,{loss},{loss:.6f}"
+        study.log(run).write_text("\n".join(lines) + "\n")
+        return 0, ""
+
+    monkeypatch.setattr(Study, "_launch", launch)
+    return started
+
+
+def run(*arguments: object) -> tuple[int, dict[str, Any]]:
+    common = ["parity", "llama-8b", "--config", "ds.json", "--data", "text.txt", "--steps", "20", "--seq", "16"]
+    result = CliRunner().invoke(app, [*common, *SMALL, *map(str, arguments), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_bf16_and_the_configurations_own_block_are_compared(folder: Path, blocks: dict[str, Any]) -> None:
+    code, found = run("--seeds", 2)
+    assert code == 0 and found["left"] == [] and found["failures"] == {}
+    assert [(one["run"], one["verdict"]) for one in found["results"]] == [("config", "parity")]
+    assert blocks == {
+        f"{name}-s{s}": block for s in (0, 1) for name, block in (("bf16", None), ("config", CONFIG["fp8"]))
+    }
+    assert sorted(path.suffix for path in (folder / "parity").glob("parity.*")) == [".csv", ".html", ".md", ".png"]
+
+
+def test_arms_by_name_and_a_verdict_that_is_no(folder: Path, blocks: dict[str, Any]) -> None:
+    code, found = run("--seeds", 2, "--arms", "bf16,default,e4m11", "--out", "other")
+    assert code == 1
+    assert [(one["run"], one["verdict"]) for one in found["results"]] == [("default", "parity"), ("e4m11", "worse")]
+    assert blocks["default-s0"] == {"enabled": True}
+    assert blocks["e4m11-s0"]["linear"] == {"recipe": "rowwise"}
+
+
+def test_a_study_that_is_not_finished_is_no_parity(folder: Path, blocks: dict[str, Any]) -> None:
+    code, found = run("--seeds", 1, "--minutes", 0)
+    assert code == 1 and found["left"] == ["config-s0"] and found["results"] == []
+    assert run("--seeds", 1)[1]["results"][0]["verdict"] == "undecided"  # one pair
+    code, found = run("--seeds", 2)
+    assert code == 0 and list(blocks) == ["bf16-s0", "config-s0", "bf16-s1", "config-s1"]
+
+
+def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> None:
+    run("--seeds", 1, "--minutes", 0, "--archive", "study.tar")
+    run("--seeds", 1, "--out", "elsewhere", "--archive", "study.tar")
+    assert list(blocks) == ["bf16-s0", "config-s0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"optimizer": None}, (), 'expected an "optimizer" in it'),
+        ({"train_micro_batch_size_per_gpu": "auto"}, (), 'got "auto" for train_micro_batch_size_per_gpu'),
+        ({"zero_optimization": {"stage": 0}}, (), "zero_optimization.stage: 0"),
+        ({}, ("--arms", "bf16"), "--arms: expected a base and another"),
+        ({}, ("--arms", "bf16,fp9"), "--arms: expected some of bf16"),
+        ({}, ("--pretrained",), "--pretrained: expected a folder with weights"),
+        ({}, ("--gpus", 2), "--gpus: expected 1 without a GPU, got 2"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_a_run_starts(
+    folder: Path, blocks: dict[str, Any], changes: dict[str, Any], more: tuple[object, ...], message: str
+) -> None:
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (folder / "ds.json").write_text(json.dumps(config))
+    code, found = run(*more)
+    assert code == 2 and message in found["error"] and not blocks
+
+
+def test_what_draws_the_curves_is_missed_before_the_runs(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    code, found = run()
+    assert code == 2 and "pip install matplotlib" in found["error"] and not blocks
+
+
+def test_a_missing_file_is_named_with_its_argument(folder: Path) -> None:
+    for more, argument in (
+        (("--data", "gone.txt"), "--data"),
+        (("--arms", "bf16,mine=gone.json"), "--arms"),
+        (("--config", "gone.json"), "--config"),
+    ):
+        code, found = run(*more)
+        assert (
+            code == 3 and found["error"].startswith(f"{argument}: expected a file, got ") and "gone" in found["error"]
+        )
