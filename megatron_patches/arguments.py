@@ -22,7 +22,7 @@ _RECIPE = "fp8_recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Our recipes among the choices of --fp8-recipe, and our flags in a group of their own.
+    """Our recipes among the choices of --fp8-recipe, our flags in a group of their own, and a --help that prints.
 
     Raises:
         ConfigError: this Megatron has no --fp8-recipe with choices.
@@ -66,9 +66,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=0,
         help="iterations from one sample of amax, saturation and underflow to the next; 0: coverage and bytes only",
     )
+    _mend_help(parser)
     group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
     group.add_argument("--fp8-master", choices=optimizer.MASTERS, help="format of master weights with FP8 states")
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Percent signs in Megatron's help texts are doubled where they stop --help, as in core_v0.19.0 and later."""
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                _ = action.help % vars(action)
+            except KeyError:
+                continue  # %(prog)s and the like, which argparse knows
+            except (TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
 
 
 def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
@@ -137,7 +150,26 @@ def _take_over(args: argparse.Namespace) -> None:
     args.fp8, args.fp8_recipe = None, "delayed"
 
 
+def check_masks(args: argparse.Namespace, backend: str | None) -> None:
+    """Nothing in Megatron's arguments asks attention for a mask that fp8_ds does not take.
+
+    Args:
+        args: parsed, of the wrapper or of the stock script.
+        backend: of attention; None: Megatron's own.
+
+    Raises:
+        UnsupportedError: --reset-attention-mask.
+    """
+    if backend is not None and getattr(args, "reset_attention_mask", False):
+        raise UnsupportedError(
+            f"--reset-attention-mask: expected off with attention by fp8_ds ({backend}), got on. Documents in one "
+            "sequence would attend to each other: pack them (packed_seq_params, as --sft does), or leave the attention "
+            "backend out."
+        )
+
+
 def _check_attention(args: argparse.Namespace) -> None:
+    check_masks(args, args.fp8_attention_backend)
     if args.fp8_attention_hadamard and args.fp8_attention_backend not in ("fa3_fp8", "fa3_fp8_emulated"):
         raise ConfigError(
             "--fp8-attention-hadamard: expected --fp8-attention-backend fa3_fp8 with it, got "

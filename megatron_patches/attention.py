@@ -7,7 +7,9 @@ parameters, its state dict and whatever asks for its type are stock; `forward` t
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -71,10 +73,8 @@ class MegatronFp8Attention:
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._fp8_window = tuple(config.window_size) if windowed else None
         self.fp8_attention = fp8_attention
-        dropout = kwargs.get("attention_dropout")
-        self.stock_reason = _left_to_stock(
-            config, config.attention_dropout if dropout is None else dropout, attention_type, kwargs
-        )
+        self._fp8_mask_is_checked = False
+        self.stock_reason = left_to_stock(config, attention_type, kwargs)
         if self.stock_reason:
             self.fp8_attention = None
         elif is_first_last_bf16_layer(config, layer_number - 1):
@@ -140,6 +140,8 @@ class MegatronFp8Attention:
                 ),
             )
         assert settings is not None
+        if mask in _CAUSAL and attention_mask is not None and packed_seq_params is None:
+            self._check_mask(attention_mask, query.shape[0], key.shape[0])
         options: dict[str, Any] = {
             "backend": settings.backend,
             "hadamard": settings.hadamard,
@@ -153,6 +155,23 @@ class MegatronFp8Attention:
         out = attention(*(x.transpose(0, 1) for x in (query, key, value)), **options)
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
+    def _check_mask(self, attention_mask: Tensor, num_q: int, num_k: int) -> None:
+        """The first mask of this layer, for reading one waits for the device, is causal's; later ones are taken to be.
+
+        Raises:
+            UnsupportedError: it masks other keys.
+        """
+        if self._fp8_mask_is_checked:
+            return
+        self._fp8_mask_is_checked = True
+        causal = torch.ones(num_q, num_k, dtype=torch.bool, device=attention_mask.device).triu(1 + num_k - num_q)
+        if not bool((attention_mask.bool() == causal).all()):
+            raise UnsupportedError(
+                "attention_mask: expected none or a causal one with attention by fp8_ds, got another. Pass packed "
+                "sequences (packed_seq_params), attn_mask_type arbitrary for the stock attention, or leave out "
+                "--fp8-attention-backend."
+            )
+
     def extra_repr(self) -> str:
         settings = self.fp8_attention
         text = f"attention={_STOCK} ({self.stock_reason})" if settings is None else f"attention={settings.backend}"
@@ -163,8 +182,16 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _left_to_stock(config: Any, dropout: float, attention_type: str, kwargs: dict[str, Any]) -> str:
-    """Why the stock class has to compute it; empty: it does not."""
+def left_to_stock(config: Any, attention_type: str = "self", kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Why the stock class has to compute it; empty: it does not.
+
+    Args:
+        config: a TransformerConfig.
+        attention_type: "self" or "cross".
+        kwargs: what else Megatron makes the attention with.
+    """
+    given = kwargs.get("attention_dropout")
+    dropout = config.attention_dropout if given is None else given
     reasons = (
         (config.context_parallel_size > 1, "context parallelism"),
         (bool(dropout), f"attention dropout {dropout}"),

@@ -96,6 +96,6 @@ def transformer_engine() -> TransformerEngine:
             return TransformerEngine(True, "of unknown version")
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a broken installation raises RuntimeError or OSError
+    except (ImportError, OSError, RuntimeError) as error:  # the latter two: of a broken installation
         return TransformerEngine(False, f"transformer_engine.pytorch does not import: {error}")
     return TransformerEngine(False, "Megatron did not find it")

@@ -128,7 +128,7 @@ def on_cpu(*, training: bool = False) -> Iterator[None]:
     """Inside, Megatron runs on the CPU.
 
     Args:
-        training: whether megatron.training is used, too.
+        training: whether megatron.training is used, too; its process groups end with the block.
     """
     cuda_to_cpu = _torch_attributes()
     stock = [(owner, name, getattr(owner, name)) for owner, name, _ in cuda_to_cpu]
@@ -139,6 +139,9 @@ def on_cpu(*, training: bool = False) -> Iterator[None]:
             applied = patches.apply(_replacements(training))
             try:
                 yield
+                if training and torch.distributed.is_initialized():
+                    # Megatron's scripts leave that to the interpreter's end, which gloo's threads then abort at times.
+                    torch.distributed.destroy_process_group()
             finally:
                 applied.remove()
     finally:

@@ -105,15 +105,6 @@ def describe(layers: Iterable[Any]) -> str:
     return " | ".join(parts)
 
 
-class _MegatronObservers(Observers):
-    """Of layers that are no nn.Linear."""
-
-    def __init__(self, linears: dict[str, Any], table: StatisticsTable) -> None:
-        self._linears = linears
-        self._counts = [tuple(table.slot(i, kind) for kind in KINDS) for i in range(len(table.names))]
-        self._attached = []
-
-
 class Health:
     """Of the layers of this rank.
 
@@ -132,7 +123,7 @@ class Health:
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._num_bytes = self._last_num_bytes = 0
         self._statistics: LayerStatistics = {}
-        self._observers: _MegatronObservers | None = None
+        self._observers: Observers | None = None
         self._is_sampling, self._sampled = False, 0
         self._every = getattr(args, "fp8_health_interval", 0)
         linears: dict[str, Any] = {
@@ -145,7 +136,7 @@ class Health:
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
             device = next(iter(next(iter(linears.values())).parameters())).device
             self._table = StatisticsTable(tuple(linears), device, group)
-            self._observers = _MegatronObservers(linears, self._table)
+            self._observers = Observers(linears, self._table)
 
     def coverage(self) -> Products:
         """Of this rank's stage, the head included."""

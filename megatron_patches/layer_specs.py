@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,15 +25,17 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import log_single_rank
 
 from fp8_ds.attention import BACKENDS
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, patches
-from megatron_patches.arguments import settings_from
-from megatron_patches.attention import AttentionSettings, attention_class
+from megatron_patches.arguments import check_masks, settings_from
+from megatron_patches.attention import AttentionSettings, attention_class, left_to_stock
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import Fp8Settings, settings_of
+from megatron_patches.weights import StepWeights
 
 
 class LayerRegistry:
@@ -57,7 +60,7 @@ class LayerRegistry:
         return self  # specs are copied
 
 
-class RegisteredLayer:
+class RegisteredLayer(StepWeights):
     """Mix-in before a transformer layer: it is in the registry, and the linears of fp8_ds in it honour
     --first-last-layers-bf16, which Megatron does by a context of Transformer Engine's."""
 
@@ -65,10 +68,10 @@ class RegisteredLayer:
         super().__init__(*args, **kwargs)
         layer: Any = self
         registry.add(layer)
+        self.step_linears = tuple(module for module in layer.modules() if isinstance(module, MegatronFp8Linear))
         if is_first_last_bf16_layer(layer.config, layer.layer_number - 1):
-            for module in layer.modules():
-                if isinstance(module, MegatronFp8Linear):
-                    module.keep_bf16("--first-last-layers-bf16")
+            for linear in self.step_linears:
+                linear.keep_bf16("--first-last-layers-bf16")
 
 
 @functools.cache
@@ -290,9 +293,22 @@ def layer_spec(
             spec = with_fp8_linears(spec, fp8)
     if attention is not None:
         spec = with_attention(spec, attention)
+        _say_what_stays_stock(config, attention)
     registry = registry or LayerRegistry()
     registry.fp8 = fp8
     return with_registry(spec, registry)
+
+
+def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
+    """On rank 0, where a setting of the model takes all layers from the backend that was asked for."""
+    reason = left_to_stock(config)
+    if reason:
+        log_single_rank(
+            logging.getLogger(__name__),
+            logging.WARNING,
+            f"attention backend {attention.backend}: all layers keep Megatron's own attention ({reason}). Turn that "
+            "off (--attention-dropout 0 for dropout, whose default is 0.1), or leave the backend out.",
+        )
 
 
 class LaterSpec:
@@ -334,6 +350,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
             "Their linears would stay bf16: remove it."
         )
     backend = backend or getattr(args, "fp8_attention_backend", None)
+    check_masks(args, backend)
     attention = None
     if backend is not None:
         attention = AttentionSettings(cast(Any, backend), getattr(args, "fp8_attention_hadamard", False))

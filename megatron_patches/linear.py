@@ -25,10 +25,17 @@ from fp8_ds.tp.linears import _ColumnFunction, _RowFunction, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens
 from fp8_ds.tp.rules import Rule, rule_of
 from megatron_patches.recipes import Fp8Settings, refuse, settings_of
+from megatron_patches.weights import StepWeight
 
 
 class MegatronFp8Linear:
-    """Mix-in before a class of Megatron's.
+    """Mix-in before a class of Megatron's; arguments are Megatron's.
+
+    Args:
+        fp8: settings; None: those of the TransformerConfig.
+
+    Raises:
+        ConfigError, UnsupportedError: the configuration asks for what is not there.
 
     Attributes:
         fp8_settings: of the model.
@@ -43,19 +50,13 @@ class MegatronFp8Linear:
     tp_rule: Rule | None
     tp: TensorParallel | None
     bf16_reason: str = ""
+    _keeps_weight = False
 
-    def init_fp8(self, settings: Fp8Settings | None) -> None:
-        """After Megatron's constructor.
-
-        Args:
-            settings: of the spec; None: as the TransformerConfig says.
-
-        Raises:
-            ConfigError, UnsupportedError: the configuration asks for what is not there.
-        """
+    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         layer: Any = self
         refuse(layer.config)
-        self.fp8_settings = settings or settings_of(layer.config)
+        self.fp8_settings = fp8 or settings_of(layer.config)
         self.fp8_recipe = self.fp8_settings.recipe()
         self.tp_rule, self.tp = None, None
         if layer.explicit_expert_comm or layer.tp_group is None or layer.tp_group.size() == 1:
@@ -75,12 +76,53 @@ class MegatronFp8Linear:
         self.fp8_recipe = self.tp_rule = None
         self.bf16_reason = reason
 
-    def extra_text(self) -> str:
+    def begin_microbatch(self, number: int) -> None:
+        """The next forward is of this micro-batch of a step, from 0; -1: it is not known of which."""
+        self._keeps_weight = number >= 0
+        if number == 0:
+            self._expire_weight()
+
+    def _begin_forward(self) -> None:
+        """This forward and its backward read the weight's bytes of this step."""
+        layer: Any = self
+        if getattr(layer.weight, "_fp8", None) is None:
+            assert self.fp8_recipe is not None
+            layer.weight._fp8 = StepWeight(layer.weight, self.fp8_recipe)
+        elif not (self._keeps_weight and layer.training):
+            self._expire_weight()
+
+    def _expire_weight(self) -> None:
+        payload: StepWeight | None = getattr(cast(Any, self).weight, "_fp8", None)
+        if payload is not None:
+            payload.expire()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self._fp8_text()})"
+
+    def _fp8_text(self) -> str:
         if self.fp8_recipe is None:
-            return f", bf16 ({self.bf16_reason})"
+            return f"bf16 ({self.bf16_reason})"
         gather = ", gather=fp8" if self.tp_rule is not None else ""
         recipe = self.fp8_recipe
-        return f", fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
+        return f"fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`input` and `weight` as Megatron's `forward` hands them over, with what to send in `kwargs`."""
+        if self.fp8_recipe is None:
+            stock: Any = super()
+            return cast(Tensor, stock._forward_impl(input, weight, *args, **kwargs))
+        if weight is not cast(Any, self).weight:
+            raise ConfigError(
+                "weight: expected the layer's own with FP8, got another. Layers whose weight is passed to forward stay "
+                "Megatron's own linears."
+            )
+        self._begin_forward()
+        return self.local_output(input, **kwargs)
+
+    def local_output(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """What this rank computes; of `kwargs` what the class has use for."""
+        raise NotImplementedError
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x W^T + bias`, nothing sent."""
@@ -89,75 +131,39 @@ class MegatronFp8Linear:
 
 
 class Fp8ColumnParallelLinear(MegatronFp8Linear, ColumnParallelLinear):
-    """ColumnParallelLinear in FP8; arguments are Megatron's.
+    """ColumnParallelLinear in FP8."""
 
-    Args:
-        fp8: settings; None: those of the TransformerConfig.
-
-    Raises:
-        ConfigError, UnsupportedError: see `MegatronFp8Linear.init_fp8`.
-    """
-
-    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.init_fp8(fp8)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`input` and `weight` as Megatron's `forward` hands them over, with what to send in `kwargs`."""
-        if self.fp8_recipe is None:
-            return cast(Tensor, super()._forward_impl(input, weight, *args, **kwargs))
-        if weight is not self.weight:
-            raise ConfigError(
-                "weight: expected the layer's own with FP8, got another. Layers whose weight is passed to forward stay "
-                "Megatron's ColumnParallelLinear."
-            )
+    def local_output(self, x: Tensor, **kwargs: Any) -> Tensor:
         bias = kwargs["bias"]
         if not kwargs["sequence_parallel"]:
             if kwargs["allreduce_dgrad"]:
                 assert self.tp is not None
-                self.tp.check_first(input, is_full=False, is_replicated=True)
-                input = copy_to_ranks(input, self.tp)
-            return self.product(input, weight, bias)
+                self.tp.check_first(x, is_full=False, is_replicated=True)
+                x = copy_to_ranks(x, self.tp)
+            return self.product(x, self.weight, bias)
         assert self.tp is not None
-        shape = (self.tp.size * input.shape[0], *input.shape[1:])
+        shape = (self.tp.size * x.shape[0], *x.shape[1:])
         if self.tp_rule is None:
-            self.tp.check_first(input, is_full=False)
-            return self.product(gather_tokens(input, self.tp, shape, reduces=True), weight, bias)
-        nominal, gathered = gather_input(input, self.tp_rule, self.tp, shape)
+            self.tp.check_first(x, is_full=False)
+            return self.product(gather_tokens(x, self.tp, shape, reduces=True), self.weight, bias)
+        nominal, gathered = gather_input(x, self.tp, self.tp_rule, shape)
         apply: Any = _ColumnFunction.apply  # untyped in torch
-        return cast(Tensor, apply(nominal, weight, bias, self.tp_rule, gathered, torch.is_grad_enabled()))
-
-    def __repr__(self) -> str:
-        return super().__repr__()[:-1] + self.extra_text() + ")"
+        return cast(Tensor, apply(nominal, self.weight, bias, self.tp_rule, gathered, torch.is_grad_enabled()))
 
 
 class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
-    """RowParallelLinear in FP8; arguments are Megatron's.
+    """RowParallelLinear in FP8."""
 
-    Args:
-        fp8: settings; None: those of the TransformerConfig.
-
-    Raises:
-        ConfigError, UnsupportedError: see `MegatronFp8Linear.init_fp8`.
-    """
-
-    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.init_fp8(fp8)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def local_output(self, x: Tensor, **kwargs: Any) -> Tensor:
         """This rank's addend."""
-        if self.fp8_recipe is None:
-            return cast(Tensor, super()._forward_impl(input, weight, *args, **kwargs))
-        return self.product(input, weight, None)
+        return self.product(x, self.weight, None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input_: Tensor) -> Any:
         """(output, bias if it is left to the caller), as Megatron's; grad_output arrives in FP8 where it is sent."""
         if self.tp_rule is None or self.tp is None:
             return super().forward(input_)
+        self._begin_forward()
         x = Fp8Linear.checked(input_)
         self.tp.check_first(x, is_full=True)
         apply: Any = _RowFunction.apply  # untyped in torch
@@ -166,6 +172,3 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
-
-    def __repr__(self) -> str:
-        return super().__repr__()[:-1] + self.extra_text() + ")"

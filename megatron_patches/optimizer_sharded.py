@@ -23,8 +23,16 @@ from megatron_patches.optimizer_fp8 import Fp8Weights
 _MASTER = "param"
 """What DistributedOptimizer calls the master in its own dicts."""
 
-_SHARD_ATTRIBUTES = {"shared", "allreduce", "grad_norm_group"}
-"""What Megatron, in one version or another, asks of a shard about its parameter when it computes norms."""
+_SHARD_ATTRIBUTES = {
+    "shared",
+    "allreduce",
+    "grad_norm_group",
+    "is_gtp_weight_remat",
+    "gtp_replica_group",
+    "pad_length",
+}
+"""What Megatron, in one version or another, asks of a shard about its parameter when it computes norms: of the main
+branch `copy_optimizer_param_metadata` and `copy_gtp_attributes`."""
 
 
 class Fp8DistributedOptimizer(DistributedOptimizer):

@@ -2,64 +2,30 @@
 
 Nothing of Megatron is touched that has no row here. `apply` checks all rows of the parts it touches before it replaces
 anything; it replaces all that it was asked for, or nothing; what it returns undoes it. Subclasses and specs need no
-replacement: their rows are of kind "rely".
+replacement: their rows are of kind "rely", in symbols.py. What a row does not have refuses everything; a body that is
+none of the tested ones (bodies.py) is reported once.
 `python -m megatron_patches.patches` prints the rows with what the installed Megatron has.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from fp8_ds.errors import SeamError
-from megatron_patches import compat
-
-Kind = Literal["wrap", "swap", "rely"]
-Part = Literal["core", "training"]
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One symbol.
-
-    Attributes:
-        module, name: where it is, `name` dotted within the module.
-        parameters: names it must accept, in this order from the start ("self" included).
-        kind: "wrap" (what replaces it calls the stock one), "swap" (replaced by another), "rely" (subclassed, called,
-            or mirrored; not replaced).
-        why: what we do there.
-        tried_first: the less invasive way that does not do, for what is replaced.
-        versions: of Megatron that have it.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    kind: Kind
-    why: str
-    tried_first: str = ""
-    versions: str = ""
-
-    @property
-    def path(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    @property
-    def part(self) -> Part:
-        """megatron.training is in clones only (and in wheels from 0.17)."""
-        return "training" if self.module.startswith("megatron.training") else "core"
-
+from megatron_patches import bodies, compat
+from megatron_patches.symbols import RELIED, Part, Patch
 
 _ARGUMENTS = "megatron.training.arguments"
 _OPTIMIZER = "megatron.core.optimizer"
-_LAYERS = "megatron.core.tensor_parallel.layers"
 _RANDOM = "megatron.core.tensor_parallel.random"
-_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _NO_HOOK = "extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag"
 
 PATCHES = (
@@ -194,39 +160,7 @@ PATCHES = (
         "cpu.py: CUDA kernels are not compiled",
         "an argument: there is none",
     ),
-    Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("self", "input", "weight"), "rely", "linear.py: FP8 GEMMs"),
-    Patch(_LAYERS, "ColumnParallelLinear.forward", ("self", "input_", "weight"), "rely", "linear.py: calls the former"),
-    Patch(_LAYERS, "RowParallelLinear._forward_impl", ("self", "input", "weight"), "rely", "linear.py: FP8 GEMMs"),
-    Patch(_LAYERS, "RowParallelLinear.forward", ("self", "input_"), "rely", "linear.py: mirrored with a FP8 gather"),
-    Patch(
-        "megatron.core.fp8_utils",
-        "is_first_last_bf16_layer",
-        ("config", "layer_no"),
-        "rely",
-        "--first-last-layers-bf16 for layers without Transformer Engine and for attention",
-    ),
-    Patch(
-        "megatron.core.transformer.transformer_layer",
-        "TransformerLayer.__init__",
-        ("self", "config", "submodules", "layer_number"),
-        "rely",
-        "layer_specs.py: a layer that knows which of its linears stay bf16",
-    ),
-    Patch(_SPECS, "get_gpt_layer_local_spec", (), "rely", "layer_specs.py: linears and attention replaced in a copy"),
-    Patch(
-        _SPECS,
-        "get_gpt_layer_with_transformer_engine_spec",
-        (),
-        "rely",
-        "layer_specs.py: attention replaced in a copy",
-    ),
-    Patch(
-        _SPECS,
-        "get_gpt_decoder_block_spec",
-        ("config", "use_transformer_engine"),
-        "rely",
-        "layer_specs.py: MoE; replaced in copies of its layer specs",
-    ),
+    *RELIED,
 )
 
 
@@ -259,18 +193,41 @@ def _current(row: Patch) -> Any:
     try:
         owner, name = _owner(row)
         return getattr(owner, name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "megatron":
+            raise SeamError(_missing(row, str(error))) from error
+        raise SeamError(
+            f"{row.module}: expected to import it, got {error}. Install what Megatron's scripts need: "
+            '`pip install "fp8-ds[megatron]"`.'
+        ) from error
     except (ImportError, AttributeError) as error:
         raise SeamError(_missing(row, str(error))) from error
 
 
 def check(*parts: Part) -> None:
-    """Afterwards every row of these parts exists with its parameters.
+    """Afterwards every row of these parts exists with its parameters; bodies that we have not tested are named in one
+    warning.
 
     Raises:
         SeamError: the first that does not.
     """
-    for row in rows(*parts):
+    checked = rows(*parts)
+    for row in checked:
         find(row)
+    _warn_of_other_bodies(tuple(checked))
+
+
+@functools.cache
+def _warn_of_other_bodies(checked: tuple[Patch, ...]) -> None:
+    """Once for the same rows."""
+    unknown = bodies.others({row.path: find(row) for row in checked}, bodies.known())
+    if unknown:
+        warnings.warn(
+            f"megatron_patches is tested with Megatron {', '.join(compat.TESTED_VERSIONS)}; in {compat.version()} "
+            f"these bodies differ: {', '.join(unknown)}. Run tests/integration/test_megatron_clone.py with this clone "
+            "before you rely on it.",
+            stacklevel=4,
+        )
 
 
 class Applied:
@@ -361,9 +318,14 @@ def _missing(row: Patch, detail: str) -> str:
 
 
 def _print_rows() -> None:
+    print(f"Megatron {compat.version()} at {Path(str(importlib.import_module('megatron.core').__file__)).parents[2]}")
+    tested = bodies.known()
     for row in rows():
         try:
-            state = f"{inspect.signature(inspect.unwrap(find(row)))}" if row.parameters else "there"
+            symbol = find(row)
+            state = f"{inspect.signature(inspect.unwrap(symbol))}" if row.parameters else "there"
+            if bodies.others({row.path: symbol}, tested):
+                state += f"\n      OTHER BODY than in {', '.join(tested)}"
         except SeamError as error:
             state = f"MISSING: {error}"
         print(f"{row.kind:4}  {row.path}\n      {row.why}\n      {state}")

@@ -139,6 +139,12 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("tp_comm_overlap", False, "--tp-comm-overlap", "It needs Transformer Engine: remove the flag."),
     ("cpu_offloading", False, "--cpu-offloading-num-layers", "It needs Transformer Engine: remove the flag."),
     ("moe_grouped_gemm", False, "--moe-grouped-gemm", "Its experts would stay in bf16: remove the flag."),
+    (
+        "gtp_weight_remat_size",
+        1,
+        "--tensor-parallel-num-weight-shards",
+        "Its shards of weights are gathered in Megatron's own GEMMs: set it to --tensor-model-parallel-size.",
+    ),
     ("enable_cuda_graph", False, "--enable-cuda-graph", "Not tested with these layers: remove the flag."),
     ("external_cuda_graph", False, "--external-cuda-graph", "Not tested with these layers: remove the flag."),
     ("cuda_graph_impl", "none", "--cuda-graph-impl", "Not tested with these layers: remove the flag."),

@@ -66,7 +66,8 @@ def _refuse_kinds(model: nn.Module, backend: Backend) -> None:
 
     try:
         kinds = list(attention_kinds(model))
-    except Exception:  # other people's attributes: what is not seen here the first forward refuses
+    # Other people's attributes may be absent or of another kind: what is not seen here the first forward refuses.
+    except (AttributeError, TypeError, ValueError):
         return
     for kind in kinds:
         if kind.dropout:

@@ -113,11 +113,30 @@ def make_geometry(
     if left < UNLIMITED or right < UNLIMITED:
         raise UnsupportedError(f"window: expected two numbers >= -1, got {window}. -1 is a side without an end.")
     if packing is not None:
-        for name, ends in (("cu_seqlens_q", packing.cu_seqlens_q), ("cu_seqlens_k", packing.cu_seqlens_k)):
-            if ends.dtype != torch.int32 or ends.dim() != 1 or len(ends) != len(packing.cu_seqlens_q) or len(ends) < 2:
-                raise UnsupportedError(
-                    f"packing.{name}: expected int32 [sequences + 1], got {ends.dtype} {tuple(ends.shape)}. "
-                    "Queries and keys have the same number of sequences."
-                )
+        _check_packing(packing, len(q), len(k))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Geometry(scale, left, 0 if causal else right, packing)
+
+
+def _check_packing(packing: Packing, num_q: int, num_k: int) -> None:
+    for name, ends in (("cu_seqlens_q", packing.cu_seqlens_q), ("cu_seqlens_k", packing.cu_seqlens_k)):
+        if ends.dtype != torch.int32 or ends.dim() != 1 or len(ends) != len(packing.cu_seqlens_q) or len(ends) < 2:
+            raise UnsupportedError(
+                f"packing.{name}: expected int32 [sequences + 1], got {ends.dtype} {tuple(ends.shape)}. "
+                "Queries and keys have the same number of sequences."
+            )
+    _check_end("cu_seqlens_q", packing.cu_seqlens_q, num_q)
+    if packing.cu_seqlens_k is not packing.cu_seqlens_q or num_k != num_q:
+        _check_end("cu_seqlens_k", packing.cu_seqlens_k, num_k)
+
+
+def _check_end(name: str, ends: Tensor, num_tokens: int) -> None:
+    """Tokens behind the last sequence would have outputs that nobody computes. On a GPU the device stops, as reading
+    the number here would wait for it."""
+    if ends.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(ends[-1] == num_tokens, f"packing.{name} must end at the number of tokens")
+    elif int(ends[-1]) != num_tokens:
+        raise UnsupportedError(
+            f"packing.{name}: expected its last entry to be the number of tokens, {num_tokens}, got {int(ends[-1])}. "
+            "Cut the tokens after the last sequence off, or make them a sequence of their own."
+        )

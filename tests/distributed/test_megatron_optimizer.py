@@ -334,6 +334,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 def save(training: mt.Training, path: Path, form: str) -> None:
     """As megatron.training does it."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if form == "legacy":
         path.mkdir(exist_ok=True, parents=True)
@@ -352,6 +353,7 @@ def save(training: mt.Training, path: Path, form: str) -> None:
         dist_checkpointing.save(_sharded(training, form, False), str(path))
     finally:
         process._config["daemon"] = True
+        filesystem_async._results_queue = None  # a process of its own, which would outlive a rank that is killed
 
 
 def _sharded(training: mt.Training, form: str, is_loading: bool) -> dict[str, Any]:
@@ -426,10 +428,23 @@ def load_and_go_on(distributed: bool, form: str, path: str, master: str | None) 
         for _ in range(3 * mt.NUM_MICRO):
             next(data)
         load(training, Path(path), form)
+        if master is None and distributed:
+            count_apart(training)
         loaded = local_bytes(training) if master else {}
         dense = masters(training)
         losses = steps(training, 3, data)
         return {"dense": dense, "loaded": loaded, "losses": losses, "bytes": local_bytes(training) if master else {}}
+
+
+def count_apart(training: mt.Training) -> None:
+    """Each state counts its own steps. DistributedOptimizer.load_state_dict without FusedAdam gives all of them one
+    tensor, which every parameter's update advances: a run of stock alone goes on with wrong bias corrections, too."""
+    for one in training.optimizer.chained_optimizers:
+        states = list(one.optimizer.state.values())
+        steps = [state["step"] for state in states]
+        assert len({id(step) for step in steps}) == 1 < len(steps)
+        for state in states:
+            state["step"] = steps[0].clone()
 
 
 @pytest.mark.parametrize(
@@ -500,6 +515,7 @@ def test_another_number_of_ranks_loads_the_same_states(
                 ("legacy", False, None, SPLIT),
                 ("dp_reshardable", True, SPLIT, None),
                 ("legacy", False, SPLIT, None),
+                ("dp_reshardable", True, None, None),  # what a stock run that loads its own is like
             )
         ),
     ],
@@ -524,10 +540,7 @@ def test_a_stock_run_loads_ours_and_back(
             assert torch.allclose(value, other, rtol=2**-16, atol=0), name
         else:
             assert torch.allclose(value, other, rtol=0.13, atol=float(value.abs().max()) * 2**-8), name
-    # DistributedOptimizer.load_state_dict without FusedAdam gives all states one tensor that counts steps, and every
-    # parameter's update advances it: how a stock run goes on after that says nothing about what was loaded.
-    num_losses = 1 if target is None and distributed else 3
-    assert largest_difference(saved["losses"][:num_losses], loaded["losses"][:num_losses]) <= allowed(ranks, world_size)
+    assert largest_difference(saved["losses"], loaded["losses"]) <= allowed(ranks, world_size)
 
 
 def pushed() -> dict[str, Tensor]:
@@ -575,6 +588,8 @@ def symbols() -> bool:
 
     with mt.megatron(bf16(True)):
         table = [row for row in patches.rows("core") if ".optimizer" in row.module]
+        assert len(table) > 30  # those that are relied on stay what they are
+        table = [row for row in table if row.kind != "rely"]
         before = [attrgetter(row.name)(import_module(row.module)) for row in table]
         applied = patches.apply(optimizer.replacements(optimizer.OptimizerStates()))
         during = [attrgetter(row.name)(import_module(row.module)) for row in table]

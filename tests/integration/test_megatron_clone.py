@@ -95,6 +95,10 @@ with on_cpu(training=True):
 """
 
 
+def python_path(root: Path) -> str:
+    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def launch(root: Path, *words: str, ranks: int = 1, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(script)] if script else ["-m", "megatron_patches.pretrain_gpt", "--on-cpu"]
@@ -103,9 +107,8 @@ def launch(root: Path, *words: str, ranks: int = 1, script: Path | None = None) 
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": python_path(root),
     }
-    words = tuple(words)
     return subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=500)
 
 
@@ -127,6 +130,21 @@ def stock(root: Path) -> Any:
         return known[words, ranks]
 
     return of
+
+
+def test_the_clone_has_every_row_with_a_body_that_was_tested(root: Path) -> None:
+    paths = os.pathsep.join([str(CLONE), python_path(root)])
+    run = subprocess.run(
+        [sys.executable, "-W", "always", "-m", "megatron_patches.patches"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert f"at {Path(str(CLONE)).resolve()}" in run.stdout
+    assert run.stdout.count("rely  ") > 40 and run.stdout.count("wrap  ") + run.stdout.count("swap  ") >= 16
+    assert "MISSING" not in run.stdout and "OTHER BODY" not in run.stdout, run.stdout
 
 
 @pytest.mark.parametrize(
@@ -218,7 +236,7 @@ def test_the_cpu_trial_learns(root: Path, tmp_path: Path) -> None:
         "OUTPUT": str(tmp_path),
         "STEPS": "20",
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": python_path(root),
     }
     command = [str(root / "examples/megatron/cpu_trial.sh"), "--log-interval", "1"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)

@@ -254,6 +254,23 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         attention(q[..., :12], k[..., :12], v[..., :12], backend="fa3_fp8_emulated", hadamard=True)
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_packed_sequences_that_end_elsewhere_are_refused(backend: Any, name: str) -> None:
+    """Tokens after the last sequence would come out as whatever was in memory."""
+    ends = {"cu_seqlens_q": ENDS_Q.clone(), "cu_seqlens_k": ENDS_K.clone()}
+    num = int(ends[name][-1])
+    ends[name][-1] = num - 1
+    packing = Packing(ends["cu_seqlens_q"], ends["cu_seqlens_k"], 32, 32)
+    with pytest.raises(UnsupportedError, match=rf"packing.{name}: .* the number of tokens, {num}, got {num - 1}"):
+        attention(*packed()[:3], backend=backend, packing=packing)
+    q, k, v, _ = packed()
+    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 61, got 62"):
+        attention(q, k[:-1], v[:-1], backend=backend, packing=PACKING)
+    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 62, got 50"):
+        attention(q, k, v, backend=backend, packing=Packing.of(ENDS_Q, 32))
+
+
 def test_every_backend_runs_or_says_what_is_missing() -> None:
     for backend in BACKENDS:
         try:

@@ -117,7 +117,7 @@ def test_generation_with_a_cache_is_that_of_the_whole_sequence() -> None:
 
 def test_encoders_see_both_sides() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-    config = BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)  # type: ignore[arg-type]
+    config = BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     model = BertModel(config)
     stock = model(input_ids=TOKENS).last_hidden_state
     use_backend(model, "sdpa", hadamard=False)
@@ -186,3 +186,18 @@ def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_star
     huggingface._refuse_kinds(llama(head_dim=24), "fa3")
     with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
         huggingface._refuse_kinds(llama(head_dim=24), "fa3_fp8")
+
+
+def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
+    model = llama(attention_dropout=0.5)
+    model.model.layers[0].self_attn.num_key_value_groups = None
+    refuse_attention(model, CPU, "sdpa")
+    use_backend(model, "sdpa", hadamard=False)
+    with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got 0\.5"):
+        model.train()(input_ids=TOKENS)
+
+
+def test_a_fault_of_ours_in_reading_a_model_is_not_taken_for_an_odd_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8_ds.engine.attention._kind", lambda *a: {}["absent"])
+    with pytest.raises(KeyError, match="absent"):
+        refuse_attention(llama(), CPU, "sdpa")

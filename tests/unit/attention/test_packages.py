@@ -136,7 +136,7 @@ def test_an_empty_package_of_its_name_is_passed_over(monkeypatch: pytest.MonkeyP
 def test_what_is_missing_is_said_with_the_command() -> None:
     for backend in ("fa3", "fa3_fp8"):
         with pytest.raises(UnsupportedError) as error:
-            attention(*tensors(False)[:3], backend=backend)  # type: ignore[arg-type]
+            attention(*tensors(False)[:3], backend=backend)
         assert "pip install fa3-fwd" in str(error.value) and "flash-attention/hopper" in str(error.value)
         assert all(f"{name}: not installed" in str(error.value) for name in packages.FA3_NAMES)
     with pytest.raises(UnsupportedError, match="pip install flash-attn"):
@@ -164,7 +164,7 @@ def test_what_a_build_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         ("expected a FlashAttention-3 built with FP8", {"backend": "fa3_fp8"}),
     ):
         with pytest.raises(UnsupportedError, match=said):
-            attention(q, k, v, **options)  # type: ignore[arg-type]
+            attention(q, k, v, **options)
     with pytest.raises(UnsupportedError, match="packing: expected none"):
         attention(*(x[0] for x in (q, k, v)), backend="fa3", packing=Packing.of(ENDS, 11))
     with pytest.raises(UnsupportedError, match=r"q: expected bfloat16 .* got torch\.float16"):
@@ -209,7 +209,11 @@ def test_a_forward_only_build_takes_cudnns_backward_where_there_is_one(monkeypat
         assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
     seen = []
     stock = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    spy = lambda *a, **o: seen.append((a, o)) or a[1:4]  # noqa: E731
+
+    def spy(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        seen.append((arguments, options))
+        return arguments[1:4]
+
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", spy)
     run("fa3_fp8", False, causal=True)
     named = dict(zip((one.name for one in stock.default._schema.arguments), seen[0][0], strict=False)) | seen[0][1]

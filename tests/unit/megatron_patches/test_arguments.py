@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--spec", nargs="*")
     found.add_argument("--attention-backend", default="auto")
     found.add_argument("--seed", type=int, default=1)
+    found.add_argument("--reset-attention-mask", action="store_true")
     return arguments.add_arguments(found)
 
 
@@ -49,6 +50,17 @@ def test_help_lists_recipes_and_flags() -> None:
         "--megatron-path",
     ):
         assert word in text
+
+
+def test_help_is_printed_where_megatrons_own_stops_it() -> None:
+    found = parser()
+    found.add_argument("--broken", help="at most 5% (of all), by default %(default)s", default=3)
+    found.add_argument("--fine", help="100%% of %(prog)s, %(default)s", default=4)
+    with pytest.raises(ValueError, match="unsupported format character"):
+        found.format_help()
+    arguments._mend_help(found)
+    text = " ".join(found.format_help().split())
+    assert "at most 5% (of all)" in text and "100% of" in text and ", 4" in text
 
 
 def test_without_fp8_nothing_changes() -> None:
@@ -103,11 +115,20 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
         (["--attention-backend", "local", "--fp8-attention-backend", "sdpa"], ConfigError, r"got local"),
         (["--fp8-master", "fp32"], ConfigError, r"--fp8-master"),
+        (
+            ["--reset-attention-mask", "--fp8-attention-backend", "sdpa"],
+            UnsupportedError,
+            r"--reset-attention-mask: expected off with attention by fp8_ds \(sdpa\), got on",
+        ),
     ],
 )
 def test_what_cannot_take_effect_is_refused(words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         digest(*words)
+
+
+def test_masks_are_megatrons_own_affair_with_its_own_attention() -> None:
+    assert digest(*FP8, "--reset-attention-mask").reset_attention_mask
 
 
 def test_a_megatron_without_the_flag_is_refused() -> None:

@@ -116,6 +116,32 @@ def test_packed_sequences(longest: int | None) -> None:
         torch.testing.assert_close(out[first:last], part)
 
 
+def test_a_mask_that_is_not_causals_is_refused() -> None:
+    """As --reset-attention-mask makes them: documents do not see each other."""
+    causal = torch.ones(1, 1, S, S, dtype=torch.bool).triu(1)
+    documents = causal.expand(B, -1, -1, -1).clone()
+    documents[:, :, S // 2 :, : S // 2] = True
+    q, k, v = operands()
+    module = build()
+    torch.testing.assert_close(masked(module, causal, q, k, v), expected(q, k, v, is_causal=True))
+    with pytest.raises(UnsupportedError, match=r"attention_mask: expected none or a causal one .*, got another"):
+        masked(build(), documents, q, k, v)
+    assert masked(build(), documents, q, k, v, attn_mask_type=AttnMaskType.arbitrary).isnan().all()  # stock
+
+
+def masked(module: Any, mask: Tensor, *qkv: Tensor, **kwargs: Any) -> Tensor:
+    out: Tensor = module(*qkv, mask, **{"attn_mask_type": None, **kwargs})
+    return out
+
+
+@pytest.mark.parametrize("end", [S * B - 1, S * B + 1])
+def test_packed_sequences_end_where_the_tokens_do(end: int) -> None:
+    ends = torch.tensor([0, 10, end], dtype=torch.int32)
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=38, max_seqlen_kv=38)
+    with pytest.raises(UnsupportedError, match=rf"packing.cu_seqlens_q: .* the number of tokens, {S * B}, got {end}"):
+        call(build("reference"), *operands(packed=True), packed_seq_params=packed)
+
+
 def test_padded_packing_is_refused() -> None:
     ends = torch.tensor([0, 10, S * B], dtype=torch.int32)
     packed = PackedSeqParams("thd", ends, ends, ends + 1, ends + 1, 38, 38)

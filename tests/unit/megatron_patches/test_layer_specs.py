@@ -171,6 +171,43 @@ def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPat
         layer_spec(config(fp8="hybrid", fp8_recipe="tensorwise", **recompute), use_transformer_engine=False)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"attention_dropout": 0.1}, "attention dropout 0.1"),
+        ({"attention_dropout": 0.0, "context_parallel_size": 2}, "context parallelism"),
+        ({"attention_dropout": 0.0}, None),
+    ],
+)
+def test_a_backend_that_no_layer_gets_is_said(
+    caplog: pytest.LogCaptureFixture, values: dict[str, Any], reason: str | None
+) -> None:
+    """Without the wrapper too: --attention-dropout is 0.1 where nobody says otherwise."""
+    layer_spec(config(**values), use_transformer_engine=False, attention=AttentionSettings("fa3_fp8"))
+    said = [record.getMessage() for record in caplog.records if record.name == layer_specs.__name__]
+    if reason is None:
+        assert said == []
+    else:
+        assert len(said) == 1 and f"fa3_fp8: all layers keep Megatron's own attention ({reason})" in said[0]
+        assert "--attention-dropout 0" in said[0]
+
+
+def test_the_stock_scripts_mask_of_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    args = SimpleNamespace(
+        spec=["megatron_patches.layer_specs", "gpt_sdpa"], transformer_impl="local", fp8=None, reset_attention_mask=True
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", SimpleNamespace(
+        core_transformer_config_from_args=lambda args: config(attention_dropout=0.0)
+    ))  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(sdpa"):
+        layer_specs._objects()
+    args.reset_attention_mask = False
+    assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
+
+
 def test_without_fp8_or_attention_linears_are_stock() -> None:
     found = modules(layer_spec(config(), use_transformer_engine=False))
     assert (found["linear_qkv"], found["linear_fc2"]) == (ColumnParallelLinear, RowParallelLinear)

@@ -28,6 +28,7 @@ def test_a_plain_configuration_passes() -> None:
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm: .*experts would stay in bf16"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards: .*=1 .*, got 2"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: expected cuda_graph_impl=none .*, got local"),
     ],
