@@ -53,6 +53,8 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     if path.is_dir():
         return _of_folder(path, column)
     rows = list(_rows(path))
+    if not rows:
+        raise ConfigError(f"{path}: expected losses, got a file without values. Was the run still starting?")
     name = column or _loss_name(path, rows)
     points = {step: float(row[name]) for step, row in rows if name in row and row[name] not in ("", None)}
     if not points:

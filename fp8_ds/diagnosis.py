@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+TESTED_TORCH = ("2.11", "2.13")
+"""Versions that the suite runs with, on an H200 and on CPU."""
 _PROBE_SIZE = {"cuda": 4096, "cpu": 128}
 
 Status = Literal["ok", "warning", "missing", "optional"]
@@ -107,7 +109,10 @@ def _has_gpu() -> bool:
 def _torch() -> Iterator[Check]:
     import torch
 
-    yield Check("torch", "ok", torch.__version__)
+    is_tested = any(torch.__version__.startswith(f"{one}.") for one in TESTED_TORCH)
+    text = f"{torch.__version__} (tested: {', '.join(TESTED_TORCH)})"
+    remedy = "" if is_tested else f"install torch {TESTED_TORCH[-1]}, or run the tests of fp8_ds"
+    yield Check("torch", "ok" if is_tested else "warning", text, remedy)
     if torch.version.cuda is None:
         yield Check(
             "CUDA",
@@ -298,8 +303,13 @@ def judge(config: Mapping[str, Any], script: Path | None = None) -> Verdict:
     import torch
 
     from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.initialize import refuse_misplaced_block
     from fp8_ds.engine.refusals import capabilities, refuse_config, refuse_device, zero_stage
 
+    try:
+        refuse_misplaced_block(config)
+    except Fp8DsError as error:
+        return Verdict("no", (str(error),))
     if "fp8" not in config:
         return Verdict(
             "no", ('The configuration has no "fp8" block: it trains in bf16. Add "fp8": {"enabled": true}.',)
@@ -314,7 +324,7 @@ def judge(config: Mapping[str, Any], script: Path | None = None) -> Verdict:
         refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
-    reasons = [f"The configuration is accepted: recipe {fp8.linear.recipe}, ZeRO stage {zero_stage(config)}."]
+    reasons = [f"fp8_ds accepts the configuration: recipe {fp8.linear.recipe}, ZeRO stage {zero_stage(config)}."]
     if device.type == "cpu":
         reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
     way = _way(script)

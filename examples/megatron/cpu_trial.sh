@@ -9,6 +9,10 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${MEGATRON_LM_PATH:?is not set. Clone Megatron-LM, check out core_v0.16.1, and set it to the folder}"
+[ -f "$MEGATRON_LM_PATH/pretrain_gpt.py" ] || {
+    echo "MEGATRON_LM_PATH: expected a clone of Megatron-LM, got $MEGATRON_LM_PATH, which has no pretrain_gpt.py" >&2
+    exit 2
+}
 OUTPUT=${OUTPUT:-$(mktemp -d)}
 PYTHON=${PYTHON:-python3}
 STEPS=${STEPS:-40}

@@ -70,12 +70,11 @@ def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -
             numbers = [f"{value:.0f}" if value is not None else "-" for value in (one.teraflops, one.bf16_teraflops)]
             table.add_row(one.recipe, _against_reference(one), *numbers)
         out.print(table)
-    missing = [check.name for check in found if check.status == "missing"]
-    if missing:
-        out.print(f"FP8 training on this machine lacks: {', '.join(missing)}.")
+    if verdict is None:
+        missing = [check.name for check in found if check.status == "missing"]
+        lacks = f"FP8 training on this machine lacks: {', '.join(missing)}."
+        out.print(lacks if missing else "All that FP8 training needs is here.")
     else:
-        out.print("All that FP8 training needs is here.")
-    if verdict is not None:
         words = {
             "yes": "FP8 would be ON.",
             "no": "FP8 would be OFF.",

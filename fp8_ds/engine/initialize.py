@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.config import Fp8Config
-from fp8_ds.errors import Fp8DsError
+from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
     from fp8_ds.engine.fingerprint import Fingerprint
@@ -27,6 +27,8 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     config = _resolve_config(stock, args, kwargs)
     block = config.get("fp8") if isinstance(config, dict) else None
     if block is None:
+        if isinstance(config, dict):
+            refuse_misplaced_block(config)
         return stock(*args, **kwargs)
     arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     mine: Fingerprint | Fp8DsError | None
@@ -41,6 +43,20 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     agree(mine, arguments)
     with _our_engines():
         return stock(*args, **kwargs)
+
+
+def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
+    """Nothing happens unless `config` has a block that somebody meant as "fp8", which DeepSpeed would pass over.
+
+    Raises:
+        ConfigError: it is written otherwise, or lies inside another block.
+    """
+    if "fp8" in config:
+        return
+    found = [repr(key) for key in config if key.lower() == "fp8"]
+    found += [f'"fp8" in {key!r}' for key, value in config.items() if isinstance(value, dict) and "fp8" in value]
+    if found:
+        raise ConfigError(f'fp8: expected "fp8" at the top level of the configuration, got {found[0]}. Move it there.')
 
 
 def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint | None:

@@ -28,6 +28,13 @@ def test_csv_of_deepspeeds_monitor(tmp_path: Path) -> None:
     assert (found.steps, found.losses) == ((16, 32), (2.5, 2.25))
 
 
+@pytest.mark.parametrize("name", ["empty.csv", "empty.jsonl", "events.out.tfevents.1"])
+def test_a_file_without_values_is_named_as_such(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"step,loss\n" if name.endswith("csv") else b"")
+    with pytest.raises(ConfigError, match=rf"{name}: expected losses, got a file without values"):
+        read_curve(tmp_path / name)
+
+
 def test_event_file_of_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
