@@ -59,6 +59,11 @@ def _tests(selection: str) -> str:
     return f"{{python}} -m pytest -q -m gpu -p no:cacheprovider tests/gpu {selection}"
 
 
+def _megatron(piece: str) -> str:
+    """$MEGATRON_LM_PATH must name a clone that can be written to."""
+    return _benchmark("megatron_pretrain", f"--piece {piece} --budget {{seconds}}")
+
+
 STEPS = (
     Step("tests-long", _tests("-k long"), 150, "issue 7 F: 2,000 steps, no memory lost, no wait added"),
     Step("tests-new", _tests("-k 'monitor or backends or tp'"), 120, "issues 5, 6, 8: what has not run on a GPU"),
@@ -82,6 +87,9 @@ STEPS = (
     Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 300, "issue 4 B, H 1: recipes"),
     Step("losses", _benchmark("end_to_end", "--piece losses --budget {seconds}"), 400, "issue 4 H: losses on text"),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
+    Step("megatron-speed", _megatron("speed"), 440, "issue 6 G: ours beside stock Megatron-LM"),
+    Step("megatron-states", _megatron("states"), 410, "issue 6 G: FP8 Adam in forms (a) and (b)"),
+    Step("megatron-losses", _megatron("losses"), 555, "issue 6 G: 500 iterations on text"),
     Step("tests", _tests(""), 560, "all of tests/gpu for one GPU"),
     Step(
         "parallel-layers",
@@ -101,6 +109,7 @@ STEPS = (
         "issue 4 H 2: Llama-3-8B, ZeRO-3",
         gpus=2,
     ),
+    Step("megatron-tp2", _megatron("tp2"), 380, "issue 6 G: TP=2 with sequence parallelism", gpus=2),
 )
 
 
