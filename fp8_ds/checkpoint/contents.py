@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import enum
 import pathlib
 import types
 from collections.abc import Callable, Sequence
@@ -24,7 +25,22 @@ Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 _NUMPY_FUNCTIONS: list[Any] = [np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]
 
+
+def _member(owner: Any, name: Any) -> enum.Enum:
+    """The member `name` of an enumeration: all that a pickle may use `getattr` for.
+
+    Python 3.11.0 to 3.11.3 pickle a member so; DeepSpeed's optimizer files hold one, the ZeRO stage.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
+        raise TypeError(f"expected a member of an enumeration, got getattr({owner!r}, {name!r})")
+    return owner.__members__[name]
+
+
 _PLAIN: Allowed = (
+    (_member, "builtins.getattr"),
     argparse.Namespace,
     types.SimpleNamespace,
     datetime.datetime,
@@ -45,19 +61,34 @@ _PLAIN: Allowed = (
 """Of the standard library and numpy, what client states commonly hold and what only holds data."""
 
 
+def deepspeed_classes() -> Allowed:
+    """Of which ZeRO's optimizer files hold objects."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+
+
 def read_structure(path: Path, allowed: Allowed = ()) -> Any:
-    """What `torch.load` would return, tensors on the meta device.
+    """What `torch.load` would return, tensors on the meta device. Args and Raises: as `read_data`."""
+    return read_data(path, allowed, device="meta")
+
+
+def read_data(path: Path, allowed: Allowed = (), device: str = "cpu") -> Any:
+    """What `torch.load` returns, if it can without executing anything.
 
     Args:
         path: of a file of torch.save.
         allowed: classes beside torch's own list, torch.serialization.add_safe_globals, and plain ones.
+        device: of all tensors.
 
     Raises:
         CheckpointError: the file cannot be read so.
     """
     try:
         with safe_globals([*_PLAIN, *allowed]):
-            return torch.load(path, map_location="meta", weights_only=True)
+            return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # of pickle, zip files, torch: whatever is in the file
         names = unknown_names(path, allowed)
         if names:

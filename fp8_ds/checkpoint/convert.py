@@ -1,7 +1,8 @@
 """From checkpoints of training to what others read: bf16 safetensors in Hugging Face's layout, universal checkpoints.
 
 Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
-the CPU. DeepSpeed's files are pickles: convert those that you trust.
+the CPU. DeepSpeed's files are pickles, and its converters execute them: so all are read without executing anything
+first, and what holds more than data is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint import manifest as manifests
+from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
 from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -45,7 +47,7 @@ class Converted:
 
 
 def kind_of(folder: Path) -> Kind:
-    """What `folder` holds.
+    """What `folder` holds. Trainer's checkpoint-N holds safetensors too: it is a checkpoint of DeepSpeed's.
 
     Raises:
         ConfigError: none of these.
@@ -55,10 +57,10 @@ def kind_of(folder: Path) -> Kind:
         raise FileNotFoundError(2, "No such folder", str(folder))
     if (folder / "zero/optimizer_state.pt").exists():
         return "universal"
-    if any(folder.glob("*.safetensors")):
-        return "safetensors"
     if (folder / "latest").exists() or any(folder.glob("*_model_states.pt")):
         return "deepspeed"
+    if any(folder.glob("*.safetensors")):
+        return "safetensors"
     raise ConfigError(
         f"source: expected a folder of save_checkpoint, a universal checkpoint or one of safetensors, got {folder}. "
         "Name the folder that was given to save_checkpoint."
@@ -66,7 +68,13 @@ def kind_of(folder: Path) -> Kind:
 
 
 def convert(
-    source: Path, out: Path, target: Kind, tag: str | None = None, stage: int | None = None, model: Path | None = None
+    source: Path,
+    out: Path,
+    target: Kind,
+    tag: str | None = None,
+    stage: int | None = None,
+    model: Path | None = None,
+    trust_pickle: bool = False,
 ) -> Converted:
     """`out` holds the checkpoint in `source` as `target` afterwards.
 
@@ -77,10 +85,12 @@ def convert(
         tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
         stage: of ZeRO, that is to load the universal checkpoint; None: the one that wrote it.
         model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
+        trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
 
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
-        CheckpointError: `source` is a save that did not end, or is damaged (its manifest says so).
+        CheckpointError: `source` is a save that did not end, is damaged (its manifest says so) or holds more than
+            data.
         UnsupportedError: there is no such conversion; it says what to do instead.
         OSError: a file cannot be read or written.
     """
@@ -97,8 +107,8 @@ def convert(
     if refusal is not None:
         raise UnsupportedError(f"convert: expected another pair than {kind} to {target}, got it. {refusal}")
     if target == "universal":
-        return _to_universal(kind, source, out, tag, stage)
-    tensors = _of_universal(source) if kind == "universal" else _of_deepspeed(source, tag)
+        return _to_universal(kind, source, out, tag, stage, trust_pickle)
+    tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_deepspeed(source, tag, trust_pickle)
     return _write(kind, tensors, out, model)
 
 
@@ -123,10 +133,10 @@ _REFUSED: Mapping[tuple[str, str], str] = {
 # --- reading ---
 
 
-def _of_deepspeed(source: Path, tag: str | None) -> Iterator[tuple[str, Tensor]]:
+def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    folder, tag = _save_of(source, tag)
+    folder, tag = _save_of(source, tag, trust_pickle)
     if any((folder / tag).glob("layer_*-model_states.pt")):
         raise UnsupportedError(
             "convert: expected a checkpoint without pipeline stages, got one of a PipelineModule, whose names are "
@@ -147,12 +157,12 @@ def _of_deepspeed(source: Path, tag: str | None) -> Iterator[tuple[str, Tensor]]
         yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor  # buffers may be integers
 
 
-def _save_of(source: Path, tag: str | None) -> tuple[Path, str]:
-    """(the folder of all saves, the tag of one); `source` may be either folder.
+def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, str]:
+    """(the folder of all saves, the tag of one that DeepSpeed's converters may open); `source` may be either folder.
 
     Raises:
         ConfigError: there is no such save.
-        CheckpointError: it did not end, or its files are not as they were written.
+        CheckpointError: it did not end, its files are not as they were written, or they hold more than data.
     """
     if any(source.glob("*_model_states.pt")) and tag is None:
         folder, tag = source.resolve().parent, source.resolve().name
@@ -171,17 +181,44 @@ def _save_of(source: Path, tag: str | None) -> tuple[Path, str]:
             f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. Complete in "
             f"{str(folder)!r}: {manifests.complete_tags(folder)}."
         )
+    if not trust_pickle:
+        _refuse_code(folder / tag)
     return folder, tag
 
 
-def _of_universal(source: Path) -> Iterator[tuple[str, Tensor]]:
+def _refuse_code(folder: Path) -> None:
+    """Every file of torch.save in `folder` holds data only.
+
+    Raises:
+        CheckpointError: a file does not, or cannot be read so.
+    """
+    for path in sorted(folder.rglob("*.pt")):
+        try:
+            if names := unknown_names(path, deepspeed_classes()):
+                raise CheckpointError(f"{path}: expected tensors and plain data, got {', '.join(names)}.")
+            read_structure(path, deepspeed_classes())
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"convert: {error} If you trust whoever wrote it, add --trust-pickle, which executes what it names."
+            ) from error
+
+
+def _load(path: Path, trust_pickle: bool) -> Any:
+    if trust_pickle:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    return read_data(path, deepspeed_classes())
+
+
+def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
     files = sorted(source.glob("*mp_rank_*_model_states.pt"))
     if not files or len({file.name.split("mp_rank_")[-1] for file in files}) > 1:
         raise UnsupportedError(
             f"convert: expected model files of one tensor-parallel rank in {source}, got {len(files)}. Convert the "
             "DeepSpeed checkpoint instead."
         )
-    state = torch.load(files[0], map_location="cpu", weights_only=False)
+    if not trust_pickle:
+        _refuse_code(source)
+    state = _load(files[0], trust_pickle)
     frozen = state.get("frozen_param_fragments") or {}
     if frozen:
         raise UnsupportedError(
@@ -190,7 +227,7 @@ def _of_universal(source: Path) -> Iterator[tuple[str, Tensor]]:
         )
     for group in state["param_shapes"]:
         for name, shape in group.items():
-            content = torch.load(source / "zero" / name / "fp32.pt", map_location="cpu", weights_only=False)
+            content = _load(source / "zero" / name / "fp32.pt", trust_pickle)
             master = content["param"] if isinstance(content, dict) else content
             yield name, master.reshape(shape).to(torch.bfloat16)
 
@@ -257,19 +294,23 @@ def _copy_model_files(model: Path | None, out: Path) -> list[str]:
     return copied
 
 
-def _to_universal(kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None) -> Converted:
+def _to_universal(
+    kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None, trust_pickle: bool
+) -> Converted:
     if kind == "universal":
         if stage is None:
             raise ConfigError("--stage: expected the stage that is to load it, got none. It is universal already.")
+        if not trust_pickle:
+            _refuse_code(source)
         shutil.copytree(source, out, dirs_exist_ok=True)
     else:
         from deepspeed.checkpoint import ds_to_universal
 
-        folder, tag = _save_of(source, tag)
+        folder, tag = _save_of(source, tag, trust_pickle)
         out.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
         options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))
     if stage is not None:
-        prepare_universal(out, stage)
+        prepare_universal(out, stage, trust_pickle)
     return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())))

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -73,6 +73,20 @@ def damage(folder: Path, name: str, expected: FileRecord) -> str:
     with path.open("rb", buffering=0) as file:  # no fsync: read-only file systems may refuse it
         found = _checksum(file)[1]
     return "" if found == expected.crc32 else f"{path} has CRC-32 {found} where {expected.crc32} was written"
+
+
+def share_out(files: Mapping[str, FileRecord], ranks: Collection[int]) -> dict[int, list[str]]:
+    """rank -> names of the files that it reads: each file has one rank, and no rank more than the mean and one file.
+
+    The largest go first, each to the rank with the least bytes so far; the same on all ranks.
+    """
+    shares: dict[int, list[str]] = {rank: [] for rank in ranks}
+    num_bytes = dict.fromkeys(shares, 0)
+    for name in sorted(files, key=lambda name: (-files[name].num_bytes, name)):
+        rank = min(shares, key=lambda rank: (num_bytes[rank], len(shares[rank]), rank))
+        shares[rank].append(name)
+        num_bytes[rank] += files[name].num_bytes
+    return shares
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -204,7 +218,10 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """What the user has put beside our files in `old` is in `new` too, as if it had been overwritten in place."""
+    """What the user has put beside our files in `old` is in `new` too, as if it had been overwritten in place.
+
+    By hard links, which take no time: other ranks wait. File systems without them get copies.
+    """
     try:
         manifest = read_manifest(old)
     except CheckpointError:
@@ -214,9 +231,17 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
         if entry.name in ours or entry.name.endswith("_states.pt") or (new / entry.name).exists():
             continue
         if entry.is_dir():
-            shutil.copytree(entry, new / entry.name, symlinks=True)
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
         else:
-            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+            _link(entry, new / entry.name)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """`target` is the same file as `source`, or where that cannot be, a copy of it."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _write(path: Path, text: str) -> None:

@@ -68,7 +68,8 @@ def argument(name: str) -> Iterator[None]:
 
 
 def _file_message(error: OSError) -> str:
-    return f"expected a file, got {error}. Name another."
+    what = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
+    return f"expected a file or folder to work with, got {what!r}. Name another."
 
 
 def _failed(message: str, code: int, as_json: bool) -> typer.Exit:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8_ds.cli.common import JsonOption, failures, show
+from fp8_ds.cli.common import JsonOption, argument, failures, show
 
 
 class Target(str, Enum):
@@ -33,6 +33,10 @@ def convert(
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder with config.json and tokenizer, copied beside safetensors.")
     ] = None,
+    trust_pickle: Annotated[
+        bool,
+        typer.Option("--trust-pickle", help="Files may hold more than data: code of whoever wrote them is executed."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Weights leave as bf16 of the masters, bitwise. Safetensors cannot become a checkpoint: they have no moments.
@@ -40,10 +44,13 @@ def convert(
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error.
     """
     from fp8_ds.checkpoint.convert import convert as run
+    from fp8_ds.checkpoint.convert import kind_of
 
     # DeepSpeed's converters print on stdout, which belongs to the JSON object.
     with failures(as_json), contextlib.redirect_stdout(sys.stderr):
-        found = run(source, out, to.value, tag, stage, model)
+        with argument("source"):
+            kind_of(source)
+        found = run(source, out, to.value, tag, stage, model, trust_pickle)
     if as_json:
         show(asdict(found))
         return

@@ -205,10 +205,11 @@ REFUSALS = (
         'Remove "elastic_checkpoint"; use universal checkpoints to change the world size.',
     ),
     Refusal(
-        "checkpoint.writer.decoupled: true",
-        lambda c: _is_on(_block(c, "checkpoint", "writer").get("decoupled")),
-        "files that are still being written have no checksum, and a failed write would reach no rank",
-        'Remove "decoupled"; the other writers work.',
+        "checkpoint.writer",
+        lambda c: _block(c, "checkpoint").get("writer") is not None,
+        "in stages 1 and 2 all ranks write one file at once, in stage 3 stock cannot load what was written, and a "
+        "decoupled write that fails reaches no rank",
+        'Remove "writer".',
     ),
     Refusal(
         "datastates_ckpt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import convert as module
 from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -123,6 +125,72 @@ def test_a_damaged_or_unfinished_checkpoint_is_not_converted(ranks: Any, tmp_pat
     assert not list((tmp_path / "out").glob("*"))
 
 
+class Hostile:
+    """Makes a folder when a pickle of it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def add_to(path: Path, mark: Path, new_format: bool = True) -> None:
+    state = torch.load(path, weights_only=False)
+    torch.save({**state, "more": Hostile(mark)}, path, _use_new_zipfile_serialization=new_format)
+
+
+def test_code_in_a_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, tmp_path: Path) -> None:
+    folder, mark = tmp_path / "ckpt", tmp_path / "mark"
+    ranks(2).run(save_all, str(folder))
+    convert(folder, folder / "universal", "universal")
+    (folder / "first/fp8_ds_manifest.json").unlink()  # a checkpoint of somebody else
+    for kind in ("model", "optim"):
+        for new_format in (True, False):
+            path = sorted((folder / "first").glob(f"*_{kind}_states.pt"))[-1]
+            content = path.read_bytes()
+            add_to(path, mark, new_format)
+            for target in ("safetensors", "universal"):
+                with pytest.raises(CheckpointError, match=rf"{path.name}: expected tensors.*add --trust-pickle"):
+                    convert(folder, tmp_path / "out", target)  # type: ignore[arg-type]
+            assert not mark.exists() and not list((tmp_path / "out").glob("*"))
+            path.write_bytes(content)
+    add_to(path := next((folder / "first").glob("*_model_states.pt")), mark)
+    arguments = ["convert", str(folder), str(tmp_path / "out"), "--to", "safetensors"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 2 and "posix.mkdir" in json.loads(result.stdout)["error"] and not mark.exists()
+    assert CliRunner().invoke(app, [*arguments, "--trust-pickle"]).exit_code == 0
+    assert mark.exists()  # it is hostile
+
+
+def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, tmp_path: Path) -> None:
+    folder, mark = tmp_path / "ckpt", tmp_path / "mark"
+    ranks(2).run(save_all, str(folder))
+    convert(folder, folder / "universal", "universal")
+    universal = folder / "universal"
+    for path in (universal / "mp_rank_00_model_states.pt", universal / "zero/lm_head.weight/fp32.pt"):
+        content = path.read_bytes()
+        add_to(path, mark)
+        for target, stage in (("safetensors", None), ("universal", 3)):
+            with pytest.raises(CheckpointError, match=r"posix\.mkdir.*add --trust-pickle"):
+                convert(universal, tmp_path / "out", target, stage=stage)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+            prepare_universal(universal, 3)
+        assert not mark.exists() and not list((tmp_path / "out").glob("*"))
+        convert(universal, tmp_path / f"out-{path.stem}", "safetensors", trust_pickle=True)
+        assert mark.exists()
+        mark.rmdir()
+        path.write_bytes(content)
+    prepare_universal(universal, 3)
+
+
+def test_what_trainer_saves_is_a_checkpoint_though_safetensors_lie_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert kind_of(tmp_path) == "safetensors"
+    (tmp_path / "latest").write_text("global_step100")
+    assert kind_of(tmp_path) == "deepspeed"
+
+
 def test_what_makes_no_sense_is_refused_with_what_does(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -131,7 +199,7 @@ def test_what_makes_no_sense_is_refused_with_what_does(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, weights / "model.safetensors")
     for target in ("universal", "deepspeed"):
         with pytest.raises(UnsupportedError, match=r"from_pretrained, then deepspeed\.initialize"):
-            convert(weights, tmp_path / "out", target)  # type: ignore[arg-type]
+            convert(weights, tmp_path / "out", target)
     with pytest.raises(ConfigError, match="expected an empty folder"):
         convert(weights, weights, "universal")
     (tmp_path / "empty").mkdir()

@@ -83,7 +83,7 @@ def train_with_a_fault(folder: str, stage: int, fp8: dict[str, Any], moment: str
     try:
         training.train(engine, 2, first_step=2)
         engine.save_checkpoint(folder)
-    except Exception:
+    except Exception:  # of whichever library sees first that a rank is gone
         Path(folder, f"ended{dist.get_rank()}").touch()
         raise
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hosts import Finished, Hosts, why_not  # noqa: E402
-from launchers import launch  # noqa: E402
+from hosts import Finished, Hosts, why_not
+from launchers import launch
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -34,7 +33,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 class Trainer:
-    """train(cases, ...): each case's results by rank. The same call is run once a session."""
+    """train(cases, ...): each case's results by rank. The same call is run once a session. `script`: of this folder."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
@@ -42,19 +41,24 @@ class Trainer:
         self._known: dict[str, Results] = {}
 
     def __call__(
-        self, cases: list[dict[str, Any]], launcher: str = "no_ssh", anew: bool = False, **options: Any
+        self,
+        cases: list[dict[str, Any]],
+        launcher: str = "no_ssh",
+        anew: bool = False,
+        script: str = "train_cases.py",
+        **options: Any,
     ) -> Results:
-        key = json.dumps([cases, launcher, options], default=str)
+        key = json.dumps([cases, launcher, script, options], default=str)
         if anew or key not in self._known:
-            self._known[key] = self._train(cases, launcher, **options)
+            self._known[key] = self._train(cases, launcher, script, **options)
         return self._known[key]
 
-    def _train(self, cases: list[dict[str, Any]], launcher: str, **options: Any) -> Results:
+    def _train(self, cases: list[dict[str, Any]], launcher: str, script: str, **options: Any) -> Results:
         out = self.hosts.folder / f"out{len(list(self.hosts.folder.glob('out*')))}"
         out.mkdir()
         (out / "cases.json").write_text(json.dumps(cases))
-        script = HERE / "train_cases.py"
-        self.finished = launch(self.hosts, launcher, script, "--cases", out / "cases.json", "--out", out, **options)
+        path = Path(__file__).resolve().with_name(script)
+        self.finished = launch(self.hosts, launcher, path, "--cases", out / "cases.json", "--out", out, **options)
         world_size = options.get("ranks_per_host", 1) * options.get("num_hosts", 2)
         return {
             case["name"]: [

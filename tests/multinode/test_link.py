@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE
 from hosts import Hosts
 from launchers import launch
 from test_two_hosts import assert_trained_alike, zero_case
@@ -53,7 +53,7 @@ def test_a_link_that_is_down_for_seconds_changes_no_result(train: Callable[..., 
 
 
 def test_a_link_that_stays_down_ends_both_hosts_with_an_error(train: Callable[..., Any], hosts: Hosts) -> None:
-    folder = hosts.folder / "cut"
+    script, folder = Path(__file__).with_name("train_cases.py"), hosts.folder / "cut"
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps([CASE]))
     cutter = Cutter(hosts, train([CASE]), seconds=1e9)
@@ -65,7 +65,7 @@ def test_a_link_that_stays_down_ends_both_hosts_with_an_error(train: Callable[..
 
     try:
         finished = launch(
-            hosts, "no_ssh", HERE / "train_cases.py", "--cases", folder / "cases.json", "--out", folder,
+            hosts, "no_ssh", script, "--cases", folder / "cases.json", "--out", folder,
             env={"DEEPSPEED_TIMEOUT": str(GROUP_TIMEOUT // 60)}, timeout=500, grace=GROUP_TIMEOUT + MARGIN,
             meanwhile=watch,
             check=False,

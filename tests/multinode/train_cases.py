@@ -18,32 +18,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/distributed"), str(ROOT / "examples/deepspeed")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/deepspeed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import training  # noqa: E402
-from model import ByteLlama, ModelSize  # noqa: E402
+import deepspeed
+import torch
+import torch.distributed as dist
+import training
+from hosts import cable_bytes
+from model import ByteLlama, ModelSize
 
-import fp8_ds  # noqa: F401, E402
+import fp8_ds  # noqa: F401
 
 NUM_WARM = 2
 """ZeRO-3 traces its first step, and prefetches by the trace from the second on."""
 SIZE = {"dim": 128, "ffn_dim": 384, "num_layers": 2, "head_dim": 32}
 # Every weight is fetched in forward and again in backward, at any link speed.
 STAGE_3 = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-
-
-def cable_bytes(interface: str = "eth0") -> int:
-    """Sent and received by this host so far; 0 without such an interface."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[0]) + int(fields[8])
-    return 0
 
 
 def engine_of(case: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import enum
 import os
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,38 @@ def test_a_class_of_the_user_is_named_and_can_be_allowed(tmp_path: Path) -> None
     with torch.serialization.safe_globals([Mine]):
         assert read_structure(path)["mine"].value == 7
     assert unknown_names(path, [Mine]) == []
+
+
+class Stage(enum.IntEnum):
+    weights = 3
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.of = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+def test_a_member_of_an_enumeration_may_be_pickled_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"zero_stage": ByName(Stage, "weights")}, path)
+    assert unknown_names(path, [Stage]) == []
+    assert read_structure(path, [Stage]) == {"zero_stage": Stage.weights}
+    assert unknown_names(path) == [f"{Stage.__module__}.Stage"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Stage, "__init_subclass__"), (Mine, "__init__"), (Stage, "gradients")], ids=str
+)
+def test_getattr_of_anything_else_is_refused(tmp_path: Path, owner: type, name: str) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"found": ByName(owner, name)}, path)
+    with pytest.raises(CheckpointError, match="expected a member of an enumeration"):
+        read_structure(path, [owner])
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut off"])

@@ -122,6 +122,32 @@ def test_another_format_is_refused_with_the_version_that_wrote_it(
         m.read_manifest(tmp_path)
 
 
+SHARDS = {f"bf16_zero_pp_rank_{i}": 1200 for i in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({**SHARDS, "mp_rank_00": 1600}, range(8)),
+        ({**SHARDS, "mp_rank_00": 90_000}, range(8)),
+        ({f"layer{i}": 10 * (i % 5) for i in range(50)}, range(4)),
+        (SHARDS, [4, 5, 6]),  # of the second host
+        ({"mp_rank_00": 1}, range(3)),
+        ({}, range(2)),
+    ],
+)
+def test_files_are_shared_out_by_size(sizes: dict[str, int], ranks: Any) -> None:
+    files = {name: m.FileRecord(size, "", 0) for name, size in sizes.items()}
+    shares = m.share_out(files, ranks)
+    assert sorted(shares) == list(ranks)
+    assert sorted(name for share in shares.values() for name in share) == sorted(files)
+    loads = [sum(sizes[name] for name in share) for share in shares.values()]
+    assert max(loads) <= sum(sizes.values()) / len(loads) + max(sizes.values(), default=0)
+    if sizes.get("mp_rank_00", 0) > 2000:
+        assert ["mp_rank_00"] in shares.values()  # who reads the largest file reads no other
+    assert m.share_out(dict(reversed(files.items())), ranks) == shares
+
+
 # --- kills ---
 
 
@@ -224,6 +250,28 @@ def test_files_that_others_put_beside_ours_stay_when_a_tag_is_saved_again(tmp_pa
     assert (tmp_path / "best/notes.txt").read_text() == "mine"
     assert (tmp_path / "best/tokenizer/vocabulary").read_text() == "a b"
     assert not (tmp_path / "best/mp_rank_07_model_states.pt").exists()
+
+
+def test_files_of_others_are_not_copied_where_they_can_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "best", 1)
+    (tmp_path / "best/data").mkdir()
+    (tmp_path / "best/data/large").write_text("mine")
+    (tmp_path / "best/notes").symlink_to("nowhere")
+    before = (tmp_path / "best/data/large").stat().st_ino
+    save(tmp_path, "best", 2)
+    assert (tmp_path / "best/data/large").stat().st_ino == before
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(95, "Operation not supported")  # as some network file systems do
+
+    monkeypatch.setattr(os, "link", refuse)
+    save(tmp_path, "best", 3)
+    assert load(tmp_path) == 3
+    assert (tmp_path / "best/data/large").stat().st_ino != before
+    assert (tmp_path / "best/data/large").read_text() == "mine"
+    assert os.readlink(tmp_path / "best/notes") == "nowhere"
 
 
 def test_complete_tags_leave_out_unfinished_ones(tmp_path: Path) -> None:

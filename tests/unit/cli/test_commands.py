@@ -143,14 +143,14 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
 def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...], argument: str) -> None:
     code, found = run(*arguments)
     assert code == 3 and "gone" in found["error"]
-    assert found["error"].startswith(f"{argument}: expected a file, got ")
+    assert found["error"].startswith(f"{argument}: expected a file or folder to work with, got ")
 
 
 def test_a_picture_that_cannot_be_written_is_named_with_its_argument(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "a.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
     code, found = run("compare", tmp_path / "a.csv", tmp_path / "a.csv", "--png", tmp_path / "gone/a.png")
-    assert code == 3 and found["error"].startswith("--png or --html: expected a file, got ")
+    assert code == 3 and found["error"].startswith("--png or --html: expected a file or folder to work with, got ")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", b"{", b"[1]"])

@@ -126,5 +126,7 @@ def test_a_missing_file_is_named_with_its_argument(folder: Path) -> None:
     ):
         code, found = run(*more)
         assert (
-            code == 3 and found["error"].startswith(f"{argument}: expected a file, got ") and "gone" in found["error"]
+            code == 3
+            and found["error"].startswith(f"{argument}: expected a file or folder to work with, got ")
+            and "gone" in found["error"]
         )

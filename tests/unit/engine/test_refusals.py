@@ -93,7 +93,10 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
         zero(stage=3, use_all_reduce_for_fetch_params=True),
     ],
     "zero_optimization.elastic_checkpoint: true": [zero(elastic_checkpoint=True)],
-    "checkpoint.writer.decoupled: true": [{"checkpoint": {"writer": {"decoupled": True}}}],
+    "checkpoint.writer": [
+        {"checkpoint": {"writer": {"type": "python"}}},
+        {"checkpoint": {"writer": {"decoupled": True}}},
+    ],
     "datastates_ckpt": [{"datastates_ckpt": {"config_file": "x"}}, {"datastates_ckpt": {}}],
     "data_types.grad_accum_dtype: fp32 with stage 1": [
         {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": dtype}}

@@ -1,0 +1,274 @@
+"""Saves that cannot be: a disk that is full or fails, files of several writers, hosts and their disks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_checkpoint as base
+import training
+from test_checkpoint_faults import files_of, refusal
+
+pytestmark = pytest.mark.distributed
+
+
+def failing_save(folder: str, fails: str) -> str:
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine as Stock
+
+    from fp8_ds.errors import CheckpointError
+
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="same")
+    before = base.snapshot(engine)
+    training.train(engine, 1, first_step=1)
+    stock_save, stock_copy = Stock.save, type(engine)._copy_recovery_script
+
+    def save(self: Any, state_dict: Any, path: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(5, "Input/output error", str(path))
+        stock_save(self, state_dict, path)
+
+    def copy(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    host = next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
+    if fails == "shard":
+        Stock.save = save
+    else:
+        stock_copy, host._copy_recovery_script = host._copy_recovery_script, copy
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder, tag="same")
+    finally:
+        Stock.save = stock_save
+        if fails == "script":
+            host._copy_recovery_script = stock_copy
+    losses = training.train(engine, 1, first_step=2)  # the run can go on
+    assert losses
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) == ["same"]
+    training.destroy(engine)
+    again = base.build(2, {}, seed=1)
+    again.load_checkpoint(folder)
+    base.assert_same(base.snapshot(again), before)
+    training.destroy(again)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fails", ["shard", "script"])
+def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
+    ranks: Any, tmp_path: Path, fails: str
+) -> None:
+    for message in ranks(2).run(failing_save, str(tmp_path), fails):
+        assert ("rank 1: OSError: [Errno 5]" if fails == "shard" else "rank 0: OSError: [Errno 28]") in message
+
+
+def full_disk(folder: str, room: int) -> tuple[str, bool]:
+    import torch.distributed as dist
+
+    from fp8_ds.errors import CheckpointError
+
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    before = base.snapshot(engine)
+    training.train(engine, 1, first_step=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        free = shutil.disk_usage(folder).free
+        Path(folder, "ballast").write_bytes(b"\0" * (free - room))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder)
+    dist.barrier()
+    training.destroy(engine)
+    again = base.build(2, {}, seed=1)
+    again.load_checkpoint(folder)
+    base.assert_same(base.snapshot(again), before)
+    dist.barrier()
+    Path(folder, "ballast").unlink(missing_ok=True)
+    dist.barrier()
+    assert again.save_checkpoint(folder, tag="after") is True
+    training.destroy(again)
+    return str(caught.value), Path(folder, "latest").read_text() == "after"
+
+
+@pytest.mark.parametrize("room", [0, 150_000], ids=["nothing", "some-files"])
+def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_checkpoint_loads(
+    ranks: Any, tmp_path: Path, room: int
+) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("NEEDS ROOT: mounts a tmpfs of 4 MiB as the disk that fills")
+    try:
+        for message, is_latest in ranks(2).run(full_disk, str(tmp_path), room):
+            assert "expected every rank to write its part" in message
+            assert is_latest
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def several_writers(folder: str) -> str:
+    """As with use_node_local_storage on a disk that hosts share: the first rank of each host writes the model file."""
+    from fp8_ds.errors import CheckpointError
+
+    engine = training.build(training.ds_config(2, {}), base.MODEL)
+    engine.save_non_zero_checkpoint = True
+    training.train(engine, 1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder)
+    assert not Path(folder, "latest").exists()
+    training.destroy(engine)
+    return str(caught.value)
+
+
+def test_a_file_that_several_ranks_write_is_no_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(several_writers, str(tmp_path)):
+        assert "mp_rank_00_model_states.pt written by ranks [0, 1] at once (remove" in message
+
+
+# --- hosts with disks of their own ---
+
+
+def node_local(folder: str) -> None:
+    import torch.distributed as dist
+
+    here = f"{folder}/host{dist.get_rank()}"
+    config = training.ds_config(3, {}, checkpoint={"use_node_local_storage": True})
+    engine = training.build(config, base.MODEL)
+    engine.local_rank = 0  # one rank a host
+    engine.save_non_zero_checkpoint = True
+    training.train(engine, 1)
+    engine.save_checkpoint(here)
+    before = base.snapshot(engine)
+    assert Path(here, "latest").read_text() == "global_step1"
+    assert len(files_of(here)) == 3
+    training.destroy(engine)
+    again = training.build(config, base.MODEL, seed=1)
+    again.local_rank = 0
+    again.load_checkpoint(here)
+    base.assert_same(base.snapshot(again), before)
+    path = next(path for path in files_of(f"{folder}/host1") if "optim" in path.name)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    assert str(path) in refusal(again, here)
+    training.destroy(again)
+
+
+def test_hosts_with_disks_of_their_own_have_a_manifest_and_a_latest_each(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(node_local, str(tmp_path))
+
+
+def hosts_apart(folder: str) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.errors import CheckpointError
+
+    engine = base.build(3, {})
+    training.train(engine, 1)
+    with pytest.raises(CheckpointError) as caught:  # a path that is another disk on each host
+        engine.save_checkpoint(f"{folder}/host{dist.get_rank()}")
+    assert not Path(folder, "host0", "latest").exists()
+    training.destroy(engine)
+    return str(caught.value)
+
+
+def test_hosts_with_disks_of_their_own_that_nobody_spoke_of_fail_at_the_save(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(hosts_apart, str(tmp_path)):
+        assert "is not here as rank 1 wrote it" in message
+        assert "use_node_local_storage" in message
+
+
+def one_disk(folder: str, stage: int) -> str:
+    from fp8_ds.errors import CheckpointError
+
+    config = training.ds_config(stage, {}, checkpoint={"use_node_local_storage": True})
+    engine = training.build(config, base.MODEL)
+    engine.local_rank = 0  # one rank a host
+    engine.save_non_zero_checkpoint = True
+    training.train(engine, 1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder)
+    assert not Path(folder, "latest").exists()
+    training.destroy(engine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hosts_that_say_they_have_disks_of_their_own_and_share_one_fail_at_the_save(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    for message in ranks(2).run(one_disk, str(tmp_path), stage):
+        assert 'of rank 1 on the disk of rank 0\'s host (remove "use_node_local_storage"' in message
+
+
+def node_local_mixed(folder: str) -> tuple[str, str]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    here, aside = Path(folder, f"host{rank}"), Path(folder, f"aside{rank}")
+    config = training.ds_config(2, {}, checkpoint={"use_node_local_storage": True})
+    engine = training.build(config, base.MODEL)
+    engine.local_rank = 0  # one rank a host
+    engine.save_non_zero_checkpoint = True
+    training.train(engine, 1)
+    engine.save_checkpoint(str(here), tag="newest")
+    shutil.copytree(here, aside)
+    training.train(engine, 1, first_step=1)
+    engine.save_checkpoint(str(here), tag="newest")
+    dist.barrier()
+    mixed = refusal(engine, f"{folder}/{'host0' if rank == 0 else 'aside1'}")  # killed before host 1 had renamed
+    moved = refusal(engine, f"{folder}/host0")  # both ranks on a host that has rank 0's files alone
+    engine.load_checkpoint(str(here))
+    training.destroy(engine)
+    return mixed, moved
+
+
+def test_hosts_with_parts_of_different_saves_or_of_other_ranks_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for mixed, moved in ranks(2).run(node_local_mixed, str(tmp_path)):
+        assert "ranks that see different checkpoints" in mixed
+        assert "newest of step 1" in mixed
+        assert "newest of step 2" in mixed
+        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt of rank 1 is not in" in moved
+
+
+def broken_mount(folder: str) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import manifest as m
+
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    stock = m.find
+
+    def find(load_dir: Path, tag: str) -> str:
+        if dist.get_rank() == 1:
+            raise OSError(116, "Stale file handle", str(load_dir))
+        return stock(load_dir, tag)
+
+    m.find = find
+    try:
+        message = refusal(engine, folder)
+    finally:
+        m.find = stock
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "latest").write_text("")
+    dist.barrier()
+    assert "latest is empty" in refusal(engine, folder)
+    training.destroy(engine)
+    return message
+
+
+def test_a_mount_that_fails_on_one_rank_is_an_error_on_all(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(broken_mount, str(tmp_path)):
+        assert "rank 1: OSError: [Errno 116] Stale file handle" in message

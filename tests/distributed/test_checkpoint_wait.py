@@ -1,0 +1,194 @@
+"""File work of one rank that takes longer than the process group's time-out: the others wait, and hear how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_checkpoint as base
+import training
+
+from fp8_ds.testing.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.distributed
+
+GROUP_TIMEOUT = 4.0
+SLOW = 2 * GROUP_TIMEOUT
+
+
+@pytest.fixture(scope="module")
+def impatient_ranks() -> Iterator[RankPool]:
+    """A pool of two whose collectives fail after GROUP_TIMEOUT."""
+    pool = RankPool(2, group_timeout=GROUP_TIMEOUT)
+    yield pool
+    pool.close()
+
+
+@contextmanager
+def slow(name: str, slow_rank: int, fails: bool = False) -> Iterator[None]:
+    """A function of fp8_ds.checkpoint.manifest takes SLOW seconds on one rank, once."""
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import manifest as m
+
+    stock, calls = getattr(m, name), [0]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if dist.get_rank() == slow_rank and calls[0] == 1:
+            time.sleep(SLOW)
+            if fails:
+                raise OSError(116, "Stale file handle", str(args[0]))
+        return stock(*args, **kwargs)
+
+    setattr(m, name, run)
+    try:
+        yield
+    finally:
+        setattr(m, name, stock)
+
+
+@contextmanager
+def lines() -> Iterator[list[str]]:
+    """What DeepSpeed's logger is told."""
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def waits(folder: str, name: str, slow_rank: int) -> list[str]:
+    from fp8_ds.engine import waiting
+
+    waiting.SAY_SECONDS = 1.0
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    if name != "damage":
+        with slow(name, slow_rank), lines() as said:
+            engine.save_checkpoint(folder)
+    else:
+        engine.save_checkpoint(folder)
+        with slow(name, slow_rank), lines() as said:
+            engine.load_checkpoint(folder)
+    training.destroy(engine)
+    again = base.build(2, {}, seed=1)
+    assert again.load_checkpoint(folder)[0] is not None
+    training.destroy(again)
+    return [line for line in said if "not done yet" in line]
+
+
+def slowly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "slow_rank"),
+    [("record", 1), slowly("commit", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
+)
+def test_ranks_wait_for_file_work_longer_than_the_time_out(
+    impatient_ranks: RankPool, tmp_path: Path, name: str, slow_rank: int
+) -> None:
+    said, by_other = impatient_ranks.run(waits, str(tmp_path), name, slow_rank)
+    what = "load_checkpoint" if name == "damage" else "save_checkpoint"
+    assert said and all(f"{what}: " in line and f"ranks [{slow_rank}] are not done yet" in line for line in said)
+    assert by_other == []
+
+
+def fails_late(folder: str, name: str) -> str:
+    from fp8_ds.errors import CheckpointError
+
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    act: Callable[[str], Any] = engine.load_checkpoint if name == "damage" else engine.save_checkpoint
+    with slow(name, 1 if name == "record" else 0, fails=True), pytest.raises(CheckpointError) as caught:
+        act(folder)
+    training.destroy(engine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [slowly("record"), "commit", slowly("damage")])
+def test_a_failure_after_the_time_out_is_an_error_on_all_ranks(
+    impatient_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    messages = impatient_ranks.run(fails_late, str(tmp_path), name)
+    assert messages[0] == messages[1]
+    assert "OSError: [Errno 116] Stale file handle" in messages[0] and str(tmp_path) in messages[0]
+
+
+def dies_while_others_wait(folder: str) -> None:
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import manifest as m
+
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    if dist.get_rank() == 1:
+        m.damage = lambda *_: os._exit(9)
+    engine.load_checkpoint(folder)
+
+
+def test_a_rank_that_dies_while_others_wait_is_an_error(impatient_ranks: RankPool, tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 died"):
+        impatient_ranks.run(dies_while_others_wait, str(tmp_path))
+    assert time.monotonic() - start < 60
+
+
+def one_raises(kind: str) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.engine.waiting import all_do
+    from fp8_ds.errors import CheckpointError
+
+    def work() -> int:
+        if dist.get_rank() == 1:
+            raise {"error": ZeroDivisionError, "exit": SystemExit}[kind]("by zero")
+        return 7
+
+    assert all_do("count", dist.get_rank, print) == [0, 1]
+    with pytest.raises(CheckpointError) as caught:
+        all_do("count", work, print)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("error", "ZeroDivisionError"), ("exit", "SystemExit")])
+def test_whatever_a_rank_raises_in_its_work_is_raised_on_all(ranks: Any, kind: str, name: str) -> None:
+    for message in ranks(2).run(one_raises, kind):
+        assert message.startswith(f"count: expected every rank to do its part, got rank 1: {name}: by zero. ")
+
+
+# --- what is said ---
+
+
+def said_of_a_save(folder: str) -> list[str]:
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    with lines() as said:
+        engine.save_checkpoint(folder, tag="mine")
+    training.destroy(engine)
+    return said
+
+
+def test_the_log_names_the_checkpoint_and_says_that_it_is_complete_when_it_is(ranks: Any, tmp_path: Path) -> None:
+    said, by_other = ranks(2).run(said_of_a_save, str(tmp_path))
+    about = [line for line in said if "[Torch] Checkpoint" in line]
+    assert about and not any(".incomplete" in line for line in about), said
+    assert f"fp8: checkpoint {tmp_path / 'mine'} is complete, and latest names it" in said[-1], said
+    assert not any("is complete" in line or "[Torch] Checkpoint" in line for line in by_other), by_other
