@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from fp8_ds.config import ScheduleConfig
@@ -45,7 +46,7 @@ class PrecisionSchedule:
                 "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
                 f"{config.bf16_last_fraction}, got null, and no scheduler.params.total_num_steps. Write it."
             )
-        last = math.ceil(total * (1 - config.bf16_last_fraction)) if config.bf16_last_fraction and total else None
+        last = _last_part(total, config.bf16_last_fraction) if config.bf16_last_fraction and total else None
         fixed: dict[str, Precision] = {}
         for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
             found = matching(pattern, names)
@@ -76,6 +77,11 @@ class PrecisionSchedule:
         """The layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
         usual: Precision = "fp8" if self.reason(step, lr) is None else "bf16"
         return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
+
+
+def _last_part(total: int, fraction: float) -> int:
+    """First step of the last `fraction` of `total` steps, rounded up; of 0.7 that is 7/10, not the float beside it."""
+    return math.ceil(total * (1 - Fraction(repr(fraction))))
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:

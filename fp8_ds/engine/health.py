@@ -1,8 +1,10 @@
-"""The health monitor of one engine."""
+"""The health monitor of one engine, and its guard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import atexit
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from deepspeed import comm as ds_comm
 
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.monitor.gauges import ClampGauge, GatherTimer, Gauge
+from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers, layers
 from fp8_ds.monitor.sinks import DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn.linear import Fp8Linear
+
+Say = Callable[[str], None]
 
 
 def check_sink(sink: str, monitor: Any) -> None:
@@ -33,13 +38,71 @@ def check_sink(sink: str, monitor: Any) -> None:
         )
 
 
-def health_monitor(engine: Any, every: int, sink: str | None) -> HealthMonitor:
+class Health:
+    """Monitor and guard of one engine, and what checkpoints keep of them.
+
+    Args:
+        monitor: not started yet.
+        guard: a listener of it; None without.
+    """
+
+    def __init__(self, monitor: HealthMonitor, guard: Guard | None) -> None:
+        self.monitor = monitor
+        self.guard = guard
+
+    @classmethod
+    def of(cls, engine: Any, set_precision: Callable[..., object], say: Say, warn: Say) -> Health | None:
+        """As the configuration of `engine` wants it; None: it wants neither.
+
+        Args:
+            engine: built, with its ZeRO optimizer.
+            set_precision: (layers, precision=), as `Fp8Engine.set_layer_precision`; for the guard.
+            say: called with a line for rank 0.
+            warn: called with a line of this rank.
+
+        Raises:
+            ConfigError: see `check_sink`.
+            UnsupportedError: the guard shall send layers to bf16, and they are tensor-parallel.
+        """
+        settings, guards = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
+        if not settings.every and not guards:
+            return None
+        every, sink = (settings.every, settings.sink) if settings.every else (GUARD_EVERY, None)
+        monitor = health_monitor(engine, every, sink, warn)
+        guard = make_guard(engine, set_precision, say) if guards else None
+        if guard is not None:
+            monitor.listeners.append(guard)
+        flush = weakref.WeakMethod(
+            monitor.flush
+        )  # of an engine that lives until the process ends, and is not destroyed
+        atexit.register(lambda: None if (last := flush()) is None else last())
+        return cls(monitor, guard)
+
+    def forget_fp8_states(self) -> None:
+        """The optimizer's states are no longer FP8: no update is clamped any more."""
+        for gauge in [gauge for gauge in self.monitor.gauges if isinstance(gauge, ClampGauge)]:
+            self.monitor.remove(gauge)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtin types, of this rank's layers: each pipeline stage and tensor-parallel rank has a model file."""
+        guard = None if self.guard is None else self.guard.state_dict()
+        return {"monitor": self.monitor.state_dict(), "guard": guard}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """As when `state` was saved after `step` steps; `monitor.start` goes on. None: nothing is known."""
+        self.monitor.load_state_dict(None if state is None else state["monitor"], step)
+        if self.guard is not None:
+            self.guard.load_state_dict(None if state is None else state["guard"])
+
+
+def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> HealthMonitor:
     """Samples the FP8 layers of `engine`; not started yet.
 
     Args:
         engine: built, with its ZeRO optimizer.
         every: steps between samples.
         sink: "deepspeed", a path, or None: nothing is written.
+        warn: called with a line of this rank where a sink fails.
 
     Raises:
         ConfigError: see `check_sink`.
@@ -65,14 +128,14 @@ def health_monitor(engine: Any, every: int, sink: str | None) -> HealthMonitor:
             "gathered_fp8_bytes": None if last is None else last.fp8,
         }
 
-    health = HealthMonitor(every, table, Observers(engine.module, table), gauges, facts)
+    health = HealthMonitor(every, table, Observers(found, table), gauges, facts, warn)
     if sink is not None:
         health.sinks.extend(_listener(engine, sink, group))
     return health
 
 
-def add_guard(engine: Any, health: HealthMonitor, say: Callable[[str], None]) -> None:
-    """`health` tells the guard, which acts on all ranks alike.
+def make_guard(engine: Any, set_precision: Callable[..., object], say: Say) -> Guard:
+    """What acts on all ranks alike, once a health monitor tells it.
 
     Raises:
         UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
@@ -92,8 +155,8 @@ def add_guard(engine: Any, health: HealthMonitor, say: Callable[[str], None]) ->
         dist.all_gather_object(everyone, mine)
         return {name: problem for each in everyone for name, problem in each.items()}
 
-    to_bf16 = partial(engine.set_layer_precision, precision="bf16") if config.action == "bf16" else None
-    health.listeners.append(Guard(config, share, to_bf16, engine.fp8.precision.names, say))
+    to_bf16 = partial(set_precision, precision="bf16") if config.action == "bf16" else None
+    return Guard(config, share, to_bf16, engine.fp8.precision.names, say)
 
 
 def _gather_timer(optimizer: Any) -> GatherTimer:

@@ -12,8 +12,9 @@ from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
+from fp8_ds.engine.agreement import RankZeroNumber
 from fp8_ds.engine.refusals import PARALLEL_SCHEDULE
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
@@ -21,6 +22,7 @@ from fp8_ds.schedule import Precision, PrecisionSchedule, matching
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")
+_ELSEWHERE = "on another rank"
 
 
 class LayerPrecision:
@@ -49,16 +51,19 @@ class LayerPrecision:
         say: Callable[[str], None],
     ) -> None:
         converted = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Fp8Linear)}
-        self._parallel = next((fqn for fqn, m in converted.items() if type(m) is not Fp8Linear), None)
-        if self._parallel is not None and config != ScheduleConfig():
-            raise PARALLEL_SCHEDULE.error(self._parallel)
+        self._device = device
+        self._parallel = next((fqn for fqn, m in converted.items() if type(m) is not Fp8Linear), "")
+        if config.model_copy(update={"fp32_states_from_step": None}) != ScheduleConfig() and self._is_anywhere(
+            bool(self._parallel)
+        ):
+            raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
         self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
         self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}
         self._stand_ins: dict[str, Bf16Recipe] = {}
         self._set_bf16 = set_bf16
-        self._device = device
         self._say = say
         self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
+        self._lr = None if self.schedule.below_lr is None else RankZeroNumber("fp8.schedule.bf16_below_lr", device)
         self.overrides: dict[str, Precision] = {}
         self.in_bf16: frozenset[str] = frozenset()
 
@@ -68,7 +73,14 @@ class LayerPrecision:
         return tuple(self._linears)
 
     def update(self, step: int, lr: float) -> None:
-        """Layers are as they shall be in step `step`, counted from 0. Collective where one changes."""
+        """Layers are as they shall be in step `step`, counted from 0. Collective where one changes.
+
+        Args:
+            step: the same on all ranks.
+            lr: of this rank; rank 0's decides, on all ranks. Read with `bf16_below_lr` only, and collective then.
+        """
+        if self._lr is not None:
+            lr = self._lr.agree(lr)
         wanted = self.schedule.in_bf16(self.names, step, lr, self.overrides)
         if wanted == self.in_bf16:
             return
@@ -84,23 +96,27 @@ class LayerPrecision:
             f"{f' ({why})' if wanted else ''}"
         )
 
-    def request(self, names: Sequence[str], precision: Request) -> list[str]:
+    def close(self) -> None:
+        """What was opened for the ranks to agree is closed."""
+        if self._lr is not None:
+            self._lr.close()
+
+    def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
         """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
 
         Args:
             names: of layers, or parts of names.
             precision: "schedule": no override any more.
+            between: where this rank is, if a backward or step is to come that began with the layers as they are.
 
         Returns:
             The layers meant, on this rank.
 
         Raises:
             ConfigError: another precision; or no rank has a layer of such a name; or ranks ask for different things.
-            UnsupportedError: layers are tensor-parallel.
+            UnsupportedError: layers are tensor-parallel, or a rank is between a forward and its step.
         """
-        if self._parallel is not None:
-            raise PARALLEL_SCHEDULE.error(self._parallel)
-        self._same_call(names, precision)
+        self._same_call(names, precision, between)
         if precision not in REQUESTS:
             raise ConfigError(f'precision: expected "bf16", "fp8" or "schedule", got {precision!r}. Use one of these.')
         found = self._everywhere(names)
@@ -117,16 +133,32 @@ class LayerPrecision:
                 self.overrides[layer] = precision
         return [layer for layer in layers if layer in self._linears]
 
-    def _same_call(self, names: Sequence[str], precision: str) -> None:
-        """All ranks raise, or none."""
+    def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
+        """All ranks raise, or none. Collective."""
         asked = zlib.crc32(repr((list(names), precision)).encode())
-        both = torch.tensor([asked, -asked], dtype=torch.int64, device=self._device)
-        ds_comm.all_reduce(both, op=ds_comm.ReduceOp.MAX)
-        if int(both[0]) != -int(both[1]):
+        told = [asked, -asked, int(between != ""), int(self._parallel != "")]
+        most = torch.tensor(told, dtype=torch.int64, device=self._device)
+        ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
+        largest, negated_smallest, is_between, is_parallel = most.tolist()
+        if is_parallel:
+            raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
+        if is_between:
+            raise UnsupportedError(
+                f"set_layer_precision: expected a call between optimizer steps, got one {between or _ELSEWHERE}. Call "
+                "it after engine.step() at the boundary; a forward that no backward follows belongs under "
+                "torch.no_grad()."
+            )
+        if largest != -negated_smallest:
             raise ConfigError(
                 f"set_layer_precision: expected the same call on all ranks, got ({list(names)[:3]}, {precision!r}) on "
                 f"rank {ds_comm.get_rank()} and another elsewhere. Decide on one rank and broadcast."
             )
+
+    def _is_anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank. Collective."""
+        most = torch.tensor([here], dtype=torch.int64, device=self._device)
+        ds_comm.all_reduce(most, op=ds_comm.ReduceOp.MAX)
+        return bool(most)
 
     def _everywhere(self, patterns: Sequence[str]) -> list[list[str]]:
         """The layers of all ranks that each pattern means: pipeline stages have layers of their own. Collective.

@@ -83,6 +83,7 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.__init__", ("self", "args", "model"), "override", "starts what follows a step"),
     Seam(_ENGINE, "DeepSpeedEngine.destroy", ("self",), "override", "the last report"),
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
+    Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._configure_basic_optimizer",

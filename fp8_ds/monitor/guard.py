@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.sinks import Report
@@ -24,7 +25,7 @@ class Guard:
 
     Args:
         config: the limits.
-        share: what each rank passes -> what all passed, the same on all: pipeline stages have layers of their own.
+        share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.
             Collective.
         to_bf16: sends layers there, given the same names on all ranks; None: they are only named.
         changeable: layers of this rank that can go there; frozen ones cannot.
@@ -46,12 +47,20 @@ class Guard:
         self._say = say
         self._named: set[str] = set()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Builtin types, the same on all ranks: the layers that misbehaved in the last sample."""
+        return {"named": sorted(self._named)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """None: as if no layer had misbehaved."""
+        self._named = set() if state is None else set(state["named"])
+
     def __call__(self, report: Report) -> None:
         """Collective, over all ranks."""
         found = problems(report.layers, self._config)
-        mine = {name: (text, name in self._changeable) for name, text in found.items() if name not in self._named}
-        new = self._share(mine)
-        self._named = set(found)
+        everywhere = self._share({name: (text, name in self._changeable) for name, text in found.items()})
+        new = {name: problem for name, problem in everywhere.items() if name not in self._named}
+        self._named = set(everywhere)
         if not new:
             return
         names = sorted(new)

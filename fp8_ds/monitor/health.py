@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from fp8_ds.monitor.gauges import Gauge
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.sinks import Report
-from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable
+from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable, TensorStatistics
 
 Listener = Callable[[Report], None]
+
+
+@dataclass
+class _Ended:
+    """A sampled step that is over, and not reported yet.
+
+    Args:
+        layers: None: on their way from the device, as the gauges' numbers are.
+    """
+
+    step: int
+    samples: int
+    numbers: dict[str, float | None]
+    layers: LayerStatistics | None = None
 
 
 class HealthMonitor:
@@ -21,11 +38,13 @@ class HealthMonitor:
         observers: of the same layers.
         gauges: for `Report.numbers`.
         facts: numbers that the host knows when a sampled step ends.
+        warn: called with a line where a sink fails.
 
     Attributes:
-        sinks: called with each report, and at the end of a run: they write, each rank for itself.
+        sinks: called with each report, and at the end of a run: they write, each rank for itself. One that raises is
+            gone from then on, and training goes on.
         listeners: called after them; not at the end, when other ranks may be gone. On all ranks, in the same step on
-            each, and with the same `layers` on ranks of one group: a guard can act on them.
+            each, and with the same `layers` on ranks of one group: a guard can act on them. What they raise is raised.
     """
 
     def __init__(
@@ -35,6 +54,7 @@ class HealthMonitor:
         observers: Observers,
         gauges: Sequence[Gauge],
         facts: Callable[[], dict[str, float | None]],
+        warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         assert every > 0
         self.every = every
@@ -42,14 +62,16 @@ class HealthMonitor:
         self.observers = observers
         self.gauges = list(gauges)
         self.facts = facts
+        self.warn = warn
         self.sinks: list[Listener] = []
         self.listeners: list[Listener] = []
         self._is_sampling = False
-        self._ended: tuple[int, int, dict[str, float | None]] | None = None
+        self._ended: _Ended | None = None
         self._scales: dict[tuple[str, str], tuple[float, int]] = {}
 
     def start(self, step: int) -> None:
-        """Steps are counted from `step` on; the first may be a sampled one."""
+        """Steps are counted from `step` on; the first may be a sampled one. What is sampled now is dropped."""
+        self._drop()
         self._sample_if_due(step)
 
     def after_step(self, step: int, samples: int) -> None:
@@ -59,31 +81,86 @@ class HealthMonitor:
             step: engine.global_steps.
             samples: engine.global_samples.
         """
-        self._report(self.sinks + self.listeners)
-        if self._is_sampling:
-            for gauge in self.gauges:
-                gauge.detach()
-            self.observers.detach()
+        self._report(self.listeners)
+        if self._stop_sampling():
             self.table.send()
-            self._ended = step, samples, self.facts()
-            self._is_sampling = False
+            self._ended = _Ended(step, samples, self.facts())
         self._sample_if_due(step)
 
     def flush(self) -> None:
         """The last report of a run, if there is one that has not been, to the sinks; waits for its copy."""
-        self._report(self.sinks)
+        self._report(())
+
+    def remove(self, gauge: Gauge) -> None:
+        """Reports of steps that have not ended yet lack its number. Collective, as `detach` of it."""
+        self._received()
+        if self._is_sampling:
+            gauge.detach()
+        self.gauges.remove(gauge)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtin types: a sample that nobody has seen yet, for which the host waits, and when scales last changed."""
+        ended = self._received()
+        waiting = None
+        if ended is not None:
+            assert ended.layers is not None
+            layers = {n: {kind: asdict(one) for kind, one in kinds.items()} for n, kinds in ended.layers.items()}
+            waiting = {"step": ended.step, "samples": ended.samples, "numbers": ended.numbers, "layers": layers}
+        scales: dict[str, dict[str, tuple[float, int]]] = {}
+        for (name, kind), entry in self._scales.items():
+            scales.setdefault(name, {})[kind] = entry
+        return {"waiting": waiting, "scales": scales}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """As when `state` was saved after `step` steps; `start` goes on from there.
+
+        Args:
+            state: layers that are not here any more are left out. None: nothing is known.
+            step: a sample of another one is not taken over.
+        """
+        self._ended = None
+        self._scales = {}
+        if state is None:
+            return
+        own = set(self.table.names)
+        scales = {name: kinds for name, kinds in state["scales"].items() if name in own}
+        self._scales = {(name, kind): tuple(entry) for name, kinds in scales.items() for kind, entry in kinds.items()}
+        waiting = state["waiting"]
+        if waiting is not None and waiting["step"] == step:
+            layers = {
+                name: {kind: TensorStatistics(**one) for kind, one in kinds.items()}
+                for name, kinds in waiting["layers"].items()
+                if name in own
+            }
+            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers)
 
     def _report(self, listeners: Sequence[Listener]) -> None:
-        if self._ended is None:
+        """To the sinks, then to `listeners`."""
+        ended, self._ended = self._received(), None
+        if ended is None:
             return
-        layers = self.table.receive()
-        assert layers is not None
-        step, samples, facts = self._ended
-        self._ended = None
-        numbers = {**facts, **{gauge.name: gauge.read() for gauge in self.gauges}}
-        report = Report(step, samples, layers, self._ages(layers, step), numbers)
+        assert ended.layers is not None
+        ages = self._ages(ended.layers, ended.step)
+        report = Report(ended.step, ended.samples, ended.layers, ages, ended.numbers)
+        for sink in tuple(self.sinks):
+            try:
+                sink(report)
+            except Exception as error:  # whatever a disk or a service on the network comes up with
+                self.sinks.remove(sink)
+                self.warn(
+                    f"fp8: monitor, step {report.step}: {sink} failed ({type(error).__name__}: {str(error)[:300]}); it "
+                    "gets no more reports, and training goes on"
+                )
         for listener in listeners:
             listener(report)
+
+    def _received(self) -> _Ended | None:
+        """The sample that waits, on the host."""
+        ended = self._ended
+        if ended is not None and ended.layers is None:
+            ended.layers = self.table.receive()
+            ended.numbers |= {gauge.name: gauge.read() for gauge in self.gauges}
+        return ended
 
     def _sample_if_due(self, step: int) -> None:
         if (step + 1) % self.every == 0:
@@ -91,6 +168,20 @@ class HealthMonitor:
             for gauge in self.gauges:
                 gauge.attach()
             self._is_sampling = True
+
+    def _stop_sampling(self) -> bool:
+        """Nothing is attached; whether anything was. Collective then."""
+        if not self._is_sampling:
+            return False
+        self._is_sampling = False
+        for gauge in self.gauges:
+            gauge.detach()
+        self.observers.detach()
+        return True
+
+    def _drop(self) -> None:
+        if self._stop_sampling():
+            self.table.discard()
 
     def _ages(self, layers: LayerStatistics, step: int) -> dict[tuple[str, str], int]:
         ages: dict[tuple[str, str], int] = {}

@@ -54,9 +54,13 @@ class ObservedRecipe(Recipe):
         return super().output(x_fp8, weight, dtype)
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        assert grad_fp8.rows is not None
-        observe_codes(grad_fp8.rows, grad_fp8.scale_inv, self.counts[2], can_saturate=grad_fp8.slot is not None)
+        self.grad_rows(grad_fp8)
         return super().grad_input(grad_fp8, weight, dtype)  # type: ignore[safe-super]
+
+    def grad_rows(self, grad_fp8: Quantized) -> Tensor:
+        rows = super().grad_rows(grad_fp8)
+        observe_codes(rows, grad_fp8.scale_inv, self.counts[2], can_saturate=grad_fp8.slot is not None)
+        return rows
 
 
 def _observe(x: Tensor, x_fp8: Quantized, fmt: Float8Format, counts: Tensor) -> None:
@@ -75,16 +79,16 @@ _observed_class: Callable[[type[Recipe]], type[ObservedRecipe]] = functools.cach
 
 
 class Observers:
-    """All FP8 linears of a model, watched between `attach` and `detach`.
+    """FP8 linears, watched between `attach` and `detach`.
 
     Args:
-        model: whose linears are converted.
-        table: with a row for each name in `layers(model)`.
+        linears: name -> a module with an `fp8_recipe`; of a whole model `layers(model)`.
+        table: with a row for each of these names, in their order.
     """
 
-    def __init__(self, model: nn.Module, table: StatisticsTable) -> None:
-        self._linears = layers(model)
-        assert tuple(self._linears) == table.names
+    def __init__(self, linears: Mapping[str, Any], table: StatisticsTable) -> None:
+        assert tuple(linears) == table.names
+        self._linears = linears
         self._counts = [tuple(table.slot(i, kind) for kind in KINDS) for i in range(len(table.names))]
         self._attached: list[tuple[Any, type[Recipe]]] = []
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +74,24 @@ class JsonLines:
         self.path = path
 
     def __call__(self, report: Report) -> None:
+        """The file has one line more.
+
+        Raises:
+            OSError: it has not, nor a part of one.
+        """
+        line = json.dumps(report.to_json()) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(report.to_json()) + "\n")
+        with self.path.open("ab", buffering=0) as file:  # unbuffered: what fails fails here
+            size = os.fstat(file.fileno()).st_size
+            try:
+                _write_all(file, line.encode())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)  # half a line would make the whole file unreadable
+                raise
+
+    def __repr__(self) -> str:
+        return f"JsonLines({str(self.path)!r})"
 
 
 class DeepSpeedEvents:
@@ -88,3 +106,12 @@ class DeepSpeedEvents:
 
     def __call__(self, report: Report) -> None:
         self.monitor.write_events(list(report.events()))
+
+    def __repr__(self) -> str:
+        return "DeepSpeed's monitor"
+
+
+def _write_all(file: FileIO, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]

@@ -100,6 +100,10 @@ class StatisticsTable:
         self._counts.zero_()
         self._is_sent = True
 
+    def discard(self) -> None:
+        """Counts are zero again, and nobody gets them."""
+        self._counts.zero_()
+
     def receive(self) -> LayerStatistics | None:
         """What was last sent, once; None: nothing. Waits for that copy, which is long done an interval later."""
         if not self._is_sent:

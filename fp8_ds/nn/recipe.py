@@ -179,6 +179,11 @@ class Recipe(ABC):
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """[T, I]."""
 
+    def grad_rows(self, grad_fp8: Quantized) -> Tensor:
+        """[T, O], codes of grad_output for a `grad_input` that is not this recipe's own: the monitor sees them here."""
+        assert grad_fp8.rows is not None
+        return grad_fp8.rows
+
     @abstractmethod
     def grad_weight(
         self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype

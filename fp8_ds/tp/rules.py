@@ -167,9 +167,8 @@ class RowRule(Rule):
     def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         if weight.scale_inv.dim() == 0:
             return self.recipe.grad_input(rows, weight, dtype)
-        assert rows.rows is not None
         by_columns, scale_inv = quantize_colwise_t((weight.data.float() * weight.scale_inv).to(torch.bfloat16), E4M3)
-        return scaled_mm(rows.rows, by_columns, rows.scale_inv, scale_inv, dtype, self.recipe.backend)
+        return scaled_mm(self.recipe.grad_rows(rows), by_columns, rows.scale_inv, scale_inv, dtype, self.recipe.backend)
 
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
         x_fp8_IT, x_scale_inv = kept

@@ -295,8 +295,9 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             self._link_all_hp_params()
             yield scales
         finally:
-            self._fp8_is_dense = self.optimizer.is_dense = False
-            self._fp8_absorb(scales)
+            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
+                self._fp8_is_dense = self.optimizer.is_dense = False
+                self._fp8_absorb(scales)
 
     def _fp8_set_dense(self: Any, device: str) -> None:
         if self._fp8_is_split:

@@ -318,8 +318,9 @@ class Fp8StatesStage3(Fp8ZeroStage3):
                 self._fp8_set_dense()
             yield scales
         finally:
-            self._fp8_is_dense = self.optimizer.is_dense = False
-            self._fp8_absorb(scales)
+            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
+                self._fp8_is_dense = self.optimizer.is_dense = False
+                self._fp8_absorb(scales)
 
     def _fp8_set_dense(self: Any) -> None:
         scale_inv = self.optimizer.core.scales.scale_inv

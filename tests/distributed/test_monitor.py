@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_autotp as autotp
+import test_tp_llama as tp_llama
 import torch
 import training
 
@@ -98,6 +100,146 @@ def test_deepspeeds_csv_monitor_gets_a_file_for_each_number(ranks: Any, tmp_path
     assert "fp8_blocks.0.up_grad_output_underflow.csv" in names
     rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()
     assert len(rows) == 2 and rows[1].split(",")[0] == str(2 * 2 * training.MICRO_BATCH)  # samples after 2 steps
+
+
+def on_a_full_disk(stage: int, fp8: dict[str, Any]) -> tuple[list[float], list[str], list[int]]:
+    """(losses, what this rank's log says, steps of the reports that another sink has got)."""
+    import logging
+
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = training.build(training.ds_config(stage, fp8))
+    steps: list[int] = []
+    if engine._fp8_health is not None:
+        engine._fp8_health.sinks.append(lambda report: steps.append(report.step))
+    losses = training.train(engine, 7)
+    training.destroy(engine)
+    logger.removeHandler(handler)
+    return losses, [line for line in said if "gets no more reports" in line], steps
+
+
+def test_a_full_disk_ends_the_reports_to_it_and_not_the_training(ranks: Any) -> None:
+    fp8 = {"monitor": {"every": 2, "sink": "/dev/full"}, "guard": {"action": "report", "underflow": 0.9}}
+    full = ranks(2).run(on_a_full_disk, 2, fp8)
+    plain = ranks(2).run(on_a_full_disk, 2, {})
+    assert [losses for losses, _, _ in full] == [losses for losses, _, _ in plain]
+    assert [steps for _, _, steps in full] == [[2, 4, 6]] * 2
+    assert [len(said) for _, said, _ in full] == [1, 0]
+    assert "rank 0: fp8: monitor, step 2: JsonLines('/dev/full') failed (OSError: [Errno 28]" in full[0][1][0]
+
+
+def raising() -> str:
+    """A listener that raises on all ranks; afterwards the engine still knows that it is within a step."""
+    from fp8_ds.errors import UnsupportedError
+
+    fp8 = {"monitor": {"every": 1, "sink": "/dev/null"}}
+    engine = training.build(training.ds_config(2, fp8, gradient_accumulation_steps=2))
+
+    def listener(report: Any) -> None:
+        raise KeyError("a user's own")
+
+    engine._fp8_health.listeners.append(listener)
+    training.train(engine, 1)
+    with pytest.raises(KeyError, match="a user's own"):
+        training.train(engine, 1, 1)
+    engine.micro_steps += 1  # stock counts it after the step
+    engine._fp8_health.listeners.clear()
+    engine.backward(engine(training.micro_batches(2, 1)[0]))
+    engine.step()
+    try:
+        engine.set_layer_precision("blocks.0", "bf16")
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        training.destroy(engine)
+    return ""
+
+
+def test_after_a_listener_has_raised_layers_still_cannot_change_within_a_step(ranks: Any) -> None:
+    assert all("after micro-batch 1 of 2" in message for message in ranks(2).run(raising))
+
+
+def tensor_parallel(stage: int, fp8: dict[str, Any], tp_size: int) -> dict[str, Any]:
+    """Of a Llama that is cut: losses, the reports as this rank saw them, and the classes of recipes afterwards."""
+    engine = tp_llama.tp_engine(tp_llama.engine_config(stage, fp8, tp_size), tp_size)
+    reports: list[Any] = []
+    if engine._fp8_health is not None:
+        engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    losses, _ = tp_llama.train(engine, tp_size, 4)
+    classes = {type(m.fp8_recipe).__name__ for m in engine.module.modules() if hasattr(m, "fp8_recipe")}
+    tp_llama.destroy(engine)
+    for report in reports:
+        report.pop("gather_ms")
+    return {"losses": losses, "reports": reports, "classes": classes}
+
+
+TP_CASES = [
+    (2, 2, {}),
+    (4, 3, {}),
+    (2, 2, {"linear": {"recipe": "rowwise"}}),
+    (2, 1, {"linear": {"recipe": "blockwise", "backend": "reference"}}),
+    (2, 2, {"tensor_parallel": {"scales": "shared"}}),
+    (2, 2, {"tensor_parallel": {"chunks": 4}}),
+    (2, 2, {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}}),
+]
+
+
+@pytest.mark.parametrize(("world", "stage", "fp8"), TP_CASES)
+def test_tensor_parallel_layers_are_watched_each_rank_its_part(
+    ranks: Any, world: int, stage: int, fp8: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "health.jsonl"
+    watched = ranks(world).run(tensor_parallel, stage, {**fp8, "monitor": {"every": 2, "sink": str(path)}}, 2)
+    plain = ranks(world).run(tensor_parallel, stage, fp8, 2)
+    assert watched[0]["losses"] == plain[0]["losses"]
+    assert [one["classes"] for one in watched] == [one["classes"] for one in plain]
+    for rank in range(world):
+        assert watched[rank]["reports"] == watched[rank % 2]["reports"]  # ranks 0 and 2 hold the same parts
+    assert watched[0]["reports"] != watched[1]["reports"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["health.jsonl", "health.rank1.jsonl"]
+    tokens = tp_llama.NUM_BATCHES * training.MICRO_BATCH * training.LENGTH
+    for report in watched[0]["reports"]:
+        assert len(report["layers"]) == 7 * tp_llama.LAYERS
+        for name, kinds in report["layers"].items():
+            out, into = TP_SHAPES[name.rpartition(".")[2]]
+            assert kinds["weight"]["num"] % (out * into) == 0, name
+            assert kinds["input"]["num"] == tokens * into, name
+            assert kinds["grad_output"]["num"] == tokens * out, name
+            for kind, one in kinds.items():
+                assert one["amax"] > 0 and one["scale"] > 0 and one["saturation"] < 0.01, (name, kind)
+                assert 0 <= one["underflow"] < 0.5, (name, kind, one)
+
+
+TP_SHAPES = {"q_proj": (32, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj": (64, 32)}
+"""[out, in] of one rank's part of two."""
+TP_SHAPES |= {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
+
+
+def test_autotps_layers_are_watched(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "health.jsonl")
+    watched = ranks(2).run(autotp_run, {"monitor": {"every": 2, "sink": path}, "guard": {"action": "report"}})
+    plain = ranks(2).run(autotp_run, {})
+    assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
+    for _, names in watched:
+        assert len(names) == 7 * autotp.LAYERS
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["health.jsonl", "health.rank1.jsonl"]
+
+
+def autotp_run(fp8: dict[str, Any]) -> tuple[list[float], set[str]]:
+    """(losses, names of the layers with all three tensors in each report)."""
+    engine = autotp.autotp_engine(2, fp8, 2)
+    names: list[set[str]] = []
+    if engine._fp8_health is not None:
+        health = engine._fp8_health
+        health.sinks.append(lambda one: names.append({name for name, kinds in one.layers.items() if len(kinds) == 3}))
+    losses, _ = autotp.train(engine, 2, 5)
+    autotp.destroy(engine)
+    assert not names or (len(names) == 2 and names[0] == names[1])
+    return losses, names[0] if names else set()
 
 
 def refused() -> str:

@@ -236,6 +236,37 @@ def test_layers_follow_the_learning_rate(ranks: Any) -> None:
         assert len({low for low, _ in counts}) == 2
 
 
+def differing(stage: int) -> dict[str, Any]:
+    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above."""
+    import logging
+
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
+    result: dict[str, Any] = {"num": [], "losses": []}
+    for phase, lrs in enumerate(((3e-3, 1e-4), (3e-3, 1e-4), (1e-4, 3e-3), (3e-3, 3e-3))):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lrs[dist.get_rank()]
+        result["losses"] += training.train(engine, 1, phase)
+        result["num"].append(engine.fp8_report()["num_layers_in_bf16"])
+    training.destroy(engine)
+    logger.removeHandler(handler)
+    return {**result, "said": [line for line in said if "bf16_below_lr: expected the same" in line]}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rank_0s_learning_rate_decides_for_all_ranks(ranks: Any, stage: int) -> None:
+    first, second = ranks(2).run(differing, stage)
+    assert first["num"] == second["num"] == [0, 0, 6, 0]
+    assert first["losses"] == second["losses"]
+    assert not first["said"] and len(second["said"]) == 1
+    assert "got 0.0001 here and 0.003 on rank 0" in second["said"][0]
+
+
 def refused(case: str) -> tuple[str, list[float]]:
     from fp8_ds.errors import Fp8DsError
 
@@ -273,6 +304,44 @@ def test_a_call_that_cannot_be_followed_is_refused_on_all_ranks(ranks: Any, case
     assert all(fragment in message for message in ranks(2).run(refused, case))
 
 
+def interrupted(case: str) -> tuple[str, list[str]]:
+    """A call with accumulation 1, and what it left in bf16; then the step is taken, and the call is good."""
+    from fp8_ds.errors import UnsupportedError
+
+    engine = training.build(training.ds_config(2, {}))
+    batch = training.micro_batches(0, 1)[0]
+    engine.eval()
+    with torch.no_grad():
+        engine(batch)
+    engine.train()
+    loss = None
+    if case != "on one rank" or dist.get_rank() == 1:
+        loss = engine(batch)
+    if case == "after the backward":
+        engine.backward(loss)
+    try:
+        engine.set_layer_precision("blocks.0", "bf16")
+        message = ""
+    except UnsupportedError as error:
+        message = str(error)
+    left = sorted(engine.fp8.precision.in_bf16)
+    if case != "after the backward":
+        engine.backward(engine(batch) if loss is None else loss)
+    engine.step()
+    assert len(engine.set_layer_precision("blocks.0", "bf16")) == 2
+    assert all(map(math.isfinite, training.train(engine, 1, 1)))
+    training.destroy(engine)
+    return message, left
+
+
+@pytest.mark.parametrize("case", ["before the backward", "after the backward", "on one rank"])
+def test_a_call_between_a_forward_and_its_step_is_refused_on_all_ranks(ranks: Any, case: str) -> None:
+    for rank, (message, left) in enumerate(ranks(2).run(interrupted, case)):
+        where = "on another rank" if case == "on one rank" and rank == 0 else "between a forward and its step"
+        assert f"expected a call between optimizer steps, got one {where}" in message
+        assert not left
+
+
 def build_error(schedule: dict[str, Any]) -> str:
     from fp8_ds.errors import ConfigError
 
@@ -302,7 +371,7 @@ def written(stage: int, path: tuple[str, ...], fp8: dict[str, Any]) -> list[tupl
             with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=stage == 3), torch.no_grad():
                 weight.fill_(1.5)
         else:
-            engine.set_layer_precision("blocks.1", action)  # type: ignore[arg-type]
+            engine.set_layer_precision("blocks.1", action)
         read = weights_as_read(engine)[name]
         found.append((float(read.abs().max()), float(read.mean())))
     losses = training.train(engine, 1, 1)

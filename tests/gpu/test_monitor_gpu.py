@@ -28,7 +28,7 @@ def sampled(model: nn.Module, recipe: str, x: torch.Tensor, grad: torch.Tensor) 
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
     apply_plan(model, make_plan(model, config), config, device)
     table = StatisticsTable(tuple(layers(model)), device)
-    observers = Observers(model, table)
+    observers = Observers(layers(model), table)
     model(x).backward(grad)
     if device.type == "cuda":
         torch.cuda.synchronize()

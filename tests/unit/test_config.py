@@ -38,6 +38,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "bf16_below_lr": None,
             "total_steps": None,
             "layers": {},
+            "fp32_states_from_step": None,
         },
         "guard": {"saturation": 0.01, "underflow": 0.2, "action": None},
         "monitor": {"every": 0, "sink": "deepspeed"},
@@ -191,6 +192,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.schedule.layers.layers.0:",
         ['"bf16" or "fp8", got "int8"'],
     ),
+    "fp32 states from the start by a schedule": (
+        {"enabled": True, "schedule": {"fp32_states_from_step": 0}},
+        "fp8.schedule.fp32_states_from_step:",
+        ["an integer of at least 1, got 0"],
+    ),
     "a total without a fraction": (
         {"enabled": True, "schedule": {"total_steps": 10}},
         "fp8.schedule.total_steps:",
@@ -214,6 +220,16 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
     assert ", got " in message
     for fragment in fragments:
         assert fragment in message
+
+
+def test_states_that_cannot_become_fp32_are_refused() -> None:
+    schedule = {"fp32_states_from_step": 100}
+    config = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": schedule}
+    Fp8Config.from_block(config).check_stage(2)
+    for optimizer, got in (({}, 'with optimizer.states "fp32"'), ({"states": "fp8", "release": True}, "release true")):
+        one = Fp8Config.from_block({**config, "optimizer": optimizer})
+        with pytest.raises(ConfigError, match=rf"^fp8\.schedule\.fp32_states_from_step: .*{got}, got 100"):
+            one.check_stage(2)
 
 
 def test_limits_of_a_guard_that_is_off_are_refused() -> None:

@@ -36,6 +36,15 @@ def test_first_steps_and_the_last_fraction_are_bf16() -> None:
     assert steps_in_bf16(schedule(bf16_last_fraction=1.0, total_steps=4), 2) == [0, 1]
 
 
+def test_a_fraction_is_the_decimal_number_that_is_written() -> None:
+    """0.7 as a float is a little less, and 1 - 0.7 a little more than 3/10: one step too late in every tenth run."""
+    for total in (1, 2, 10, 30, 37, 100, 1000, 12345):
+        for percent in range(1, 101):
+            one = schedule(bf16_last_fraction=percent / 100, total_steps=total)
+            assert one.last == -(-total * (100 - percent) // 100), (total, percent)
+    assert schedule(bf16_last_fraction=1e-7, total_steps=10**9).last == 10**9 - 100
+
+
 def test_a_fraction_of_an_unknown_number_of_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fp8\.schedule\.total_steps: expected .* 0\.1, got null"):
         schedule(bf16_last_fraction=0.1)

@@ -68,3 +68,19 @@ def test_a_rank_without_problems_takes_part_in_what_others_decide() -> None:
     sent: list[Sequence[str]] = []
     guard("bf16", [], sent, others={"z": ("text", True)})(report({}))
     assert sent == [["z"]]
+
+
+def test_a_guard_that_goes_on_from_a_checkpoint_does_not_name_again_what_was_named() -> None:
+    bad = {"a": {"input": tensor(underflow=0.5)}}
+    said: list[str] = []
+    before = guard("report", said, [], others={"z": ("text", True)})
+    before(report(bad))
+    state = before.state_dict()
+    assert state == {"named": ["a", "z"]}  # the same on all ranks
+    again = guard("report", said, [], others={"z": ("text", True)})
+    again.load_state_dict(state)
+    again(report(bad, 2))
+    assert len(said) == 1
+    again.load_state_dict(None)
+    again(report(bad, 3))
+    assert len(said) == 2

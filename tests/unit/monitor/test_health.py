@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def build(every: int) -> tuple[nn.Module, HealthMonitor, list[Report], Calls]:
     apply_plan(model, make_plan(model, config), config, "cpu")
     table = StatisticsTable(tuple(layers(model)), "cpu")
     gauge, reports = Calls(), []
-    health = HealthMonitor(every, table, Observers(model, table), [gauge], lambda: {"coverage": 1.0})
+    health = HealthMonitor(every, table, Observers(layers(model), table), [gauge], lambda: {"coverage": 1.0})
     health.sinks.append(reports.append)
     return model, health, reports, gauge
 
@@ -188,3 +190,114 @@ def test_the_clamp_gauge_counts_what_the_step_will_clamp(decoupled: bool) -> Non
     num_clamped, num = seen[0].tolist()
     assert num == 1 << 14 and 100 < num_clamped < num
     assert num_clamped == pytest.approx(float(seen[1]), abs=2)
+
+
+def test_a_resumed_monitor_reports_what_waited_and_keeps_ages() -> None:
+    """Saved after step 6 (sampled, not reported) and after step 8 (reported; step 9 is a sampled one)."""
+    for save_at, waits in ((6, True), (8, False)):
+        model, health, reports, _ = build(3)
+        health.start(0)
+        train(model, health, range(save_at))
+        state = json.loads(json.dumps(health.state_dict()))  # nothing but builtin types
+        assert (state["waiting"] is not None) == waits
+        num = len(reports)
+        train(model, health, range(save_at, 13))
+        through = [one.to_json() for one in reports[num:]]
+
+        again, other, resumed, _ = build(3)
+        again.load_state_dict(model.state_dict())
+        other.start(0)
+        train(again, other, range(2))
+        again(torch.randn(64, 32).bfloat16()).float().sum().backward()  # a sample is under way, and is dropped
+        assert isinstance(again[0].fp8_recipe, ObservedRecipe)
+        other.load_state_dict(state, save_at)
+        other.start(save_at)
+        watched = train(again, other, range(save_at, 13))
+        assert watched == [(step + 1) % 3 == 0 for step in range(save_at, 13)]
+        assert [one.step for one in resumed] == [one["step"] for one in through] == ([6, 9, 12] if waits else [9, 12])
+        if waits:
+            assert resumed[0].to_json() == through[0]
+        assert all(one.layers["0"]["input"].num == 64 * 32 for one in resumed)
+        ages = [one.ages["0", "weight"] for one in resumed]
+        assert ages == [one["layers"]["0"]["weight"]["scale_age"] for one in through]
+
+
+def test_a_sample_of_another_step_and_of_layers_elsewhere_is_not_taken_over() -> None:
+    model, health, _, _ = build(2)
+    health.start(0)
+    train(model, health, range(2))
+    state = health.state_dict()
+    state["waiting"]["layers"]["of.another.stage"] = state["waiting"]["layers"]["0"]
+    state["scales"]["of.another.stage"] = {"input": (1.0, 2)}
+    _, other, reports, _ = build(2)
+    other.load_state_dict(state, 3)  # of a load that took weights alone
+    other.flush()
+    assert not reports
+    other.load_state_dict(state, 2)
+    other.flush()
+    assert [sorted(one.layers) for one in reports] == [["0", "1"]]
+    other.load_state_dict(None, 2)
+    other.flush()
+    assert len(reports) == 1
+
+
+def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> None:
+    model, health, written, _ = build(1)
+    said: list[str] = []
+    acted: list[int] = []
+    health.warn = said.append
+
+    def broken(one: Report) -> None:
+        raise ConnectionError("no route")
+
+    health.sinks.insert(0, broken)
+    health.listeners.append(lambda one: acted.append(one.step))
+    health.start(0)
+    train(model, health, range(4))
+    health.flush()
+    assert [one.step for one in written] == [1, 2, 3, 4] and acted == [1, 2, 3]
+    assert len(said) == 1 and "step 1: " in said[0] and "ConnectionError: no route" in said[0]
+    assert broken not in health.sinks
+
+
+def test_a_gauge_that_is_removed_leaves_the_reports_and_a_sample_under_way() -> None:
+    model, health, written, gauge = build(2)
+    health.start(0)
+    train(model, health, range(3))  # the sample of step 2 is reported, that of step 4 begun
+    health.remove(gauge)
+    assert gauge.log == ["attach", "detach", "attach", "detach"]
+    train(model, health, range(3, 6))
+    assert ["calls" in one.numbers for one in written] == [True, False]
+    assert len(gauge.log) == 4
+
+
+def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:
+    model, health, written, _ = build(1)
+
+    def stop(one: Report) -> None:
+        raise KeyError(one.step)
+
+    health.listeners.append(stop)
+    health.start(0)
+    with pytest.raises(KeyError):
+        train(model, health, range(2))
+    health.listeners.clear()
+    train(model, health, range(2, 4))
+    assert [one.step for one in written][:1] == [1]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "health.jsonl")
+    sink(report(10))
+    before = sink.path.read_bytes()
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink(report(20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sink.path.read_bytes() == before
+    sink(report(30))
+    assert [one["step"] for one in read_reports(sink.path)] == [10, 30]

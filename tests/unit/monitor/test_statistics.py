@@ -71,7 +71,7 @@ def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(rec
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
     history = apply_plan(model, make_plan(model, config), config, "cpu")
     table = StatisticsTable(tuple(layers(model)), "cpu")
-    observers = Observers(model, table)
+    observers = Observers(layers(model), table)
     x = torch.randn(192, 256).bfloat16().requires_grad_()
     with torch.no_grad():
         x[:, :64] = 0
@@ -122,7 +122,7 @@ def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
     history = apply_plan(model, make_plan(model, config), config, "cpu")
     assert history is not None
     table = StatisticsTable(tuple(layers(model)), "cpu")
-    observers = Observers(model, table)
+    observers = Observers(layers(model), table)
     x, grad = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
     step(model, history, x, grad)
     observers.attach()
@@ -140,7 +140,7 @@ def test_attaching_twice_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
-    observers = Observers(model, StatisticsTable(tuple(layers(model)), "cpu"))
+    observers = Observers(layers(model), StatisticsTable(tuple(layers(model)), "cpu"))
     observers.attach()
     with pytest.raises(RuntimeError, match="Call detach first"):
         observers.attach()

@@ -1,0 +1,173 @@
+"""Saves and loads of an FP8 engine: DeepSpeed's, with bf16 of the masters as weights and our state beside them.
+
+When a checkpoint counts is fp8_ds/engine/saving.py's; what our state is, fp8_ds/checkpoint/state.py's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
+from fp8_ds.engine.following import Following
+from fp8_ds.engine.log import say
+from fp8_ds.engine.retyping import start_count_anew
+from fp8_ds.engine.saving import Recorder, check_whole, save_whole
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.tp.autotp import as_plain_weights
+from fp8_ds.tp.linears import ParallelLinear
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage12 import Fp8ZeroStage12
+
+_FOLLOWING_KEY = "following"
+"""Within our state: of monitor and guard."""
+
+
+class Fp8Checkpoints:
+    """Mix-in before DeepSpeedEngine or PipelineEngine."""
+
+    fp8: Fp8Context | None = None
+    _fp8_unused: Fp8Context | None = None
+    _fp8_following: Following | None = None
+    _fp8_said_state_dict = False
+
+    def save_checkpoint(
+        self: Any,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """Stock save, with bf16 of the masters as `module` and our state under one key of the model file; complete and
+        checksummed before it has its name, and `latest` after that.
+
+        Raises:
+            CheckpointError: a rank could not write, on all ranks; checkpoints before are untouched.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        client_state = dict(client_state or {})
+        if (context := self.fp8 or self._fp8_unused) is not None:
+            client_state[CHECKPOINT_KEY] = save_state(context)
+        if self._fp8_following is not None:
+            client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
+        save = super().save_checkpoint  # type: ignore[misc]
+
+        def write(tag: str) -> Any:
+            return save(
+                save_dir, tag, client_state, save_latest=False, exclude_frozen_parameters=exclude_frozen_parameters
+            )
+
+        if self.fp8 is None:
+            return save_whole(self, save_dir, tag, save_latest, write, say)
+        writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
+        with self.optimizer.fp8_export(writes):
+            return save_whole(self, save_dir, tag, save_latest, write, say)
+
+    def _copy_recovery_script(self: Any, save_path: str) -> None:
+        """Stock copy; rank 0's failure waits until all ranks can hear of it."""
+        copy = super()._copy_recovery_script  # type: ignore[misc]
+        if isinstance(self.checkpoint_engine, Recorder):
+            self.checkpoint_engine.attempt(copy, save_path)
+        else:
+            copy(save_path)
+
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock save of bf16 of the masters. Collective in every stage.
+
+        Raises:
+            UnsupportedError: `fp8_ds.tp.parallelize` has cut the model: stock code would write one rank's part.
+        """
+        if self.fp8 is None:
+            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+        if any(isinstance(module, ParallelLinear) for module in self.module.modules()):
+            raise UnsupportedError(
+                "save_16bit_model: expected a whole model, got one that fp8_ds.tp.parallelize has cut; a file would "
+                "hold one rank's part. Use engine.save_checkpoint, which keeps every rank's."
+            )
+        with self.optimizer.fp8_export(ds_comm.get_rank() == 0):
+            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _replace_module_consolidated_state_dict(self: Any) -> Any:
+        """Stock gather of AutoTP's shards, as bf16 of the masters."""
+        if self.fp8 is None:
+            return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
+        with self.optimizer.fp8_export(True, on_device=True), as_plain_weights(self.module.parameters()):
+            return super()._replace_module_consolidated_state_dict()  # type: ignore[misc]
+
+    def load_checkpoint(
+        self: Any,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Stock load of a checkpoint that has been checked; then our state, if the checkpoint has it, and what it says
+        about other settings.
+
+        Raises:
+            CheckpointError: the checkpoint is torn, damaged, of another model or layout, or holds more than data: on
+                all ranks, before anything is loaded.
+        """
+        tag = check_whole(
+            self,
+            load_dir,
+            tag,
+            module_only=load_module_only and load_optimizer_states,
+            with_optimizer=load_optimizer_states and not load_module_only and self.zero_optimization(),
+            reads_latest=self.zero_optimization_partition_weights() and not load_optimizer_states,
+            say=say,
+        )
+        load = partial(
+            super().load_checkpoint,  # type: ignore[misc]
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if self.fp8 is None:
+            path, client_state = load()
+            if self._fp8_unused is not None and client_state is not None:
+                restore_state(self._fp8_unused, client_state.pop(CHECKPOINT_KEY, None), say)
+            return path, client_state
+        with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
+            path, client_state = load()
+            state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
+            scales.update(split_master_scales(state))
+            if client_state is not None:
+                self._fp8_following.widen_states_if_due()
+        if client_state is not None:
+            start_count_anew(self.fp8)
+            restore_state(self.fp8, state, say)
+            self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
+        return path, client_state
+
+    def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
+        optimizer = getattr(self, "optimizer", None)
+        if not isinstance(optimizer, Fp8ZeroStage12):
+            return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with optimizer.fp8_load():
+            return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _fp8_before_state_dict(self: Any, module: Any, prefix: str, keep_vars: bool) -> None:
+        """Say once that a plain state_dict() is no collective, and what it therefore holds in ZeRO-1/2."""
+        optimizer = getattr(self, "optimizer", None)
+        if self._fp8_said_state_dict or not isinstance(optimizer, Fp8ZeroStage12) or optimizer.fp8_is_exporting:
+            return
+        self._fp8_said_state_dict = True
+        say(
+            "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
+            "engine.save_16bit_model give bf16 of the masters"
+        )

@@ -1,0 +1,143 @@
+"""The model of an engine, as DeepSpeed has cast, moved and broadcast it, becomes one with FP8 layers, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from fp8_ds.attention.huggingface import use_backend
+from fp8_ds.config import Fp8Config, LinearConfig
+from fp8_ds.engine.attention import describe_attention
+from fp8_ds.engine.cross_entropy import fuse_loss
+from fp8_ds.engine.layer_choice import choose_layers
+from fp8_ds.engine.log import say
+from fp8_ds.engine.refusals import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
+from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.nn.recipe_smooth import smooth_swiglus
+from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
+from fp8_ds.tp.group import device_of
+from fp8_ds.tp.plan import configure as configure_tensor_parallel
+from fp8_ds.zero.context import Fp8Context
+
+
+def refuse_autotp(engine: Any, model: Any) -> None:
+    """AutoTP is off, or can be had in FP8. Before the model is cut.
+
+    Raises:
+        UnsupportedError: with this stage, or this kind of model.
+    """
+    if engine.autotp_size() <= 1:
+        return
+    if engine.zero_optimization_stage() > 2:
+        raise AUTOTP_STAGE_3.error(f"{engine.autotp_size()} ranks and stage {engine.zero_optimization_stage()}")
+    if isinstance(model, PipelineModule):
+        raise AUTOTP_PIPELINE.error(f"{engine.autotp_size()} ranks")
+
+
+def convert(engine: Any) -> Fp8Context | None:
+    """The linears of `engine.module` are FP8 layers, and what surrounds them is as the configuration says.
+
+    Collective where the plan is agreed on or measured.
+
+    Returns:
+        None: the engine has no optimizer, and its model stays bf16.
+
+    Raises:
+        ConfigError: nothing can be converted, or a key of the block has nothing to take effect on.
+        UnsupportedError: this device, or this model, cannot.
+    """
+    config = Fp8Config.from_block(engine._config._param_dict["fp8"])
+    if engine.client_optimizer is None and not engine.optimizer_name():
+        say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
+        return None
+    module, device = engine.module, engine.device
+    is_autotp = engine.autotp_size() > 1
+    refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
+    let_the_host_run_ahead(engine._config)
+    foreign = autotp_linears(module) if is_autotp else {}
+    plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign)
+    if config.linear.layer_choice == "measured":
+        plan = choose_layers(module, plan, config.linear, device, say)
+    if is_autotp:
+        configure_autotp(config.tensor_parallel)
+    else:
+        configure_tensor_parallel(module, config.tensor_parallel, config.linear.recipe)
+    history = apply_plan(module, plan, config.linear, device, foreign) if plan.num_converted else None
+    modules = dict(module.named_modules())
+    weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
+    check_overflow = bool(getattr(engine._config.bfloat16_config, "check_grad_overflow", True))
+    say(plan.describe())
+    if is_autotp:
+        say(set_gathers(module, config.tensor_parallel))
+    _surround(engine, config)
+    return Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
+
+
+def _surround(engine: Any, config: Fp8Config) -> None:
+    """Attention, activations and loss are as the configuration says."""
+    module = engine.module
+    if config.attention.backend is not None:
+        use_backend(module, config.attention.backend, hadamard=config.attention.hadamard)
+    say(describe_attention(module, engine.device))
+    if config.activations.smooth_swiglu:
+        say(smooth_swiglus(module, config.linear))
+    if config.activations.fused:
+        say(fuse_producers(module, config.activations).describe())
+    if config.activations.cross_entropy == "liger":
+        say(fuse_loss(module, engine.zero_optimization_stage()))
+
+
+def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
+    """An FP8 weight is quantised from a master; trainable weights in no parameter group have none and stay bf16."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in context.trainable.items() if id(p) not in optimized]
+    if not left:
+        return
+    fqns = [name.removesuffix(".weight") for name in left]
+    context.plan = revert(module, context.plan, fqns, "in no parameter group")
+    for name in left:
+        del context.weights[name]
+    say(context.plan.describe())
+
+
+def let_the_host_run_ahead(config: Any) -> None:
+    """DeepSpeed's throughput timer empties the device's queue twice a step; here only if the configuration says so."""
+    if not _says_how_to_time(config):
+        config.timers_config.synchronized = False
+
+
+def let_the_timer_wait(config: Any) -> None:
+    """As in stock code again."""
+    if not _says_how_to_time(config):
+        config.timers_config.synchronized = True
+
+
+def _says_how_to_time(config: Any) -> bool:
+    return "synchronized" in config._param_dict.get("timers", {}).get("throughput", {})
+
+
+def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool, foreign: ForeignLinears) -> Plan:
+    """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some, and so is a
+    rank that AutoTP has left with none (fewer heads than ranks).
+
+    FP8 states need no FP8 linear (`may_be_empty`). Weights that pipeline stages share (`tied_modules`) are never
+    converted.
+    """
+    if isinstance(module, PipelineModule):
+        config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
+    elif not foreign:
+        return make_plan(module, config, may_be_empty)
+    try:
+        plan, error = make_plan(module, config, foreign=foreign), None
+    except ConfigError as caught:
+        plan, error = Plan(()), caught
+    found = torch.tensor([plan.num_converted], device=device_of(None))
+    ds_comm.all_reduce(found)
+    if error is not None and int(found) == 0 and not may_be_empty:
+        raise error
+    return plan

@@ -1,0 +1,131 @@
+"""What follows each optimizer step of an engine: the precision schedule, the monitor, and the guard that it tells.
+
+Nothing follows where the configuration asks for none of them: one test of an empty tuple a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fp8_ds.engine.health import Health
+from fp8_ds.engine.log import say, warn
+from fp8_ds.engine.precision import LayerPrecision, Request
+from fp8_ds.engine.retyping import start_count_anew, widen_states
+
+
+class Following:
+    """Of one engine, which calls it after each step.
+
+    Args:
+        engine: built, with its ZeRO optimizer and layers in FP8.
+
+    Attributes:
+        precision: which layers compute in bf16.
+        health: monitor and guard; None without.
+        has_graph: a forward has kept what its backward will read, and no step has followed: layers cannot change.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.has_graph = False
+        self._is_running = False
+        config = engine.fp8.config
+        self.precision = engine.fp8.precision = LayerPrecision(
+            engine.module, engine.optimizer.fp8_set_bf16, config.schedule, _total_steps(engine), engine.device, say
+        )
+        self._update_precision()
+        calls: list[Callable[[], None]] = []
+        if config.schedule.fp32_states_from_step is not None:
+            calls.append(self.widen_states_if_due)
+        if not self.precision.schedule.is_constant:
+            calls.append(self._update_precision)
+        self.health = Health.of(engine, self.set_layer_precision, say, warn)
+        if self.health is not None:
+            self.health.monitor.start(engine.global_steps)
+            calls.append(self._watch)
+        self._calls = tuple(calls)
+
+    def after_step(self) -> None:
+        """The optimizer has stepped: what is on follows, in a fixed order, on all ranks alike. Collective."""
+        self.has_graph = False
+        if not self._calls:
+            return
+        self._is_running = True
+        try:
+            for call in self._calls:
+                call()
+        finally:
+            self._is_running = False
+
+    def widen_states_if_due(self) -> None:
+        """FP8 optimizer states are fp32, if the step since which they shall be has come. Collective then.
+
+        Within `fp8_dense` of the optimizer, where a checkpoint has been loaded: as they are in it, without an FP8
+        rounding between.
+        """
+        engine, context = self._engine, self._engine.fp8
+        first = context.config.schedule.fp32_states_from_step
+        if first is None or engine.global_steps < first or context.config.optimizer.states == "fp32":
+            return
+        last = context.counter.last
+        if self.health is not None:
+            self.health.forget_fp8_states()
+        widen_states(engine, engine._fp8_client)
+        start_count_anew(context)
+        context.counter.last = last
+        say(f"fp8: from step {engine.global_steps} on optimizer states are fp32 (fp32_states_from_step {first})")
+
+    def set_layer_precision(self, names: str | Sequence[str], precision: Request) -> list[str]:
+        """See `Fp8Engine.set_layer_precision`."""
+        asked = [names] if isinstance(names, str) else list(names)
+        layers = self.precision.request(asked, precision, self._between())
+        self._update_precision()
+        return layers
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """A checkpoint has been loaded, precision and step count with it: go on from there. Collective.
+
+        Args:
+            state: from `state_dict`; None: the checkpoint has none.
+        """
+        self.has_graph = False
+        self._update_precision()
+        if self.health is not None:
+            self.health.load_state_dict(state, self._engine.global_steps)
+            self.health.monitor.start(self._engine.global_steps)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Of monitor and guard, builtin types; None without."""
+        return None if self.health is None else self.health.state_dict()
+
+    def close(self) -> None:
+        """The last report is written, and what was opened is closed."""
+        if self.health is not None:
+            self.health.monitor.flush()
+        self.precision.close()
+
+    def _update_precision(self) -> None:
+        asks = self.precision.schedule.below_lr is not None  # else a learning rate on the device is not waited for
+        lr = max(float(lr) for lr in self._engine.get_lr()) if asks else math.inf
+        self.precision.update(self._engine.global_steps, lr)
+
+    def _watch(self) -> None:
+        assert self.health is not None
+        self.health.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
+
+    def _between(self) -> str:
+        """Where this rank is, if it is between a forward and the step that follows; else empty."""
+        if self._is_running:
+            return ""
+        num = self._engine.gradient_accumulation_steps()
+        if done := self._engine.micro_steps % num:
+            return f"after micro-batch {done} of {num}"
+        return "between a forward and its step" if self.has_graph else ""
+
+
+def _total_steps(engine: Any) -> int | None:
+    """Optimizer steps of the run, where DeepSpeed's scheduler is told them."""
+    total = (engine._config.scheduler_params or {}).get("total_num_steps")
+    return total if isinstance(total, int) else None

@@ -1,0 +1,197 @@
+"""Optimizers of an engine: the ZeRO optimizer that DeepSpeed has built gets a class with our mix-ins before its own.
+
+Which mix-ins follows from the format of the states, gradient release, and the format that gradients are reduced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from fp8_ds.config import OptimizerConfig
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.tp.group import device_of
+from fp8_ds.zero.building import BuildingHost, building
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.reduce3 import Fp8ReduceStage3
+from fp8_ds.zero.reduce12 import Fp8ReduceStage12
+from fp8_ds.zero.release3 import Fp8ReleaseStage3
+from fp8_ds.zero.release12 import Fp8ReleaseStage12
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
+from fp8_ds.zero.stage12 import Fp8ZeroStage12
+from fp8_ds.zero.states3 import Fp8StatesStage3
+from fp8_ds.zero.states12 import Fp8StatesStage12
+from fp8_ds.zero.widen import widen3, widen12
+
+Build = Callable[[Any], Any]
+"""DeepSpeed's own way from a torch optimizer to its ZeRO optimizer."""
+
+_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ZeroStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ZeroStage3,
+}
+_STATES_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8StatesStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8StatesStage3,
+}
+_RELEASE_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ReleaseStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ReleaseStage3,
+}
+_REDUCE_MIXINS: dict[type, type] = {
+    DeepSpeedZeroOptimizer: Fp8ReduceStage12,
+    DeepSpeedZeroOptimizer_Stage3: Fp8ReduceStage3,
+}
+
+
+def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
+    """DeepSpeed's ZeRO optimizer over `optimizer`, not retyped yet, and the class of DeepSpeed that it is of.
+
+    With FP8 states `optimizer` is taken over first, and `engine.basic_optimizer` is what has taken it over.
+
+    Raises:
+        ConfigError: gradients cannot be released here.
+        UnsupportedError: the class is none that can be retyped.
+    """
+    settings = engine.fp8.config.optimizer
+    if settings.states == "fp32":
+        zero = build(optimizer)
+    else:
+        engine.basic_optimizer = optimizer = Fp8AdamW.take_over(optimizer)
+        releases = settings.releases(engine.gradient_clipping())
+        if releases:
+            check_release(engine)
+        with building(settings.master_format, settings.outstanding_update_bytes if releases else None):
+            zero = build(optimizer)
+    host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
+    if host not in _MIXINS:
+        raise UnsupportedError(
+            f"ZeRO optimizer: expected one of {[h.__name__ for h in _MIXINS]}, got {host.__name__}. Remove the "
+            'option that selects it, or turn "fp8.enabled" off.'
+        )
+    return zero, host
+
+
+def has_no_purpose(engine: Any) -> bool:
+    """Whether FP8 would change nothing: fp32 states, bf16 gradients, and no FP8 weight on this rank, nor on any other
+    pipeline stage or tensor-parallel rank. Collective with these."""
+    config = engine.fp8.config
+    if config.optimizer.states != "fp32" or config.zero.reduce_scatter != "bf16":
+        return False
+    found = torch.tensor([len(engine.fp8.weights)], device=engine.device)
+    if isinstance(engine, PipelineEngine) or engine.autotp_size() > 1:
+        ds_comm.all_reduce(found)
+    return int(found) == 0
+
+
+def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float) -> None:
+    """`zero` is an FP8 optimizer, its weights stored and gathered in FP8. Collective.
+
+    Args:
+        zero: of class `host`, or of the subclass that `building` makes of it.
+        host: DeepSpeed's class.
+        context: of the engine.
+        gradient_clipping: of its configuration.
+    """
+    zero.__class__ = _class_for(host, context, gradient_clipping)
+    zero.fp8_init(context)
+    _wait_no_longer_than_the_default_group(zero.dp_process_group)
+    start_count_anew(context)
+
+
+def widen_states(engine: Any, client: torch.optim.Optimizer) -> None:
+    """The FP8 optimizer states of `engine` are fp32 from now on. Collective; see fp8_ds/zero/widen.py.
+
+    Args:
+        engine: between steps, or within `engine.optimizer.fp8_dense()`.
+        client: what `build_zero` was given.
+    """
+    zero, context = engine.optimizer, engine.fp8
+    context.config = context.config.model_copy(update={"optimizer": OptimizerConfig()})
+    if engine.client_optimizer is None and engine.device.type == "cuda":
+        for group in client.param_groups:
+            group["fused"] = True  # torch's default there makes temporaries as large as the masters
+    host = next(host for host in _MIXINS if isinstance(zero, host))
+    widen = widen3 if host is DeepSpeedZeroOptimizer_Stage3 else widen12
+    widen(zero, _class_for(host, context, engine.gradient_clipping()), context, client)
+
+
+def _class_for(host: type, context: Fp8Context, gradient_clipping: float) -> type:
+    mixins = [_mixins_for(context.config.optimizer, gradient_clipping)[host]]
+    if context.config.zero.reduce_scatter == "fp8":
+        mixins.insert(0, _REDUCE_MIXINS[host])
+    return type(f"Fp8{host.__name__}", (*mixins, host), {})
+
+
+def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[type, type]:
+    if settings.states == "fp32":
+        return _MIXINS
+    return _RELEASE_MIXINS if settings.releases(gradient_clipping) else _STATES_MIXINS
+
+
+def start_count_anew(context: Fp8Context) -> None:
+    """What `initialize` or a load gathered belongs to no step."""
+    context.counter.end_step()
+    context.counter.last = None
+
+
+def check_release(engine: Any) -> None:
+    """Updates during the backward are possible here.
+
+    Raises:
+        ConfigError: naming the setting that contradicts them.
+    """
+    stage, steps = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
+    accumulation_dtype = engine.get_data_types()[1]
+    problems = {
+        f"gradient_accumulation_steps {steps}": steps > 1,
+        "a PipelineModule": isinstance(engine, PipelineEngine),
+        "zero_optimization.contiguous_gradients false": stage < 3 and not engine.zero_contiguous_gradients(),
+        f"data_types.grad_accum_dtype {accumulation_dtype}": accumulation_dtype != torch.bfloat16,
+    }
+    found = [name for name, is_there in problems.items() if is_there]
+    if found:
+        raise ConfigError(
+            f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
+            'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
+            '"release_clipping": "exact" and gradient_clipping, reduced shards are held and it may stay.'
+        )
+
+
+def adam_to_take_over(engine: Any, model_parameters: Any) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW with the options of the configuration: no kernel of DeepSpeed's is built for it.
+
+    Raises:
+        UnsupportedError: another optimizer, or an option that FP8 states do not have.
+    """
+    name = (engine.optimizer_name() or "").lower()
+    if name not in ("adam", "adamw"):
+        raise UnsupportedError(
+            f'optimizer.type: expected Adam or AdamW with fp8.optimizer.states "fp8", got {name}. '
+            'Use one of these, or "states": "fp32".'
+        )
+    options = dict(engine.optimizer_params() or {})
+    decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    for kernel_choice in ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none"):
+        options.pop(kernel_choice, None)
+    if not options.pop("bias_correction", True):
+        raise UnsupportedError("optimizer.params.bias_correction: expected true with FP8 states, got false.")
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(model_parameters, **options)
+
+
+def _wait_no_longer_than_the_default_group(group: Any) -> None:
+    """DeepSpeed makes ZeRO's group with torch's own time-out (gloo: 30 minutes), not with `init_distributed`'s."""
+    options = getattr(dist.group.WORLD._get_backend(device_of(None)), "options", None)  # type: ignore[union-attr]
+    if options is not None:
+        c10d: Any = dist.distributed_c10d  # torch 2.14 renames it
+        (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(options._timeout, group)
