@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fp8_ds.errors import ConfigError
 
@@ -41,7 +41,12 @@ def unpack(file: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(file, "r:") as tar:
-            tar.extractall(folder, filter="data")
+            for member in tar.getmembers():
+                path = PurePosixPath(member.name)
+                if not member.isfile() or path.is_absolute() or ".." in path.parts:
+                    raise tarfile.TarError(f"{member.name} in it is no file of a study")
+            # Python 3.10 and 3.11 have filters since 3.10.12 and 3.11.4.
+            tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     except tarfile.TarError as error:
         raise ConfigError(
             f"--archive: expected a file of an earlier call, got {file} ({error}). Name another."

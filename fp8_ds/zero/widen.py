@@ -48,7 +48,7 @@ def widen12(zero: Any, new_class: type, context: Fp8Context, client: torch.optim
 def widen3(zero: Any, new_class: type, context: Fp8Context, client: torch.optim.Optimizer) -> None:
     """As `widen12`, of ZeRO-3."""
     device, is_split = zero._fp8_flat.device, zero._fp8_is_split
-    zero.checkpoint_event_prologue()  # releases what is gathered: its scales go
+    zero._partition_all_parameters()  # what is gathered has scales that go
     _widen(zero, zero.fp32_partitioned_groups_flat, client, device)
     _retype(zero, new_class)
     if is_split:

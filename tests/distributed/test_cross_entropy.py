@@ -98,12 +98,12 @@ def run(config: dict[str, Any], tied: bool = False, compiled: bool = False) -> d
     import torch.distributed as dist
 
     import fp8_ds  # noqa: F401
-    from fp8_ds.engine import engine as host
+    from fp8_ds.engine import conversion
 
     model = llama(tied)
     said: list[str] = []
     with kernel_in_torch(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_say", said.append)
+        patch.setattr(conversion, "say", said.append)
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
         if compiled:
             engine.compile(backend="eager")

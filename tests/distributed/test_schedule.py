@@ -267,6 +267,25 @@ def test_rank_0s_learning_rate_decides_for_all_ranks(ranks: Any, stage: int) -> 
     assert "got 0.0001 here and 0.003 on rank 0" in second["said"][0]
 
 
+def agreed() -> list[float]:
+    """What a group of its own, as devices with NCCL need it, hands on; and that it is gone afterwards."""
+    from fp8_ds.engine.agreement import RankZeroNumber
+
+    number = RankZeroNumber("key", torch.device("cuda"))
+    assert number._group is not None and dist.get_backend(number._group) == "gloo"
+    found = [number.agree(0.25 + dist.get_rank()), number.agree(float(dist.get_rank()))]
+    group = number._group
+    number.close()
+    number.close()
+    with pytest.raises(ValueError, match="rocess group"):
+        dist.get_backend(group)
+    return found
+
+
+def test_where_ranks_talk_through_nccl_the_number_goes_over_gloo(ranks: Any) -> None:
+    assert ranks(3).run(agreed) == [[0.25, 0.0]] * 3
+
+
 def refused(case: str) -> tuple[str, list[float]]:
     from fp8_ds.errors import Fp8DsError
 

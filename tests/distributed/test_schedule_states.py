@@ -197,6 +197,7 @@ def with_clients(folder: str, stage: int) -> dict[str, Any]:
         "freed": core() is None,
         "lrs": lrs,
         "clamped": ["clamp_rate" in report.numbers for report in reports],
+        "gathered": [report.numbers["gathered_fp8_bytes"] for report in reports[1:]],
         "moment": (float(moment.min()), float(moment.max())),
         "class": isinstance(inner, torch.optim.AdamW),
     }
@@ -211,6 +212,7 @@ def test_whoever_holds_the_optimizer_goes_on_with_it(ranks: Any, tmp_path: Path,
         assert result["same"] and result["class"] and result["freed"]
         assert result["lrs"] == pytest.approx([3e-3 / 7] * 3 + [3e-3 / 8] * 3)  # the scheduler steps, and all see it
         assert result["clamped"] == [True, True, False, False, False, False]
+        assert len(set(result["gathered"])) == 1 and result["gathered"][0] > 0  # the switch's own gather is no step's
         assert result["moment"] == (0.25, 0.25)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def test_a_study_travels_as_a_file(tmp_path: Path, worker: dict[str, Any]) -> No
     (tmp_path / "bad.tar").write_text("no tar")
     with pytest.raises(ConfigError, match="--archive: expected a file of an earlier call"):
         unpack(tmp_path / "bad.tar", tmp_path / "c")
+    with tarfile.open(tmp_path / "hostile.tar", "w") as tar:
+        tar.add(tmp_path / "bad.tar", arcname="../outside")
+    with pytest.raises(ConfigError, match="outside in it is no file of a study"):
+        unpack(tmp_path / "hostile.tar", tmp_path / "c")
+    assert not (tmp_path / "outside").exists()
     pack(tmp_path / "a", tmp_path / "small.tar", keep=lambda path: path.parts[0] != "state")
     unpack(tmp_path / "small.tar", tmp_path / "d")
     assert contents(tmp_path / "d").keys() == {path for path in contents(tmp_path / "a") if path.parts[0] != "state"}
