@@ -45,8 +45,10 @@ def unpack(file: Path, folder: Path) -> None:
                 path = PurePosixPath(member.name)
                 if not member.isfile() or path.is_absolute() or ".." in path.parts:
                     raise tarfile.TarError(f"{member.name} in it is no file of a study")
-            # Python 3.10 and 3.11 have filters since 3.10.12 and 3.11.4.
-            tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            if hasattr(tarfile, "data_filter"):  # since Python 3.10.12 and 3.11.4
+                tar.extractall(folder, filter="data")
+            else:
+                tar.extractall(folder)
     except tarfile.TarError as error:
         raise ConfigError(
             f"--archive: expected a file of an earlier call, got {file} ({error}). Name another."

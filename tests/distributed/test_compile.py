@@ -130,7 +130,7 @@ class Events(logging.Handler):
             self.recompiled.append(text)
 
     def ours(self) -> list[str]:
-        """The graph breaks under a frame of this package. What runs the ranks, and the engine, are above all of them."""
+        """The graph breaks under a frame of this package; what runs the ranks, and the engine, are above them all."""
         import fp8_ds
 
         package = Path(fp8_ds.__file__).parent
