@@ -241,7 +241,7 @@ def _unfit(parts: list[_Part]) -> list[str]:
         for name in part.files:
             writers[part.host, name].append(rank)
     failed += [
-        f'{name} written by ranks {ranks} at once (remove "use_node_local_storage": the hosts share this disk)'
+        f"{name} written by ranks {ranks} at once: one rank of a host must write it (engine.save_non_zero_checkpoint)"
         for (_, name), ranks in writers.items()
         if len(ranks) > 1
     ]
