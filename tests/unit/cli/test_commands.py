@@ -211,6 +211,22 @@ def test_doctor_says_on_a_cpu_what_is_missing_and_what_installs_it() -> None:
     assert all(probe["is_exact"] or probe["sqnr_db"] > 45 for probe in recipes.values()), recipes
 
 
+def test_doctor_with_a_configuration_has_one_answer(tmp_path: Path) -> None:
+    of_the_machine = ("FP8 training on this machine lacks", "All that FP8 training needs is here")
+    without = CliRunner().invoke(app, ["doctor", "--no-probe"]).stdout
+    assert any(text in without for text in of_the_machine)
+    with_config = CliRunner().invoke(app, ["doctor", "--no-probe", "--config", str(written(tmp_path))]).stdout
+    assert "FP8 would be " in with_config and not any(text in with_config for text in of_the_machine)
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.11.0+cu130", "ok"), ("2.13.0+cpu", "ok"), ("2.14.1", "warning")])
+def test_doctor_says_which_torch_is_tested(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    found = next(check for check in diagnosis.checks() if check.name == "torch")
+    assert (found.status, bool(found.remedy)) == (status, status == "warning")
+    assert all(one in found.found for one in diagnosis.TESTED_TORCH)
+
+
 def test_doctor_names_a_seam_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8_ds.engine import seams
 
