@@ -79,6 +79,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(study.seeds))
     parser.add_argument("--seeds2", type=int, nargs="+", help="of regime 2; default: --seeds")
     parser.add_argument("--regimes", type=int, nargs="+", default=list(study.regimes), choices=[1, 2, 3])
+    parser.add_argument("--by-regime", action="store_true", help="all seeds of a regime before the next; else by seed")
     parser.add_argument("--arms", nargs="+", default=list(study.arms), choices=list(ARMS))
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     parser.add_argument("--vocabulary", choices=["auto", "bpe", "bytes"], default="auto")
@@ -95,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fp8_ds_gpt_parity"))
     parser.add_argument("--archive", type=Path, help="the cache as one file: read where it is new, written at the end")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--resume-from", type=Path, help="CSV of an earlier call, its .json beside it")
+    parser.add_argument("--resume-from", type=Path, nargs="+", help="CSVs of earlier calls, the .json beside each")
     parser.add_argument("--only-report", action="store_true", help="tables and plots of what --resume-from has")
     parser.add_argument("--plan", action="store_true", help="print the runs and predicted seconds")
     args = parser.parse_args()
@@ -149,13 +150,14 @@ def main() -> None:
     args = parse_args()
     study = STUDIES[args.study]
     if args.plan:
-        jobs = work_list(args.regimes, args.arms, args.seeds, args.seeds2)
+        jobs = work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
         changed = replace(study, size=args.size, steps=args.steps, checkpoint_at=args.checkpoint_at)
         print(describe_plan(changed, jobs))
         return
     stem = dated_stem(args.out, result_name(args))
     if args.only_report:
-        settings = json.loads((args.resume_from or stem).with_suffix(".json").read_text())["settings"]
+        first = args.resume_from[0] if args.resume_from else stem
+        settings = json.loads(first.with_suffix(".json").read_text())["settings"]
         results, left_out = Results(stem, settings, args.resume_from), []
     else:
         results, left_out = run_study(args, stem)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,21 @@ class Running:
 
 
 class Results:
-    """Rows of finished runs and what is known about them, in the CSV and JSON of `stem`."""
+    """Rows of finished runs and what is known about them, in the CSV and JSON of `stem`.
 
-    def __init__(self, stem: Path, settings: dict[str, Any], resume_from: Path | None) -> None:
+    Args:
+        resume_from: CSVs of earlier calls, of different runs; without them that of `stem`, where there is one.
+    """
+
+    def __init__(self, stem: Path, settings: dict[str, Any], resume_from: Sequence[Path] | None) -> None:
         self.stem = stem
         self.settings = settings
         self.rows: list[dict[str, str]] = []
         self.runs: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
-        source = resume_from or stem.with_suffix(".csv")
-        if source.exists():
-            self._read(source)
+        for source in resume_from or [stem.with_suffix(".csv")]:
+            if source.exists() or resume_from:
+                self._read(source)
 
     def _read(self, source: Path) -> None:
         known = json.loads(source.with_suffix(".json").read_text())
@@ -60,9 +65,14 @@ class Results:
                 f"{source.name}: expected runs with these settings, got others: {different} (theirs, ours). Runs "
                 "differ in more than the arm then and are not pairs: choose another --out."
             )
+        twice = self.runs.keys() & known["runs"].keys()
+        if twice:
+            raise SystemExit(
+                f"--resume-from: expected each run in one file, got {sorted(twice)} again in {source.name}."
+            )
         with source.open() as file:
-            self.rows = list(csv.DictReader(file))
-        self.runs = known["runs"]
+            self.rows += csv.DictReader(file)
+        self.runs |= known["runs"]
 
     def add(self, job: Job, log: Path) -> None:
         with log.open() as file:
@@ -109,7 +119,8 @@ class Scheduler:
         self.deadline = time.monotonic() + args.budget
 
     def jobs(self) -> list[Job]:
-        return work_list(self.args.regimes, self.args.arms, self.args.seeds, self.args.seeds2)
+        args = self.args
+        return work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
 
     def pending(self) -> list[Job]:
         """What is neither finished, running, paused nor failed; a stock run first if its checkpoint is wanted."""

@@ -76,9 +76,13 @@ class Job:
         return (self.regime, self.arm, self.seed) == (1, "stock", 0)
 
 
-def work_list(regimes: Sequence[int], arms: Iterable[str], seeds: Sequence[int], seeds2: Sequence[int]) -> list[Job]:
-    """All runs by seed, the rival last: a list cut short has whole pairs."""
+def work_list(
+    regimes: Sequence[int], arms: Iterable[str], seeds: Sequence[int], seeds2: Sequence[int], by_regime: bool = False
+) -> list[Job]:
+    """All runs by seed, or by regime and then by seed, the rival last: a list cut short has whole pairs."""
     arms = tuple(arms)
+    if by_regime:
+        return [job for regime in regimes for job in work_list([regime], arms, seeds, seeds2)]
     jobs = []
     for seed in dict.fromkeys([*seeds, *seeds2]):
         for regime in regimes:

@@ -54,6 +54,10 @@ def _sdpa_batch(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
     return out.transpose(1, 2)
 
 
+_FLEX_BLOCK = 128
+"""Queries and keys in a block of FlexAttention's masks, by default."""
+
+
 @functools.cache
 def _compiled_flex(is_cuda: bool) -> Callable[..., Any]:
     """FlexAttention is a kernel only when it is compiled; on CPU it stays as it is, and holds all scores."""
@@ -72,8 +76,21 @@ def flex_attention_(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tens
         mask = _packed_block_mask(len(q), len(k), geometry.left, geometry.right, packing)
         heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     flex = _compiled_flex(q.is_cuda)
-    out = flex(*heads_first, block_mask=mask, scale=geometry.softmax_scale, enable_gqa=q.shape[-2] != k.shape[-2])
+    group = q.shape[-2] // k.shape[-2]
+    out = flex(
+        *heads_first,
+        block_mask=mask,
+        scale=geometry.softmax_scale,
+        enable_gqa=group != 1,
+        kernel_options=_kernel_options(heads_first[0].shape[-2] * group) if q.is_cuda else None,
+    )
     return out.transpose(1, 2) if packing is None else out[0].transpose(0, 1)
+
+
+def _kernel_options(rows: int) -> dict[str, Any]:
+    """For few queries inductor picks a kernel that has all of a key head's queries, `rows`, in one block: with more
+    than a block of the mask it finds no choice and raises (torch 2.11 and 2.13, create_flex_decoding_kernel)."""
+    return {"BACKEND": "TRITON" if rows > _FLEX_BLOCK else "AUTO"}
 
 
 def _sees(left: int, right: int, place_q: Tensor, place_k: Tensor) -> Tensor:

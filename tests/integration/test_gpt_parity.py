@@ -99,7 +99,7 @@ def parity_args(cache: Path, *more: str) -> argparse.Namespace:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Any]:
-    return import_module("parity.studies").work_list(args.regimes, args.arms, args.seeds, args.seeds2)
+    return import_module("parity.studies").work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
 
 
 def test_work_list_is_that_of_the_issue(bench: Any, cache: Path) -> None:
@@ -167,7 +167,7 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source))
     settings = parity.settings_of(args, "2524c25bebc534ec", "")
     assert settings.keys() == json.loads(source.with_suffix(".json").read_text())["settings"].keys()
-    results = runs.Results(tmp_path / "result", settings, source)
+    results = runs.Results(tmp_path / "result", settings, [source])
     pending = {job.name for job in runs.Scheduler(args, results).pending()}
     assert len(results.runs) == 6 and not pending & set(results.runs)
     (difference,) = bench("parity.summary").differences(results.rows, 3, 3072)
@@ -237,6 +237,30 @@ def test_results_of_other_settings_are_refused(bench: Any, tmp_path: Path) -> No
     assert runs.Results(stem, {"steps": 10, "digest": "a"}, None).runs == {}
     with pytest.raises(SystemExit, match="digest"):
         runs.Results(stem, {"steps": 10, "digest": "b"}, None)
+
+
+def test_results_of_several_calls_are_put_together(bench: Any, tmp_path: Path) -> None:
+    runs = bench("parity.runs")
+    sources = [tmp_path / "first.csv", tmp_path / "second.csv"]
+    for source, arm in zip(sources, ("stock", "e4m11"), strict=True):
+        one = runs.Results(source.with_suffix(""), {"steps": 10}, None)
+        one.rows, one.runs = rows(3, {arm: [2.0]}), {f"r3-{arm}-s0": {}}
+        one.rows = [{key: row.get(key, "") for key in runs.FIELDS} for row in one.rows]
+        one.write()
+    both = runs.Results(tmp_path / "both", {"steps": 10}, sources)
+    assert list(both.runs) == ["r3-stock-s0", "r3-e4m11-s0"] and [row["arm"] for row in both.rows] == ["stock", "e4m11"]
+    with pytest.raises(SystemExit, match=r"r3-stock-s0.*again in first\.csv"):
+        runs.Results(tmp_path / "both", {"steps": 10}, [sources[0], sources[0]])
+    with pytest.raises(FileNotFoundError):
+        runs.Results(tmp_path / "both", {"steps": 10}, [tmp_path / "third.csv"])
+
+
+def test_by_regime_all_seeds_of_one_come_first(bench: Any, cache: Path) -> None:
+    bench("gpt_parity")
+    args = parity_args(cache, "--regimes", "3", "2", "--seeds", "0", "1", "--arms", "stock", "e4m11", "--by-regime")
+    names = [job.name for job in jobs_of(args)]
+    assert names[:4] == ["r3-stock-s0", "r3-e4m11-s0", "r3-stock-s1", "r3-e4m11-s1"]
+    assert [name[:3] for name in names[4:]] == ["r2-"] * 4
 
 
 def test_a_failed_run_is_reported_and_the_list_goes_on(bench: Any, cache: Path, tmp_path: Path) -> None:

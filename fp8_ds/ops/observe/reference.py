@@ -45,7 +45,7 @@ def observe_codes(codes: Tensor, scale_inv: Tensor, counts: Tensor, can_saturate
     small = (magnitude < smallest_normal_code(fmt)).sum().to(counts.dtype)
     numel = counts.new_full((), codes.numel())
     counts[2:6] += torch.stack([numel, saturated, small, counts[PENDING_ZEROS]])
-    counts[PENDING_ZEROS:] = 0
+    counts[PENDING_ZEROS:].zero_()
 
 
 def _block_maxima(magnitude: Tensor, scale_inv: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def observe_hp(x: Tensor, scale_inv: Tensor | None, fp8_max: float, counts: Tens
     counts[6] = torch.maximum(counts[6], amax)
     counts[PENDING_ZEROS] = x.numel() - torch.count_nonzero(x)
     if scale_inv is None:
-        counts[PENDING_SATURATED] = 1
+        counts[PENDING_SATURATED].fill_(1)  # assigned by an index, a number of the host's would be waited for
     else:
         inside = x.abs() <= fp8_max * scale_inv  # so that NaN is not
         counts[PENDING_SATURATED] = x.numel() - inside.sum() + 1
