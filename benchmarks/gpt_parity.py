@@ -163,8 +163,10 @@ def main() -> None:
         results, left_out = run_study(args, stem)
     results.write()
     regimes = sorted(study.regimes)
-    report = summary.report(results.rows, results.settings["steps"], study.bounded, regimes)
-    summary.plot(results.rows, results.settings["steps"], stem.with_suffix(".png"), regimes)
+    steps = results.settings["steps"]
+    report = summary.report(results.rows, steps, study.bounded, regimes)
+    report += "\n" + summary.report_in_bf16(results.rows, results.runs, steps, regimes)
+    summary.plot(results.rows, steps, stem.with_suffix(".png"), regimes)
     about = f"{results.settings['text']}\n\nRuns: {json.dumps(results.runs)}\n\nLeft out: {left_out}\n\n"
     failures = "".join(f"\nFAILED {name}\n```\n{tail}\n```\n" for name, tail in results.failures.items())
     stem.with_suffix(".md").write_text(heading(stem.name) + about + report + failures)

@@ -14,8 +14,8 @@ held in FP8 by Fp8AdamW (what ZeRO hands the layers), fused SwiGLU, eager; ours-
 one graph with its collectives; ours-compiled-overlap: inductor starts them early and waits late; ours-chunked: gathers
 in pieces. torchao casts its bf16 weights in every forward, which is what it does without FSDP.
 
-Overlap, by a profile of one forward and backward of the MLP: of the time in which a transfer of a gather runs, the
-share in which a kernel of another kind runs too.
+Overlap, by a profile of one forward and backward: of the time in which a transfer of a gather runs, the share in which
+a kernel of another kind runs too. Busy: in which any kernel runs; a call that takes longer waits for the host.
 
 Prediction, written before the first run on two H200s, ms of the MLP at TP=2: 8B, 8192 tokens: ours 4.9, 16384: 9.3;
 70B: 15.8 and 30.5 (torchao measured 5.62, 10.5, 17.7, 33.4); measured: 7.08, 10.5, 17.6, 32.7. Before the first run of
@@ -61,8 +61,13 @@ def hidden_share(transfers: Iterable[Interval], computing: Iterable[Interval]) -
     return both / total if total else 0.0
 
 
-def overlap(step: Callable[[], None]) -> dict[str, float]:
-    """{"gather_ms": in which transfers of gathers run, "hidden": share of it under other kernels}, of one call."""
+def overlap(step: Callable[[], None], trace: Path | None) -> dict[str, float]:
+    """Of one call: {"gather_ms": in which transfers of gathers run, "hidden": share of it under other kernels,
+    "busy_ms": in which anything runs}. What a call takes beyond that, the GPU waits for the host.
+
+    Args:
+        trace: a file for rank 0's trace of host and GPU, in Chrome's format, of one more call; it slows the host.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     dist.barrier()
@@ -70,16 +75,24 @@ def overlap(step: Callable[[], None]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    transfers, computing = [], []
+    if trace is not None:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+            step()
+            torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            traced.export_chrome_trace(str(trace))
+    transfers, computing, all_kernels = [], [], []
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
         name, interval = event.name.lower(), (event.time_range.start, event.time_range.end)
+        all_kernels.append(interval)
         if "nccl" not in name:
             computing.append(interval)
         elif "allgather" in name or "sendrecv" in name:
             transfers.append(interval)
-    return {"gather_ms": union_ms(transfers), "hidden": hidden_share(transfers, computing)}
+    hidden = hidden_share(transfers, computing)
+    return {"gather_ms": union_ms(transfers), "hidden": hidden, "busy_ms": union_ms(all_kernels)}
 
 
 def step_of(model: nn.Module, arm: str, shape: Shape, tokens: int, device: torch.device) -> Callable[[], None]:
@@ -117,8 +130,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def measure(cell: Cell, scale: int, device: torch.device) -> dict[str, Any]:
-    """{"ms"}, on a GPU "peak_gib" too, and of an MLP what `overlap` says; or {"error"}."""
+def measure(cell: Cell, scale: int, device: torch.device, traces: Path | None) -> dict[str, Any]:
+    """{"ms"}, on a GPU "peak_gib" and what `overlap` says; or {"error"}."""
     shape = SHAPES[cell.shape].divided(scale)
     torch._dynamo.reset()
     torch._inductor.config._micro_pipeline_tp = False
@@ -131,8 +144,8 @@ def measure(cell: Cell, scale: int, device: torch.device) -> dict[str, Any]:
         row: dict[str, Any] = {"ms": slowest_rank_ms(step, device, num_warm=NUM_WARM, num_timed=NUM_TIMED)}
         if device.type == "cuda":
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            if cell.part == "ffn":
-                row |= overlap(step)
+            name = f"trace-{cell.part}-{cell.shape}-{cell.tokens}-{cell.arm}.json.gz"
+            row |= overlap(step, traces / name if traces else None)
         return row
     except Exception:  # of another library's arm, or its compiler: the other arms are measured all the same
         return {"error": without_folders(traceback.format_exc())[-1500:]}
@@ -145,7 +158,7 @@ def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
     for cell in cells(args):
         left = torch.tensor([end - time.monotonic()], device=device)
         dist.broadcast(left, 0)
-        row = {"error": "left out: no time"} if left.item() < 0 else measure(cell, args.scale, device)
+        row = {"error": "left out: no time"} if left.item() < 0 else measure(cell, args.scale, device, args.trace)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         rows.append({"ranks": dist.get_world_size(), **asdict(cell), **row})
@@ -163,6 +176,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, "te"], default=[*ARMS, "te"])
     parser.add_argument("--scale", type=int, default=1, help="divide all features, for dry runs")
     parser.add_argument("--budget", type=float, default=540, help="seconds for each number of ranks")
+    parser.add_argument("--trace", type=Path, help="existing folder for a trace of each cell, 1 MB or so")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     return parser.parse_args()
 

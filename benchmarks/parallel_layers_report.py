@@ -29,14 +29,15 @@ def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str
             peers = [value for arm, value in ms.items() if value and arm not in mine]
             best = [value for arm, value in ms.items() if value and arm in mine]
             ratio = f"{min(peers) / min(best):.2f}" if peers and best else "-"
-            cells = " | ".join(f"{ms[arm]:.2f}" if ms.get(arm) else "failed" for arm in arms)
+            cells = " | ".join(f"{ms[arm]:.2f}" if ms.get(arm) else "failed" if arm in ms else "-" for arm in arms)
             lines.append(f"| {key[0]}, {key[1]}, {key[2]} tokens | {cells} | {ratio} |")
         lines.append("")
     profiled = [row for row in rows if "hidden" in row]
     if profiled:
-        lines += ["| ranks | MLP | tokens | arm | ms of gathers | hidden |", "|---|---|---|---|---|---|"]
+        lines += ["| ranks | part | tokens | arm | ms | GPU busy, ms | ms of gathers | hidden |", "|---|" + "---|" * 7]
         lines += [
-            f"| {r['ranks']} | {r['shape']} | {r['tokens']} | {r['arm']} | {r['gather_ms']:.3f} | {r['hidden']:.0%} |"
+            f"| {r['ranks']} | {r['part']}, {r['shape']} | {r['tokens']} | {r['arm']} | {r['ms']:.2f} | "
+            f"{r.get('busy_ms', float('nan')):.2f} | {r['gather_ms']:.3f} | {r['hidden']:.0%} |"
             for r in profiled
         ]
     for row in (row for row in rows if "error" in row):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8_ds.comparison import pair, pooled_half_widths
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
@@ -132,6 +133,27 @@ def report(rows: Rows, steps: int, bounded: Sequence[str] = BOUNDED, regimes: Se
     return "\n".join([*lines, *(f"- {line}" for line in verdicts(rows, steps, bounded, regimes)), ""])
 
 
+def report_in_bf16(rows: Rows, runs: Mapping[str, Mapping[str, Any]], steps: int, regimes: Sequence[int]) -> str:
+    """Markdown: paired differences where every model's last evaluation computes in bf16, from its masters.
+
+    Args:
+        runs: by name, r1-fp8-s0; those of FP8 arms have "held_out_loss_bf16". Pairs without it are left out.
+    """
+    lines = []
+    for regime in regimes:
+        own = {
+            (arm, seed): runs.get(f"r{regime}-{arm}-s{seed}", {}).get("held_out_loss_bf16", None if ARMS[arm] else loss)
+            for arm, by_seed in final_losses(rows, regime, steps).items()
+            for seed, loss in by_seed.items()
+        }
+        evaluated = [{**row, "held_out_loss": own.get((row["arm"], int(row["seed"])))} for row in rows]
+        known = [row for row in evaluated if int(row["regime"]) == regime and row["held_out_loss"] is not None]
+        found = differences(known, regime, steps)  # type: ignore[arg-type]
+        if any(ARMS[d.arm] for d in found):
+            lines += [f"## Regime {regime}: the same models, evaluated in bf16", "", *_differences(found), ""]
+    return "\n".join(lines)
+
+
 def _table(rows: Rows, regime: int, steps: int, losses: dict[str, dict[int, float]]) -> list[str]:
     start = [r for r in rows if int(r["regime"]) == regime and r["step"] == "0" and r["arm"] == "stock"]
     seeds = sorted({seed for by_seed in losses.values() for seed in by_seed})
@@ -145,9 +167,13 @@ def _table(rows: Rows, regime: int, steps: int, losses: dict[str, dict[int, floa
     if len(stock) > 1:
         noise = 100 * statistics.stdev(stock) / statistics.fmean(stock)
         lines += ["", f"Noise between stock's seeds: a deviation of {noise:.3f} % of the loss."]
-    lines += ["", "| paired difference | by seed, % | mean, % | 95 % interval, % | with pooled deviation, % |"]
+    return [*lines, "", *_differences(differences(rows, regime, steps))]
+
+
+def _differences(found: Sequence[Difference]) -> list[str]:
+    lines = ["| paired difference | by seed, % | mean, % | 95 % interval, % | with pooled deviation, % |"]
     lines += ["|---|---|---|---|---|"]
-    for d in differences(rows, regime, steps):
+    for d in found:
         cells = ", ".join(f"{value:+.3f}" for value in d.paired.by_pair)
         own, pooled = (f"{d.mean - half:+.3f} to {d.mean + half:+.3f}" for half in (d.half_width, d.pooled))
         lines.append(f"| {d.arm} - {d.base} | {cells} | {d.mean:+.3f} | {own} | {pooled} |")

@@ -48,6 +48,10 @@ class Taker:
     def load(self, folder: Path) -> None:
         raise NotImplementedError
 
+    def weights_in_bf16(self) -> dict[str, Tensor] | None:
+        """Those that FP8 ones stand for, rounded to bf16, as a saved model has them; None: it computes in bf16."""
+        return None
+
 
 class EngineTaker(Taker):
     """Under DeepSpeed: stock without an "fp8" block, ours with one."""
@@ -98,6 +102,15 @@ class EngineTaker(Taker):
 
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=_TAG)
+
+    @torch.no_grad()
+    def weights_in_bf16(self) -> dict[str, Tensor] | None:
+        if getattr(self.engine, "fp8", None) is None:
+            return None
+        precision = self.engine.fp8.precision
+        self.engine.set_layer_precision(list(precision.names), "bf16")
+        precision.update(self.engine.global_steps, 0.0)
+        return {name: p.detach().bfloat16() for name, p in self.engine.module.named_parameters()}
 
 
 class PlainTaker(Taker):
@@ -205,6 +218,15 @@ def evaluate(taker: Taker, held_out: Windows, size: Size) -> float:
     return float(torch.stack(losses).mean())
 
 
+class Exported(Taker):
+    """A plain model in bf16, to evaluate."""
+
+    def __init__(self, size: Size, vocab_size: int, weights: dict[str, Tensor], device: torch.device) -> None:
+        model = GPT(size, vocab_size, seed=0).to(device, torch.bfloat16)
+        model.load_state_dict(weights)
+        self.model = model
+
+
 def save_first_weights(taker: Taker, path: Path) -> None:
     """Of regimes 2 and 3, in bf16; whole or not there."""
     weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in taker.model.named_parameters()}
@@ -217,7 +239,8 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     size = SIZES[args.size]
     text = json.loads((args.cache / "text.json").read_text())
     # GEMMs in FP8 want multiples of 16, and bf16 ones are faster at multiples of 64.
-    model = GPT(size, -(-text["vocab_size"] // 64) * 64, args.seed)
+    vocab_size = -(-text["vocab_size"] // 64) * 64
+    model = GPT(size, vocab_size, args.seed)
     if args.regime != 1:
         model.load_state_dict(torch.load(args.checkpoint, weights_only=True))
     model.to(device)
@@ -237,18 +260,28 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
         return step == save_at and args.only_checkpoint
 
     length = Length(args.steps, size.batch * size.seq_len)
-    seconds = train_in_pieces(Run(taker, args, device), length, args.log, state, end, after_step=after_step)
+    run = Run(taker, args, device)
+    seconds = train_in_pieces(run, length, args.log, state, end, after_step=after_step)
     if seconds is None:
         return None
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
     report = getattr(getattr(taker, "engine", None), "fp8_report", None)
     return {
         "parameters": num_parameters,
         "tokens_per_second": round(args.steps * size.batch * size.seq_len / seconds),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "peak_gib": peak,
         "plan": report().get("plan") if report else None,
         "digest": text["digest"],
         "checkpoint": checkpoint,
-    }
+    } | _evaluated_in_bf16(run, vocab_size, device)
+
+
+def _evaluated_in_bf16(run: Run, vocab_size: int, device: torch.device) -> dict[str, float]:
+    """What of an FP8 run's loss is in its weights, and not in the rounding of the evaluation's own forward."""
+    weights = run.taker.weights_in_bf16()
+    if weights is None:
+        return {}
+    return {"held_out_loss_bf16": evaluate(Exported(run.size, vocab_size, weights, device), run.held_out, run.size)}
 
 
 def file_digest(path: Path) -> str:

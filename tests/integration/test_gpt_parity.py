@@ -331,6 +331,15 @@ def test_interval_of_paired_differences_is_students(bench: Any) -> None:
     assert found["e4m19"].by_seed.keys() == {0, 1}
 
 
+def test_masters_are_compared_in_bf16_where_they_were_evaluated_so(bench: Any) -> None:
+    summary = bench("parity.summary")
+    losses = rows(3, {"stock": [2.0, 2.0], "fp8": [2.01, 2.02], "e4m11": [2.03, 2.03]})
+    runs = {"r3-fp8-s0": {"held_out_loss_bf16": 2.002}, "r3-fp8-s1": {"held_out_loss_bf16": 2.004}, "r3-e4m11-s0": {}}
+    text = summary.report_in_bf16(losses, runs, 10, [3])
+    assert "| fp8 - stock | +0.100, +0.200 | +0.150 |" in text and "e4m11" not in text
+    assert summary.report_in_bf16(losses, {}, 10, [3]) == ""
+
+
 def test_parity_verdicts_can_be_missed(bench: Any) -> None:
     verdicts = bench("parity.summary").verdicts
     stock = [2.0, 2.1, 1.9]
@@ -354,16 +363,22 @@ def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     run_main: Callable[..., str], cache: Path, tmp_path: Path
 ) -> None:
     common = ("--size", "tiny", "--steps", 20, "--seeds", 0, "--cache", cache, "--out", tmp_path / "out")
-    common = (*common, "--arms", "stock", "--regimes", 1, "--estimate", 1)
+    common = (*common, "--arms", "stock", "e4m11", "--regimes", 1, "--estimate", 1)
     output = run_main("gpt_parity", *common)
-    assert "finished r1-stock-s0" in output
+    assert "finished r1-stock-s0" in output and "finished r1-e4m11-s0" in output
     assert torch.load(cache / "checkpoint.pt", weights_only=True)["wte.weight"].dtype == torch.bfloat16
     (csv_file,) = (tmp_path / "out").glob("*.csv")
     lines = [line.split(",") for line in csv_file.read_text().splitlines()]
     assert lines[0] == ["regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss"]
-    losses = [float(line[7]) for line in lines[1:] if line[7]]
-    assert len(losses) == 11 and losses[-1] < losses[0] - 0.1
+    losses, in_fp8 = (
+        [float(line[7]) for line in lines[1:] if line[7] and line[1] == arm] for arm in ("stock", "e4m11")
+    )
+    assert len(losses) == len(in_fp8) == 11 and losses[-1] < losses[0] - 0.1
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".csv", ".json", ".md", ".png"}
+    runs = json.loads(next((tmp_path / "out").glob("*.json")).read_text())["runs"]
+    in_bf16 = runs["r1-e4m11-s0"]["held_out_loss_bf16"]
+    assert in_bf16 != in_fp8[-1] and abs(in_bf16 - in_fp8[-1]) < 0.1 * (in_fp8[0] - in_fp8[-1])
+    assert "e4m11 - stock" in output.split("the same models, evaluated in bf16")[1]
     again = run_main("gpt_parity", *common)
     assert "started" not in again and f"{losses[-1]:.4f}" in again
 
@@ -390,7 +405,7 @@ def test_worker_continues_from_a_checkpoint(
     assert float(log[1][4]) == pytest.approx(math.log(256), abs=1e-4)
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["checkpoint"] == worker.file_digest(tmp_path / "weights.pt")
-    assert bool(about["plan"]) == (arm == "e4m11")
+    assert bool(about["plan"]) == ("held_out_loss_bf16" in about) == (arm == "e4m11")
 
 
 @pytest.mark.slow

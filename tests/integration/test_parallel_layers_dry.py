@@ -36,12 +36,12 @@ def test_report_compares_the_best_of_each_side_and_names_what_failed(bench: Any)
     rows = [
         {**cell, "arm": "bf16", "ms": 7.0},
         {**cell, "arm": "torchao", "ms": 5.5},
-        {**cell, "arm": "ours", "ms": 5.0, "hidden": 0.61, "gather_ms": 0.2},
+        {**cell, "arm": "ours", "ms": 5.0, "hidden": 0.61, "gather_ms": 0.2, "busy_ms": 4.5},
         {**cell, "arm": "ours-chunked", "error": "no such thing"},
     ]
     text = bench("parallel_layers").report(rows)
     assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 5.00 | failed | 1.10 |" in text
-    assert "| 2 | 8b | 8192 | ours | 0.200 | 61% |" in text
+    assert "| 2 | ffn, 8b | 8192 | ours | 5.00 | 4.50 | 0.200 | 61% |" in text
     assert "FAILED 2 ranks, ours-chunked, ffn, 8b, 8192 tokens" in text and "no such thing" in text
 
 
