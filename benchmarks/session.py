@@ -1,8 +1,13 @@
-"""One call on a lent GPU machine: measurements one after another, each with a limit, until the time is used up.
+"""One call on a lent GPU machine: measurements, each with a limit, until the time is used up.
 
     python benchmarks/session.py --list
     python benchmarks/session.py --out $OUT --limit 560 layer-table states     # these, in this order
     python benchmarks/session.py --out $OUT --limit 560 --gpus 1               # all for one GPU, the most wanted first
+    setsid nohup python benchmarks/session.py --out /tmp/o --limit 1500 parity-3gpus tests states < /dev/null &
+
+A step starts, in the order given, as soon as enough of the machine's GPUs are free, and sees only its own: with several
+GPUs steps run side by side. They share the host's cores then: say so beside timings, and look at the log of a
+reference arm. The last form outlives a call; the next calls copy what is in --out.
 
 A step that no longer fits is left out with a line. One that hangs is killed with everything it started, at its limit or
 at the call's. Results are written to --out as they are made, and session.json after each step (what ran, how long, how
@@ -23,8 +28,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 KILLED = -signal.SIGKILL
@@ -59,23 +66,25 @@ def _tests(selection: str) -> str:
     return f"{{python}} -m pytest -q -m gpu -p no:cacheprovider tests/gpu {selection}"
 
 
+def _parity(regimes: str) -> str:
+    """Seeds of their own: a machine's first weights of regimes 2 and 3 are not another's."""
+    return _benchmark(
+        "gpt_parity",
+        f"--compile --whole --by-regime {regimes} --seeds 3 4 5 --seeds2 3 --arms stock fp8 e4m19 e4m11 e4m11-nearest "
+        "bf16-nearest --estimate 300 --budget {seconds} "
+        "--resume-from benchmarks/results/2026-11-22-gpt-parity-rotary.csv",
+    )
+
+
 def _megatron(piece: str) -> str:
     """$MEGATRON_LM_PATH must name a clone that can be written to."""
     return _benchmark("megatron_pretrain", f"--piece {piece} --budget {{seconds}}")
 
 
 STEPS = (
-    Step("tests-long", _tests("-k long"), 150, "issue 7 F: 2,000 steps, no memory lost, no wait added"),
-    Step("tests-new", _tests("-k 'monitor or backends or tp'"), 120, "issues 5, 6, 8: what has not run on a GPU"),
-    Step(
-        "parity-branches",
-        _benchmark(
-            "gpt_parity",
-            "--compile --regimes 3 --resume-from benchmarks/results/2026-11-21-gpt-parity-rotary.csv",
-        ),
-        560,
-        "issue 3 H: the third seed, fp8 and e4m19",
-    ),
+    Step("parity-4gpus", _parity("--regimes 3 2 1"), 1560, "issue 3 H: three more pairs of each arm, regime 2", gpus=4),
+    Step("parity-3gpus", _parity("--regimes 3"), 1560, "issue 3 H: the same without regime 2", gpus=3),
+    Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 240, "issue 4 D: the table"),
     Step(
         "attention",
@@ -90,24 +99,31 @@ STEPS = (
     Step("megatron-speed", _megatron("speed"), 440, "issue 6 G: ours beside stock Megatron-LM"),
     Step("megatron-states", _megatron("states"), 410, "issue 6 G: FP8 Adam in forms (a) and (b)"),
     Step("megatron-losses", _megatron("losses"), 555, "issue 6 G: 500 iterations on text"),
-    Step("tests", _tests(""), 560, "all of tests/gpu for one GPU"),
     Step(
         "parallel-layers",
         _benchmark(
             "parallel_layers",
-            "--gpus 2 --budget {seconds} --arms bf16 torchao te ours ours-compiled ours-compiled-overlap ours-chunked",
+            "--gpus 2 4 --budget {seconds} --trace {out} --shapes 8b --arms bf16 torchao te ours ours-compiled",
         ),
-        300,
-        "issue 5 E, G: compiled arms, overlap",
-        gpus=2,
+        200,
+        "issue 5 E, G: what 8B's layers at 8192 tokens wait for; four GPUs",
+        gpus=4,
     ),
-    Step("gather", _benchmark("gather", "--gpus 2"), 60, "issue 4 H 3: one layer's gather", gpus=2),
+    Step("gather", _benchmark("gather", "--gpus 2 4"), 30, "issue 4 H 3: one layer's gather", gpus=4),
     Step(
         "8b",
-        _benchmark("end_to_end", "--piece 8b --gpus 2 --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b --gpus 4 --budget {seconds}"),
         500,
         "issue 4 H 2: Llama-3-8B, ZeRO-3",
-        gpus=2,
+        gpus=4,
+    ),
+    Step(
+        "tests-ranks",
+        "{python} -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_tp_gpu.py tests/gpu/test_zero_gpu.py "
+        "tests/gpu/test_states_gpu.py",
+        240,
+        "tests of several ranks, over NCCL",
+        gpus=4,
     ),
     Step("megatron-tp2", _megatron("tp2"), 380, "issue 6 G: TP=2 with sequence parallelism", gpus=2),
 )
@@ -124,28 +140,51 @@ class Ran:
     note: str = ""
 
 
-def run_step(step: Step, out: Path, seconds: float) -> Ran:
-    """Run it for at most `seconds`; its output goes to a log, and the log's end to the screen."""
+@dataclass
+class Running:
+    """A step under way, on some GPUs."""
+
+    step: Step
+    command: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    limit: float
+    gpus: tuple[str, ...]
+    start: float = field(default_factory=time.monotonic)
+
+    def ended(self) -> Ran | None:
+        """How, if it has or its time is up; everything that it started is ended then, too."""
+        status = self.process.poll()
+        seconds = time.monotonic() - self.start
+        if status is None and seconds < self.limit:
+            return None
+        _kill_group(self.process)
+        note = "" if status is not None else f"killed after {self.limit:.0f} s"
+        return Ran(self.step.name, self.command, KILLED if status is None else status, seconds, note)
+
+
+def start_step(step: Step, out: Path, seconds: float, gpus: tuple[str, ...]) -> Running:
+    """Begin it, for at most `seconds`; its output goes to a log."""
     folder = out / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     limit = min(seconds, 1.3 * step.seconds)
     inside = int(min(step.seconds, limit - MIN_SECONDS / 2))
     command = step.command.format(python=shlex.quote(sys.executable), out=shlex.quote(str(out)), seconds=inside)
-    start = time.monotonic()
     path = folder / f"{step.name}.txt"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with path.open("wb") as log:
         process = subprocess.Popen(
-            command, shell=True, cwd=HERE.parent, stdout=log, stderr=log, stdin=-3, start_new_session=True
+            command,
+            shell=True,
+            cwd=HERE.parent,
+            stdout=log,
+            stderr=log,
+            stdin=-3,
+            start_new_session=True,
+            env=environment,
         )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = KILLED
-        finally:
-            _kill_group(process)
-    note = f"killed after {limit:.0f} s" if status == KILLED else ""
-    print("\n".join(path.read_text(errors="replace").splitlines()[-15:]), flush=True)
-    return Ran(step.name, command.replace(str(out), "OUT"), status, time.monotonic() - start, note)
+    print(f"=== {step.name} on {', '.join(gpus)}: {step.why}", flush=True)
+    return Running(step, command.replace(str(out), "OUT"), process, path, limit, gpus)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -155,19 +194,45 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_session(steps: Sequence[Step], out: Path, limit: float) -> list[Ran]:
-    """Run steps in their order; `limit` seconds for all of them. session.json is written after each."""
+def run_session(steps: Sequence[Step], out: Path, limit: float, gpus: Sequence[str] = ("0",)) -> list[Ran]:
+    """Run steps side by side as far as GPUs suffice, started in their order; `limit` seconds for all of them.
+
+    session.json is written after each, in the order in which they ended.
+
+    Args:
+        gpus: of the machine, by number. A step that needs more is left out.
+    """
     end = time.monotonic() + limit
-    done: list[Ran] = []
-    for step in steps:
-        left = end - time.monotonic()
-        if left < max(MIN_SECONDS, 0.5 * step.seconds):
-            done.append(Ran(step.name, "", None, 0.0, f"left out: {left:.0f} s left, {step.seconds:.0f} needed"))
-        else:
-            print(f"=== {step.name}: {step.why}", flush=True)
-            done.append(run_step(step, out, left))
+    free, waiting, running, done = list(gpus), list(steps), list[Running](), list[Ran]()
+    while waiting or running:
+        for one in list(running):
+            if (ran := one.ended()) is not None:
+                running.remove(one)
+                free += one.gpus
+                done.append(ran)
+                print(
+                    "\n".join([f"--- {ran.name}:", *one.log.read_text(errors="replace").splitlines()[-15:]]), flush=True
+                )
+        for step in list(waiting):
+            left = end - time.monotonic()
+            if step.gpus > len(gpus) or left < max(MIN_SECONDS, 0.5 * step.seconds):
+                why = f"{len(gpus)} GPUs" if step.gpus > len(gpus) else f"{left:.0f} s left, {step.seconds:.0f} needed"
+                done.append(Ran(step.name, "", None, 0.0, f"left out: {why}"))
+                waiting.remove(step)
+            elif step.gpus <= len(free):
+                taken, free = tuple(free[: step.gpus]), free[step.gpus :]
+                running.append(start_step(step, out, left, taken))
+                waiting.remove(step)
         (out / "session.json").write_text(json.dumps([asdict(one) for one in done], indent=1) + "\n")
+        if running:
+            time.sleep(0.2)
     return done
+
+
+def visible_gpus() -> list[str]:
+    """By what CUDA_VISIBLE_DEVICES names, or all; one on a machine without any: dry runs."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(k) for k in range(max(1, torch.cuda.device_count()))]
 
 
 def main() -> None:
@@ -188,7 +253,7 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     steps = [by_name[name] for name in arguments.steps] or [s for s in STEPS if s.gpus == arguments.gpus]
-    done = run_session(steps, out, arguments.limit)
+    done = run_session(steps, out, arguments.limit, visible_gpus())
     print("\n".join(f"{one.name:16} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done))
     raise SystemExit(max((abs(one.status or 0) for one in done), default=0))
 

@@ -39,7 +39,8 @@ def test_what_hangs_is_killed_with_its_children_and_what_does_not_fit_is_left_ou
     start = time.monotonic()
     done = session.run_session([hangs, fits_not], tmp_path, 2.0)
     assert time.monotonic() - start < 30
-    assert [(one.status, one.note.split()[0]) for one in done] == [(-signal.SIGKILL, "killed"), (None, "left")]
+    ended = {one.name: (one.status, one.note.split()[0]) for one in done}
+    assert ended == {"step0": (-signal.SIGKILL, "killed"), "step1": (None, "left")}
     assert not (tmp_path / "never").exists()
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
@@ -48,13 +49,27 @@ def test_what_hangs_is_killed_with_its_children_and_what_does_not_fit_is_left_ou
         time.sleep(0.05)
 
 
+def test_steps_run_side_by_side_each_on_gpus_of_its_own(bench: Any, tmp_path: Path) -> None:
+    session = bench("session")
+    meet = "echo $CUDA_VISIBLE_DEVICES > {out}/%s; until [ -e {out}/%s ]; do sleep 0.05; done"
+    two = session.Step("two", meet % ("a", "b"), 20.0, "a test", gpus=2)
+    one = session.Step("one", meet % ("b", "a"), 20.0, "a test")
+    later = session.Step("later", "test -e {out}/a && echo $CUDA_VISIBLE_DEVICES > {out}/c", 20.0, "a test", gpus=3)
+    more = session.Step("more", "true", 20.0, "a test", gpus=4)
+    done = {ran.name: ran for ran in session.run_session([two, later, one, more], tmp_path, 100.0, ("4", "5", "6"))}
+    assert [done[name].status for name in ("two", "one", "later", "more")] == [0, 0, 0, None]
+    assert (tmp_path / "a").read_text() == "4,5\n" and (tmp_path / "b").read_text() == "6\n"
+    assert sorted((tmp_path / "c").read_text().strip().split(",")) == ["4", "5", "6"]
+    assert done["more"].note == "left out: 3 GPUs"
+
+
 def test_every_command_is_one_that_its_script_takes(
     bench: Any, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in bench("session").STEPS:
         words = shlex.split(step.command.format(python="python", out="out", seconds=100))
         if words[1:3] == ["-m", "pytest"]:
-            assert (root / next(word for word in words if word.startswith("tests/"))).is_dir()
+            assert all((root / word).exists() for word in words if word.startswith("tests/"))
             continue
         script, arguments = Path(words[1]), words[2:]
         assert (root / script).exists(), step.name
@@ -74,10 +89,12 @@ def test_steps_are_chosen_by_name_or_by_gpus(
 ) -> None:
     session = bench("session")
     chosen: list[str] = []
-    monkeypatch.setattr(session, "run_session", lambda steps, out, limit: chosen.extend(s.name for s in steps) or [])
+    monkeypatch.setattr(
+        session, "run_session", lambda steps, out, limit, gpus: chosen.extend(s.name for s in steps) or []
+    )
     for arguments in (("gather", "tests"), ("--gpus", 2)):
         with pytest.raises(SystemExit) as stop:
             run_main("session", *arguments, "--out", tmp_path)
         assert stop.value.code == 0
     assert chosen == ["gather", "tests", *(step.name for step in session.STEPS if step.gpus == 2)]
-    assert "parity-branches" in run_main("session", "--list")
+    assert "parity-3gpus" in run_main("session", "--list")
