@@ -94,11 +94,12 @@ class Model(nn.Module):
         return self.layer(x) if isinstance(self.layer, Block) else self.layer["mlp"](x)
 
 
-def cut_by_dtensor(model: Model, part: str, kind: str) -> Model:
+def cut_by_dtensor(model: Model, part: str, kind: str, **options: Any) -> Model:
     """torch's or torchao's parallel styles, compiled.
 
     Args:
         kind: "bf16", "torchao" or "torchao-rowwise".
+        options: of inductor.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -142,7 +143,7 @@ def cut_by_dtensor(model: Model, part: str, kind: str) -> Model:
             for name in ("input_layernorm", "post_attention_layernorm")
         }
     parallelize_module(model, mesh, plan)
-    model.compile()
+    model.compile(options=options)
     return model
 
 
@@ -251,6 +252,7 @@ def ours_compiled(model: Model, part: str, recipe: str = "tensorwise", **options
     return model
 
 
+_CUDAGRAPHS = {"triton.cudagraphs": True}
 ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "bf16": bf16,
     "torchao": torchao,
@@ -261,11 +263,18 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
     "ours-compiled": ours_compiled,
     "ours-compiled-overlap": lambda model, part: ours_compiled(model, part, reorder_for_compute_comm_overlap=True),
+    "ours-cudagraphs": lambda model, part: ours_compiled(model, part, **_CUDAGRAPHS),
+    "torchao-cudagraphs": lambda model, part: cut_by_dtensor(model, part, "torchao", **_CUDAGRAPHS),
     "ours-compiled-rowwise": lambda model, part: ours_compiled(model, part, "rowwise"),
     "bf16-async": bf16_async,
 }
 """And "te", which builds a model of its own."""
-NEEDS = {"torchao": "torchao", "torchao-rowwise": "torchao", "te": "transformer_engine"}
+NEEDS = {
+    "torchao": "torchao",
+    "torchao-cudagraphs": "torchao",
+    "torchao-rowwise": "torchao",
+    "te": "transformer_engine",
+}
 
 
 def build(arm: str, shape: Shape, part: str, device: torch.device) -> nn.Module:

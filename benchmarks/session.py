@@ -103,7 +103,8 @@ STEPS = (
         "parallel-layers",
         _benchmark(
             "parallel_layers",
-            "--gpus 2 4 --budget {seconds} --trace {out} --shapes 8b --arms bf16 torchao te ours ours-compiled",
+            "--gpus 2 4 --budget {seconds} --trace {out} --shapes 8b --arms bf16 torchao torchao-cudagraphs te ours "
+            "ours-compiled ours-cudagraphs",
         ),
         200,
         "issue 5 E, G: what 8B's layers at 8192 tokens wait for; four GPUs",
