@@ -17,7 +17,7 @@ FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpo
 ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
 CLASSES = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
 
-_OUR_CASTS = r"amax|quantize|part|planes|amax_cols|rowwise|transpose|block_amax"
+_OUR_CASTS = r"amax|quantize|parts?|planes|amax_cols|rowwise|transpose|block_amax"
 _NOT_FUSED = r"^(?!triton_(?:poi|red|per|for)_).*"
 """Inductor names its pointwise and reduction kernels after everything around them."""
 _RULES = (

@@ -9,12 +9,12 @@ Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8_ds.config import Fp8Config
+from fp8_ds.config import Fp8Config, OptimizerConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.estimate import Setup, StateBytes, Weight, estimate_states, weights_of
+from fp8_ds.estimate import Setup, Weight, estimate_states, weights_of
 from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.producers import fuse_producers
@@ -53,6 +53,17 @@ class Run:
     max_live_parameters: int = _DEFAULTS["stage3_max_live_parameters"]
     sub_group_size: int = _DEFAULTS["sub_group_size"]
 
+    @property
+    def fp32_states_from_step(self) -> int | None:
+        """The step since which FP8 states are fp32; None: states do not change."""
+        return None if self.fp8 is None else self.fp8.schedule.fp32_states_from_step
+
+    def with_fp32_states(self) -> Run:
+        """This run from that step on: what one is that has fp32 states from its start."""
+        setup = replace(self.setup, optimizer=OptimizerConfig())
+        fp8 = None if self.fp8 is None else self.fp8.model_copy(update={"optimizer": setup.optimizer})
+        return replace(self, fp8=fp8, setup=setup)
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -68,6 +79,7 @@ class Footprint:
         in_backward: the peak of forward and backward.
         in_step: the peak of the optimizer's step.
         num_parameters: of the model.
+        later: after `schedule.fp32_states_from_step`, to which all of the above does not apply; None: without it.
     """
 
     weights: int
@@ -81,10 +93,12 @@ class Footprint:
     in_backward: int
     in_step: int
     num_parameters: int
+    later: Footprint | None = None
 
     @property
     def peak(self) -> int:
-        return max(self.in_backward, self.in_step)
+        """What must fit: the largest moment of the whole run."""
+        return max(self.in_backward, self.in_step, 0 if self.later is None else self.later.peak)
 
 
 def read_run(
@@ -142,7 +156,7 @@ def _number(value: Any, default: int) -> Any:
 
 
 def estimate(spec: ModelSpec, run: Run) -> Footprint:
-    """What training `spec` so takes on a GPU.
+    """What training `spec` so takes on a GPU; with `schedule.fp32_states_from_step` before that step and after it.
 
     Raises:
         ConfigError: no linear can be in FP8, or gradient checkpointing is not what the model knows.
@@ -159,7 +173,10 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
             raise ConfigError(f"checkpointing: expected a model of transformers, got {spec.name}. Leave it out.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     rehearsal = rehearse(model, lambda model: loss_of(model, run.micro_batch, run.seq_len))
-    return _sum(weights, estimate_states(weights, run.setup), rehearsal, run)
+    found = _sum(weights, rehearsal, run)
+    if run.fp32_states_from_step is None:
+        return found
+    return replace(found, later=_sum(weights, rehearsal, run.with_fp32_states()))
 
 
 def _convert(model: Any, fp8: Fp8Config) -> None:
@@ -170,8 +187,11 @@ def _convert(model: Any, fp8: Fp8Config) -> None:
         fuse_producers(model, fp8.activations)
 
 
-def _sum(weights: Sequence[Weight], states: StateBytes, rehearsal: Rehearsal, run: Run) -> Footprint:
-    parts, setup = states.parts, run.setup
+def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint:
+    """With the states that `run.setup` names."""
+    setup = run.setup
+    states = estimate_states(weights, setup)
+    parts = states.parts
     gathered = parts.gathered + _live(weights, run)
     trainable = sum(weight.numel for weight in weights if weight.is_trainable)
     is_direct = _is_direct(run)

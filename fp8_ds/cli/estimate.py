@@ -44,6 +44,8 @@ def estimate(
 ) -> None:
     """Memory of the GPU that holds most, by part, for stage, ranks, states and release of the configuration.
 
+    With `schedule.fp32_states_from_step` also after that step; what must fit is the larger.
+
     Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error.
     """
     from fp8_ds.errors import ConfigError
@@ -87,9 +89,8 @@ def _as_json(
         "micro_batch": run.micro_batch,
         "seq": run.seq_len,
         "fp8": run.fp8 is not None,
-        "bytes": {name: getattr(found, name) for name in _PARTS},
-        "peak_in_backward": found.in_backward,
-        "peak_in_step": found.in_step,
+        **_numbers(found),
+        "fp32_states": found.later and {"from_step": run.fp32_states_from_step, **_numbers(found.later)},
         "peak": found.peak,
         "memory": None if memory is None else int(memory * 2**30),
         "fits": fits,
@@ -99,18 +100,29 @@ def _as_json(
     return result
 
 
+def _numbers(found: Footprint) -> dict[str, Any]:
+    return {
+        "bytes": {name: getattr(found, name) for name in _PARTS},
+        "peak_in_backward": found.in_backward,
+        "peak_in_step": found.in_step,
+    }
+
+
 def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None:
     from rich.table import Table
 
     setup = run.setup
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
-    table = Table("part", "GiB", title=f"{model}, stage {setup.stage}, {setup.num_ranks} ranks, {states}")
-    table.columns[1].justify = "right"
-    for name, text in _PARTS.items():
-        table.add_row(text, gib(getattr(found, name)))
-    table.add_section()
-    table.add_row("peak of forward and backward", gib(found.in_backward))
-    table.add_row("peak of the step", gib(found.in_step))
+    title = f"{model}, stage {setup.stage}, {setup.num_ranks} ranks, {states}"
+    columns = {"GiB": found}
+    if found.later is not None:
+        columns |= {f"fp32 states from step {run.fp32_states_from_step}": found.later}
+    table = Table("part", *columns, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = {**_PARTS, "in_backward": "peak of forward and backward", "in_step": "peak of the step"}
+    for name, text in rows.items():
+        table.add_row(text, *(gib(getattr(each, name)) for each in columns.values()), end_section=name == "buffers")
     out = console()
     out.print(table)
     out.print(

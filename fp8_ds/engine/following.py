@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fp8_ds.engine.health import Health
 from fp8_ds.engine.log import say, warn
 from fp8_ds.engine.precision import LayerPrecision, Request
 from fp8_ds.engine.retyping import start_count_anew, widen_states
+from fp8_ds.monitor.sinks import Change
+from fp8_ds.schedule import Stays
+
+_NUM_SHOWN = 4
 
 
 class Following:
@@ -33,19 +37,33 @@ class Following:
         self._is_running = False
         config = engine.fp8.config
         self.precision = engine.fp8.precision = LayerPrecision(
-            engine.module, engine.optimizer.fp8_set_bf16, config.schedule, _total_steps(engine), engine.device, say
+            engine.module,
+            engine.optimizer.fp8_set_bf16,
+            config.schedule,
+            Stays(config.guard.return_after),
+            _total_steps(engine),
+            engine.device,
+            say,
         )
         self._update_precision()
+        self.health = Health.of(engine, self._send_to_bf16, say, warn)
+        if self.health is not None:
+            self.health.monitor.start(engine.global_steps)
+        self._calls = self._that_follow()
+
+    def _that_follow(self) -> tuple[Callable[[], None], ...]:
+        """What the configuration, or a checkpoint with stays, makes to follow each step, in this order."""
+        config, stays = self._engine.fp8.config, self.precision.stays
         calls: list[Callable[[], None]] = []
         if config.schedule.fp32_states_from_step is not None:
             calls.append(self.widen_states_if_due)
         if not self.precision.schedule.is_constant:
             calls.append(self._update_precision)
-        self.health = Health.of(engine, self.set_layer_precision, say, warn)
+        if stays.first is not None or stays.running:
+            calls.append(self._end_stays)
         if self.health is not None:
-            self.health.monitor.start(engine.global_steps)
-            calls.append(self._watch)
-        self._calls = tuple(calls)
+            calls.append(self._watch)  # last: what it samples is the next step's, with layers as they are in it
+        return tuple(calls)
 
     def after_step(self) -> None:
         """The optimizer has stepped: what is on follows, in a fixed order, on all ranks alike. Collective."""
@@ -80,7 +98,7 @@ class Following:
     def set_layer_precision(self, names: str | Sequence[str], precision: Request) -> list[str]:
         """See `Fp8Engine.set_layer_precision`."""
         asked = [names] if isinstance(names, str) else list(names)
-        layers = self.precision.request(asked, precision, self._between())
+        layers = self.precision.request(asked, precision, self._engine.global_steps, self._between())
         self._update_precision()
         return layers
 
@@ -92,6 +110,7 @@ class Following:
         """
         self.has_graph = False
         self._update_precision()
+        self._calls = self._that_follow()
         if self.health is not None:
             self.health.load_state_dict(state, self._engine.global_steps)
             self.health.monitor.start(self._engine.global_steps)
@@ -110,6 +129,35 @@ class Following:
         asks = self.precision.schedule.below_lr is not None  # else a learning rate on the device is not waited for
         lr = max(float(lr) for lr in self._engine.get_lr()) if asks else math.inf
         self.precision.update(self._engine.global_steps, lr)
+
+    def _send_to_bf16(self, names: Sequence[str]) -> None:
+        """The guard's word, the same on all ranks: layers are in bf16 from the next step on. Collective."""
+        stays, step = self.precision.stays, self._engine.global_steps
+        if stays.first is None:
+            self.set_layer_precision(names, "bf16")
+        else:
+            stays.begin(names, step)
+            self._update_precision()
+        for name in names:
+            stay = stays.running.get(name)
+            self._note(name, "bf16", None if stay is None else stay.length)
+
+    def _end_stays(self) -> None:
+        """Layers whose stay in bf16 ends with this step are what they would be without it. Collective then."""
+        step = self._engine.global_steps
+        ended = self.precision.stays.end_due(step)
+        if not ended:
+            return
+        self._update_precision()
+        for name in ended:
+            self._note(name, "schedule", None)
+        shown = ", ".join(f"{name} after {stay.length} steps" for name, stay in sorted(ended.items())[:_NUM_SHOWN])
+        more = f" and {len(ended) - _NUM_SHOWN} more" if len(ended) > _NUM_SHOWN else ""
+        say(f"fp8: guard, step {step}: the stay in bf16 of {len(ended)} layers is over ({shown}{more})")
+
+    def _note(self, layer: str, to: Literal["bf16", "schedule"], num_steps: int | None) -> None:
+        if self.health is not None:
+            self.health.monitor.changes.append(Change(self._engine.global_steps, layer, to, num_steps))
 
     def _watch(self) -> None:
         assert self.health is not None

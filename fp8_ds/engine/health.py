@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,12 @@ class Health:
         self.guard = guard
 
     @classmethod
-    def of(cls, engine: Any, set_precision: Callable[..., object], say: Say, warn: Say) -> Health | None:
+    def of(cls, engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say, warn: Say) -> Health | None:
         """As the configuration of `engine` wants it; None: it wants neither.
 
         Args:
-            engine: built, with its ZeRO optimizer.
-            set_precision: (layers, precision=), as `Fp8Engine.set_layer_precision`; for the guard.
+            engine: built, with its ZeRO optimizer and the precision of its layers.
+            to_bf16: sends layers there, given the same names on all ranks; for the guard.
             say: called with a line for rank 0.
             warn: called with a line of this rank.
 
@@ -69,7 +68,7 @@ class Health:
             return None
         every, sink = (settings.every, settings.sink) if settings.every else (GUARD_EVERY, None)
         monitor = health_monitor(engine, every, sink, warn)
-        guard = make_guard(engine, set_precision, say) if guards else None
+        guard = make_guard(engine, to_bf16, say) if guards else None
         if guard is not None:
             monitor.listeners.append(guard)
         flush = weakref.WeakMethod(
@@ -134,7 +133,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
     return health
 
 
-def make_guard(engine: Any, set_precision: Callable[..., object], say: Say) -> Guard:
+def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say) -> Guard:
     """What acts on all ranks alike, once a health monitor tells it.
 
     Raises:
@@ -155,8 +154,8 @@ def make_guard(engine: Any, set_precision: Callable[..., object], say: Say) -> G
         dist.all_gather_object(everyone, mine)
         return {name: problem for each in everyone for name, problem in each.items()}
 
-    to_bf16 = partial(set_precision, precision="bf16") if config.action == "bf16" else None
-    return Guard(config, share, to_bf16, engine.fp8.precision.names, say)
+    precision = engine.fp8.precision
+    return Guard(config, share, to_bf16 if config.action == "bf16" else None, precision.names, precision.stays, say)
 
 
 def _gather_timer(optimizer: Any) -> GatherTimer:

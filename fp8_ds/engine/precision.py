@@ -18,7 +18,7 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
-from fp8_ds.schedule import Precision, PrecisionSchedule, matching
+from fp8_ds.schedule import Precision, PrecisionSchedule, Stays, matching
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")
@@ -32,6 +32,7 @@ class LayerPrecision:
         model: whose linears are converted, with its ZeRO optimizer built.
         set_bf16: `fp8_set_bf16` of that optimizer.
         config: the "schedule" block.
+        stays: that the guard begins.
         total_steps: that the learning-rate scheduler knows.
         device: for the ranks to agree.
         say: called with a line for rank 0.
@@ -46,6 +47,7 @@ class LayerPrecision:
         model: nn.Module,
         set_bf16: Callable[[frozenset[str]], None],
         config: ScheduleConfig,
+        stays: Stays,
         total_steps: int | None,
         device: torch.device,
         say: Callable[[str], None],
@@ -65,6 +67,7 @@ class LayerPrecision:
         self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
         self._lr = None if self.schedule.below_lr is None else RankZeroNumber("fp8.schedule.bf16_below_lr", device)
         self.overrides: dict[str, Precision] = {}
+        self.stays = stays
         self.in_bf16: frozenset[str] = frozenset()
 
     @property
@@ -81,7 +84,8 @@ class LayerPrecision:
         """
         if self._lr is not None:
             lr = self._lr.agree(lr)
-        wanted = self.schedule.in_bf16(self.names, step, lr, self.overrides)
+        overrides: dict[str, Precision] = {**self.overrides, **dict.fromkeys(self.stays.running, "bf16")}
+        wanted = self.schedule.in_bf16(self.names, step, lr, overrides)
         if wanted == self.in_bf16:
             return
         self._set_bf16(frozenset(f"{fqn}.weight" for fqn in wanted))
@@ -101,12 +105,15 @@ class LayerPrecision:
         if self._lr is not None:
             self._lr.close()
 
-    def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
+    def request(self, names: Sequence[str], precision: Request, step: int, between: str = "") -> list[str]:
         """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
+
+        A stay of theirs is over.
 
         Args:
             names: of layers, or parts of names.
             precision: "schedule": no override any more.
+            step: the next one, counted from 0.
             between: where this rank is, if a backward or step is to come that began with the layers as they are.
 
         Returns:
@@ -131,6 +138,7 @@ class LayerPrecision:
                 self.overrides.pop(layer, None)
             else:
                 self.overrides[layer] = precision
+        self.stays.interrupt(layers, step)
         return [layer for layer in layers if layer in self._linears]
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
@@ -181,9 +189,11 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: overrides, the same on all ranks, and, for a reader, this rank's layers in bf16 now."""
-        return {"overrides": dict(self.overrides), "in_bf16": sorted(self.in_bf16)}
+        """Builtin types: overrides and stays, the same on all ranks, and, for a reader, this rank's layers in bf16."""
+        stays = self.stays.state_dict()
+        return {"overrides": dict(self.overrides), "stays": stays, "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Overrides of the checkpoint, of other stages' layers too, as `request` keeps them; `update` makes it so."""
+        """Overrides and stays of the checkpoint, of other stages' layers too; `update` makes it so."""
         self.overrides = {} if state is None else dict(state["overrides"])
+        self.stays.load_state_dict({} if state is None else state.get("stays", {}))  # early checkpoints have none

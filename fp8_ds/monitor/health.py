@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8_ds.monitor.gauges import Gauge
 from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.sinks import Report
+from fp8_ds.monitor.sinks import Change, Report
 from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable, TensorStatistics
 
 Listener = Callable[[Report], None]
@@ -21,12 +21,14 @@ class _Ended:
 
     Args:
         layers: None: on their way from the device, as the gauges' numbers are.
+        changes: by the guard, since the sampled step before.
     """
 
     step: int
     samples: int
     numbers: dict[str, float | None]
     layers: LayerStatistics | None = None
+    changes: Sequence[Change] = ()
 
 
 class HealthMonitor:
@@ -45,6 +47,7 @@ class HealthMonitor:
             gone from then on, and training goes on.
         listeners: called after them; not at the end, when other ranks may be gone. On all ranks, in the same step on
             each, and with the same `layers` on ranks of one group: a guard can act on them. What they raise is raised.
+        changes: by the guard, in no report yet.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class HealthMonitor:
         self.warn = warn
         self.sinks: list[Listener] = []
         self.listeners: list[Listener] = []
+        self.changes: list[Change] = []
         self._is_sampling = False
         self._ended: _Ended | None = None
         self._scales: dict[tuple[str, str], tuple[float, int]] = {}
@@ -84,7 +88,8 @@ class HealthMonitor:
         self._report(self.listeners)
         if self._stop_sampling():
             self.table.send()
-            self._ended = _Ended(step, samples, self.facts())
+            self._ended = _Ended(step, samples, self.facts(), changes=tuple(self.changes))
+            self.changes.clear()
         self._sample_if_due(step)
 
     def flush(self) -> None:
@@ -106,10 +111,11 @@ class HealthMonitor:
             assert ended.layers is not None
             layers = {n: {kind: asdict(one) for kind, one in kinds.items()} for n, kinds in ended.layers.items()}
             waiting = {"step": ended.step, "samples": ended.samples, "numbers": ended.numbers, "layers": layers}
+            waiting["changes"] = [asdict(change) for change in ended.changes]
         scales: dict[str, dict[str, tuple[float, int]]] = {}
         for (name, kind), entry in self._scales.items():
             scales.setdefault(name, {})[kind] = entry
-        return {"waiting": waiting, "scales": scales}
+        return {"waiting": waiting, "scales": scales, "changes": [asdict(change) for change in self.changes]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
         """As when `state` was saved after `step` steps; `start` goes on from there.
@@ -120,11 +126,13 @@ class HealthMonitor:
         """
         self._ended = None
         self._scales = {}
+        self.changes = []
         if state is None:
             return
         own = set(self.table.names)
         scales = {name: kinds for name, kinds in state["scales"].items() if name in own}
         self._scales = {(name, kind): tuple(entry) for name, kinds in scales.items() for kind, entry in kinds.items()}
+        self.changes = [Change(**change) for change in state.get("changes", ())]  # early checkpoints have none
         waiting = state["waiting"]
         if waiting is not None and waiting["step"] == step:
             layers = {
@@ -132,7 +140,8 @@ class HealthMonitor:
                 for name, kinds in waiting["layers"].items()
                 if name in own
             }
-            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers)
+            changes = [Change(**change) for change in waiting.get("changes", ())]
+            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers, changes)
 
     def _report(self, listeners: Sequence[Listener]) -> None:
         """To the sinks, then to `listeners`."""
@@ -141,7 +150,7 @@ class HealthMonitor:
             return
         assert ended.layers is not None
         ages = self._ages(ended.layers, ended.step)
-        report = Report(ended.step, ended.samples, ended.layers, ages, ended.numbers)
+        report = Report(ended.step, ended.samples, ended.layers, ages, ended.numbers, ended.changes)
         for sink in tuple(self.sinks):
             try:
                 sink(report)

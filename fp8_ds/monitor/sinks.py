@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fp8_ds.monitor.statistics import LayerStatistics
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the guard did with a layer.
+
+    Args:
+        step: optimizer steps taken before.
+        layer: its name.
+        to: "bf16", or "schedule": it is again what it would be without the guard.
+        num_steps: that it was sent to bf16 for; None: for good, or it has come back.
+    """
+
+    step: int
+    layer: str
+    to: Literal["bf16", "schedule"]
+    num_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Report:
         ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps.
         numbers: by name: coverage, layers_in_bf16, skipped_steps, gathered_bytes, gathered_fp8_bytes, gather_ms,
             clamp_rate. None: not known.
+        changes: by the guard, since the report before.
     """
 
     step: int
@@ -33,9 +51,10 @@ class Report:
     layers: LayerStatistics
     ages: dict[tuple[str, str], int]
     numbers: dict[str, float | None] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Builtin types; what is infinite or NaN is null."""
+        """Builtin types; what is infinite or NaN is null. "guard" is there where it changed something."""
         layers = {
             name: {
                 kind: {**{k: _finite(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
@@ -44,13 +63,16 @@ class Report:
             for name, kinds in self.layers.items()
         }
         numbers = {key: _finite(value) for key, value in self.numbers.items()}
-        return {"step": self.step, "samples": self.samples, **numbers, "layers": layers}
+        changes = {"guard": [asdict(change) for change in self.changes]} if self.changes else {}
+        return {"step": self.step, "samples": self.samples, **numbers, **changes, "layers": layers}
 
     def events(self) -> Iterator[tuple[str, float, int]]:
         """(label, value, samples), as DeepSpeed's monitor takes them."""
         for key, value in self.numbers.items():
             if value is not None:
                 yield f"fp8/{key}", float(value), self.samples
+        for change in self.changes:
+            yield f"fp8/{change.layer}/sent_to_bf16", float(change.to == "bf16"), self.samples
         for name, kinds in self.layers.items():
             for kind, one in kinds.items():
                 prefix = f"fp8/{name}/{kind}"

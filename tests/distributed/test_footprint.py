@@ -23,7 +23,8 @@ BATCH, LENGTH = 2, 128
 
 
 def measure(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
-    """Peaks of the third step: above what was held before it, and in all; and the estimate."""
+    """Peaks of forward and backward in the third step and, where FP8 states become fp32 after it, in the fifth; and
+    the estimate."""
     import deepspeed
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,18 +42,20 @@ def measure(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
         for layer in model.model.layers:
             layer.self_attn = NoAttention(layer.self_attn)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        for _ in range(3):
+        peaks = []
+        for _ in range(5):
             gc.collect()
-            held = memory.live
-            memory.peak = held
+            memory.peak = memory.live
             loss = loss_of(engine, BATCH, LENGTH)
             engine.backward(loss)
-            in_backward = memory.peak
+            peaks.append(memory.peak)
             del loss
             engine.step()
+        states = None if fp8 is None else engine.fp8.config.optimizer.states
     training.destroy(engine)
     run = read_run(config, dist.get_world_size(), None, LENGTH)
-    return {"held": held, "in_backward": in_backward, "estimate": estimate(ModelSpec("tiny", function=build), run)}
+    estimated = estimate(ModelSpec("tiny", function=build), run)
+    return {"third": peaks[2], "fifth": peaks[4], "states": states, "estimate": estimated}
 
 
 class NoAttention(torch.nn.Module):
@@ -78,6 +81,7 @@ def build() -> torch.nn.Module:
 
 
 E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+SWITCHES = {**E4M11, "schedule": {"fp32_states_from_step": 3}}
 CASES: list[tuple[int, dict[str, Any] | None]] = [
     (2, None),
     (2, {}),
@@ -86,6 +90,9 @@ CASES: list[tuple[int, dict[str, Any] | None]] = [
     (2, {**E4M11, "linear": {"recipe": "rowwise"}}),
     (3, None),
     (3, E4M11),
+    (1, SWITCHES),
+    (2, {**SWITCHES, "optimizer": {"states": "fp8"}}),
+    (3, SWITCHES),
 ]
 
 
@@ -99,4 +106,7 @@ def test_estimate_agrees_with_the_bytes_of_a_real_engine(ranks: Any, world_size:
         for case, found in zip(CASES, rank, strict=True):
             estimated: Footprint = found["estimate"]
             assert Fp8Config.from_block({"enabled": True, **(case[1] or {})})
-            assert found["in_backward"] == pytest.approx(estimated.in_backward, rel=0.05), (case, found)
+            assert found["third"] == pytest.approx(estimated.in_backward, rel=0.05), (case, found)
+            later = estimated if estimated.later is None else estimated.later
+            assert found["fifth"] == pytest.approx(later.in_backward, rel=0.05), (case, found)
+            assert (found["states"] == "fp32") == (case[1] == {} or estimated.later is not None)

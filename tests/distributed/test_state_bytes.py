@@ -66,6 +66,8 @@ def measure(stage: int, block: dict[str, Any], model: dict[str, Any], **options:
     """Parts and totals of a real training after a step, and their estimate for this rank."""
     gc.collect()
     optimizer, linear = OptimizerConfig(**block["optimizer"]), LinearConfig(**block.get("linear", {}))
+    if "schedule" in block:  # states are fp32 after the first step
+        optimizer = OptimizerConfig()
     zero = {"stage3_param_persistence_threshold": 500, **options.pop("zero_optimization", {})}
     with PeakMemory() as memory:
         engine = test_release.build(stage, block, model, num_elements=BUCKET, zero_optimization=zero, **options)
@@ -135,6 +137,7 @@ def test_estimate_agrees_with_what_training_holds(ranks: Any, stage: int, world_
         assert ranks_found[0]["e4m19", False]["estimate"].per_fp8_weight == pytest.approx(7.06, abs=0.01)
 
 
+SWITCHES = {"schedule": {"fp32_states_from_step": 1}}
 OTHERS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {"optimizer": {}}, {}),
     (2, {"optimizer": {}}, {"zero_optimization": {"overlap_comm": True}}),
@@ -142,6 +145,9 @@ OTHERS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"optimizer": {"states": "fp8"}, "linear": {"frozen": "fp8"}}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     (3, {"optimizer": {"states": "fp8"}, "linear": {"frozen": "fp8"}}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     (1, test_release.block("e4m11", True), {"zero_optimization": {"overlap_comm": True}}),
+    (1, {"optimizer": {"states": "fp8", "master": "fp32"}, **SWITCHES}, {}),
+    (2, {"optimizer": {"states": "fp8", "master": "e4m11"}, **SWITCHES}, {}),
+    (3, {"optimizer": {"states": "fp8", "master": "e4m19"}, **SWITCHES}, {}),
 ]
 
 
@@ -149,7 +155,7 @@ def others() -> list[dict[str, Any]]:
     return [measure(stage, block, RAGGED, **dict(options)) for stage, block, options in OTHERS]
 
 
-def test_estimate_knows_fp32_states_fp32_gradients_and_overlap(ranks: Any) -> None:
+def test_estimate_knows_fp32_states_from_the_start_and_from_a_step_fp32_gradients_and_overlap(ranks: Any) -> None:
     for rank in ranks(2).run(others):
         for case, found in zip(OTHERS, rank, strict=True):
             check(found, case)

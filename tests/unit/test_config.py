@@ -40,7 +40,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "layers": {},
             "fp32_states_from_step": None,
         },
-        "guard": {"saturation": 0.01, "underflow": 0.2, "action": None},
+        "guard": {"saturation": 0.01, "underflow": 0.2, "action": None, "return_after": None},
         "monitor": {"every": 0, "sink": "deepspeed"},
     }
 
@@ -56,6 +56,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
+               "guard": {"action": "bf16", "return_after": 1000},
                "monitor": {"every": 50, "sink": "runs/health.jsonl"}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
@@ -197,6 +198,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.schedule.fp32_states_from_step:",
         ["an integer of at least 1, got 0"],
     ),
+    "a stay of no steps": (
+        {"enabled": True, "guard": {"action": "bf16", "return_after": 0}},
+        "fp8.guard.return_after:",
+        ["an integer of at least 1", "got 0"],
+    ),
     "a total without a fraction": (
         {"enabled": True, "schedule": {"total_steps": 10}},
         "fp8.schedule.total_steps:",
@@ -238,6 +244,14 @@ def test_limits_of_a_guard_that_is_off_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"^fp8\.guard\.action: .*with underflow, got null"):
         Fp8Config.from_block({"enabled": True, "guard": {"underflow": 0.1}})
+
+
+@pytest.mark.parametrize("action", [None, "report"])
+def test_a_return_without_a_leave_is_refused(action: str | None) -> None:
+    assert Fp8Config.from_block({"enabled": True, "guard": {"action": action, "return_after": None}})
+    shown = json.dumps(action)
+    with pytest.raises(ConfigError, match=rf"^fp8\.guard\.return_after: expected null with action {shown}, got 5\. "):
+        Fp8Config.from_block({"enabled": True, "guard": {"action": action, "return_after": 5}})
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])

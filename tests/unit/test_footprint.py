@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,6 +175,26 @@ def test_release_holds_no_gradients() -> None:
     held, released = tiny(states("e4m11")), tiny(states("e4m11", release=True, release_clipping="per_tensor"))
     assert held.gradients > 0 and released.gradients == 0
     assert released.in_step < held.in_step
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 1), (2, 1), (2, 4), (3, 4)])
+def test_states_that_become_fp32_are_estimated_before_and_after(stage: int, world: int) -> None:
+    before, fp32 = tiny(states("e4m11"), stage, world), tiny({}, stage, world)
+    found = tiny({**states("e4m11"), "schedule": {"fp32_states_from_step": 100}}, stage, world)
+    assert replace(found, later=None) == before and found.later == fp32
+    assert before.peak < fp32.peak == found.peak  # what must fit
+    assert before.later is None
+
+
+def test_the_largest_model_fits_after_the_switch_too() -> None:
+    spec = read_spec("llama-8b", ("hidden_size=256", "intermediate_size=512", "vocab_size=512"))
+    schedule = {"schedule": {"fp32_states_from_step": 100}}
+    most = [
+        largest(spec, read_run(config(2, fp8, reduce_bucket_size=1000), 1, 1, 128), 32 * 2**20)
+        for fp8 in (states("e4m19"), {**states("e4m19"), **schedule}, {})
+    ]
+    layers = [found and found[0] for found in most]
+    assert layers[0] > layers[1] == layers[2] > 0  # type: ignore[operator]
 
 
 def test_accumulation_holds_gradients_during_the_forward() -> None:

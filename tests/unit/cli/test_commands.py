@@ -183,6 +183,24 @@ def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     assert code == 2 and "expected --memory beside it" in found["error"]
 
 
+def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": {"fp32_states_from_step": 700}}
+    config = written(tmp_path, zero_optimization={"stage": 2, "reduce_bucket_size": 1000}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *SMALL)
+    code, found = run(*common)
+    later = found["fp32_states"]
+    before, after = (max(one["peak_in_backward"], one["peak_in_step"]) for one in (found, later))
+    assert code == 0 and later["from_step"] == 700
+    assert later["bytes"]["moments"] > 3 * found["bytes"]["moments"]
+    assert before < after == found["peak"]
+    assert run(*common, "--memory", (before + after) / 2 / 2**30)[0] == 1
+    assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
+    words = [str(word) for word in (*common, "--memory", 1)]
+    page = CliRunner().invoke(app, words).stdout
+    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**30:.2f} GiB: fits into 1 GiB" in page
+
+
 # --- doctor ---
 
 

@@ -19,7 +19,7 @@ from fp8_ds.monitor.gauges import Gauge, clamped
 from fp8_ds.monitor.health import HealthMonitor
 from fp8_ds.monitor.observe import ObservedRecipe, Observers, layers
 from fp8_ds.monitor.plot import main, matrix, read_reports
-from fp8_ds.monitor.sinks import DeepSpeedEvents, JsonLines, Report
+from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
 from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.ops.adamw import Hyper
@@ -142,6 +142,30 @@ def test_events_have_labels_values_and_samples() -> None:
     assert labels["fp8/coverage"] == 0.5 and "fp8/gather_ms" not in labels
     assert labels["fp8/a.up/weight/underflow"] == 0.25 and labels["fp8/b.down/weight/scale_age"] == 7
     assert len(monitor.events) == 1 + 3 * 5
+
+
+def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
+    model, health, reports, _ = build(2)
+    health.start(0)
+    train(model, health, range(2))
+    health.changes.append(Change(2, "0", "bf16", 4))
+    other = build(2)[1]
+    other.load_state_dict(json.loads(json.dumps(health.state_dict())), 2)
+    assert other.changes == health.changes
+    train(model, health, range(2, 4))
+    assert health.changes == []
+    other.load_state_dict(json.loads(json.dumps(health.state_dict())), 4)
+    again: list[Report] = []
+    other.sinks.append(again.append)
+    other.flush()
+    health.changes.append(Change(4, "0", "schedule", None))
+    train(model, health, range(4, 8))
+    sent = {"step": 2, "layer": "0", "to": "bf16", "num_steps": 4}
+    back = {"step": 4, "layer": "0", "to": "schedule", "num_steps": None}
+    assert [one.to_json().get("guard") for one in reports] == [None, [sent], [back]]
+    assert again[0].to_json()["guard"] == [sent]
+    assert ("fp8/0/sent_to_bf16", 1.0, 16) in list(reports[1].events())
+    assert ("fp8/0/sent_to_bf16", 0.0, 24) in list(reports[2].events())
 
 
 def test_a_heat_map_is_drawn_of_each_statistic(tmp_path: Path) -> None:
