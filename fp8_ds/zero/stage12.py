@@ -9,7 +9,7 @@ Seams: fp8_ds/engine/seams.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,15 @@ class OwnedGroups(list[Tensor]):
     """`bit16_groups_flat` of an FP8 optimizer: the gather recognises it and asks its owner instead."""
 
     owner: weakref.ref[Any]
+
+
+def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Views of (start, numel) of `flat` (1-D), all by one operator. Places are in order and do not overlap."""
+    sizes, end = [], 0
+    for start, numel in places:
+        sizes += [start - end, numel]
+        end = start + numel
+    return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
 
 
 class KindBuffer:
@@ -64,6 +73,14 @@ class KindBuffer:
         slot = self.layout.slots[index]
         return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
 
+    def copy_own(self, partition: Tensor) -> None:
+        """Copy this rank's fragments out of its partition of the flat group, in as many calls for one as for many."""
+        if self.own:
+            torch._foreach_copy_(
+                pieces_of(self.buffer, [(f.compact_start, f.numel) for f in self.own]),
+                pieces_of(partition, [(f.partition_start, f.numel) for f in self.own]),
+            )
+
     def gather(self, free_bytes: int = 0) -> int:
         """Fill the other ranks' runs; returns bytes delivered."""
         buffer = as_bytes(self.buffer) if self.buffer.element_size() == 1 else self.buffer
@@ -90,6 +107,7 @@ class Fp8ZeroStage12:
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
         self._fp8_loading = self._fp8_in_step = self.fp8_is_exporting = False
         self._fp8_overwritten: set[int] = set()
+        self._fp8_norms: list[tuple[Any, Tensor]] = []
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
         self.bit16_groups_flat = owned
@@ -184,12 +202,7 @@ class Fp8ZeroStage12:
         """Make weights on all ranks those of the masters: quantise, copy bf16, gather both. Collective."""
         self._fp8_quantizer.refresh(is_step)
         for i, hp in enumerate(self._hp_kinds):
-            master = self.single_partition_of_fp32_groups[i].detach()
-            if hp.own:
-                torch._foreach_copy_(
-                    [hp.buffer.narrow(0, f.compact_start, f.numel) for f in hp.own],
-                    [master.narrow(0, f.partition_start, f.numel) for f in hp.own],
-                )
+            hp.copy_own(self.single_partition_of_fp32_groups[i].detach())
         self._fp8_gather_all(_HP_FREE_BYTES)
         if is_step:
             self._fp8.counter.end_step()
@@ -258,9 +271,7 @@ class Fp8ZeroStage12:
 
     def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
         """bf16 of this rank's masters."""
-        master = self.single_partition_of_fp32_groups[i].detach()
-        for f in bf16.own:
-            bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
+        bf16.copy_own(self.single_partition_of_fp32_groups[i].detach())
 
     def step(self: Any, closure: Any = None) -> None:
         """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched."""
@@ -269,8 +280,45 @@ class Fp8ZeroStage12:
             super().step(closure)  # type: ignore[misc]
         finally:
             self._fp8_in_step = False
+            self._fp8_norms.clear()
         if self.overflow and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
+
+    def check_overflow(self: Any, partition_gradients: bool = True) -> None:
+        """`overflow` in a step: whether the norm of a group, which stock code clips by, is no number.
+
+        The one wait of the step then comes after the norms are launched, while the device still works on the backward.
+        Stock code looks into every gradient for it (some ten operators each), waits, and launches the norms to an idle
+        device. Where a norm may leave gradients out (replicas of model parallelism, experts) it does so here too.
+        """
+        if not (self._fp8_in_step and self._fp8_norm_has_all()):
+            super().check_overflow(partition_gradients)  # type: ignore[misc]
+            return
+        for i in range(len(self.bit16_groups)):
+            gradients = self.averaged_gradients[i]
+            norm = super().get_grad_norm_direct(gradients, self.params_in_partition[i])  # type: ignore[misc]
+            self._fp8_norms.append((gradients, norm))
+        norms = torch.stack([norm for _, norm in self._fp8_norms])
+        self.overflow = not bool(((norms >= 0) & torch.isfinite(norms)).all())  # stock code says -1 for infinite or NaN
+
+    def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
+        """As stock, but what `check_overflow` has measured in this step is not measured again."""
+        for k, (measured, norm) in enumerate(self._fp8_norms):
+            if measured is gradients and norm_type == 2:
+                del self._fp8_norms[k]  # with the gradients, which stock code is about to free
+                return norm
+        found: Tensor = super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
+        return found
+
+    def _fp8_norm_has_all(self: Any) -> bool:
+        """Whether the norm counts every gradient there is; the same answer on all ranks."""
+        group = self.model_parallel_group
+        return (
+            not self.cpu_offload
+            and not self.has_moe_layers
+            and getattr(self, "compute_grad_norm", True)
+            and (group is None or dist.get_world_size(group) == 1)
+        )
 
     def _update_model_bit16_weights(self: Any, group_index: int) -> None:
         """Nothing: parameters point into the compact buffers for good."""
@@ -321,6 +369,7 @@ class Fp8ZeroStage12:
         super().offload_states(include=include, device=device, **kwargs)  # type: ignore[misc]
         if with_weights:
             offload_kinds(self, device)
+        self._fp8_set_shards()  # views of what has left would keep its memory
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
         from fp8_ds.zero.offload import reload_kinds

@@ -126,15 +126,10 @@ class Fp8ZeroStage3:
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
         """bf16 shards of sub-group `group` that are not FP8, and their masters."""
-        bf16, masters, offset = [], [], 0
-        master = self.fp32_partitioned_groups_flat[group].detach()
-        for p in self.fp16_groups[group]:
-            numel = p.ds_tensor.ds_numel
-            if not self._fp8_shards.of([p]):
-                bf16.append(p.ds_tensor.data)
-                masters.append(master.narrow(0, offset, numel))
-            offset += numel
-        return bf16, masters
+        params = self.fp16_groups[group]
+        masters = self.fp32_partitioned_groups_flat[group].detach().split([p.ds_tensor.ds_numel for p in params])
+        chosen = [k for k, p in enumerate(params) if not self._fp8_shards.of([p])]
+        return [params[k].ds_tensor.data for k in chosen], [masters[k] for k in chosen]
 
     def _fp8_drop_flat(self: Any, remake: bool = False) -> None:
         """Leave a meta tensor in place of the bf16 flat buffer; what is not FP8 gets bf16 shards of its own.
@@ -257,6 +252,7 @@ class Fp8ZeroStage3:
         if with_weights:
             self._fp8_move_shards(torch.device(device.value))
             self.offloaded_states.add(OffloadStateTypeEnum.lp_params)
+        self._fp8_set_sources()  # views of what has left would keep its memory
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8_ds.comm import ByteCounter, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import quantize, quantize_part
+from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import TENSOR, Granularity
 
@@ -87,6 +88,7 @@ class WeightQuantizer:
         self._scale_at = torch.cat([torch.empty(0, dtype=torch.long), *places]).to(device)
         self._parts: list[tuple[int, Part]] = []
         self._at = torch.empty(0, dtype=torch.long, device=device)
+        self._cast: PartsCast | None = None
 
     def _grids(self, vector: Tensor, starts: list[int]) -> list[Tensor]:
         """Each weight's own of a vector; with version counters of their own."""
@@ -106,12 +108,14 @@ class WeightQuantizer:
             assert part.source.numel() == part.shard.numel(), (index, part.source.numel(), part.shard.numel())
         at = [self._starts[index] for index, _ in self._parts]
         self._at = torch.tensor(at, dtype=torch.long, device=self.device)
+        self._cast = None  # made when it is needed: parts may be named while masters are elsewhere
 
     @torch.no_grad()
     def refresh(self, is_step: bool) -> None:
         """Measure, reduce, rescale and quantise everything; afterwards the shards are those of the masters.
 
-        Collective over the ZeRO group. No host synchronisation.
+        Collective over the ZeRO group. No host synchronisation. With one scale a weight the host launches as much for
+        one weight as for many: between the update and the next forward the device waits for the host.
 
         Args:
             is_step: an optimizer step has ended, so the amax histories advance by one entry.
@@ -121,8 +125,9 @@ class WeightQuantizer:
             amaxes = torch._foreach_norm([part.source for _, part in self._parts], float("inf"))
             self._amax.index_copy_(0, self._at, torch.stack([a.float() for a in amaxes]))
         else:
-            for index, part in self._parts:
-                self._amaxes[index].copy_(self.amax_of(index, part.source, part.start))
+            grids = [self.amax_of(index, part.source, part.start) for index, part in self._parts]
+            if grids:
+                torch._foreach_copy_([self._amaxes[index] for index, _ in self._parts], grids)
         if self.history is not None:
             self._amax[self._num_scales :].copy_(self.history.amax_local)
         max_reduce(self.group, self._amax)
@@ -130,8 +135,9 @@ class WeightQuantizer:
         scale, scale_inv = self.granularity.scales(self._amax[: self._num_scales])
         self._scales.index_copy_(0, self._scale_at, scale)
         self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
-        for index, part in self._parts:
-            self.quantize_into(part.shard, part.source, index, part.start)
+        if self._cast is None:
+            self._cast = PartsCast([self._cast_part(index, part) for index, part in self._parts], E4M3)
+        self._cast()
         if self.history is not None and is_step:
             self.history.update(self._amax[self._num_scales :])
 
@@ -155,10 +161,18 @@ class WeightQuantizer:
             if self.granularity == TENSOR:
                 target.copy_(quantize(source, grid, E4M3))
                 continue
-            num_cols = self._shapes[index][1]
-            block = (self.granularity.block[0] or 1, self.granularity.block[1] or num_cols)
-            target.copy_(quantize_part(source, grid, start, num_cols, block, E4M3))
+            target.copy_(quantize_part(source, grid, start, self._shapes[index][1], self._block(index), E4M3))
             start += source.numel()
+
+    def _block(self, index: int) -> tuple[int, int]:
+        """Rows and columns of weight `index` that share a scale, where not all do."""
+        return self.granularity.block[0] or 1, self.granularity.block[1] or self._shapes[index][1]
+
+    def _cast_part(self, index: int, part: Part) -> CastPart:
+        grid = self.scale[index]
+        if self.granularity == TENSOR:
+            return CastPart(part.source, part.shard, grid)
+        return CastPart(part.source, part.shard, grid, part.start, self._shapes[index][1], self._block(index))
 
 
 def aligned_starts(sizes: Sequence[int], alignment: int) -> list[int]:

@@ -137,6 +137,35 @@ def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage
         training.assert_fp8_follows_masters(ours["last"], ours["masters"])
 
 
+def sources_after_offload(stage: int) -> bool:
+    """Whether all that is quantised lies in the masters as stock code has moved them: in other memory, on a CPU too."""
+    from unittest import mock
+
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    engine = training.build(training.ds_config(stage, {}))
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+
+    def move(*args: Any, **kwargs: Any) -> None:
+        for master in masters:
+            master.data = master.data.clone()
+
+    stock = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed"))
+    with mock.patch.object(stock, "offload_states", move):
+        optimizer.offload_states(include=[OffloadStateTypeEnum.hp_params])
+    quantizer = optimizer._fp8_shards.quantizer if stage == 3 else optimizer._fp8_quantizer
+    now = {master.untyped_storage().data_ptr() for master in masters}
+    found = {part.source.untyped_storage().data_ptr() for _, part in quantizer._parts}
+    training.destroy(engine)
+    return bool(found) and found <= now
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_view_keeps_the_memory_of_masters_that_have_left(ranks: Any, stage: int) -> None:
+    assert ranks(1).run(sources_after_offload, stage) == [True]
+
+
 def persistent_training(threshold: int, fp8: dict[str, Any] | None) -> list[float]:
     zero = {"stage3_param_persistence_threshold": threshold}
     engine = training.build(training.ds_config(3, fp8, zero_optimization=zero, gradient_accumulation_steps=2))

@@ -21,8 +21,10 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise_planes,
     record_amax,
 )
+from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales
+from fp8_ds.testing.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -264,3 +266,32 @@ def test_parts_by_a_grid_of_scales_equal_reference(shape, block, dtype):
         expected = quantize_part(x[start:end].clone(), grid, start, shape[1], block, E4M3)
         got = quantize_part(x[start:end].clone().cuda(), grid.cuda(), start, shape[1], block, E4M3)
         assert_bitwise(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_parts_of_many_matrices_cast_at_once_equal_reference_and_touch_nothing_else(dtype, fmt):
+    """One scale for all, for each row, for each tile; whole vectors and not; cut anywhere, also to nothing."""
+    blocks = {(304, 4096): (1, 4096), (300, 4100): (128, 128), (67, 35): (1, 35), (64, 1 << 15): None}
+    on_cpu, on_gpu, around = [], [], []
+    for shape, block in blocks.items():
+        x = many_scales("per_tile", *shape).to(dtype).flatten()
+        size = () if block is None else (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        grid = torch.rand(size) + 0.5
+        for start, end in ((0, x.numel()), (3, 1000), (128, 2000), (x.numel() - 700, x.numel()), (7, 7)):
+            for parts, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
+                before, memory, after = torch.zeros(end - start + 32, dtype=torch.uint8, device=device).split(
+                    [start % 16, end - start, 32 - start % 16]
+                )
+                around += [before, after]
+                rest = start, shape[1], block or (1, 1)
+                parts.append(CastPart(x.to(device)[start:end], memory.view(fmt.dtype), grid.to(device), *rest))
+    cast = PartsCast(on_gpu, fmt)
+    assert cast.num_launches == 6
+    PartsCast(on_cpu, fmt)()
+    with host_waits() as waits:
+        cast()
+    assert waits.number == 0
+    for expected, got in zip(on_cpu, on_gpu, strict=True):
+        assert_bitwise(got.out.cpu(), expected.out)
+    assert not any(piece.any() for piece in around)

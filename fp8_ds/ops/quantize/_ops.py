@@ -105,6 +105,35 @@ quantize_colwise_t = _op(
 )
 
 
+def _quantize_parts(
+    xs: list[Tensor],
+    outs: list[Tensor],
+    grids: list[Tensor],
+    cuts: list[int],
+    table: Tensor,
+    program_parts: Tensor,
+    has_one_scale: bool,
+    is_vector: bool,
+    fp8_max: float,
+) -> None:
+    if not table.is_cuda:
+        reference.quantize_parts(xs, outs, grids, cuts, fp8_max)
+        return
+    from fp8_ds.ops.quantize import triton  # the package is missing where there is no GPU
+
+    with torch.cuda.device_of(table):  # Triton launches on the current device
+        triton.quantize_parts(xs, outs, grids, cuts, table, program_parts, has_one_scale, is_vector, fp8_max)
+
+
+quantize_parts, _library = register(
+    "quantize_parts(Tensor[] xs, Tensor(a!)[] outs, Tensor[] grids, int[] cuts, Tensor table, Tensor program_parts, "
+    "bool has_one_scale, bool is_vector, float fp8_max) -> ()",
+    _quantize_parts,
+    lambda xs, outs, grids, cuts, table, program_parts, has_one_scale, is_vector, fp8_max: None,
+)
+_KEEP.append(_library)
+
+
 def _measured_planes(
     x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

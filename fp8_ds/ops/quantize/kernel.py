@@ -15,6 +15,7 @@ import triton.language as tl
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._device import INFINITY, encode_four, record_amax, scale_from_amax
+from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
 from fp8_ds.ops.quantize.words import larger_magnitude, largest_magnitude, load_folded, load_words
 from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words
 from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
@@ -29,6 +30,10 @@ along; the amax of each column; the maxima of an amax kernel, to a power of two.
 _E4M3_CARRY, _E4M3_SHIFT = (tl.constexpr(number) for number in exponent_rule(E4M3.max))
 _E5M2_CARRY, _E5M2_SHIFT = (tl.constexpr(number) for number in exponent_rule(E5M2.max))
 _MANTISSA_BITS = tl.constexpr(MANTISSA_BITS)
+_X, _OUT, _GRID, _NUMEL, _START, _NUM_COLS, _BLOCK_ROWS, _BLOCK_COLS, _GRID_COLS, _FIRST_PROGRAM = (
+    tl.constexpr(column) for column in range(len(TABLE_COLUMNS))
+)
+_TABLE_WIDTH = tl.constexpr(len(TABLE_COLUMNS))
 
 
 @triton.jit
@@ -124,6 +129,28 @@ def _part_scale(grid, grid_cols, row, col, inside, num_cols, block_rows, block_c
 
 
 @triton.jit
+def _cast_part(
+    x, out, grid, grid_cols, start, left, num_cols, block_rows, block_cols,
+    WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_SCALE: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Up to 4 * WORDS elements, `start` and on of a flattened matrix; `left` of them exist. See `part_kernel`."""
+    word = tl.arange(0, WORDS)
+    x0, x1, x2, x3 = load_words(x, word, left, VECTOR, PTX)
+    # Divided once in 64 bits: what is left fits 32.
+    row = (start // num_cols).to(tl.int32)
+    col = (start % num_cols).to(tl.int32) + word * 4
+    at = word * 4
+    scale0 = _part_scale(grid, grid_cols, row, col, at < left, num_cols, block_rows, block_cols)
+    scale1, scale2, scale3 = scale0, scale0, scale0
+    if not ONE_SCALE:
+        scale1 = _part_scale(grid, grid_cols, row, col + 1, at + 1 < left, num_cols, block_rows, block_cols)
+        scale2 = _part_scale(grid, grid_cols, row, col + 2, at + 2 < left, num_cols, block_rows, block_cols)
+        scale3 = _part_scale(grid, grid_cols, row, col + 3, at + 3 < left, num_cols, block_rows, block_cols)
+    code = encode_four(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
+    store_word(out, word, code, left, VECTOR)
+
+
+@triton.jit
 def part_kernel(
     x, out, grid, grid_cols, start, numel, num_cols, block_rows, block_cols,
     WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_SCALE: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
@@ -134,22 +161,54 @@ def part_kernel(
         grid: float32 [_, grid_cols], contiguous: a scale for each block of block_rows x block_cols elements.
         ONE_SCALE: the four elements of a word are always of one block.
     """
-    word = tl.arange(0, WORDS)
     first = tl.program_id(0).to(tl.int64) * (WORDS * 4)
     left = tl.minimum(numel - first, WORDS * 4).to(tl.int32)
-    x0, x1, x2, x3 = load_words(x + first, word, left, VECTOR, PTX)
-    # Divided once in 64 bits: what is left fits 32.
-    row = ((start + first) // num_cols).to(tl.int32)
-    col = ((start + first) % num_cols).to(tl.int32) + word * 4
-    at = word * 4
-    scale0 = _part_scale(grid, grid_cols, row, col, at < left, num_cols, block_rows, block_cols)
-    scale1, scale2, scale3 = scale0, scale0, scale0
-    if not ONE_SCALE:
-        scale1 = _part_scale(grid, grid_cols, row, col + 1, at + 1 < left, num_cols, block_rows, block_cols)
-        scale2 = _part_scale(grid, grid_cols, row, col + 2, at + 2 < left, num_cols, block_rows, block_cols)
-        scale3 = _part_scale(grid, grid_cols, row, col + 3, at + 3 < left, num_cols, block_rows, block_cols)
-    code = encode_four(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
-    store_word(out + first, word, code, left, VECTOR)
+    _cast_part(
+        x + first, out + first, grid, grid_cols, start + first, left, num_cols, block_rows, block_cols,
+        WORDS, IS_E4M3, ONE_SCALE, VECTOR, PTX,
+    )  # fmt: skip
+
+
+@triton.jit
+def parts_kernel(
+    table, program_parts,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, IS_E4M3: tl.constexpr, ONE_GRID: tl.constexpr, ONE_SCALE: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Of many tensors; a program for 4 * WORDS elements of part `program_parts[i]`, whose row in `table` names all.
+
+    Args:
+        table: int64 [num_parts, len(TABLE_COLUMNS)], see parts.py.
+        DTYPE: of all sources.
+        ONE_GRID: each part has one scale.
+        ONE_SCALE: as in `part_kernel`.
+    """
+    program = tl.program_id(0)
+    row = table + tl.load(program_parts + program) * _TABLE_WIDTH
+    first = (program - tl.load(row + _FIRST_PROGRAM)) * (WORDS * 4)
+    left = tl.minimum(tl.load(row + _NUMEL) - first, WORDS * 4).to(tl.int32)
+    x = tl.load(row + _X).to(tl.pointer_type(DTYPE)) + first
+    out = tl.load(row + _OUT).to(tl.pointer_type(tl.uint8)) + first
+    grid = tl.load(row + _GRID).to(tl.pointer_type(tl.float32))
+    if VECTOR:
+        x = tl.multiple_of(x, 16)
+        out = tl.multiple_of(out, 16)
+    if ONE_GRID:
+        word = tl.arange(0, WORDS)
+        x0, x1, x2, x3 = load_words(x, word, left, VECTOR, PTX)
+        factor = tl.load(grid)
+        code = encode_four(x0 * factor, x1 * factor, x2 * factor, x3 * factor, IS_E4M3, PTX)
+        store_word(out, word, code, left, VECTOR)
+    else:
+        start = tl.load(row + _START) + first
+        num_cols = tl.load(row + _NUM_COLS).to(tl.int32)
+        block_rows = tl.load(row + _BLOCK_ROWS).to(tl.int32)
+        block_cols = tl.load(row + _BLOCK_COLS).to(tl.int32)
+        grid_cols = tl.load(row + _GRID_COLS).to(tl.int32)
+        _cast_part(
+            x, out, grid, grid_cols, start, left, num_cols, block_rows, block_cols,
+            WORDS, IS_E4M3, ONE_SCALE, VECTOR, PTX,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fp8_ds.ops.transpose.reference import transpose
 from fp8_ds.scaling.current import scale_from_amax
 from fp8_ds.scaling.pow2 import pow2_scale
+
+_CHUNK = 1 << 24
+"""Elements of a part quantised at a time: bounds the fp32 temporary to 64 MiB."""
 
 
 def amax(x: Tensor) -> Tensor:
@@ -33,6 +38,25 @@ def quantize_part(
     at = torch.arange(start, start + x.numel(), device=x.device)
     scale = grid[at // num_cols // block_rows, at % num_cols // block_cols]
     return quantize(x, scale, dtype, fp8_max)
+
+
+def quantize_parts(
+    xs: Sequence[Tensor], outs: Sequence[Tensor], grids: Sequence[Tensor], cuts: Sequence[int], fp8_max: float
+) -> None:
+    """Each of `xs` into its `outs`, by `quantize` where its grid is 0-dim, else by `quantize_part`.
+
+    Args:
+        cuts: start, num_cols, block_rows and block_cols of each.
+    """
+    for k, (x, out, grid) in enumerate(zip(xs, outs, grids, strict=True)):
+        start, num_cols, block_rows, block_cols = cuts[4 * k : 4 * k + 4]
+        for source, target in zip(x.split(_CHUNK), out.split(_CHUNK), strict=True):
+            if grid.dim() == 0:
+                target.copy_(quantize(source, grid, out.dtype, fp8_max))
+            else:
+                part = quantize_part(source, grid, start, num_cols, block_rows, block_cols, out.dtype, fp8_max)
+                target.copy_(part)
+            start += source.numel()
 
 
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:

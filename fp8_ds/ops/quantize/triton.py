@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.ops.quantize import kernel
+from fp8_ds.ops.quantize.parts import PROGRAM
 from fp8_ds.ops.transpose.triton import runs_ptx
 
 _ALIGNMENT = 16
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 AMAX_WORDS, AMAX_WARPS, AMAX_PROGRAMS = 16384, 32, 1
 """Of `amax`: words of a tile, warps of a program, programs for each multiprocessor. 16 words a thread are 128 bytes of
 bf16 on their way; one long program on each leaves few maxima for the cast to read, and none waits for a second turn."""
 
-CAST_WORDS, CAST_WARPS = 2048, 4
+CAST_WORDS, CAST_WARPS = PROGRAM // 4, 4
 """Of a cast without transpose: words and warps of a program."""
 
 PLANES_VECTORS = 4
@@ -151,6 +155,31 @@ def quantize_part(
         **_options(x, dtype),
     )
     return out
+
+
+def quantize_parts(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    grids: Sequence[Tensor],
+    cuts: Sequence[int],
+    table: Tensor,
+    program_parts: Tensor,
+    has_one_scale: bool,
+    is_vector: bool,
+    fp8_max: float,
+) -> None:
+    """One launch; `table` has what `cuts` and the addresses say, and `is_vector` holds for every part."""
+    kernel.parts_kernel[(len(program_parts),)](
+        table,
+        program_parts,
+        DTYPE=_TRITON_DTYPES[xs[0].dtype],
+        WORDS=CAST_WORDS,
+        ONE_GRID=grids[0].dim() == 0,
+        ONE_SCALE=has_one_scale,
+        VECTOR=is_vector,
+        num_warps=CAST_WARPS,
+        **_options(xs[0], outs[0].dtype),
+    )
 
 
 def quantize_tensorwise(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:

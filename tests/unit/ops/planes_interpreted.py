@@ -8,6 +8,7 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import kernel, reference, triton
+from fp8_ds.ops.quantize.parts import PROGRAM, CastPart, PartsCast
 from fp8_ds.ops.transpose import reference as transpose_reference
 from fp8_ds.ops.transpose import triton as transpose_triton
 from fp8_ds.testing import assert_bitwise, many_scales
@@ -90,6 +91,36 @@ def test_parts_of_a_matrix_with_a_scale_for_each_block_equal_reference(shape, bl
         args = (part, grid, start, shape[1], *block)
         assert_bitwise(*both("quantize_part", *args, E4M3.dtype, E4M3.max))
     assert_bitwise(*both("quantize_part", x, grid, 0, shape[1], *block, E5M2.dtype, E5M2.max))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_parts_of_many_matrices_cast_at_once_equal_reference(dtype, fmt):
+    """Aligned and not, of no element, of several programs; with one scale, one a word, several a word. All at once."""
+    shapes = {(33, 160): (1, 160), (130, 257): (128, 128), (130, 132): (128, 128), (2, PROGRAM): None}
+    parts = []
+    for shape, block in shapes.items():
+        x = matrix(*shape, dtype).flatten()
+        size = () if block is None else (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        grid = torch.rand(size) + 0.5
+        for start, end in ((0, x.numel()), (3, 40), (128, 160), (x.numel() - 700, x.numel()), (5, 5)):
+            memory = torch.zeros(end - start + 32, dtype=fmt.dtype)
+            out = memory[start % 16 :][: end - start]
+            parts.append(CastPart(x[start:end], out, grid, start, shape[1], block or (1, 1)))
+    parts[0].x[:4] = torch.tensor([INF, -INF, NAN, 0.0])
+    cast = PartsCast(parts, fmt)
+    assert cast.num_launches == 6  # one scale, one a word, several a word; whole vectors or not
+    expected = [torch.empty_like(part.out) for part in parts]
+    grids, cuts = [part.grid for part in parts], [n for part in parts for n in (*part[3:5], *part.block)]
+    reference.quantize_parts([part.x for part in parts], expected, grids, cuts, fmt.max)
+    for launch in cast._launches:
+        arguments = launch.xs, launch.outs, launch.grids, launch.cuts, launch.table, launch.program_parts
+        triton.quantize_parts(*arguments, launch.has_one_scale, launch.is_vector, fmt.max)
+    for part, codes in zip(parts, expected, strict=True):
+        assert_bitwise(codes, part.out)
+        around = part.out.untyped_storage().tolist()
+        at = part.out.storage_offset()
+        assert not any(around[:at]) and not any(around[at + len(codes) :])
 
 
 def test_amax_sees_the_last_element_of_several_tiles_and_every_program():
