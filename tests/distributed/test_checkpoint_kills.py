@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,35 @@ import pytest
 import test_checkpoint as base
 import torch
 import training
+from test_checkpoint_faults import refusal
 
 from fp8_ds.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
+
+TORN = "newest.incomplete"
 
 
 def resume_and_save(folder: str, stage: int, expected: dict[int, dict[str, Any]] | None, fate: Any = None) -> Any:
     """Load the newest checkpoint, compare it with what was saved, train a step, save it, and say how long that took.
 
     Args:
-        expected: state by step; None: this is the first save.
+        expected: state by step; None: this is the first save. A step that was trained before comes out the same.
         fate: (rank, seconds after the save began until it is killed).
     """
     import torch.distributed as dist
 
     engine = base.build(stage, {}, seed=0 if expected is None else 1)
     if expected is not None:
+        if Path(folder, TORN).exists():
+            assert "is of a save that did not end" in refusal(engine, folder, tag=TORN)
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
         base.assert_same(base.snapshot(engine), expected[engine.global_steps])
     training.train(engine, 1, first_step=engine.global_steps)
     now = base.snapshot(engine)
+    if expected is not None and engine.global_steps in expected:  # the run before was killed after this step
+        base.assert_same(now, expected[engine.global_steps])
     if dist.get_rank() == 0:
         torch.save(now, f"{folder}/state{engine.global_steps}.pt")
     dist.barrier()
@@ -46,14 +54,24 @@ def resume_and_save(folder: str, stage: int, expected: dict[int, dict[str, Any]]
     return time.monotonic() - begin, engine.global_steps
 
 
-def kill_rounds(folder: Path, stage: int, num_kills: int, seed: int) -> tuple[int, int]:
-    """(kills that left the old checkpoint, kills after which the new one was there)."""
+@dataclass
+class Kills:
+    """How many left the old checkpoint, and the new one; after how many a torn one lay beside it; steps done twice."""
+
+    old: int = 0
+    new: int = 0
+    torn: int = 0
+    again: int = 0
+
+
+def kill_rounds(folder: Path, stage: int, num_kills: int, seed: int) -> Kills:
+    """`num_kills` of them before a save had ended on all ranks; those that came too late do not count."""
     generator = random.Random(seed)
     pool = RankPool(2)
-    outcomes = [0, 0]
+    kills = Kills()
     try:
         duration, step = pool.run(resume_and_save, str(folder), stage, None)[0]
-        for _ in range(num_kills):
+        while kills.old + kills.new < num_kills:
             pool.close()
             fate = generator.randrange(2), generator.uniform(1e-6, 1.3 * duration)
             killer = threading.Thread(target=kill_the_others, args=(pool, fate[0]))
@@ -62,20 +80,23 @@ def kill_rounds(folder: Path, stage: int, num_kills: int, seed: int) -> tuple[in
                 for step in (step, step + 1)
                 if (folder / f"state{step}.pt").exists()
             }
+            kills.torn += (folder / TORN).exists()
+            kills.again += step + 1 in states
             pool._start()
             killer.start()
             try:
                 duration, step = pool.run(resume_and_save, str(folder), stage, states, fate)[0]
-                outcomes[1] += 1
             except RankError as error:
                 assert "died" in str(error), error
-                header = newest_header(folder)
-                outcomes[header["global_steps"] > step] += 1
-                step = header["global_steps"]
+                found = newest_header(folder)["global_steps"]
+                assert found in (step, step + 1)
+                kills.old += found == step
+                kills.new += found > step
+                step = found
             killer.join()
     finally:
         pool.close()
-    return outcomes[0], outcomes[1]
+    return kills
 
 
 def kill_the_others(pool: RankPool, victim: int) -> None:
@@ -103,7 +124,7 @@ def test_a_run_killed_while_saving_resumes_bit_for_bit_from_the_last_complete_ch
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_twenty_kills_at_random_moments_of_a_save(tmp_path: Path, stage: int) -> None:
-    old, new = kill_rounds(tmp_path, stage, num_kills=20, seed=stage)
-    print(f"ZeRO-{stage}: {old} kills left the old checkpoint, {new} the new one")
-    assert old + new == 20
-    assert old >= 3, "the kills did not fall into the saves"
+    kills = kill_rounds(tmp_path, stage, num_kills=20, seed=stage)
+    print(f"ZeRO-{stage}: {kills}")
+    assert kills.old + kills.new == 20
+    assert min(kills.old, kills.torn, kills.again) >= 3, "the kills did not fall into the saves"

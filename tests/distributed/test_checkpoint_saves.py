@@ -69,12 +69,12 @@ def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
         assert ("rank 1: OSError: [Errno 5]" if fails == "shard" else "rank 0: OSError: [Errno 28]") in message
 
 
-def full_disk(folder: str, room: int) -> tuple[str, bool]:
+def full_disk(folder: str, stage: int, room: int) -> tuple[str, bool]:
     import torch.distributed as dist
 
     from fp8_ds.errors import CheckpointError
 
-    engine = base.build(2, {})
+    engine = base.build(stage, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
     before = base.snapshot(engine)
@@ -88,7 +88,7 @@ def full_disk(folder: str, room: int) -> tuple[str, bool]:
         engine.save_checkpoint(folder)
     dist.barrier()
     training.destroy(engine)
-    again = base.build(2, {}, seed=1)
+    again = base.build(stage, {}, seed=1)
     again.load_checkpoint(folder)
     base.assert_same(base.snapshot(again), before)
     dist.barrier()
@@ -99,15 +99,17 @@ def full_disk(folder: str, room: int) -> tuple[str, bool]:
     return str(caught.value), Path(folder, "latest").read_text() == "after"
 
 
-@pytest.mark.parametrize("room", [0, 150_000], ids=["nothing", "some-files"])
+@pytest.mark.parametrize(
+    ("stage", "room"), [(2, 0), (2, 150_000), (3, 150_000)], ids=["2-nothing", "2-some-files", "3-some-files"]
+)
 def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_checkpoint_loads(
-    ranks: Any, tmp_path: Path, room: int
+    ranks: Any, tmp_path: Path, stage: int, room: int
 ) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("NEEDS ROOT: mounts a tmpfs of 4 MiB as the disk that fills")
     try:
-        for message, is_latest in ranks(2).run(full_disk, str(tmp_path), room):
+        for message, is_latest in ranks(2).run(full_disk, str(tmp_path), stage, room):
             assert "expected every rank to write its part" in message
             assert is_latest
     finally:

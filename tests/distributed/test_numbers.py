@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ def build(stage: int, fp8: dict[str, Any] | None, **overrides: Any) -> Any:
 # --- gradients ---
 
 
-def poisoned(stage: int, fp8: dict[str, Any], accumulation: int, poison: float) -> dict[str, Any]:
-    """State before and after a step in which one element of one gradient is `poison` on the last rank."""
+def poisoned(
+    stage: int, fp8: dict[str, Any], accumulation: int, poison: float, everywhere: bool = False, **overrides: Any
+) -> dict[str, Any]:
+    """State before and after a step in which one element of one gradient is `poison` on the last rank, or on all."""
     import torch.distributed as dist
 
-    engine = build(stage, fp8, gradient_accumulation_steps=accumulation)
+    engine = build(stage, fp8, gradient_accumulation_steps=accumulation, **overrides)
     training.train(engine, 2)
     before = base.snapshot(engine)
 
@@ -41,7 +44,8 @@ def poisoned(stage: int, fp8: dict[str, Any], accumulation: int, poison: float) 
         grad.view(-1)[5] = poison
         return grad
 
-    handle = engine.module.blocks[1].down.weight.register_hook(spoil) if dist.get_rank() == 1 else None
+    is_spoiled = everywhere or dist.get_rank() == 1
+    handle = engine.module.blocks[1].down.weight.register_hook(spoil) if is_spoiled else None
     training.train(engine, 1, first_step=2)
     if handle is not None:
         handle.remove()
@@ -69,11 +73,41 @@ def test_all_ranks_skip_the_same_step_and_keep_every_bit(
     ranks: Any, stage: int, fp8: dict[str, Any], accumulation: int, poison: float
 ) -> None:
     for result in ranks(2).run(poisoned, stage, fp8, accumulation, poison):
-        assert result["skipped"] == 1
-        parts = [{k: v for k, v in result[part].items() if "history" not in k} for part in ("before", "after", "moved")]
-        base.assert_same(parts[1], parts[0])
-        assert any(not torch.equal(parts[2][name], value) for name, value in parts[0].items() if "master" in name)
-        assert all(math.isfinite(loss) and loss < 6 for loss in result["losses"])
+        assert_skipped(result)
+
+
+def assert_skipped(result: dict[str, Any]) -> None:
+    assert result["skipped"] == 1
+    parts = [{k: v for k, v in result[part].items() if "history" not in k} for part in ("before", "after", "moved")]
+    base.assert_same(parts[1], parts[0])
+    assert any(not torch.equal(parts[2][name], value) for name, value in parts[0].items() if "master" in name)
+    assert all(math.isfinite(loss) and loss < 6 for loss in result["losses"])
+
+
+IN_FP16 = {"communication_data_type": "fp16"}
+WHOLE = {**IN_FP16, "zero_optimization": {"reduce_scatter": False}}
+"""DeepSpeed adds up first and divides by the number of ranks then; else the other way about."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "gradient", "overflows", "holds"),
+    [
+        (1, {}, 5e4, WHOLE, IN_FP16),
+        pytest.param(2, {}, 5e4, WHOLE, IN_FP16, marks=pytest.mark.slow),
+        (2, states("e4m11"), 5e4, WHOLE, IN_FP16),
+        pytest.param(3, {}, 1e6, IN_FP16, {}, marks=pytest.mark.slow),
+        (3, states("e4m11"), 1e6, IN_FP16, {}),
+    ],
+    ids=["1-sum", "2-sum", "2-e4m11-sum", "3-sent", "3-e4m11-sent"],
+)
+def test_a_gradient_that_only_its_reduction_over_ranks_makes_infinite_is_skipped_too(
+    ranks: Any, stage: int, fp8: dict[str, Any], gradient: float, overflows: dict[str, Any], holds: dict[str, Any]
+) -> None:
+    """Finite on each rank; fp16 (at most 65504) does not hold the sum of both ranks, or what each of them sends."""
+    for result in ranks(2).run(poisoned, stage, fp8, 1, gradient, True, **overflows):
+        assert_skipped(result)
+    for result in ranks(2).run(poisoned, stage, fp8, 1, gradient, True, **holds):
+        assert result["skipped"] == 0
 
 
 # --- activations ---
@@ -137,6 +171,52 @@ def test_a_batch_of_zeros_is_a_batch(ranks: Any, stage: int, recipe: str) -> Non
     for losses in ranks(2).run(batch_of_zeros, stage, recipe):
         assert all(math.isfinite(loss) for loss in losses)
         assert losses[2] < losses[1]
+
+
+def spiked(folder: str, stage: int, action: str) -> dict[str, Any]:
+    """Losses of ten steps, from the sixth of which on the head's inputs are 300 times as large on the last rank;
+    layers in bf16 after each; what the guard says, which samples every second step and looks at saturation alone."""
+    import logging
+
+    import torch.distributed as dist
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    fp8 = {
+        "linear": {"recipe": "delayed", "filter_fqns": []},
+        "guard": {"action": action, "saturation": 0.1, "underflow": 1.0},
+        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
+    }
+    engine = build(stage, fp8)
+    losses, in_bf16 = [], []
+    for step in range(10):
+        if step == 5 and dist.get_rank() == 1:
+            engine.module.lm_head.register_forward_pre_hook(lambda _, inputs: (300 * inputs[0],))
+        losses += training.train(engine, 1, first_step=step)
+        in_bf16.append(sorted(engine.fp8.precision.in_bf16))
+    training.destroy(engine)
+    logger.removeHandler(handler)
+    return {"losses": losses, "in_bf16": in_bf16, "said": [line for line in said if "guard, step" in line]}
+
+
+@pytest.mark.parametrize(("stage", "action"), [(2, "report"), (3, "bf16")])
+def test_where_the_loss_spikes_the_guard_names_what_saturates_and_sends_it_to_bf16_on_all_ranks(
+    ranks: Any, tmp_path: Path, stage: int, action: str
+) -> None:
+    for rank, result in enumerate(ranks(2).run(spiked, str(tmp_path), stage, action)):
+        losses = result["losses"]
+        # The first such step saturates; in the second the scale has followed, and the loss jumps.
+        assert losses[6] > losses[4] + 5 and all(math.isfinite(loss) for loss in losses)
+        assert len(result["said"]) == (1 if rank == 0 else 0), result["said"]
+        for line in result["said"]:
+            assert "guard, step 6: 3 layers" in line and "lm_head: saturation of input" in line, line
+            assert all(f"{name}: saturation of grad_output" in line for name in ("blocks.0.down", "blocks.1.down"))
+        # A sample is judged one step after it.
+        sent = ["blocks.0.down", "blocks.1.down", "lm_head"] if action == "bf16" else []
+        assert result["in_bf16"] == [[]] * 6 + [sent] * 4
 
 
 # --- weights ---

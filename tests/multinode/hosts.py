@@ -146,6 +146,29 @@ class Hosts:
                 shape = f"rate {mbit}mbit burst 64kb latency 400ms".split()
                 _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *shape)
 
+    def why_no_netem(self) -> str:
+        """What `disturb` needs and this kernel lacks; empty if nothing."""
+        name = self.names[0]
+        probe = subprocess.run(
+            ["tc", "-n", name, "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "0ms"],
+            stdout=-1, stderr=-2, text=True, check=False,
+        )  # fmt: skip
+        if probe.returncode:
+            return f"expected a kernel with netem (CONFIG_NET_SCH_NETEM), got: {probe.stdout.strip()}"
+        _run("tc", "-n", name, "qdisc", "del", "dev", "lo", "root")
+        return ""
+
+    def disturb(self, delay_ms: float, loss_percent: float) -> None:
+        """Each direction delivers `delay_ms` later, and loses that share of all packets, until `limit(None)`."""
+        for name in self.names:
+            fate = f"delay {delay_ms}ms loss {loss_percent}%".split()
+            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "netem", *fate)
+
+    def num_dropped(self, host: int) -> int:
+        """Packets that `host` did not send because of `limit` or `disturb`, since that call."""
+        found = json.loads(_run("tc", "-j", "-s", "-n", self.names[host], "qdisc", "show", "dev", INTERFACE))
+        return int(found[0]["drops"])
+
     def link(self, is_up: bool) -> None:
         """The cable is in, or cut. Connections survive a short cut."""
         _run("ip", "-n", self.names[0], "link", "set", INTERFACE, "up" if is_up else "down")

@@ -75,5 +75,6 @@ def test_a_link_that_stays_down_ends_both_hosts_with_an_error(train: Callable[..
     assert cutter.cut_at is not None
     assert ended["at"] - cutter.cut_at < GROUP_TIMEOUT + MARGIN
     assert all(status != 0 for status in finished.exits.values()), finished.describe()
+    assert sorted(finished.by_rank) == [0, 1]
     for text in finished.by_rank.values():
-        assert "Error" in text, finished.describe()
+        assert "Traceback" in text and "Error: " in text, finished.describe()

@@ -35,6 +35,8 @@ OTHERS = [
     {"name": "tensor_parallel", "kind": "tensor_parallel", "stage": 2, "fp8": {}, "steps": 4},
 ]
 
+TP_OF_FOUR = [{**OTHERS[1], "name": f"tensor_parallel-{tp_size}", "tp_size": tp_size} for tp_size in (4, 2)]
+
 
 def losses(results: Results, name: str) -> list[float]:
     """Of a case, all ranks of which have the same."""
@@ -102,6 +104,14 @@ def test_a_pipeline_and_a_tensor_parallel_group_reach_across_hosts(train: Train)
     assert losses(two, "tensor_parallel") == pytest.approx(losses(one, "tensor_parallel"), abs=0.02)
 
 
+def test_a_tensor_parallel_group_of_four_reaches_across_hosts_of_two_ranks(train: Train) -> None:
+    """Over all four, and two by two: within each host, with replicas across."""
+    two, one = train(TP_OF_FOUR, ranks_per_host=2), train(TP_OF_FOUR, num_hosts=1, ranks_per_host=4)
+    for case in TP_OF_FOUR:
+        assert losses(two, case["name"]) == pytest.approx(losses(one, case["name"]), abs=0.02)
+        assert losses(two, case["name"])[-1] < losses(two, case["name"])[0], case["name"]
+
+
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_torchrun_trains_as_the_deepspeed_launcher_does(train: Train, ranks_per_host: int) -> None:
     cases = ZERO if ranks_per_host == 1 else [*IN_FP8, OTHERS[0]]
@@ -110,15 +120,29 @@ def test_torchrun_trains_as_the_deepspeed_launcher_does(train: Train, ranks_per_
 
 
 def test_a_slow_link_changes_no_result(train: Train, hosts: Hosts) -> None:
-    cases = [zero_case(3, {}), zero_case(3, None)]
     hosts.limit(100)
     try:
-        slow = train(cases, anew=True)
+        slow = train([*ZERO, OTHERS[0]], anew=True)
     finally:
         hosts.limit(None)
-    assert_trained_alike(slow, train(ZERO), ["zero3-fp8", "zero3-bf16"])
+    assert_trained_alike(slow, train(ZERO), [case["name"] for case in ZERO])
+    assert_stages_trained_alike(slow, train(OTHERS))
     (fp8, _), (bf16, _) = slow["zero3-fp8"], slow["zero3-bf16"]
     assert fp8["cable"] < 0.85 * bf16["cable"]
+
+
+def test_a_link_that_delays_and_loses_packets_changes_no_result(train: Train, hosts: Hosts) -> None:
+    if reason := hosts.why_no_netem():
+        pytest.skip(reason)
+    hosts.disturb(delay_ms=5, loss_percent=1)
+    try:
+        poor = train([*IN_FP8, OTHERS[0]], anew=True)
+        num_lost = [hosts.num_dropped(host) for host in range(2)]
+    finally:
+        hosts.limit(None)
+    assert_trained_alike(poor, train(ZERO), [case["name"] for case in IN_FP8])
+    assert_stages_trained_alike(poor, train(OTHERS))
+    assert min(num_lost) > 0
 
 
 def test_the_deepspeed_launcher_reaches_both_hosts_by_pdsh_and_ssh(train: Train, hosts: Hosts) -> None:

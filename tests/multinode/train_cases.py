@@ -4,9 +4,9 @@
 
 A case: {"name", "kind": "zero" | "pipeline" | "tensor_parallel", "stage", "fp8": block or null, "steps"}; for "zero"
 also "size", fields of ModelSize, and "body_only": embedding and head are frozen, so that all ranks own as many FP8
-weights. One start of a launcher (5 to 20 s) serves all cases. DIR/<name>-rank<r>.json: `losses`, `report` (what
-engine.fp8_report() says), for "zero" also `cable` (bytes that this rank's host sent and received in the steps after
-NUM_WARM) and `seconds` of each of them.
+weights; for "tensor_parallel" also "tp_size" (all ranks without it). One start of a launcher (5 to 20 s) serves all
+cases. DIR/<name>-rank<r>.json: `losses`, `report` (what engine.fp8_report() says), for "zero" also `cable` (bytes that
+this rank's host sent and received in the steps after NUM_WARM) and `seconds` of each of them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def pipeline_case(case: dict[str, Any]) -> dict[str, Any]:
 def tensor_parallel_case(case: dict[str, Any]) -> dict[str, Any]:
     from test_tp_llama import trained
 
-    found = trained(case["stage"], case["fp8"], dist.get_world_size(), case["steps"])
+    found = trained(case["stage"], case["fp8"], case.get("tp_size", dist.get_world_size()), case["steps"])
     return {"losses": found["losses"], "report": found["report"]}
 
 

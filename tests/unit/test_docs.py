@@ -176,3 +176,17 @@ def test_links_between_pages_lead_to_files() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_page_of_promises_names_tests_that_there_are() -> None:
+    """By their beginnings, or after three dots by a part; files by their stems."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    known = [name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), flags=re.MULTILINE)]
+    known += [file.stem for file in files]
+    missing, num_named = [], 0
+    for code in inline(ROOT / "docs/reliability.md"):
+        for dots, name in re.findall(r"(\.\.\.)?((?:(?<=\.\.\.)|\btest_)\w+\b)(?!\*)", code):
+            num_named += 1
+            if not any(name in one if dots else one.startswith(name) for one in known):
+                missing.append(name)
+    assert missing == [] and num_named > 60

@@ -126,6 +126,8 @@ def test_any_block_is_read_as_it_is_or_refused_by_name(num: int) -> None:
 # --- the linear ---
 
 RECIPES = {r.name: r for r in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}
+WEIGHT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+DTYPES = (*WEIGHT_DTYPES, torch.float64, torch.int64)
 LAYOUTS = ("contiguous", "transposed", "every second", "expanded", "offset")
 
 
@@ -151,7 +153,9 @@ def linears(draw: st.DrawFn) -> dict[str, Any]:
         "recipe": draw(st.sampled_from(sorted(RECIPES))),
         "grad_dtype": draw(st.sampled_from(["e5m2", "e4m3"])),
         "backend": draw(st.sampled_from(["torch", "reference"])),
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "dtype": draw(st.sampled_from(WEIGHT_DTYPES)),
+        "input_dtype": draw(st.sampled_from([None, None, None, *DTYPES])),  # None: the weight's
+        "extra_features": draw(st.sampled_from([0] * 12 + [-1, 1])),
         "bias": draw(st.booleans()),
         "exponents": draw(st.tuples(*[st.integers(-12, 8)] * 3)),
         "spread": draw(st.sampled_from([0.0, 1.0, 3.0])),
@@ -163,7 +167,10 @@ def linears(draw: st.DrawFn) -> dict[str, Any]:
 
 def values_of(case: dict[str, Any], shape: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator)
-    values *= torch.exp2(case["spread"] * torch.randn(shape, generator=generator)) * 10.0 ** case["exponents"][index]
+    spread, exponent = case["spread"], case["exponents"][index]
+    if torch.float16 in (case["dtype"], case["input_dtype"]):  # holds 6e-8 to 65504
+        spread, exponent = min(spread, 1.0), min(max(exponent, -3), 1)
+    values *= torch.exp2(spread * torch.randn(shape, generator=generator)) * 10.0**exponent
     return values * (case["zeros"] != ("input", "weight", "gradient")[index])
 
 
@@ -186,37 +193,50 @@ def product_and_bound(a: Tensor, b: Tensor, units: tuple[tuple[float, float], ..
 UNITS = {"e4m3": (2.0**-4, 2 * 2.0**-10 / 448), "e5m2": (2.0**-3, 2 * 2.0**-17 / 57344)}
 
 
+ROUNDINGS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
+"""Of results in these dtypes, beside that of the operands to FP8: relative; sums and a bias included."""
+SUBNORMALS = {torch.float16: 2.0**-23}
+"""Likewise, absolute, where results may be as small."""
+
+
 def claim_linear(case: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(case["seed"])
     (features, outputs), dtype = case["sizes"], case["dtype"]
+    x_dtype = case["input_dtype"] or dtype
     tokens = torch.Size(case["lead"]).numel()
     linear = nn.Linear(features, outputs, bias=case["bias"]).to(dtype)
     with torch.no_grad():
         linear.weight.copy_(values_of(case, (outputs, features), 1, generator))
     config = LinearConfig(recipe=case["recipe"], grad_dtype=case["grad_dtype"], backend=case["backend"])
     module = Fp8Linear.from_linear(copy.deepcopy(linear), RECIPES[case["recipe"]](config))
-    x = laid_out(values_of(case, (tokens, features), 0, generator).to(dtype), case["layouts"][0])
-    grad = laid_out(values_of(case, (tokens, outputs), 2, generator).to(dtype), case["layouts"][1])
-    leaf = x.detach().requires_grad_()
+    got_features = max(features + case["extra_features"], 0)
+    x = laid_out(values_of(case, (tokens, got_features), 0, generator).to(x_dtype), case["layouts"][0])
+    grad = laid_out(values_of(case, (tokens, outputs), 2, generator).to(x_dtype), case["layouts"][1])
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    is_right = got_features == features and x_dtype in WEIGHT_DTYPES
     try:
-        output = module(leaf.view(*case["lead"], features) if x.is_contiguous() else leaf)
+        output = module(leaf.view(*case["lead"], got_features) if x.is_contiguous() else leaf)
+        assert is_right, "an input that does not fit is taken"
         output.reshape(tokens, outputs).backward(grad)
-    except Fp8DsError as error:
-        assert "expected" in str(error)
+    except (Fp8DsError, ValueError) as error:
+        assert not is_right
+        assert "expected" in str(error) and ", got " in str(error)
         return
     weight, e4m3, gradient = linear.weight.detach(), UNITS["e4m3"], UNITS[case["grad_dtype"]]
     assert module.weight.grad is not None and leaf.grad is not None
     bias = linear.bias.detach().double() if case["bias"] else 0.0
-    for what, got, a, b, units, offset in (
-        ("output", output.reshape(tokens, outputs), x, weight, (e4m3, e4m3), bias),
-        ("grad_input", leaf.grad, grad, weight.T, (gradient, e4m3), 0.0),
-        ("grad_weight", module.weight.grad, grad.T, x.T, (gradient, e4m3), 0.0),
+    # In high precision the product is of the input's dtype, and is rounded to the weight's then.
+    through = (dtype, x_dtype) if "gw_hp" in case["recipe"] else (dtype,)
+    for what, got, a, b, units, offset, kinds in (
+        ("output", output.reshape(tokens, outputs), x, weight, (e4m3, e4m3), bias, (x_dtype,)),
+        ("grad_input", leaf.grad, grad, weight.T, (gradient, e4m3), 0.0, (x_dtype,)),
+        ("grad_weight", module.weight.grad, grad.T, x.T, (gradient, e4m3), 0.0, through),
     ):
         exact, bound = product_and_bound(a, b, units)
         exact = exact + offset
-        rounding = 2.0**-7 if dtype == torch.bfloat16 or "gw_hp" in case["recipe"] else 2.0**-18
-        allowed = bound * 1.001 + rounding * (exact.abs() + bound) + 1e-37
-        assert got.shape == exact.shape and got.dtype == dtype
+        rounding, least = max(ROUNDINGS[kind] for kind in kinds), max(SUBNORMALS.get(kind, 1e-37) for kind in kinds)
+        allowed = bound * 1.001 + rounding * (exact.abs() + bound) + least
+        assert got.shape == exact.shape and got.dtype == kinds[0]
         assert bool(((got.double() - exact).abs() <= allowed).all()), (what, (got.double() - exact).abs().max())
 
 

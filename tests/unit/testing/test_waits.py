@@ -16,20 +16,25 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    for kind in (torch.cuda.Event, torch.cuda.Stream):
+        monkeypatch.setattr(kind, "synchronize", lambda self: None)
     return modes
 
 
 def test_waits_are_counted_and_nothing_is_left(cuda: list[str | int]) -> None:
-    stock, shown = torch.cuda.synchronize, warnings.showwarning
+    places = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
+    stock, shown = [place.synchronize for place in places], warnings.showwarning
     with pytest.raises(ZeroDivisionError), host_waits() as count:
         for _ in range(2):  # from one line: not shown once only
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         torch.cuda.synchronize()
+        for kind in places[1:]:
+            kind.synchronize(object())
         warnings.warn("something else", stacklevel=1)
         raise ZeroDivisionError
-    assert count.number == 3
+    assert count.number == 5
     assert cuda == ["warn", 0]
-    assert torch.cuda.synchronize is stock and warnings.showwarning is shown
+    assert [place.synchronize for place in places] == stock and warnings.showwarning is shown
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
