@@ -285,11 +285,13 @@ class Fp8ZeroStage12:
             self._fp8.history.amax_local.zero_()
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
-        """`overflow` in a step: whether the norm of a group, which stock code clips by, is no number.
+        """`overflow` in a step: whether the norm of a group, which stock code clips by, is infinite or no number.
 
-        The one wait of the step then comes after the norms are launched, while the device still works on the backward.
-        Stock code looks into every gradient for it (some ten operators each), waits, and launches the norms to an idle
-        device. Where a norm may leave gradients out (replicas of model parallelism, experts) it does so here too.
+        The first wait of the step then comes after the norms of the first group are launched, while the device still
+        works on the backward; stock code waits once for each group's. Without this it looks into every gradient (some
+        ten operators each), waits, and launches all norms to an idle device. Finite gradients whose norm is beyond
+        float32 (1.8e19) are an overflow, too, as from DeepSpeed 0.19.8 on; before, stock code takes such a step
+        without clipping. Where a norm may leave gradients out (replicas of model parallelism, experts) stock code runs.
         """
         if not (self._fp8_in_step and self._fp8_norm_has_all()):
             super().check_overflow(partition_gradients)  # type: ignore[misc]

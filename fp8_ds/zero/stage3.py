@@ -81,7 +81,7 @@ class Fp8ZeroStage3:
             weight.shard = self._fp8_flat.narrow(0, start, size)
 
     def _fp8_set_sources(self: Any) -> None:
-        """Point every weight at its master elements (again, after a reload has moved them)."""
+        """Point every weight at its master elements (again, after an offload or reload has moved them)."""
         weights = self._fp8_shards.weights
         for weight in weights:
             if weight.param.requires_grad:

@@ -71,7 +71,7 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         return SplitQuantizer(scales, self._fp8_format)
 
     def _fp8_set_shards(self: Any) -> None:
-        """Point every shard at where its bytes lie (again, after a reload has moved them)."""
+        """Point every shard at where its bytes lie (again, after an offload or reload has moved them)."""
         if not self._fp8_is_split:
             super()._fp8_set_shards()
         if self.optimizer._core is not None:
@@ -369,7 +369,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         """Offload as stock does; of masters and moments what FP8 states hold."""
         super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
-        self._fp8_set_shards()
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
         reload_adam(self)

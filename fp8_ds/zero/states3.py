@@ -396,7 +396,6 @@ class Fp8StatesStage3(Fp8ZeroStage3):
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         """Offload as stock does; of masters and moments what FP8 states hold."""
         super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
-        self._fp8_set_sources()
 
     def reload_states(self: Any, non_blocking: bool = False) -> None:
         reload_adam(self)

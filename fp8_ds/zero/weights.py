@@ -114,8 +114,9 @@ class WeightQuantizer:
     def refresh(self, is_step: bool) -> None:
         """Measure, reduce, rescale and quantise everything; afterwards the shards are those of the masters.
 
-        Collective over the ZeRO group. No host synchronisation. With one scale a weight the host launches as much for
-        one weight as for many: between the update and the next forward the device waits for the host.
+        Collective over the ZeRO group. No host synchronisation, except by the first call after `set_parts`. With one
+        scale a weight the host launches as much for one weight as for many: between the update and the next forward
+        the device waits for the host.
 
         Args:
             is_step: an optimizer step has ended, so the amax histories advance by one entry.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,8 +97,18 @@ def ds_config(stage: int, fp8: dict[str, Any] | None = None, **overrides: Any) -
     return copy.deepcopy(config)
 
 
-def build(config: dict[str, Any], model: dict[str, Any] | None = None, seed: int = 0, **kwargs: Any) -> Any:
-    """An engine over a seeded TinyLM; `kwargs` go to deepspeed.initialize (`model_parameters` unless `optimizer`)."""
+def build(
+    config: dict[str, Any],
+    model: dict[str, Any] | None = None,
+    seed: int = 0,
+    groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """An engine over a seeded TinyLM; `kwargs` go to deepspeed.initialize (`model_parameters` unless `optimizer`).
+
+    Args:
+        groups: parameter groups of the model; default: all in one.
+    """
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -105,7 +116,7 @@ def build(config: dict[str, Any], model: dict[str, Any] | None = None, seed: int
     torch.manual_seed(seed)
     net = TinyLM(**(model or {}))
     if "optimizer" not in kwargs:
-        kwargs["model_parameters"] = [p for p in net.parameters() if p.requires_grad]
+        kwargs["model_parameters"] = groups(net) if groups else [p for p in net.parameters() if p.requires_grad]
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
 
 
