@@ -148,7 +148,7 @@ def measure(cell: Cell, scale: int, device: torch.device, traces: Path | None) -
         row: dict[str, Any] = {"ms": slowest_rank_ms(step, device, num_warm=NUM_WARM, num_timed=NUM_TIMED)}
         if device.type == "cuda":
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            name = f"trace-{cell.part}-{cell.shape}-{cell.tokens}-{cell.arm}.json.gz"
+            name = f"trace-{dist.get_world_size()}-{cell.part}-{cell.shape}-{cell.tokens}-{cell.arm}.json.gz"
             row |= overlap(step, traces / name if traces else None)
         return row
     except Exception:  # of another library's arm, or its compiler: the other arms are measured all the same

@@ -3,11 +3,11 @@
     python benchmarks/session.py --list
     python benchmarks/session.py --out $OUT --limit 560 layer-table states     # these, in this order
     python benchmarks/session.py --out $OUT --limit 560 --gpus 1               # all for one GPU, the most wanted first
-    setsid nohup python benchmarks/session.py --out /tmp/o --limit 1500 parity-3gpus tests states < /dev/null &
+    setsid nohup python benchmarks/session.py --out FOLDER --limit 1500 parity-3gpus tests < /dev/null &
 
 A step starts, in the order given, as soon as enough of the machine's GPUs are free, and sees only its own: with several
 GPUs steps run side by side. They share the host's cores then: say so beside timings, and look at the log of a
-reference arm. The last form outlives a call; the next calls copy what is in --out.
+reference arm. The last form outlives a call; the next calls take along what is in --out, as one archive.
 
 A step that no longer fits is left out with a line. One that hangs is killed with everything it started, at its limit or
 at the call's. Results are written to --out as they are made, and session.json after each step (what ran, how long, how

@@ -107,9 +107,7 @@ class EngineTaker(Taker):
     def weights_in_bf16(self) -> dict[str, Tensor] | None:
         if getattr(self.engine, "fp8", None) is None:
             return None
-        precision = self.engine.fp8.precision
-        self.engine.set_layer_precision(list(precision.names), "bf16")
-        precision.update(self.engine.global_steps, 0.0)
+        self.engine.set_layer_precision("", "bf16")  # all layers; their weights are decoded from the masters
         return {name: p.detach().bfloat16() for name, p in self.engine.module.named_parameters()}
 
 
