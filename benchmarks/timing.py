@@ -14,9 +14,9 @@ NUM_WARM, NUM_TIMED = 5, 30
 COPY_BYTES, FLUSH_BYTES = 4 << 30, 1 << 30
 
 
-def make_flush() -> Tensor:
+def make_flush(num_bytes: int = FLUSH_BYTES) -> Tensor:
     """What is read between two timed calls: more than the L2 cache holds. The host is ahead when it is done."""
-    return torch.zeros(FLUSH_BYTES // 4, device="cuda")
+    return torch.zeros(num_bytes // 4, device="cuda")
 
 
 def median_ms(function: Callable[[], object], flush: Tensor | None = None) -> float:

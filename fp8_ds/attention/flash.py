@@ -32,11 +32,7 @@ _GEOMETRY = (
 def _flat(geometry: Geometry) -> tuple[Any, ...]:
     """A geometry as arguments of an op."""
     packing = geometry.packing
-    packed = (
-        (None, None, 0, 0)
-        if packing is None
-        else (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k)
-    )
+    packed = (None, None, 0, 0) if packing is None else packing.flat()
     return (*packed, geometry.softmax_scale, geometry.left, geometry.right)
 
 

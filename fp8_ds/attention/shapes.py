@@ -29,6 +29,10 @@ class Packing:
     max_seqlen_q: int
     max_seqlen_k: int
 
+    def flat(self) -> tuple[Tensor, Tensor, int, int]:
+        """As arguments of an op. By name: torch 2.11 does not trace `vars` of a dataclass."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
     @classmethod
     def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> Packing:
         """Self-attention: queries and keys are of the same tokens."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -58,11 +60,36 @@ _FLEX_BLOCK = 128
 """Queries and keys in a block of FlexAttention's masks, by default."""
 
 
-@functools.cache
-def _compiled_flex(is_cuda: bool) -> Callable[..., Any]:
-    """FlexAttention is a kernel only when it is compiled; on CPU it stays as it is, and holds all scores."""
-    function: Any = flex_attention
-    return torch.compile(function, dynamic=False) if is_cuda else function
+_FLEX_SHAPES, _MANY_FLEX_SHAPES = 64, 8
+"""Shapes whose compiled FlexAttention is kept, and that after which a warning says that there are many."""
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return flex_attention(q, k, v, **options)
+
+
+@functools.lru_cache(maxsize=_FLEX_SHAPES)
+def _compiled_flex(*shape: object) -> Callable[..., Any]:
+    """FlexAttention compiled for `shape` alone: whatever a new compilation follows from.
+
+    torch counts compilations by code object. Past torch._dynamo.config.recompile_limit (8) it runs the function as it
+    is, which holds all scores. So each shape has a code object of its own, and `fullgraph` makes torch raise
+    FailOnRecompileLimitHit where one is compiled too often all the same (torch 2.11 and 2.13, convert_frame.py).
+    """
+    if _compiled_flex.cache_info().currsize == _MANY_FLEX_SHAPES:
+        warnings.warn(
+            f"backend flex: expected few shapes of q, k and v, got more than {_MANY_FLEX_SHAPES}; each is compiled, "
+            "which takes seconds. Bring sequences to few lengths, or use the backend fa3, fa2 or cudnn.",
+            stacklevel=2,
+        )
+    own = types.FunctionType(_flex.__code__.replace(), globals(), _flex.__name__)
+    return torch.compile(own, dynamic=False, fullgraph=True)
+
+
+def _is_compiled_here(q: Tensor) -> bool:
+    """FlexAttention is a kernel only when it is compiled: here, unless by the caller, whose graph has it inside. On CPU
+    it stays as it is, and holds all scores."""
+    return q.is_cuda and not torch.compiler.is_compiling()
 
 
 def flex_attention_(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
@@ -75,7 +102,11 @@ def flex_attention_(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tens
     else:
         mask = _packed_block_mask(len(q), len(k), geometry.left, geometry.right, packing)
         heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    flex = _compiled_flex(q.is_cuda)
+    flex: Callable[..., Any] = _flex
+    if _is_compiled_here(q):
+        shapes = (q.shape, k.shape, v.shape)
+        scale = geometry.softmax_scale
+        flex = _compiled_flex(*shapes, q.dtype, q.device, geometry.left, geometry.right, scale, packing is not None)
     group = q.shape[-2] // k.shape[-2]
     out = flex(
         *heads_first,
@@ -144,5 +175,5 @@ def fa2_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor
     if packing is None:
         out: Tensor = flash_attn.flash_attn_func(q, k, v, **options)
     else:
-        out = flash_attn.flash_attn_varlen_func(q, k, v, **vars(packing), **options)
+        out = flash_attn.flash_attn_varlen_func(q, k, v, *packing.flat(), **options)
     return out

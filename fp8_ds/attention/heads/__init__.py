@@ -80,7 +80,7 @@ def quantize(
         (q_fp8, k_fp8, v_fp8, descales): float8_e4m3fn, contiguous; float32 [3, sequences, kv heads], multiply to leave
         FP8, NaN where a head is not finite.
     """
-    packed = (None, None, 0, 0) if packing is None else tuple(vars(packing).values())
+    packed = (None, None, 0, 0) if packing is None else packing.flat()
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _quantize_op(q, k, v, *packed, hadamard)
     return result
 
