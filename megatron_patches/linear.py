@@ -127,7 +127,7 @@ class MegatronFp8Linear:
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x W^T + bias`, nothing sent."""
         apply: Any = _LinearFunction.apply  # untyped in torch
-        return cast(Tensor, apply(Fp8Linear.checked(x), weight, bias, self.fp8_recipe, torch.is_grad_enabled()))
+        return cast(Tensor, apply(Fp8Linear.checked(x, weight), weight, bias, self.fp8_recipe, torch.is_grad_enabled()))
 
 
 class Fp8ColumnParallelLinear(MegatronFp8Linear, ColumnParallelLinear):
@@ -164,7 +164,7 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
         if self.tp_rule is None or self.tp is None:
             return super().forward(input_)
         self._begin_forward()
-        x = Fp8Linear.checked(input_)
+        x = Fp8Linear.checked(input_, self.weight)
         self.tp.check_first(x, is_full=True)
         apply: Any = _RowFunction.apply  # untyped in torch
         own: Tensor = apply(x, self.weight, self, torch.is_grad_enabled())

@@ -96,6 +96,16 @@ def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_TO.sum(dim=0, dtype=torch.float32).to(dtype)
 
 
+def check_width(input: Tensor, weight: Tensor) -> None:
+    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ.
+
+    Before the autograd function, for torch 2.11's sake as well: it cannot trace a size that is a symbol when the
+    function begins and a number when it ends, as with one graph a linear and linears of several widths.
+    """
+    if input.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"input: expected [..., {weight.shape[-1]}], got {list(input.shape)}.")
+
+
 class _LinearFunction(torch.autograd.Function):
     """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, and no weight.
 
@@ -178,18 +188,23 @@ class Fp8Linear(nn.Linear):
             input: [..., in_features].
             bias: [out_features].
         """
-        input = self.checked(input)
+        input = self.checked(input, self.weight)
         apply: Any = _LinearFunction.apply  # untyped in torch
         output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, torch.is_grad_enabled())
         return output
 
     @staticmethod
-    def checked(input: Tensor) -> Tensor:
+    def checked(input: Tensor, weight: Tensor) -> Tensor:
         """In the dtype of an active autocast.
 
+        Args:
+            input: [..., I].
+            weight: [O, I].
+
         Raises:
-            ValueError: the dtype is none that can be quantised.
+            ValueError: the dtype is none that can be quantised; the widths differ.
         """
+        check_width(input, weight)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if input.dtype not in _INPUT_DTYPES:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8_ds.nn.fused import FORMAT, Nonlinear, keep, recover
-from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.ops.swiglu import Fp8Output, swiglu, swiglu_backward, swiglu_backward_fp8
@@ -239,6 +239,7 @@ def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tenso
     """
     recipes = _Recipes(*(linear.fp8_recipe for linear in linears))
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    check_width(x, weights[0])
     apply: Any = _MlpFunction.apply  # untyped in torch
     output: Tensor = apply(x, *weights, *biases, recipes, nonlinear, torch.is_grad_enabled())
     return output

@@ -109,7 +109,9 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
         if getattr(self, "tp_overlap_comm", False) and isinstance(self, ds_layers.LinearLayer):
             apply: Any = _OverlappedColumn.apply  # untyped in torch
             record = torch.is_grad_enabled()
-            output = apply(self.checked(input), self.weight, self.bias, self.fp8_recipe, record, self.mp_group)
+            output = apply(
+                self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
+            )
         else:
             if self.mp_group is not None:
                 input = ds_layers.ColumnParallel.apply(self.mp_group, input)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 ALIGNMENT = 16
 """`_scaled_mm` on CUDA wants the contracted dim and the columns of the result in multiples of 16 elements.
 Source: the shape checks on mat1 and mat2 in pytorch aten/src/ATen/native/cuda (_scaled_mm_out_cuda)."""
+_CPU_HAS_ROWS = TorchVersion(torch.__version__) >= "2.13"
+"""torch 2.11's product on a CPU takes one scale for all of an operand, and ends in an assertion with more."""
 
 
 def _align(size: int) -> int:
@@ -44,7 +47,7 @@ def _rowwise(
 ) -> Tensor:
     """Padded operands. torch's rowwise product gives bf16 only; others leave unscaled in float32."""
     row_a, row_b = _row_vectors(scale_inv_a, scale_inv_b, len(a), len(b))
-    if out_dtype == torch.bfloat16:
+    if out_dtype == torch.bfloat16 and (a.is_cuda or _CPU_HAS_ROWS):
         output: Tensor = torch._scaled_mm(
             a, b.t(), _aligned(row_a), _aligned(row_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
         )

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.testing import assert_bitwise
@@ -30,6 +30,14 @@ def make(recipe="tensorwise", with_payload=False, dtype=torch.float32, in_featur
     if with_payload:
         set_payload(linear, linear.weight.detach())
     return linear, history
+
+
+def make_any(recipe, in_features, out_features):
+    torch.manual_seed(0)
+    linear = nn.Linear(in_features, out_features)
+    return Fp8Linear.from_linear(
+        linear, {"tensorwise": TensorwiseRecipe, "rowwise": RowwiseRecipe}[recipe](LinearConfig(recipe=recipe))
+    )
 
 
 def set_payload(linear, values):
@@ -94,6 +102,23 @@ def fresh_dynamo():
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_linears_of_several_widths_compile_one_by_one(recipe):
+    """The compiler makes a size that it has seen change a symbol; torch 2.11 failed on it (ZeRO-3, H200)."""
+    for widths in ((64, 64), (64, 32), (64, 128), (128, 64), (256, 64)):
+        linear = make_any(recipe, *widths)
+        x = torch.randn(2, 3, widths[0])
+        expected = run(linear, linear, x)
+        assert_all_bitwise(run(torch.compile(linear, backend="aot_eager", fullgraph=True), linear, x), expected)
+
+
+def test_an_input_of_another_width_is_named():
+    linear, _ = make()
+    with pytest.raises(ValueError, match=r"input: expected \[\.\.\., 48\], got \[6, 40\]"):
+        linear(torch.randn(6, 40))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
