@@ -84,6 +84,9 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.destroy", ("self",), "override", "the last report"),
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
     Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
+    Seam(_ENGINE, "DeepSpeedEngine.compile", ("self", "backend", "compile_kwargs"), "override", "a hint on leaves"),
+    Seam(_ENGINE, "DeepSpeedEngine.zero_optimization_partition_weights", ("self",), "rely", "whether it is ZeRO-3"),
+    Seam("deepspeed.utils.z3_leaf_module", "z3_leaf_module", ("model",), "rely", "whether it is gathered as a whole"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._configure_basic_optimizer",

@@ -241,6 +241,48 @@ def test_stage_3_has_no_break_of_ours_and_a_compiled_forward_keeps_no_weight(ran
         assert all(num_released >= 7 and num_kept == 0 for num_released, num_kept in result["kept"])
 
 
+def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> tuple[list[float], list[float]]:
+    found = []
+    for zero in ({}, LEAF):
+        engine = build(3, fp8, FREES_AT_ONCE | zero, num_layers)
+        found.append(train(engine, 3))
+        engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32 states", "FP8 states"])
+def test_leaves_of_zero_3_change_no_bit(ranks: Any, fp8: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    for plain, with_leaves in ranks(2).run(losses_with_and_without_leaves, fp8, 2):
+        assert plain == with_leaves and len(set(plain)) == NUM_STEPS
+
+
+def hints_of_compile(zero: dict[str, Any]) -> int:
+    """How many lines `engine.compile()` writes about leaves."""
+    from deepspeed.utils import logger
+
+    engine = build(3, {}, zero)
+    hints: list[str] = []
+
+    class Hints(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            hints.extend([record.getMessage()] if "leaf_module" in record.getMessage() else [])
+
+    seen = Hints()
+    logger.addHandler(seen)
+    try:
+        engine.compile(backend="eager")
+    finally:
+        logger.removeHandler(seen)
+    return len(hints)
+
+
+def test_compile_says_what_leaves_of_zero_3_are_worth(ranks: Any) -> None:
+    pytest.importorskip("transformers")
+    assert ranks(2).run(hints_of_compile, {}) == [1, 0]  # rank 0 says it
+    assert ranks(2).run(hints_of_compile, LEAF) == [0, 0]
+
+
 def compile_layer(fp8: dict[str, Any]) -> dict[str, Any]:
     """One decoder layer of a running engine as one graph: our ops in forward and backward, and its bits."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
