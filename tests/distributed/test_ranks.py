@@ -39,6 +39,23 @@ def process() -> int:
     return os.getpid()
 
 
+GROUPS: list[Any] = []
+
+
+def make_groups(num_kept: int) -> int:
+    """Makes two process groups and keeps some of them; how many torch had before."""
+    num_known = len(dist.distributed_c10d._world.pg_map)
+    made = [dist.new_group(), dist.new_group()]
+    GROUPS.extend(made[:num_kept])
+    return num_known
+
+
+def sum_in_the_kept_group() -> int:
+    value = torch.tensor(1)
+    dist.all_reduce(value, group=GROUPS[0])
+    return int(value)
+
+
 def raise_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError(f"said by {rank}")
@@ -118,6 +135,15 @@ def test_garbage_is_freed_between_calls_and_what_stays_is_not_scanned_again(pool
     pool.run(leave_garbage_and_keep, 100_000)
     for num_alive, num_kept, num_scanned in pool.run(alive_and_scanned):
         assert num_alive == 0 and num_kept == 100_000 and num_scanned < 50_000
+
+
+def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_are_not(pool: RankPool) -> None:
+    """Each has three threads of gloo."""
+    before = pool.run(make_groups, 0)
+    assert pool.run(make_groups, 0) == before
+    assert pool.run(make_groups, 1) == before
+    assert pool.run(make_groups, 0) == [number + 1 for number in before]
+    assert pool.run(sum_in_the_kept_group) == [2, 2]
 
 
 def test_ranks_build_no_operator_of_deepspeed(pool: RankPool) -> None:
