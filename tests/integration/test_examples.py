@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 import subprocess
@@ -51,6 +52,25 @@ def test_training_resumes_bit_exactly(root: Path, launch: Launch, tmp_path: Path
     assert [record["step"] for record in resumed] == [2, 3, 4]
     assert [record["loss"] for record in resumed[:2]] == [record["loss"] for record in whole[2:4]]
     assert resumed[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+
+
+@pytest.mark.parametrize(
+    ("emulated", "given", "steps"), [(False, [], 100), (True, [], 20), (True, ["--steps", "7"], 7)]
+)
+def test_demo_is_short_where_bf16_is_emulated(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, emulated: bool, given: list[str], steps: int
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    demo = importlib.import_module("demo")
+    asked = []
+    monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(demo, "bf16_is_emulated", lambda: emulated)
+    monkeypatch.setattr(demo, "run", lambda name, args, ranks: asked.append(args.steps))
+    monkeypatch.setattr(demo, "comparison", lambda results: "")
+    monkeypatch.setattr(demo, "plot", lambda results, path: None)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), *given])
+    demo.main()
+    assert asked == [steps, steps]
 
 
 @pytest.mark.launcher
