@@ -77,6 +77,7 @@ ZERO: dict[int, dict[str, Any]] = {
     },
 }
 """DeepSpeed's own defaults, written out; the same for all its arms. Stage 1 is stage 2's block."""
+LEAF = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Arm:
         fp8: the "fp8" block of ours.
         micro_batch: None: the model's.
         timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
+        leaf: ZeRO-3 gathers a decoder layer as a whole, and it compiles to one graph.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Arm:
     fp8: dict[str, Any] | None = None
     micro_batch: int | None = None
     timer_waits: bool = True
+    leaf: bool = False
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -120,7 +123,8 @@ GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of "
-    "DeepSpeed's: +nowait (timers.throughput.synchronized false, as ours always has it); of all: +mb=N (micro-batch)"
+    "DeepSpeed's: +nowait (timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: "
+    "leaf_module, a decoder layer); of all: +mb=N (micro-batch)"
 )
 
 
@@ -147,6 +151,8 @@ def parse_arm(name: str, model: Model) -> Arm:
             arm = replace(arm, micro_batch=int(value))
         elif key == "nowait" and arm.uses_deepspeed:
             arm = replace(arm, timer_waits=False)
+        elif key == "leaf" and arm.uses_deepspeed:
+            arm = replace(arm, leaf=True)
         elif arm.fp8 is None:
             raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
         else:
@@ -206,6 +212,8 @@ def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, An
         "zero_optimization": {**ZERO[max(model.stage, 2)], "stage": model.stage},
         "steps_per_print": 1_000_000_000,
     }
+    if arm.leaf:
+        config["zero_optimization"]["leaf_module"] = {"classes": [LEAF]}
     if not arm.timer_waits:
         config["timers"] = {"throughput": {"synchronized": False}}
     if arm.fp8 is not None:
@@ -277,13 +285,13 @@ PIECES = {
     "8b": Piece(
         "llama-8b",
         "stock-eager",
-        ("ours-e4m11-compiled", "torchao-tensorwise-compiled"),
+        ("ours-e4m11-compiled+fused+leaf+liger", "torchao-tensorwise-compiled"),
     ),
-    "8b-more": Piece("llama-8b", "stock-eager", ("ours-e4m11-eager", "torch-compiled")),
+    "8b-more": Piece("llama-8b", "stock-eager", ("ours-e4m11-compiled+leaf", "torch-compiled")),
     "8b-memory": Piece(
         "llama-8b",
         "stock-eager",
-        ("ours-e4m11-compiled+mb=2", "ours-e4m11-compiled"),
+        ("ours-e4m11-compiled+fused+leaf+liger+mb=2",),
     ),
     # 4. Small layers.
     "gpt2": Piece(

@@ -33,7 +33,7 @@ def write(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merged(out: Path, files: Iterable[Path]) -> Path:
-    """The JSON in `out`, dated by the newest run, with the runs of `files` added (each once, by its id)."""
+    """The JSON in `out`, dated by the newest run, with the runs of `files` added, each once (by second and command)."""
     sources = list(files)
     if not sources:
         newest = sorted(out.glob("*-end-to-end.json"))
@@ -45,9 +45,14 @@ def merged(out: Path, files: Iterable[Path]) -> Path:
         raise SystemExit(f"report: expected files with runs, got {[path.name for path in sources]}.")
     stem = dated_stem(out, "end-to-end")
     path = stem.with_name(max(run["id"] for run in added)[:10] + "-end-to-end.json")
-    by_id = {run["id"]: run for run in [*load(path), *added]}
-    write(path, [by_id[key] for key in sorted(by_id)])
+    write(path, each_once([*load(path), *added]))
     return path
+
+
+def each_once(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By its second and its command: those side by side on one host may have begun in the same second."""
+    found = {(run["id"], run["command"]): run for run in runs}
+    return [found[key] for key in sorted(found)]
 
 
 def known_seconds(runs: Iterable[Mapping[str, Any]], model: str) -> dict[tuple[str, str], float]:

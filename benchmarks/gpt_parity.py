@@ -92,6 +92,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=560, help="seconds, preparing the text included")
     parser.add_argument("--saving", type=float, default=45, help="seconds of these kept for the state of a cut run")
     parser.add_argument("--whole", action="store_true", help="start no run that would be cut")
+    parser.add_argument("--only-first-weights", action="store_true", help="stop where regimes 2 and 3 can begin")
     parser.add_argument("--estimate", type=float, default=240, help="seconds a run takes, until one has been seen")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fp8_ds_gpt_parity"))
     parser.add_argument("--archive", type=Path, help="the cache as one file: read where it is new, written at the end")

@@ -26,6 +26,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "stock-bf16": (),
     "stock-tensorwise": TENSORWISE,
     "stock-blockwise": BLOCKWISE,
+    "stock-gather": (*TENSORWISE, *GATHER),
     "stock-fp8-states": (*TENSORWISE, *GATHER, *PRECISION_AWARE, *_moments("fp8")),
     "stock-bf16-states": (*TENSORWISE, *BF16_GRADS, *_moments("bf16")),
     "ours-fa3": (*TENSORWISE, *FA3),
@@ -35,7 +36,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "ours-b11": (*TENSORWISE, *FA3_FP8, *GATHER, *STATES, "e4m11"),
 }
 """What an arm adds to the arguments that all have. ours-a: bf16 weights, masters of 24 bits, FP8 moments; ours-b: the
-high byte of the master is the data of Transformer Engine's weight."""
+high byte of the master is the data of Transformer Engine's weight. stock-gather: FP8 weights as in ours-b, and the rest
+of Megatron's, to tell which of the two makes a difference."""
 FORMS = {"ours-a": "a", "ours-b": "b", "ours-b11": "b"}
 """Of the optimizer's states, as the targets name them."""
 GRAMMAR = (
@@ -102,6 +104,11 @@ def parse_arm(name: str) -> Arm:
         else:
             raise ValueError(f"arm: expected {GRAMMAR}; got option {option!r} in {name!r}.")
     return arm
+
+
+def without_option(name: str, key: str) -> str:
+    """The arm's name without its option `+key=...`."""
+    return "+".join(part for part in name.split("+") if not part.startswith(f"{key}="))
 
 
 @dataclass(frozen=True)
@@ -201,16 +208,25 @@ def words_of(arm: Arm, m: Model, s: Settings, cache: Path) -> list[str]:
     return [*words, *own, *s.extra]
 
 
+BF16_GRADS_STOCK = "stock-tensorwise+bf16grads"
+"""What arms of ours with that option are to be compared with."""
+SEEDED = ("stock-tensorwise", "ours-a", "ours-b")
 PIECES = {
     "speed": Piece(
         "llama-2b",
         "stock-tensorwise",
-        ("ours-fa3", "ours-fa3_fp8", "ours-a", "stock-bf16", "stock-blockwise", "stock-fp8-states"),
+        (
+            *(BF16_GRADS_STOCK, "ours-fa3", "ours-fa3_fp8", "ours-a"),
+            *("stock-bf16", "stock-blockwise", "stock-fp8-states"),
+        ),
     ),
     "states": Piece(
         "llama-2b",
         "stock-tensorwise",
-        ("ours-a", "ours-b", "ours-b11+bf16grads", "ours-a+bf16grads", "ours-b11", "stock-bf16-states"),
+        (
+            *(BF16_GRADS_STOCK, "ours-a", "ours-b", "ours-b11+bf16grads"),
+            *("ours-a+bf16grads", "ours-b11", "stock-bf16-states"),
+        ),
     ),
     "losses": Piece("llama-2b", None, ("stock-bf16", "stock-tensorwise", "ours-a", "ours-b"), mode="losses"),
     "tp2": Piece(
@@ -219,6 +235,8 @@ PIECES = {
         ("ours-a", "ours-a+tp=2", "stock-tensorwise", "stock-tensorwise+tp=2"),
         mode="parallel",
     ),
+    # One seed each, so that they can run side by side; the report puts them together, as pairs.
+    **{f"seeds-{k}": Piece("llama-2b", None, tuple(f"{a}+seed={k}" for a in SEEDED), mode="losses") for k in (1, 2, 3)},
 }
 ITERATIONS = {"speed": 40, "losses": 500, "parallel": 60}
 INTERVAL = {"speed": 5, "losses": 1, "parallel": 1}

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from end_to_end_report import chart, good, load, speeds, write
-from megatron_pretrain_arms import parse_arm
+from end_to_end_report import chart, each_once, good, load, speeds, write
+from megatron_pretrain_arms import WORDS, parse_arm, without_option
 from results_io import dated_stem
 
 from fp8_ds.comparison import Comparison, Group, compare, describe, plot
 from fp8_ds.curves import Curve
 
 NAME = "megatron-pretrain"
+ID_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""Of a run: when it began."""
 TARGET_MODEL = "llama-2b"
 SPEED_TARGET = 1.1
 MEMORY_TARGETS = {"a": 0.65, "b": 0.5}
 """Of the best stock arm's tokens/s and peak; by form of the optimizer's states."""
 SAME_PERCENT = 0.5
 """Two runs have the same loss: between the means of the last halves, weights and data being the same."""
+SIDE_BY_SIDE = datetime.timedelta(minutes=10)
+"""Within which arms that are compared have begun, if they are not in one run."""
 COMPARED, SMOOTHED = 0.2, 25
 """Share of the iterations, from the end, whose mean losses are compared; iterations that curves are smoothed over."""
 
@@ -30,7 +36,7 @@ COMPARED, SMOOTHED = 0.2, 25
 
 
 def merged(out: Path, files: Iterable[Path]) -> Path:
-    """The JSON in `out`, dated by the newest run, with the runs of `files` added (each once, by its id).
+    """The JSON in `out`, dated by the newest run, with the runs of `files` added (see `each_once`).
 
     Raises:
         SystemExit: there is nothing to report.
@@ -45,9 +51,64 @@ def merged(out: Path, files: Iterable[Path]) -> Path:
     if not added:
         raise SystemExit(f"--report: expected files with runs, got {[path.name for path in sources]}. Name others.")
     path = dated_stem(out, NAME).with_name(f"{max(run['id'] for run in added)[:10]}-{NAME}.json")
-    by_id = {run["id"]: run for run in [*load(path), *added]}
-    write(path, [by_id[key] for key in sorted(by_id)])
+    write(path, each_once([*load(path), *added]))
     return path
+
+
+# --- runs put together ---
+
+
+def kind(run: Mapping[str, Any]) -> str:
+    """Its mode, or "seeds" for losses of arms that name theirs."""
+    has_seeds = run["mode"] == "losses" and any("+seed=" in r["arm"] for r in run["results"])
+    return "seeds" if has_seeds else run["mode"]
+
+
+def _settings(run: Mapping[str, Any]) -> str:
+    """What two runs must have in common for their losses to be compared."""
+    box = {name: run["machine"][name] for name in ("device", "cuda", "python", "versions")}
+    same = {name: run[name] for name in ("mode", "model", "timing", "text", "words")}
+    return json.dumps([kind(run), same, box], sort_keys=True)
+
+
+def side_by_side(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Runs, those of losses with equal settings as one: arms may have run at the same time, each on its own GPU.
+
+    Of several hours only where each has seeds of its own, whole pairs. An arm that is there already is a repetition.
+    """
+    found: list[dict[str, Any]] = []
+    for run in runs:
+        for earlier in found if run["mode"] == "losses" else ():
+            if _belong_together(earlier, run):
+                earlier["results"] = sorted([*earlier["results"], *run["results"]], key=_order)
+                earlier["skipped"] = [*earlier["skipped"], *run["skipped"]]
+                earlier["commands"].append(run["command"])
+                break
+        else:
+            found.append({**run, "commands": [run["command"]]})
+    return found
+
+
+def _belong_together(earlier: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    arms, others = ({r["arm"] for r in one["results"]} for one in (earlier, run))
+    begun, later = (datetime.datetime.strptime(one["id"], ID_FORMAT) for one in (earlier, run))
+    is_near = kind(run) == "seeds" or later - begun <= SIDE_BY_SIDE
+    return is_near and not arms & others and _settings(earlier) == _settings(run)
+
+
+def _order(result: Mapping[str, Any]) -> tuple[int, int]:
+    """Stock before ours, as in the table of arms; then by seed."""
+    arm = parse_arm(result["arm"])
+    return list(WORDS).index(arm.base), arm.seed
+
+
+def by_seed(run: Mapping[str, Any]) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """Arm without its seed -> seed -> result, of the seeds that all arms have: runs with one seed are a pair."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for r in good(run):
+        found.setdefault(without_option(r["arm"], "seed"), {})[parse_arm(r["arm"]).seed] = r
+    seeds = sorted(set.intersection(*map(set, found.values()))) if found else []
+    return {name: {seed: results[seed] for seed in seeds} for name, results in found.items()}
 
 
 # --- one run ---
@@ -97,6 +158,8 @@ def speed_table(run: Mapping[str, Any]) -> str:
     measured = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"]]
     if len(measured) == 2:
         lines += ["", f"The reference drifted by {100 * (measured[1] / measured[0] - 1):+.2f} % from first to last."]
+    elif len(measured) == 1:
+        lines += ["", "The reference was measured once, not again at the end: its drift is not known."]
     return "\n".join(lines)
 
 
@@ -113,16 +176,18 @@ def half_mean(result: Mapping[str, Any]) -> float:
 
 
 def comparison(run: Mapping[str, Any]) -> Comparison | None:
-    """All arms against the first; None: only one has ended."""
-    arms = good(run)
-    if len(arms) < 2:
+    """All arms against the first, in pairs of one seed; None: only one has ended, or no seed is in all."""
+    arms = by_seed(run)
+    if len(arms) < 2 or not all(arms.values()):
         return None
-    return compare([Group(r["arm"], (curve(r),)) for r in arms], COMPARED)
+    return compare([Group(name, tuple(map(curve, results.values()))) for name, results in arms.items()], COMPARED)
 
 
 def loss_table(run: Mapping[str, Any]) -> str:
-    """Losses beside those of the first arm."""
-    base = next(iter(good(run)), None)
+    """Losses beside those of the first arm with the same seed."""
+    first: dict[int, Mapping[str, Any]] = {}
+    for r in good(run):
+        first.setdefault(parse_arm(r["arm"]).seed, r)
     lines = [
         "| arm | loss of the first iteration | mean of the second half | held out | held out, against the first arm "
         "| tokens/s a GPU | peak GiB |",
@@ -132,7 +197,7 @@ def loss_table(run: Mapping[str, Any]) -> str:
         if "error" in r:
             lines.append(_failed(r, 7))
             continue
-        assert base is not None
+        base = first[parse_arm(r["arm"]).seed]
         lines.append(
             f"| {r['arm']} | {r['losses'][0][1]:.4f} | {half_mean(r):.4f} | {r['held_out_loss']:.4f} "
             f"| {100 * (r['held_out_loss'] / base['held_out_loss'] - 1):+.2f} % "
@@ -145,14 +210,15 @@ def loss_table(run: Mapping[str, Any]) -> str:
 
 
 def section(run: Mapping[str, Any]) -> str:
-    """One run: what it was, its table, what was left out."""
+    """One run of `side_by_side`: what it was, its table, what was left out."""
     m, box = run["model"], run["machine"]
     found = ", ".join(f"{name} {version}" for name, version in box["versions"].items())
+    commands = ", ".join(f"`{command}`" for command in run["commands"])
     lines = [
         f"## {run['piece']} ({m['name']}, {run['id']})",
         "",
-        f"`{run['command']}` on {box['num_gpus']} x {box['device']}; {found}, Python {box['python']}, CUDA "
-        f"{box['cuda']}.",
+        f"{commands} on {box['num_gpus']} x {box['device']}; {found}, Python {box['python']}, CUDA {box['cuda']}.",
+        *([f"{len(run['commands'])} runs with equal settings, put together."] if len(run["commands"]) > 1 else []),
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
         f"{m['micro_batch']}; {run['timing']}.",
         *([f"Text: {run['text']}."] if run["text"] else ["Data: Megatron's mock data."]),
@@ -180,21 +246,30 @@ def _speed_checks(run: Mapping[str, Any]) -> list[Check]:
         return []
     fastest = max(ours, key=lambda arm: speed[arm])
     ratio = speed[fastest] / speed[best]
-    checks = [(_SPEED_CLAIM, ratio >= SPEED_TARGET, f"{fastest} / {best} = {ratio:.3f}")]
+    unequal = {arm: _unequal(arm, speed) for arm in ours}
+    checks = [(_SPEED_CLAIM, ratio >= SPEED_TARGET, f"{fastest} / {best} = {ratio:.3f}{unequal[fastest]}")]
     for form, bound in MEMORY_TARGETS.items():
         arms = [arm for arm in ours if parse_arm(arm).form == form]
         if arms:
             least = min(arms, key=lambda arm: peak(run, arm))
             ratio = peak(run, least) / peak(run, best)
-            checks.append((_memory_claim(form), ratio <= bound, f"{least} / {best} = {ratio:.3f}"))
+            checks.append((_memory_claim(form), ratio <= bound, f"{least} / {best} = {ratio:.3f}{unequal[least]}"))
     return checks
+
+
+def _unequal(arm: str, measured: Iterable[str]) -> str:
+    """What to say of an arm with gradients in bf16 where no stock arm had them, though Megatron can."""
+    stock = [parse_arm(name).words for name in measured if name.startswith("stock")]
+    if "--main-grads-dtype" not in parse_arm(arm).words or any("--main-grads-dtype" in words for words in stock):
+        return ""
+    return ", but gradients in bf16 were not measured with stock"
 
 
 def _parallel_checks(run: Mapping[str, Any]) -> list[Check]:
     by_name = {r["arm"]: r for r in good(run)}
     checks = []
     for name, result in by_name.items():
-        alone = "+".join(part for part in name.split("+") if not part.startswith("tp="))
+        alone = without_option(name, "tp")
         if alone == name or alone not in by_name:
             continue
         percent = 100 * (half_mean(result) / half_mean(by_name[alone]) - 1)
@@ -250,31 +325,31 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write_curves(stem: Path, run: Mapping[str, Any]) -> bool:
-    """`stem`.csv, a column of losses for each arm, and `stem`.png; False: less than two arms have ended."""
+    """`stem`.csv, a column of losses for each arm and seed, and `stem`.png; False: less than two arms have ended."""
     found = comparison(run)
     if found is None:
         return False
     with stem.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["iteration", *(group.name for group in found.groups)])
-        columns = [group.curves[0].at(found.steps) for group in found.groups]
-        writer.writerows(zip(found.steps, *columns, strict=True))
+        curves = [one for group in found.groups for one in group.curves]
+        writer.writerow(["iteration", *(one.name for one in curves)])
+        writer.writerows(zip(found.steps, *(one.at(found.steps) for one in curves), strict=True))
     plot(found, stem.with_suffix(".png"), min(SMOOTHED, len(found.steps)))
     return True
 
 
 def publish(path: Path) -> str:
     """Markdown, chart, and CSV and PNG of the newest losses of each kind, beside the JSON; returns the Markdown."""
-    runs = load(path)
+    runs = side_by_side(load(path))
     stem = path.with_suffix("")
     lines = [f"# {stem.name}", "", "Ratios are taken within a run.", ""]
-    if chart(stem.with_suffix(".png"), runs):
+    if chart(stem.with_suffix(".png"), [{**run, "piece": f"{run['piece']}, {run['id']}"} for run in runs]):
         lines += [f"![tokens/s]({stem.name}.png)", ""]
-    for mode in ("losses", "parallel"):
-        newest = [run for run in runs if run["mode"] == mode][-1:]
-        curves = stem.with_name(f"{stem.name}-{mode}")
+    for name in ("losses", "seeds", "parallel"):
+        newest = [run for run in runs if kind(run) == name][-1:]
+        curves = stem.with_name(f"{stem.name}-{name}")
         if newest and write_curves(curves, newest[0]):
-            lines += [f"![{mode}]({curves.name}.png) ([CSV]({curves.name}.csv), run {newest[0]['id']})", ""]
+            lines += [f"![{name}]({curves.name}.png) ([CSV]({curves.name}.csv), run {newest[0]['id']})", ""]
     lines += [f"- {verdict}" for verdict in verdicts(runs)] + [""]
     text = "\n".join([*lines, *(section(run) for run in runs)])
     stem.with_suffix(".md").write_text(text)

@@ -123,7 +123,8 @@ class Scheduler:
         return work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
 
     def pending(self) -> list[Job]:
-        """What is neither finished, running, paused nor failed; a stock run first if its checkpoint is wanted."""
+        """What is neither finished, running, paused nor failed; a stock run first if its checkpoint is wanted, and
+        nothing else with --only-first-weights."""
         busy = {entry.job.name for entry in self.running}
         gone = set(self.results.runs) | busy | set(self.results.failures) | set(self.paused)
         jobs = [job for job in self.jobs() if job.name not in gone]
@@ -132,7 +133,7 @@ class Scheduler:
             again = Job(1, "stock", 0, only_checkpoint=True)
             if not makers and not any(entry.job.makes_checkpoint for entry in self.running) and again.name not in gone:
                 jobs.insert(0, again)
-        return jobs
+        return [job for job in jobs if job.makes_checkpoint] if self.args.only_first_weights else jobs
 
     def _reconcile(self) -> None:
         """Runs that started from other weights than the cache has are no pairs for those of regimes 2 and 3 to come.

@@ -59,6 +59,10 @@ def test_deepspeed_arms_differ_in_the_fp8_block_only(bench: Any) -> None:
     )
     block = ours.pop("fp8")
     assert stock == ours and stock["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    layers = arms.ds_config(arms.parse_arm("stock-compiled+leaf", model), model, 1.0, False)
+    (leaf,) = layers["zero_optimization"].pop("leaf_module")["classes"]
+    assert leaf.endswith(".LlamaDecoderLayer") and layers == stock | {"zero_optimization": layers["zero_optimization"]}
+    assert layers["zero_optimization"] == stock["zero_optimization"]
     assert block["linear"]["recipe"] == "rowwise" and block["zero"] == {"reduce_scatter": "fp8"}
     assert block["activations"] == {"fused": True, "nonlinear": "fp8"}
     assert block["optimizer"] == {
@@ -377,6 +381,8 @@ def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) 
     path = report.merged(tmp_path / "out", [tmp_path / "a.json", tmp_path / "b.json"])
     assert path.name == "2026-11-23-end-to-end.json" and len(report.load(path)) == 3
     assert report.merged(tmp_path / "out", [tmp_path / "a.json"]).name == "2026-11-22-end-to-end.json"
+    report.write(tmp_path / "beside.json", [speed_run(FULL, number=3) | {"command": "beside it, in the same second"}])
+    assert len(report.load(report.merged(tmp_path / "out", [tmp_path / "beside.json"]))) == 4
     text = report.publish(path)
     assert {file.suffix for file in (tmp_path / "out").glob("2026-11-23*")} == {".json", ".md", ".png"}
     assert "![tokens/s](2026-11-23-end-to-end.png)" in text

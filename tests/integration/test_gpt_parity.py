@@ -186,7 +186,11 @@ def test_regime_2_waits_for_its_first_weights_and_a_fresh_machine_makes_them_aga
     assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r1-stock-s0", "r1-e4m11-s0"]
     results.runs |= {"r1-stock-s0": {}, "r1-e4m11-s0": {}}
     assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r1-stock-s0-checkpoint"]
+    args.only_first_weights = True
+    assert [job.name for job in scheduler.pending()] == ["r1-stock-s0-checkpoint"]
     scheduler.checkpoint.write_bytes(b"weights")
+    assert scheduler.pending() == []
+    args.only_first_weights = False
     assert [job.name for job in scheduler.ready(scheduler.pending())] == ["r2-stock-s0", "r2-e4m11-s0"]
 
 

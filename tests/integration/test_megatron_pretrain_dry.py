@@ -43,7 +43,8 @@ def test_arms_differ_from_stock_in_their_own_words_only(arms: Any) -> None:
         arm = arms.parse_arm(name)
         parallel = ["--tensor-model-parallel-size", str(arm.tp), "--sequence-parallel"] if arm.tp > 1 else []
         words = arms.words_of(arm, m, s, Path("cache"))
-        assert sorted(words) == sorted([*common, *arm.words, *parallel]), name
+        base = [str(arm.seed) if word == "1234" else word for word in common]
+        assert sorted(words) == sorted([*base, *arm.words, *parallel]), name
 
 
 def test_shapes_are_those_of_the_issue(arms: Any) -> None:
@@ -61,6 +62,7 @@ def test_options_change_what_they_name(arms: Any) -> None:
     assert arm.words[-3:] == ("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16")
     states = ("--fp8-optimizer-states", "--fp8-master", "bf16_8")
     assert arms.parse_arm("ours-a+stock").words == (*arms.TENSORWISE, *states)
+    assert arms.parse_arm("stock-tensorwise+bf16grads").words == (*arms.TENSORWISE, *arm.words[-3:])
     twice = arms.parse_arm("stock-fp8-states+bf16grads").words
     assert twice.count("--use-precision-aware-optimizer") == 1 and "--main-grads-dtype" in twice
 
@@ -143,6 +145,7 @@ class TestWithAClone:
         by_name = {name: rest for name, *rest in accepted}
         assert by_name["stock-bf16"] == ["bf16", "torch.float32", "False"]
         assert by_name["stock-blockwise"] == ["blockwise", "torch.float32", "False"]
+        assert by_name["stock-tensorwise+bf16grads"] == ["tensorwise", "torch.bfloat16", "False"]
         assert by_name["ours-b11+bf16grads"] == ["tensorwise", "torch.bfloat16", "True"]
 
     def test_a_piece_runs_on_cpu(self, run_main: Callable[..., str], tmp_path: Path) -> None:
@@ -284,6 +287,16 @@ def test_verdicts_are_taken_to_the_best_stock_arm_of_the_run(bench: Any) -> None
     assert "met:" not in "\n".join(report.verdicts([run_of(bench, "speed", run["results"], device="cpu")]))
 
 
+def test_gradients_in_bf16_are_said_to_be_unequal_where_stock_has_none(bench: Any) -> None:
+    report = bench("megatron_pretrain_report")
+    rows = [result(*row) for row in SPEED]
+    note = "but gradients in bf16 were not measured with stock"
+    for more, noted in (([], True), ([result("stock-tensorwise+bf16grads", 53_000.0, 42.0)], False)):
+        found = report.verdicts([run_of(bench, "speed", [*rows, *more])])
+        assert [note in line for line in found[:3]] == [noted, False, noted], found  # ours-a has them in float32
+    assert "ours-b+bf16grads / stock-tensorwise+bf16grads = 1.057" in found[0]
+
+
 def test_same_loss_is_judged_by_pairs_that_differ_in_ranks(bench: Any) -> None:
     report = bench("megatron_pretrain_report")
 
@@ -319,6 +332,63 @@ def test_report_of_fetched_files_has_tables_curves_and_what_failed(
     assert rows[0] == "iteration,stock-bf16,stock-tensorwise,ours-a" and rows[50] == "50,4.5,4.5,4.5"
     for name in ("", "-losses"):
         assert (tmp_path / f"2026-11-22-megatron-pretrain{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def losing(arm: str, last: float) -> dict[str, Any]:
+    """A result with 50 losses that end at `last`."""
+    more = {"losses": [[step, last + 1 - step / 50] for step in range(1, 51)], "held_out_loss": last}
+    return result(arm, 5e4, 40.0, **more)
+
+
+def test_arms_that_ran_side_by_side_are_one_table(bench: Any, run_main: Callable[..., str], tmp_path: Path) -> None:
+    """Each its own process: they began in the same second, and only the commands tell them apart."""
+    arms = {"ours-b": 4.2, "stock-tensorwise": 4.1, "stock-bf16": 4.0}
+    files = []
+    for k, (arm, last) in enumerate(arms.items()):
+        run = {**run_of(bench, "losses", [losing(arm, last)]), "command": f"--out l{k} --arms {arm}"}
+        files.append(tmp_path / f"{k}.json")
+        files[-1].write_text(json.dumps({"runs": [run]}))
+    other = {**run_of(bench, "losses", [losing("ours-a", 9.0)], 0), "timing": "60 iterations"}
+    again = {**run_of(bench, "losses", [losing("ours-b", 5.0)], 0), "command": "--out earlier"}
+    files.append(tmp_path / "others.json")
+    files[-1].write_text(json.dumps({"runs": [other, again]}))
+    text = run_main("megatron_pretrain", "--report", *files, "--out", tmp_path)
+    stem = tmp_path / "2026-11-22-megatron-pretrain"
+    assert len(json.loads(stem.with_suffix(".json").read_text())["runs"]) == 5  # as they were
+    assert text.count("## states") == 3 and "2 runs with equal settings" not in text
+    table = text.split("3 runs with equal settings, put together.")[1].split("| arm |")[1].split("- ours-b11")[0]
+    heads = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| stock", "| ours"))]
+    assert heads == ["| stock-bf16", "| stock-tensorwise", "| ours-b"]
+    assert "| 4.2000 | +5.00 % |" in table and "`--out l0 --arms ours-b`" in text
+    assert "MISSED: held-out loss of ours within 0.5 % of stock-bf16's" in text
+    rows = (tmp_path / f"{stem.name}-losses.csv").read_text().splitlines()
+    assert rows[0] == "iteration,stock-bf16,stock-tensorwise,ours-b" and rows[50] == "50,4.0,4.1,4.2"
+
+
+def test_seeds_are_pairs(bench: Any, arms: Any, run_main: Callable[..., str], tmp_path: Path) -> None:
+    files = []
+    for k, better in ((1, 0.0), (2, 0.1), (3, 0.2)):
+        pairs = [losing(f"stock-tensorwise+seed={k}", 4.0 - better), losing(f"ours-b+seed={k}", 4.04 - better)]
+        assert [r["arm"] for r in pairs] == [name for name in arms.PIECES[f"seeds-{k}"].arms if "ours-a" not in name]
+        files.append(tmp_path / f"{k}.json")
+        files[-1].write_text(json.dumps({"runs": [{**run_of(bench, "losses", pairs), "command": f"seeds-{k}"}]}))
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps({"runs": [run_of(bench, "losses", [losing("stock-bf16", 4.0)])]}))
+    text = run_main("megatron_pretrain", "--report", *files, plain, "--out", tmp_path)
+    assert text.count("## states") == 2 and "95 % interval" in text and "of 3 pairs" in text
+    assert "| ours-b+seed=3 | 4.8200 | 4.0800 | 3.8400 | +1.05 % |" in text  # to seed 3 of stock, not to seed 1
+    rows = (tmp_path / "2026-11-22-megatron-pretrain-seeds.csv").read_text().splitlines()
+    names = [f"{arm}+seed={k}" for arm in ("stock-tensorwise", "ours-b") for k in (1, 2, 3)]
+    assert rows[0].split(",") == ["iteration", *names]
+
+
+def test_arguments_of_all_arms_name_no_seed_where_arms_have_their_own(bench: Any, arms: Any) -> None:
+    driver, m, s = bench("megatron_pretrain"), arms.MODELS["llama-2b"], arms.Settings(500, 1)
+    one, two = (driver.common_words([arms.parse_arm(f"ours-a+seed={k}")], m, s) for k in (1, 2))
+    assert one == two and "--seed" not in one  # or their runs would not be put together
+    common = driver.common_words([arms.parse_arm("ours-a")], m, s)
+    at = common.index("--seed")
+    assert [*common[:at], *common[at + 2 :]] == one and common[at + 1] == "1234"
 
 
 # --- the driver ---

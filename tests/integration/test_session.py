@@ -56,11 +56,36 @@ def test_steps_run_side_by_side_each_on_gpus_of_its_own(bench: Any, tmp_path: Pa
     one = session.Step("one", meet % ("b", "a"), 20.0, "a test")
     later = session.Step("later", "test -e {out}/a && echo $CUDA_VISIBLE_DEVICES > {out}/c", 20.0, "a test", gpus=3)
     more = session.Step("more", "true", 20.0, "a test", gpus=4)
-    done = {ran.name: ran for ran in session.run_session([two, later, one, more], tmp_path, 100.0, ("4", "5", "6"))}
+    done = {ran.name: ran for ran in session.run_session([two, one, later, more], tmp_path, 100.0, ("4", "5", "6"))}
     assert [done[name].status for name in ("two", "one", "later", "more")] == [0, 0, 0, None]
     assert (tmp_path / "a").read_text() == "4,5\n" and (tmp_path / "b").read_text() == "6\n"
     assert sorted((tmp_path / "c").read_text().strip().split(",")) == ["4", "5", "6"]
     assert done["more"].note == "left out: 3 GPUs"
+
+
+def test_a_step_waits_for_another_and_for_its_gpus_and_is_not_overtaken(bench: Any, tmp_path: Path) -> None:
+    session = bench("session")
+    note = "echo %s >> {out}/order; sleep 0.5"
+    first = session.Step("first", note % "first", 20.0, "a test")
+    beside = session.Step("beside", note % "beside" + "; sleep 1.5", 20.0, "a test")
+    then = session.Step("then", note % "then", 20.0, "a test", gpus=2, after="first")
+    late = session.Step("late", note % "late", 20.0, "a test")
+    session.run_session([first, then, beside, late], tmp_path, 100.0, ("0", "1"))
+    order = (tmp_path / "order").read_text().split()
+    assert set(order[:2]) == {"first", "beside"} and order[2:] == ["then", "late"]
+    (tmp_path / "order").unlink()
+    session.run_session([then], tmp_path, 100.0, ("0", "1"))
+    assert (tmp_path / "order").read_text() == "then\n"
+
+
+def test_pieces_of_megatron_side_by_side_write_no_file_of_each_other(bench: Any) -> None:
+    """Each reads the JSON and the text of its folders, and writes them again."""
+    commands = [step.command for step in bench("session").STEPS if "megatron_pretrain" in step.command]
+    words = [shlex.split(command.format(python="python", out="out", seconds=100)) for command in commands]
+    folders = [line[line.index("--out") + 1] for line in words]
+    assert len(set(folders)) == len(folders) >= 7
+    assert all(line[line.index("--cache") + 1] == "$(mktemp -d)" for line in words)
+    assert all('"$(mktemp -d)"' in command for command in commands)
 
 
 def test_every_command_is_one_that_its_script_takes(
@@ -97,4 +122,4 @@ def test_steps_are_chosen_by_name_or_by_gpus(
             run_main("session", *arguments, "--out", tmp_path)
         assert stop.value.code == 0
     assert chosen == ["gather", "tests", *(step.name for step in session.STEPS if step.gpus == 2)]
-    assert "parity-3gpus" in run_main("session", "--list")
+    assert "parity-8gpus" in run_main("session", "--list")

@@ -1,0 +1,117 @@
+"""pretrain_gpt.py of a real clone with Transformer Engine: checkpoints to stock and back, pipelines, experts, on GPUs.
+
+$MEGATRON_LM_PATH names the clone (core_v0.16.1), which must be writable; without it, or without Transformer Engine,
+these tests are skipped, and say so. Each launches the script, half a minute a time: `pytest -n 4` shares a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CLONE = os.environ.get("MEGATRON_LM_PATH")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CLONE, reason="MEGATRON_LM_PATH names no clone of Megatron-LM"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ARGUMENTS = shlex.split("""
+    --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4
+    --train-iters 4 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --bf16 --use-distributed-optimizer --mock-data
+    --no-gradient-accumulation-fusion --tokenizer-type NullTokenizer --vocab-size 511 --eval-iters 0
+    --eval-interval 100 --num-workers 0 --log-interval 1 --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --swiglu --attention-dropout 0 --hidden-dropout 0
+    --attention-backend fused --fp8-format hybrid --fp8-recipe tensorwise
+""")
+OURS = ("--fp8-attention-backend", "sdpa")
+STATES = ("--fp8-optimizer-states",)
+FP8_WEIGHTS = (*STATES, "--fp8-param-gather", "--fp8-master", "e4m19")
+TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+# More iterations than the checkpoint was planned for.
+KEPT = ("--ckpt-format", "torch_dist", "--override-opt-param-scheduler", "--save-interval", "4")
+CLOSE = 0.03
+"""Between losses of about 6: other attention kernels, and updates rounded in another way."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helper_of_the_clone(root: Path) -> None:
+    subprocess.run([sys.executable, root / "examples/megatron/dataset_helpers.py", str(CLONE)], check=True)
+
+
+@pytest.fixture
+def losses(root: Path) -> Any:
+    """losses(*words, ranks=1, ours=False): of each iteration, by the stock script or the wrapper."""
+
+    def run(*words: str, ranks: int = 1, ours: bool = False) -> list[float]:
+        if torch.cuda.device_count() < ranks:
+            pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} here")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "megatron_patches.pretrain_gpt"] if ours else [f"{CLONE}/pretrain_gpt.py"]
+        env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "MAKEFLAGS": "n"}
+        env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run([*command, *ARGUMENTS, *words], env=env, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
+        assert found and all(0 < value < 20 for value in found), done.stdout[-3000:]
+        return found
+
+    return run
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("words", [OURS, (*OURS, *STATES)], ids=["layers", "states"])
+def test_checkpoints_of_stocks_te_spec_go_on_in_ours_and_back(losses: Any, tmp_path: Path, words: tuple[str]) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    losses(*KEPT, "--save", first)
+    stock = losses(*KEPT, "--load", first, "--train-iters", "8")
+    ours = losses(*KEPT, *words, "--load", first, "--train-iters", "8", "--save", second, ours=True)
+    assert len(stock) == len(ours) == 4 and stock != ours
+    assert distance(stock, ours) < CLOSE
+    back = losses(*KEPT, "--load", second, "--train-iters", "10")
+    again = losses(*KEPT, *words, "--load", second, "--train-iters", "10", ours=True)
+    assert len(back) == 2 and distance(back, again) < CLOSE
+
+
+@pytest.mark.parametrize("words", [STATES, FP8_WEIGHTS], ids=["bf16 weights", "FP8 weights"])
+def test_a_resumed_run_is_the_uninterrupted_one(losses: Any, tmp_path: Path, words: tuple[str]) -> None:
+    whole = losses(*KEPT, *OURS, *words, "--train-iters", "8", ours=True)
+    begun = losses(*KEPT, *OURS, *words, "--save", str(tmp_path), ours=True)
+    resumed = losses(*KEPT, *OURS, *words, "--load", str(tmp_path), "--train-iters", "8", ours=True)
+    assert distance(whole, [*begun, *resumed]) < 2e-3  # gradients of attention are sums in any order
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (("--spec", "megatron_patches.layer_specs", "gpt_cudnn"), 1),
+        (("--num-experts", "4", "--moe-router-topk", "2"), 1),
+        (TP, 2),
+        (("--pipeline-model-parallel-size", "2"), 2),
+    ],
+    ids=["spec", "experts", "tensor parallel", "pipeline"],
+)
+def test_losses_follow_stocks(losses: Any, words: tuple[str, ...], ranks: int) -> None:
+    by_spec = words[0] == "--spec"
+    stock = losses(*(() if by_spec else words), ranks=ranks)
+    plain = losses(*words, *(() if by_spec else OURS), ranks=ranks, ours=not by_spec)
+    assert len(plain) == 4 and plain != stock and distance(plain, stock) < CLOSE
+    if not by_spec:
+        states = losses(*words, *OURS, *STATES, ranks=ranks, ours=True)
+        assert states != plain and distance(states, stock) < CLOSE
