@@ -69,6 +69,7 @@ def checks() -> list[Check]:
         *_deepspeed(),
         _package("triton", "the kernels of this package on a GPU run by it", needed=_has_gpu()),
         *_compilers(),
+        *_build_locks(),
         *_attention(),
         _package("transformer_engine", "Megatron-LM's FP8 linears", "pip install 'transformer-engine[pytorch]'"),
         *_megatron(),
@@ -168,6 +169,14 @@ def _deepspeed() -> Iterator[Check]:
         yield Check("seams", "warning", differing[0], "run the tests of fp8_ds against this version")
     else:
         yield Check("seams", "ok", f"all {len(rows())} symbols of DeepSpeed are as tested")
+
+
+def _build_locks() -> Iterator[Check]:
+    from fp8_ds.build_locks import abandoned, build_root
+
+    for lock in abandoned(build_root()):
+        text = "the lock of a build that no process of this machine runs: who wants that extension waits for ever"
+        yield Check("extension build", "warning", text, f"if no other machine builds it: rm {lock}")
 
 
 def _compilers() -> Iterator[Check]:

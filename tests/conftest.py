@@ -16,9 +16,19 @@ import pytest
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed's op for a CPU is built here, not where some other session's killed build may have left its lock.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".out" / "torch_extensions"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any worker starts: a lock that an earlier run of these tests has left would stop all that launch."""
+    if not hasattr(config, "workerinput") and "TORCH_EXTENSIONS_DIR" in os.environ:
+        from fp8_ds.build_locks import remove_abandoned
+
+        remove_abandoned(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,13 +49,22 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture
-def cpu_environment() -> dict[str, str]:
-    """os.environ for a launcher on CPU, where `ninja` and this checkout are found."""
+@pytest.fixture(scope="session")
+def launcher_environment() -> dict[str, str]:
+    """os.environ for a launcher on CPU, where `ninja` and this checkout are found. DeepSpeed's op for a CPU is built: g++
+    takes a minute or five for it, which belongs in no test's time-out."""
     env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([sys.executable, "-c", build], env=env, check=True, stdout=-3)
     return env
+
+
+@pytest.fixture
+def cpu_environment(launcher_environment: dict[str, str]) -> dict[str, str]:
+    """A copy of `launcher_environment`."""
+    return dict(launcher_environment)
 
 
 @pytest.fixture

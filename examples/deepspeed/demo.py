@@ -26,6 +26,8 @@ from model import SIZES
 from rich.console import Console
 from rich.table import Table
 
+from fp8_ds.build_locks import build_root, remove_abandoned
+
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 RUNS = {"FP8": CONFIGS / "ds_zero3_fp8.json", "bf16": CONFIGS / "ds_zero3_bf16.json"}
@@ -161,6 +163,8 @@ def main() -> None:
         if not num_gpus and bf16_is_emulated():
             args.steps = 20
             console.print("This CPU computes bf16 in software, which stock DeepSpeed needs: 20 steps instead of 100.")
+    for lock in remove_abandoned(build_root()):
+        console.print(f"Removed {lock}: a build that was killed had left it, and DeepSpeed would wait for it.")
     results = {name: run(name, args, ranks) for name in RUNS}
     console.print(comparison(results))
     if not num_gpus:
