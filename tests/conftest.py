@@ -51,8 +51,9 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def launcher_environment() -> dict[str, str]:
-    """os.environ for a launcher on CPU, where `ninja` and this checkout are found. DeepSpeed's op for a CPU is built: g++
-    takes a minute or five for it, which belongs in no test's time-out."""
+    """os.environ for a launcher on CPU, where `ninja` and this checkout are found.
+
+    DeepSpeed's op for a CPU is built: g++ takes a minute or five for it, which belongs in no test's time-out."""
     env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
