@@ -70,12 +70,15 @@ def _tests(selection: str) -> str:
     return f"{{python}} -m pytest -q -m gpu -p no:cacheprovider tests/gpu {selection}"
 
 
-def _parity(more: str) -> str:
+_PARITY_ARMS = "stock fp8 e4m19 e4m11 e4m11-nearest bf16-nearest"
+
+
+def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _PARITY_ARMS) -> str:
     """Seeds of their own: a machine's first weights of regimes 2 and 3 are not another's."""
     return _benchmark(
         "gpt_parity",
-        "--compile --whole --by-regime --regimes 3 2 --seeds 3 4 5 --seeds2 3 4 --arms stock fp8 e4m19 e4m11 "
-        f"e4m11-nearest bf16-nearest --estimate 300 --budget {{seconds}} {more}",
+        f"--compile --whole --by-regime --regimes {regimes} --seeds {seeds} --seeds2 3 4 --arms {arms} "
+        f"--estimate 300 --budget {{seconds}} {more}",
     )
 
 
@@ -89,6 +92,7 @@ STEPS = (
     Step("parity-first", _parity("--only-first-weights"), 400, "issue 3 H: text and first weights, for those below"),
     Step("parity-8gpus", _parity(""), 900, "issue 3 H: three pairs of each arm, regime 2 twice", 8, "parity-first"),
     Step("parity-4gpus", _parity(""), 1200, "issue 3 H: the same without regime 2", gpus=4, after="parity-first"),
+    Step("parity-1gpu", _parity("", "3", "6", "stock e4m11 fp8 e4m19"), 1560, "issue 3 H: a pair of each arm, alone"),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 240, "issue 4 D: the table"),
     Step(
