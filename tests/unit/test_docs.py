@@ -168,6 +168,16 @@ def test_the_picture_of_a_step_names_keys_and_is_what_its_script_draws() -> None
     assert script.PICTURE.read_text() == script.draw(), "run python docs/img/training_step.py"
 
 
+def test_the_table_on_the_first_page_is_that_of_the_result_file_and_of_its_picture(tmp_path: Path) -> None:
+    script = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/img/first_page.py")))
+    lines = (ROOT / "README.md").read_text().replace("**", "").splitlines()
+    for row in script.rows():
+        cells = [row.name, f"{row.tokens / 1e3:.1f}k", f"{row.ratio:.2f}", f"{row.gib:.1f}"]
+        assert f"| {' | '.join(cells)} |" in lines
+    script.draw(tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000 < script.PICTURE.stat().st_size
+
+
 def test_links_between_pages_lead_to_files() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
