@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ class Result:
         group: its name.
         base_loss, loss: means over runs and the compared steps.
         paired: relative differences in per cent.
-        verdict: by the bounds of `Paired.verdict`.
+        verdict: by the bounds of `Paired.verdict`; undecided where `ends_early`.
+        ends_early: one of these runs goes on after the last compared step, for more than a logging interval.
     """
 
     group: str
@@ -42,6 +44,7 @@ class Result:
     loss: float
     paired: Paired
     verdict: Verdict
+    ends_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Comparison:
 
     Attributes:
         groups: the base first.
-        steps: that all runs have.
+        steps: that all runs have, up to the one that was asked for.
         last: how many of these, from the end, are compared.
         noise_percent: deviation of the base's runs in the compared steps, relative to their mean; None for one run.
         results: of each group but the base.
@@ -61,6 +64,11 @@ class Comparison:
     last: int
     noise_percent: float | None
     results: tuple[Result, ...]
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """The steps whose losses are compared."""
+        return self.steps[-self.last :]
 
 
 def read_group(text: str, column: str | None) -> Group:
@@ -93,12 +101,14 @@ def pooled_half_widths(found: Sequence[Paired]) -> list[float]:
     return [t_quantile(degrees) * deviation / math.sqrt(len(one.by_pair)) for one in found]
 
 
-def compare(groups: Sequence[Group], fraction: float) -> Comparison:
+def compare(groups: Sequence[Group], fraction: float, until: int | None = None) -> Comparison:
     """Differences of the mean loss over the last steps.
 
     Args:
         groups: the base, then the others.
         fraction: share of the common steps, from the end, that is compared, at most 1; at least the last step is.
+        until: later steps do not count, nor that a run has them; None: runs that go on after the last common step, for
+            more than the interval between such steps, leave the verdict undecided.
 
     Raises:
         ConfigError: less than two groups, runs without a pair, or too few steps in common.
@@ -112,26 +122,56 @@ def compare(groups: Sequence[Group], fraction: float) -> Comparison:
             f"{unpaired.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
             f"{len(unpaired.curves)}. Runs are paired in the order they are named."
         )
-    steps = sorted(set.intersection(*(set(curve.steps) for group in groups for curve in group.curves)))
+    common = set.intersection(*(set(curve.steps) for group in groups for curve in group.curves))
+    steps = sorted(step for step in common if until is None or step <= until)
     last = max(1, round(fraction * len(steps)))
     if len(steps) < _MIN_STEPS:
         raise ConfigError(
-            f"runs: expected at least {_MIN_STEPS} steps that all have, got {len(steps)}. Log the same steps."
+            f"runs: expected at least {_MIN_STEPS} steps that all have{'' if until is None else f' until {until}'}, got "
+            f"{len(steps)}. Log the same steps."
         )
     compared = steps[-last:]
-    theirs = [statistics.fmean(curve.at(compared)) for curve in base.curves]
+    latest = steps[-1] + statistics.median(after - before for before, after in itertools.pairwise(steps))
+    theirs = [_mean(curve, compared) for curve in base.curves]
     results = []
     for group in groups[1:]:
-        ours = [statistics.fmean(curve.at(compared)) for curve in group.curves]
+        ours = [_mean(curve, compared) for curve in group.curves]
         paired = pair(ours, theirs)
-        results.append(Result(group.name, statistics.fmean(theirs), statistics.fmean(ours), paired, paired.verdict()))
+        ends = [curve.steps[-1] for curve in (*base.curves, *group.curves)]
+        ends_early = any(end > latest for end in ends) and (until is None or until > latest)
+        verdict: Verdict = "undecided" if ends_early else paired.verdict()
+        results.append(
+            Result(group.name, statistics.fmean(theirs), statistics.fmean(ours), paired, verdict, ends_early)
+        )
     noise = 100 * statistics.stdev(theirs) / statistics.fmean(theirs) if len(theirs) > 1 else None
     return Comparison(tuple(groups), tuple(steps), last, noise, tuple(results))
+
+
+def _mean(curve: Curve, steps: Sequence[int]) -> float:
+    mean = statistics.fmean(curve.at(steps))
+    if mean == 0:
+        raise ConfigError(f"{curve.name}: expected losses other than 0, got a mean of 0. Differences are relative.")
+    return mean
+
+
+def describe_steps(found: Comparison) -> str:
+    """What was compared, and where each group ends."""
+    ends = [(group.name, sorted({curve.steps[-1] for curve in group.curves})) for group in found.groups]
+    texts = [f"{name} ends at {' and '.join(map(str, steps))}" for name, steps in ends]
+    return (
+        f"Compared: the mean loss of the last {found.last} of {len(found.steps)} common steps, {found.compared[0]} to "
+        f"{found.compared[-1]}; {', '.join(texts)}."
+    )
 
 
 def describe(result: Result) -> str:
     """One sentence for a person."""
     paired = result.paired
+    if result.ends_early:
+        return (
+            f"{result.group}: {paired.mean:+.3f} %: undecided. A run goes on where another has ended: let it go on "
+            "too, or say by --until STEP that the steps until there are meant."
+        )
     if len(paired.by_pair) == 1:
         return (
             f"{result.group}: {paired.mean:+.3f} %, one pair: undecided. The noise between seeds is not known; two "
@@ -181,7 +221,7 @@ def plot(found: Comparison, path: Path, window: int) -> None:
             below.plot(found.steps, difference, color=f"C{number}")
     below.axhline(0, color="gray", linewidth=0.8)
     below.axhline(UPPER_BOUND, color="gray", linestyle=":")
-    above.axvspan(found.steps[-found.last], found.steps[-1], color="gray", alpha=0.1)
+    above.axvspan(found.compared[0], found.compared[-1], color="gray", alpha=0.1)
     above.set(ylabel=f"loss, mean over {window} steps")
     below.set(xlabel="step", ylabel=f"difference to {found.groups[0].name}, %")
     above.legend()
@@ -220,7 +260,7 @@ def page(found: Comparison, picture: Path) -> str:
         "td,th{padding:.2em 1em;text-align:left}</style>"
         f"<h1>{html.escape(' and '.join(group.name for group in found.groups))}</h1><ul>{lines}</ul>"
         f"<img src='data:image/png;base64,{image}' style='max-width:100%' alt='loss curves'>"
-        f"<p>Compared: the mean loss of the last {found.last} of {len(found.steps)} common steps.{noise}</p>"
+        f"<p>{html.escape(describe_steps(found))}{noise}</p>"
         "<table><tr><th>run</th><th>loss of the base</th><th>loss</th><th>differences, %</th><th>verdict</th></tr>"
         f"{rows}</table><h2>Files</h2><ul>{files}</ul>"
     )
@@ -232,6 +272,9 @@ def as_data(found: Comparison) -> dict[str, Any]:
         "base": found.groups[0].name,
         "steps": len(found.steps),
         "compared_steps": found.last,
+        "from_step": found.compared[0],
+        "to_step": found.compared[-1],
+        "ends": {group.name: [curve.steps[-1] for curve in group.curves] for group in found.groups},
         "noise_percent": found.noise_percent,
         "results": [result_as_data(one) for one in found.results],
     }
@@ -247,4 +290,5 @@ def result_as_data(one: Result) -> dict[str, Any]:
         "percent": one.paired.mean,
         "half_width": one.paired.half_width if len(one.paired.by_pair) > 1 else None,
         "verdict": one.verdict,
+        "ends_early": one.ends_early,
     }

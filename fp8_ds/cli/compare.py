@@ -18,6 +18,7 @@ def compare(
     last: Annotated[
         float, typer.Option("--last", min=0.0, max=1.0, help="Share of the common steps, from the end, compared.")
     ] = 0.1,
+    until: Annotated[int | None, typer.Option("--until", min=0, help="Leave later steps out.")] = None,
     window: Annotated[int, typer.Option("--window", min=1, help="Steps that the picture is smoothed over.")] = 50,
     png: Annotated[Path | None, typer.Option("--png", help="Write the picture there.")] = None,
     report: Annotated[Path | None, typer.Option("--html", help="Write a page there that needs no other file.")] = None,
@@ -26,7 +27,8 @@ def compare(
     """Loss curves, their paired differences with 95 % intervals, and a verdict.
 
     A path is a CSV, JSON lines, trainer_state.json, a TensorBoard event file, or a folder with one of them. Parity: the
-    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs.
+    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs, which
+    end at the same step unless --until says what is meant.
 
     Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error.
     """
@@ -35,12 +37,13 @@ def compare(
     with failures(as_json):
         with argument("RUNS"):
             groups = [comparison.read_group(run, column) for run in runs]
-        found = comparison.compare(groups, last)
+        found = comparison.compare(groups, last, until)
         with argument("--png or --html"):
             _write(found, png, report, window)
     if as_json:
         show(comparison.as_data(found))
     else:
+        typer.echo(comparison.describe_steps(found))
         for result in found.results:
             typer.echo(comparison.describe(result))
         if found.noise_percent is not None:

@@ -50,7 +50,7 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--checkpointing", "--config", "--json", "--largest", "--memory", "--micro-batch", "--seq", "--set"),
             "--world",
         ],
-        "compare": ["--column", "--html", "--json", "--last", "--png", "--window"],
+        "compare": ["--column", "--html", "--json", "--last", "--png", "--until", "--window"],
         "parity": [
             *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--minutes"),
             *("--out", "--pretrained", "--seeds", "--seq", "--set", "--steps", "--tokenizer"),
