@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.tp.batch import BatchCheck, fingerprint, shape_text
 from fp8_ds.tp.gather import Gathered
-from fp8_ds.tp.graph import untraced
-from fp8_ds.tp.group import check_same, digest
+from fp8_ds.tp.graph import is_tracing, untraced
+from fp8_ds.tp.group import check_same
 
-_FINGERPRINT_ELEMENTS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,6 +52,7 @@ class TensorParallel:
         self.full_shape: tuple[int, int] | None = None
         self.cut_weight: weakref.ref[Tensor] | None = None
         self.num_bytes_gathered = 0
+        self._compare_batches = BatchCheck(group)
 
     def set_config(self, config: TensorParallelConfig) -> None:
         """Layers talk as `config` says; before they are converted to FP8.
@@ -102,23 +103,28 @@ class TensorParallel:
         if x.dtype not in _DTYPES:
             raise ValueError(f"input: expected bfloat16, float16 or float32, got {x.dtype}. Cast it before.")
 
+    def check_batch(self, x: Tensor, *, is_full: bool) -> None:
+        """`check_first`; and ranks bring the same x to every forward but those inside graphs. Collective.
+
+        Args:
+            x: the same on all ranks; what follows it is cut.
+            is_full: as in `check_first`.
+        """
+        self.check_first(x, is_full=is_full, is_replicated=True)
+        if not is_tracing():
+            self._compare_batches(x)
+
     @untraced  # a graph that was made before the first batch is made anew after it
     def _compare(self, x: Tensor, is_replicated: bool) -> None:
-        shape = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
-        values = f"values {_fingerprint(x)}" if is_replicated else ""
-        check_same("first batch of the tensor-parallel layers", [shape, kind, values], self.group, on_all_ranks=False)
+        values = f"values {fingerprint(x)}" if is_replicated else ""
+        check_same(
+            "first batch of the tensor-parallel layers", [shape_text(x), kind, values], self.group, on_all_ranks=False
+        )
         self._is_checked = True
 
     def __deepcopy__(self, memo: Any) -> TensorParallel:
         return self  # process groups cannot be copied, and copies of a model talk to the same ranks
-
-
-def _fingerprint(x: Tensor) -> str:
-    """Of some of its elements, bit for bit."""
-    flat = x.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _FINGERPRINT_ELEMENTS)].float().cpu()
-    return f"{digest(some.numpy().tobytes().hex()):016x}"
 
 
 class GatheredInputs:

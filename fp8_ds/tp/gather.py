@@ -44,7 +44,7 @@ class Gathered:
         group: the ranks whose shards these are.
         shard: of this rank.
         chunks: 1: one all-gather. More: shards go from peer to peer, each in pieces, about so many in all, and
-            `pieces` hands them out as they arrive. The bits are the same.
+            `pieces` hands them out as they arrive. Codes and scales are the same, products of pieces within a rounding.
 
     Attributes:
         shape: (T, C).

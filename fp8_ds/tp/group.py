@@ -66,7 +66,14 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def check_same(what: str, texts: Sequence[str], group: dist.ProcessGroup, *, on_all_ranks: bool) -> None:
+def check_same(
+    what: str,
+    texts: Sequence[str],
+    group: dist.ProcessGroup,
+    *,
+    on_all_ranks: bool,
+    remedy: str = "Build the same model from the same configuration everywhere.",
+) -> None:
     """The ranks of `group` pass the same texts. Collective.
 
     Args:
@@ -74,6 +81,7 @@ def check_same(what: str, texts: Sequence[str], group: dist.ProcessGroup, *, on_
         texts: the same number on all ranks of `group`, or the first difference is the number.
         group: of ranks that must agree.
         on_all_ranks: all ranks of the world call this, each with its group, and all fail if one group disagrees.
+        remedy: the end of the message.
 
     Raises:
         ConfigError: on all ranks that call, naming what differs first where it is in this rank's group.
@@ -89,10 +97,7 @@ def check_same(what: str, texts: Sequence[str], group: dist.ProcessGroup, *, on_
         raise ConfigError(f"{what}: expected the same on all ranks of a group, got others in another group.")
     gathered: list[list[str]] = [[] for _ in range(len(rows))]
     dist.all_gather_object(gathered, list(texts), group=group)
-    raise ConfigError(
-        f"{what}: expected the same on all ranks of a group, got {_first_difference(gathered)}. "
-        "Build the same model from the same configuration everywhere."
-    )
+    raise ConfigError(f"{what}: expected the same on all ranks of a group, got {_first_difference(gathered)}. {remedy}")
 
 
 def _first_difference(gathered: list[list[str]]) -> str:

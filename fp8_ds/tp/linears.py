@@ -157,7 +157,8 @@ class RowParallelLinear(ParallelLinear):
 def sum_gradient(p: Tensor, tp: TensorParallel) -> Any:
     """The gradient of `p`, which all ranks have and each uses on its tokens, is summed over ranks from now on.
 
-    One all-reduce in float32 per backward; before DeepSpeed's or anybody's hooks see the gradient.
+    One all-reduce in float32 per backward in which it trains, frozen now or not; before DeepSpeed's or anybody's hooks
+    see the gradient.
 
     Returns:
         A handle with `remove()`.
@@ -166,7 +167,11 @@ def sum_gradient(p: Tensor, tp: TensorParallel) -> Any:
     def hook(grad: Tensor) -> Tensor:
         return summed_over_ranks(tp, grad.float()).to(grad.dtype)
 
-    return p.register_hook(hook)
+    trains = p.requires_grad
+    p.requires_grad_()  # torch takes hooks for no other tensor, and keeps them whatever becomes of it
+    handle = p.register_hook(hook)
+    p.requires_grad_(trains)
+    return handle
 
 
 class _ColumnFunction(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,16 +115,16 @@ def parallelize(
     _check_blocks(blocks, [cut.module for cut in cuts], summed)
     if sequence_parallel:
         summed |= _matching(model, plan.in_shards)
+    first_block = next((name for name, _ in model.named_modules() if name in blocks), "")
     sharded = _cut_all(cuts, tp)
     _replicate(model, sharded, tp)
-    for block in blocks.values():
-        _gather_once(block, tp)
+    for name, block in blocks.items():
+        _gather_once(block, tp, is_first=name == first_block)
     if sequence_parallel:
         _shard_tokens(*borders, tp)
     for module in summed.values():
         for p in module.parameters():
-            if p.requires_grad:
-                sum_gradient(p, tp)
+            sum_gradient(p, tp)
     return tp
 
 
@@ -271,12 +272,12 @@ def _replicate(model: nn.Module, sharded: set[int], tp: TensorParallel) -> None:
             tensor.data.copy_(whole)
 
 
-def _gather_once(block: nn.Module, tp: TensorParallel) -> None:
+def _gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
     """The column-parallel linears of `block` read one gathered input."""
     columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
     for column in columns:
         column.gathers_input = False
-    block.register_forward_pre_hook(_Entry(tp, columns), with_kwargs=True)
+    block.register_forward_pre_hook(_Entry(tp, columns, is_first), with_kwargs=True)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         tp.inputs.traced = None
@@ -310,16 +311,22 @@ class _Entry:
     """Before a block: its input, gathered as all of its column-parallel linears can read it.
 
     In FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
+
+    Args:
+        tp: the group.
+        columns: the linears.
+        is_first: of the model's blocks; where tokens are not split, ranks compare their batches there.
     """
 
-    def __init__(self, tp: TensorParallel, columns: list[ColumnParallelLinear]) -> None:
+    def __init__(self, tp: TensorParallel, columns: list[ColumnParallelLinear], is_first: bool) -> None:
         self.tp = tp
         self.columns = columns
+        self.check = tp.check_batch if is_first else partial(tp.check_first, is_replicated=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, put = _first_argument(args, kwargs)
         if not self.tp.sequence_parallel:
-            self.tp.check_first(x, is_full=False, is_replicated=True)
+            self.check(x, is_full=False)
             return put(copy_to_ranks(x, self.tp))
         shape = self._full_shape(x, kwargs)
         rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]

@@ -154,7 +154,7 @@ class _Sum(torch.autograd.Function):
 @traced_where_possible
 def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """[1, T / n, C] of a tensor [..., C] that all ranks have."""
-    tp.check_first(x, is_full=True, is_replicated=True)
+    tp.check_batch(x, is_full=True)
     result: Tensor = _Split.apply(x, tp)
     return result
 

@@ -112,6 +112,36 @@ def test_cut_in_high_precision_every_gradient_is_that_of_the_whole_model(
             assert value > 85, (name, value)  # sums in another order; biases of q and k cancel
 
 
+FROZEN = ("o_proj.bias", "down_proj.bias", "layernorm.weight")
+
+
+def unfrozen() -> dict[str, float]:
+    """SQNR of gradients of what trains only after the model has been cut, against the whole model."""
+    reference, model = llama(bias=True), llama(bias=True)
+    late = [p for name, p in model.named_parameters() if name.endswith(FROZEN)]
+    for p in late:
+        p.requires_grad_(False)
+    tp = parallelize(model, LLAMA, tpar.groups(2).tp_group)
+    tokens = training.micro_batches(0, 1)[0]
+    model(tokens).backward()
+    assert all(p.grad is None and not p.requires_grad for p in late)
+    model.zero_grad()
+    for p in late:
+        p.requires_grad_(True)
+    for one in (reference, model):
+        one(tokens).backward()
+    found = {}
+    for name, p in reference.named_parameters():
+        if name.endswith(FROZEN):
+            found[name] = sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp))
+    return found
+
+
+def test_what_is_frozen_when_the_model_is_cut_has_its_whole_gradient_once_it_trains(ranks: Any) -> None:
+    for found in ranks(2).run(unfrozen):
+        assert len(found) == 4 * LAYERS and min(found.values()) > 85, found
+
+
 def block_traffic(recipe: str | None, sequence_parallel: bool = True) -> dict[str, Any]:
     """Collectives of one attention block and one MLP, forward and backward, beside those of norms, at the borders."""
     model = llama(torch.bfloat16)
@@ -460,6 +490,63 @@ def wrong_batch(case: str) -> str:
 def test_a_first_batch_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
     for found in ranks(4).run(wrong_batch, case):
         assert expected in found, found
+
+
+def wrong_later_batch(case: str, sequence_parallel: bool) -> str:
+    model = llama()
+    parallelize(model, LLAMA, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
+    rank = dist.get_rank()
+    for length in (33, 17, 33):  # batches may change, as long as they do it together
+        model(training.micro_batches(0, 1)[0][:, :length]).backward()
+    if case == "values":
+        return message(model, training.micro_batches(rank, 1)[0])
+    return message(model, training.micro_batches(0, 1)[0][:, : 17 if rank else 33])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("case", "expected"), [("lengths", "(4, 32, 64) float32"), ("values", "'values ")])
+def test_a_later_batch_that_differs_is_an_error_on_every_rank(
+    ranks: Any, case: str, expected: str, sequence_parallel: bool
+) -> None:
+    for found in ranks(2).run(wrong_later_batch, case, sequence_parallel):
+        assert found.startswith("ConfigError: batch: ") and expected in found and "the same batches" in found, found
+
+
+def forward_traffic(sequence_parallel: bool) -> tuple[Any, list[tuple[str, int, torch.dtype]]]:
+    model = llama(torch.bfloat16)
+    parallelize(model, LLAMA, tpar.groups(2).tp_group, sequence_parallel=sequence_parallel)
+    configure(model, TensorParallelConfig(), "tensorwise")
+    to_fp8(model)
+    tokens = training.micro_batches(0, 1)[0]
+    model(tokens)
+    with count_collectives() as count:
+        model(tokens)
+    return dict(count.calls), [one for one in count.records if one[2] == torch.int64]
+
+
+def test_ranks_are_compared_once_a_forward_by_16_bytes_each(ranks: Any) -> None:
+    blocks = 2 * LAYERS
+    calls, checks = ranks(2).run(forward_traffic, True)[0]
+    assert calls == {"all_gather": blocks + 2, "reduce_scatter": blocks}  # and the tokens behind the last layer
+    assert checks == [("all_gather", 4, torch.int64)]  # two numbers of each rank
+    calls, checks = ranks(2).run(forward_traffic, False)[0]
+    assert calls == {"all_gather": 1, "all_reduce": blocks} and len(checks) == 1
+
+
+def host_groups() -> list[int]:
+    from fp8_ds.tp.batch import new_host_group
+
+    made = new_host_group(tpar.groups(2).tp_group)
+    found = torch.tensor([dist.get_rank()])
+    dist.all_reduce(found, group=made)
+    ranks = dist.get_process_group_ranks(made)
+    dist.destroy_process_group(made)
+    return [*ranks, int(found)]
+
+
+def test_ranks_of_a_group_that_is_not_gloos_get_one_to_compare_in_by_themselves(ranks: Any) -> None:
+    assert ranks(4).run(host_groups) == [[0, 1, 1], [0, 1, 1], [2, 3, 5], [2, 3, 5]]
 
 
 def wrong_block(block: dict[str, Any], tp_size: int) -> str:

@@ -13,6 +13,7 @@ from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
 from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
 from fp8_ds.tp.gather import Gathered, Shard
+from fp8_ds.tp.regions import split_tokens
 from fp8_ds.tp.scales import quantize_rows_pow2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -82,3 +83,23 @@ def reduction() -> float:
 
 def test_a_reduce_scatter_in_fp8_keeps_31_db(gpu_ranks: Any) -> None:
     assert min(gpu_ranks(2).run(reduction)) > 31.0
+
+
+def later_values() -> list[str]:
+    """What becomes of forwards whose second batch differs from rank to rank."""
+    tp = tpar.context()
+    found = []
+    for step in range(4):
+        x = torch.full((2, 64, 128), 1.0 + (tp.rank if step == 1 else 0), device="cuda", dtype=torch.bfloat16)
+        try:
+            split_tokens(x, tp)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_values_on_a_rank_are_an_error_on_all_a_forward_late(gpu_ranks: Any) -> None:
+    for found in gpu_ranks(2).run(later_values):
+        assert found[:2] == ["", ""] and "'values of the batch before " in found[2]
+        assert found[3] == ""
