@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm as ds_comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine.roll_call import is_one_of_many, take_side
 from fp8_ds.engine.seams import installed_hashes
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.nn.convert import make_plan
@@ -35,32 +34,23 @@ PACKAGES = ("fp8_ds", "torch", "deepspeed")
 ITEMS = ("versions", "DeepSpeed's code", '"fp8" block', "configuration", "model", "layer plan")
 OF_A_PART = ("model", "layer plan")
 """Compared only among ranks that hold the same part of the model: pipeline stages have modules of their own."""
-SHARED_KEYS = (
-    "amp",
-    "bf16",
-    "bfloat16",
-    "communication_data_type",
-    "compile",
-    "data_types",
-    "fp16",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "gradient_predivide_factor",
-    "optimizer",
-    "pipeline",
-    "prescale_gradients",
-    "scheduler",
-    "seq_parallel_communication_data_type",
-    "sequence_parallel_size",
-    "sparse_gradients",
-    "tensor_parallel",
-    "torch_autocast",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "zero_allow_untested_optimizer",
-    "zero_optimization",
+OWN_KEYS = frozenset(
+    {
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "dump_state",
+        "flops_profiler",
+        "log_level",
+        "memory_breakdown",
+        "steps_per_print",
+        "tensorboard",
+        "timers",
+        "wall_clock_breakdown",
+        "wandb",
+    }
 )
-"""Of the configuration, what changes numbers or collectives. The rest (logs, monitors, timers) is each rank's own."""
+"""Of the configuration, each rank's own: logs, monitors and timers. All else may change numbers or collectives."""
 
 _ROW = 16
 """Numbers in a row, more than there are items: versions of fp8_ds with other items still exchange rows."""
@@ -95,7 +85,7 @@ def fingerprint(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any)
     Raises:
         ConfigError: no plan can be made for the model.
     """
-    shared = {key: config[key] for key in SHARED_KEYS if key in config}
+    shared = {key: value for key, value in config.items() if key != "fp8" and key not in OWN_KEYS}
     items: dict[str, Item] = dict(
         zip(ITEMS, (_versions(), _seams(), _flat(fp8.model_dump()), _flat(shared)), strict=False)
     )
@@ -177,30 +167,22 @@ def agree(mine: Fingerprint | Fp8DsError, arguments: Mapping[str, Any]) -> None:
 
     Args:
         mine: of this rank, or why its own configuration is refused.
-        arguments: of `deepspeed.initialize`; process groups are made here as stock would make them next.
+        arguments: of `deepspeed.initialize`.
 
     Raises:
         Fp8DsError: `mine`, if it is one.
-        ConfigError: another rank's configuration is refused, or ranks differ; on all ranks.
+        ConfigError: another rank's configuration is refused, or ranks differ; on all ranks. Or another rank has FP8
+            off, and has come here first.
     """
-    if _is_one_of_many(arguments):
-        with _on_own_device():
-            _exchange(mine)
+    if is_one_of_many(arguments):
+        mixed = take_side(True, arguments)
+        if mixed is None:
+            with _on_own_device():
+                _exchange(mine)
+        elif not isinstance(mine, Fp8DsError):
+            raise mixed
     if isinstance(mine, Fp8DsError):
         raise mine
-
-
-def _is_one_of_many(arguments: Mapping[str, Any]) -> bool:
-    """Whether there are other ranks; then the default group is there afterwards."""
-    if not dist.is_initialized():
-        is_launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
-        required = arguments.get("dist_init_required")
-        if not is_launched or int(os.environ.get("WORLD_SIZE", "1")) < 2 or required is False:
-            return False
-        options = {"distributed_port": arguments["distributed_port"]} if "distributed_port" in arguments else {}
-        backend = get_accelerator().communication_backend_name()
-        ds_comm.init_distributed(dist_backend=backend, dist_init_required=required, **options)
-    return dist.get_world_size() > 1
 
 
 @contextmanager

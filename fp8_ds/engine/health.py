@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
 
-from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.gauges import ClampGauge, GatherTimer, Gauge
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
@@ -22,19 +22,6 @@ from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn.linear import Fp8Linear
 
 Say = Callable[[str], None]
-
-
-def check_sink(sink: str, monitor: Any) -> None:
-    """Reports will be seen.
-
-    Raises:
-        ConfigError: they go to DeepSpeed's monitor, and none is on.
-    """
-    if sink == "deepspeed" and not monitor.enabled:
-        raise ConfigError(
-            'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own (tensorboard, wandb, '
-            'csv_monitor, comet) enabled, got "deepspeed" without. Write a path for JSON lines, or enable one.'
-        )
 
 
 class Health:
@@ -60,7 +47,6 @@ class Health:
             warn: called with a line of this rank.
 
         Raises:
-            ConfigError: see `check_sink`.
             UnsupportedError: the guard shall send layers to bf16, and they are tensor-parallel.
         """
         settings, guards = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
@@ -102,9 +88,6 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
         every: steps between samples.
         sink: "deepspeed", a path, or None: nothing is written.
         warn: called with a line of this rank where a sink fails.
-
-    Raises:
-        ConfigError: see `check_sink`.
     """
     context, optimizer = engine.fp8, engine.optimizer
     group = optimizer.dp_process_group
@@ -166,12 +149,11 @@ def _gather_timer(optimizer: Any) -> GatherTimer:
 
 
 def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
-    """What this rank writes: one rank of each data-parallel group, which all have the same numbers."""
-    check_sink(sink, engine.monitor)
+    """What this rank writes: rank 0 to DeepSpeed's monitor; one rank of each data-parallel group to a file."""
+    rank = ds_comm.get_rank()
     if sink == "deepspeed":
-        return [DeepSpeedEvents(engine.monitor)]
+        return [DeepSpeedEvents(engine.monitor)] if rank == 0 else []
     if dist.get_rank(group) != 0:
         return []
-    rank = ds_comm.get_rank()
     path = Path(sink)
     return [JsonLines(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))]

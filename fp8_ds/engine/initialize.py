@@ -25,24 +25,38 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         SeamError: the installed DeepSpeed lacks a symbol we override.
     """
     config = _resolve_config(stock, args, kwargs)
-    block = config.get("fp8") if isinstance(config, dict) else None
-    if block is None:
-        if isinstance(config, dict):
-            refuse_misplaced_block(config)
+    if not isinstance(config, dict):
         return stock(*args, **kwargs)
     arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-    mine: Fingerprint | Fp8DsError | None
-    try:
-        mine = _accept(config, arguments)
-    except Fp8DsError as refusal:
-        mine = refusal
+    mine: Fingerprint | Fp8DsError | None = None
+    if config.get("fp8") is not None:
+        try:
+            mine = _accept(config, arguments)
+        except Fp8DsError as refusal:
+            mine = refusal
     if mine is None:
+        _leave_to_stock(config, arguments)
         return stock(*args, **kwargs)
     from fp8_ds.engine.fingerprint import agree
 
     agree(mine, arguments)
     with _our_engines():
         return stock(*args, **kwargs)
+
+
+def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    """The other ranks know that FP8 is off on this one.
+
+    Raises:
+        ConfigError: `config` has a block that DeepSpeed would pass over; or another rank has FP8 on.
+    """
+    from fp8_ds.engine.roll_call import is_one_of_many, take_side
+
+    has_model = arguments.get("model") is not None  # else stock raises, before it makes a group
+    mixed = take_side(False, arguments) if has_model and is_one_of_many(arguments) else None
+    refuse_misplaced_block(config)
+    if mixed is not None:
+        raise mixed
 
 
 def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
@@ -69,10 +83,13 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     if not fp8.enabled:
         return None
     from fp8_ds.engine.fingerprint import fingerprint
-    from fp8_ds.engine.refusals import refuse_config, refuse_model, zero_stage
+    from fp8_ds.engine.refusals import refuse_config, refuse_model, refuse_unread_reports, zero_stage
+    from fp8_ds.engine.roll_call import own_rank
 
     refuse_config(config)
     fp8.check_stage(zero_stage(config))
+    if fp8.monitor.every:
+        refuse_unread_reports(fp8.monitor.sink, config, own_rank())
     model = arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
 Config = Mapping[str, Any]
+
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""DeepSpeed's, by their blocks."""
 
 
 def _block(config: Config, *path: str) -> Mapping[str, Any]:
@@ -494,6 +497,24 @@ def refuse_config(config: Config) -> None:
     if found:
         rows = "\n".join(f"  {row.key}: {row.reason}. {row.remedy}" for row in found)
         raise UnsupportedError(f'"fp8" is enabled together with what it does not support:\n{rows}')
+
+
+def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
+    """Nothing happens if the health monitor's reports will be seen, as far as this rank has a part in it.
+
+    Args:
+        sink: fp8.monitor.sink.
+        rank: of this process; rank 0 alone writes to DeepSpeed's monitor.
+
+    Raises:
+        ConfigError: they go to DeepSpeed's monitor, and none is on.
+    """
+    if sink != "deepspeed" or rank != 0 or any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
+        return
+    raise ConfigError(
+        f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) enabled, '
+        'got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
+    )
 
 
 def refuse_model(model: Any) -> None:

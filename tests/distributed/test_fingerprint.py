@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ pytestmark = pytest.mark.distributed
 SECONDS = 60.0
 
 
-def message(change: str, odd: int) -> tuple[str, str]:
-    """(class, text) of what rank `odd`, which differs by `change`, and its peers raise; ("", "") for nothing."""
+def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:
+    """(class, text) of what rank `odd`, which differs by `change`, and its peers raise; ("", "") for nothing.
+
+    Args:
+        folder: where a monitor may write.
+    """
     import torch.distributed as dist
 
     import fp8_ds
@@ -46,9 +51,14 @@ def message(change: str, odd: int) -> tuple[str, str]:
         restore, fp8_ds.__version__ = fp8_ds.__version__, "0.0.9"
     elif differs and change == "seams":
         return with_another_seam(config)
+    elif differs and change in CONFIGURATIONS:
+        config.update(CONFIGURATIONS[change][0])
     elif change == "places":  # allowed
         config["tensorboard"] = {"enabled": False, "output_path": f"/rank{dist.get_rank()}"}
         config["steps_per_print"] = 1_000_000 + dist.get_rank()
+    elif change == "monitor":  # allowed: rank 0 writes
+        config["fp8"]["monitor"] = {"every": 1}
+        config["csv_monitor"] = {"enabled": not differs, "output_path": folder, "job_name": "test"}
     try:
         training.destroy(training.build(config, {"hidden": hidden, **model}))
     except Fp8DsError as error:
@@ -76,6 +86,16 @@ def with_another_seam(config: dict[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+CONFIGURATIONS = {
+    name: ({block: {name: value}}, f"{block}.{name} missing on rank 0, {shown} on rank 1")
+    for block, name, value, shown in (
+        ("checkpoint", "load_universal", True, "true"),
+        ("checkpoint", "use_node_local_storage", True, "true"),
+        ("checkpoint", "tag_validation", "Fail", '"Fail"'),
+        ("activation_checkpointing", "partition_activations", True, "true"),
+        ("data_efficiency", "seed", 7, "7"),
+    )
+}
 DIFFERENCES = {
     "block": ('"fp8" block', 'linear.recipe "tensorwise" on rank 0, "rowwise" on rank 1'),
     "configuration": ("configuration", "optimizer.params.lr 0.003 on rank 0, 0.001 on rank 1"),
@@ -83,6 +103,7 @@ DIFFERENCES = {
     "frozen": ("layer plan", "blocks.0.up fp8 on rank 0, bf16 (frozen) on rank 1"),
     "version": ("versions", "fp8_ds 0.1.0 on rank 0, 0.0.9 on rank 1"),
     "seams": ("DeepSpeed's code", "DeepSpeedZeroOptimizer_Stage3.step"),
+    **{name: ("configuration", detail) for name, (_, detail) in CONFIGURATIONS.items()},
 }
 
 
@@ -121,6 +142,17 @@ def test_ranks_may_differ_in_places_and_logs_and_train_after_a_refusal(two_ranks
     two_ranks.run(message, "refused", 1)
     assert two_ranks.run(message, "places", 1) == [("", "")] * 2
     assert two_ranks.run(message, "none", 1) == [("", "")] * 2
+
+
+def test_only_the_rank_that_writes_needs_a_monitor(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(message, "monitor", 1, str(tmp_path)) == [("", "")] * 2
+
+
+def test_a_writing_rank_without_a_monitor_says_so_to_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    answers = two_ranks.run(message, "monitor", 0, str(tmp_path))
+    assert [kind for kind, _ in answers] == ["ConfigError"] * 2
+    assert all("fp8.monitor.sink: expected a path" in text for _, text in answers)
+    assert "ranks [0]" in answers[1][1]
 
 
 def test_what_most_ranks_have_is_the_measure(ranks: Any) -> None:
@@ -164,13 +196,114 @@ def test_a_rank_that_is_gone_is_an_error_at_once(two_ranks: RankPool) -> None:
         two_ranks.run(leave_or_say)
 
 
+# --- ranks without FP8 ---
+
+SIDES = "expected fp8 to be enabled on all ranks or on none, got it on rank 0 and not on rank 1"
+
+
+def one_without(block: dict[str, Any] | None, first: int) -> None:
+    """FP8 on rank 0, `block` on rank 1; rank `first` has begun before the other does."""
+    import torch.distributed as dist
+
+    if dist.get_rank() != first:
+        dist.distributed_c10d._get_default_store().wait([f"fp8_ds/1/{('on', 'off')[first]}"])
+    config = training.ds_config(2, {})
+    if dist.get_rank() == 1:
+        config["fp8"] = block
+        if block is None:
+            del config["fp8"]
+    training.build(config)
+
+
+@pytest.mark.parametrize(("block", "first"), [({"enabled": False}, 0), (None, 1)], ids=["off-second", "none-first"])
+def test_a_rank_without_fp8_ends_the_start_wherever_the_other_side_comes_second(
+    block: dict[str, Any] | None, first: int
+) -> None:
+    from fp8_ds.testing.ranks import RankError
+
+    pool = RankPool(2, timeout=SECONDS, grace=1.0)
+    try:
+        with pytest.raises(RankError) as caught:
+            pool.run(one_without, block, first)
+    finally:
+        pool.close()
+    assert f"ConfigError: {SIDES}" in str(caught.value).split(f"rank {1 - first}:\n")[1]
+
+
+def misplaced_beside_fp8() -> str:
+    """What rank 1 raises, whose block has another name; rank 0 has begun before."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        training.build(training.ds_config(2, {}))
+    dist.distributed_c10d._get_default_store().wait(["fp8_ds/1/on"])
+    config = training.ds_config(2, {})
+    config["FP8"] = config.pop("fp8")
+    training.build(config)
+    return ""
+
+
+def test_a_rank_whose_block_is_misplaced_says_that() -> None:
+    from fp8_ds.testing.ranks import RankError
+
+    pool = RankPool(2, timeout=SECONDS, grace=1.0)
+    try:
+        with pytest.raises(RankError, match=r"got 'FP8'\. Move it there"):
+            pool.run(misplaced_beside_fp8)
+    finally:
+        pool.close()
+
+
+def without_fp8_alone() -> None:
+    """Rank 0 is through before rank 1 begins."""
+    import torch.distributed as dist
+
+    from fp8_ds.engine.roll_call import take_side
+
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            assert take_side(False, {}) is None
+        dist.barrier()
+
+
+def test_a_rank_without_fp8_waits_for_nobody(two_ranks: RankPool) -> None:
+    two_ranks.run(without_fp8_alone)
+
+
+def engines_of_several_kinds() -> list[str]:
+    """A stock engine, then some ranks' own with an `mpu`, then one in FP8, twice; rank 1 is late to each."""
+    import torch.distributed as dist
+
+    from fp8_ds.engine.initialize import initialize
+
+    def stock(model: Any = None, config: Any = None, mpu: Any = None) -> str:
+        return "stock"
+
+    found = []
+    for _ in range(2):
+        for fp8 in ({"enabled": False}, None):
+            time.sleep(0.2 * dist.get_rank())
+            config = {**training.ds_config(2), **({} if fp8 is None else {"fp8": fp8})}
+            found.append(initialize(stock, (nn.Linear(16, 16), config), {}))
+        if dist.get_rank() == 1:
+            initialize(stock, (nn.Linear(16, 16), {}, object()), {})
+        found.append(message("none", 1)[0])
+    return found
+
+
+def test_engines_with_and_without_fp8_follow_each_other_in_one_process(two_ranks: RankPool) -> None:
+    assert two_ranks.run(engines_of_several_kinds) == [["stock", "stock", ""] * 2] * 2
+
+
+# --- without a process group ---
+
 WITHOUT_A_GROUP = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import deepspeed, torch, training
 import fp8_ds
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-config = training.ds_config(2, {} if os.environ["RANK"] != sys.argv[2] else {"linear": {"recipe": "auto"}})
+config = training.ds_config(2, {} if os.environ["RANK"] != sys.argv[2] else eval(sys.argv[3]))
 try:
     deepspeed.initialize(model=training.TinyLM(), config=config)
 except fp8_ds.ConfigError as error:
@@ -178,14 +311,12 @@ except fp8_ds.ConfigError as error:
 """
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_where_initialize_makes_the_process_group_nobody_waits_either(
-    odd: int, cpu_environment: dict[str, str]
-) -> None:
+def outputs_without_a_group(environment: dict[str, str], odd: int, odd_fp8: dict[str, Any] | None) -> list[str]:
+    """Of two ranks that leave the process group to `deepspeed.initialize`; rank `odd` has another block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        env = {**cpu_environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = [sys.executable, "-c", WITHOUT_A_GROUP, str(Path(training.__file__).parent), str(odd)]
+        env = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-c", WITHOUT_A_GROUP, str(Path(training.__file__).parent), str(odd), repr(odd_fp8)]
     running = [
         subprocess.Popen(
             command, stdout=-1, stderr=-2, text=True, env={**env, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
@@ -193,9 +324,20 @@ def test_where_initialize_makes_the_process_group_nobody_waits_either(
         for rank in ("0", "1")
     ]
     try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in running]
+        return [process.communicate(timeout=SECONDS)[0] for process in running]
     finally:
         for process in running:
             process.kill()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_where_initialize_makes_the_process_group_nobody_waits_either(
+    odd: int, cpu_environment: dict[str, str]
+) -> None:
+    outputs = outputs_without_a_group(cpu_environment, odd, {"linear": {"recipe": "auto"}})
     assert "refused: fp8.linear.recipe" in outputs[odd], outputs[odd]
     assert f"refused: expected a configuration that no rank refuses, got one that ranks [{odd}]" in outputs[1 - odd]
+
+
+def test_there_a_rank_without_fp8_ends_all_too(cpu_environment: dict[str, str]) -> None:
+    assert any(f"refused: {SIDES}" in output for output in outputs_without_a_group(cpu_environment, 1, None))
