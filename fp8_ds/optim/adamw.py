@@ -17,6 +17,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
@@ -35,7 +36,7 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     Differences from torch.optim.AdamW: the update is clamped to the bound that exact Adam obeys; a step with an
     infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, and "master"
-    where the master is not the parameter.
+    where the master is not the parameter ("scale_inv" beside it in FP8).
 
     Args:
         params: parameters or param groups, all on one device.
@@ -183,15 +184,10 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _overwrite(self, shard: AdamShard, value: Tensor) -> None:
-        """A user has written into an FP8 parameter: the value becomes its master."""
-        scales = self.core.scales
-        scales.wait()
-        amax = scales.amax.clone()
-        amax[shard.scale_index] = torch.linalg.vector_norm(value.float(), float("inf"))
-        current = scales.scale_inv.clone()
-        current[shard.scale_index] = 0  # the smallest that fits; all others keep theirs
-        scales.set(amax, current)
-        write_dense(shard, None, value.reshape(-1), scales.scale_inv)
+        """A user has written into an FP8 parameter: the value becomes its master, but where it is what was read."""
+        scales, flat = self.core.scales, value.reshape(-1)
+        kept = overwrite(shard.hi, flat, scales, shard.scale_index, shard.fmt)
+        write_low(shard, flat, kept, scales.scale_inv)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
@@ -251,7 +247,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         """As torch's Adam would give it: "step", "exp_avg", "exp_avg_sq" in float32, on the CPU under ZeRO.
 
         Lossless: `load_state_dict` gives the same bytes again. "master" (float32) is there where it is neither the
-        parameter nor kept by ZeRO.
+        parameter nor kept by ZeRO, and with it "scale_inv" (0-dim) where the parameter is FP8.
         """
         if self._core is None or any(self.state.values()):  # entries of nothing: somebody has looked there
             return super().state_dict()
@@ -292,7 +288,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         core = self.core
         flat = core.flats[row]
         if "master" in state:
-            absorb_flat(flat, None, state["master"].reshape(-1), self._rescale(flat, state["master"]))
+            self._rescale(flat.pieces[0].shard, state)
+            absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
         if "exp_avg" in state:
             core.allocate()
             for key in MOMENTS:
@@ -300,11 +297,16 @@ class Fp8AdamW(torch.optim.Optimizer):
         if "step" in state:
             core.step_count[row] = int(state["step"])
 
-    def _rescale(self, flat: Flat, master: Tensor) -> Tensor:
-        shard = flat.pieces[0].shard
-        if shard.fmt.is_split and shard.fmt.is_fp8:
-            self._overwrite(shard, master.to(shard.hi.device))
-        return self.core.scales.scale_inv
+    def _rescale(self, shard: AdamShard, state: dict[str, Any]) -> None:
+        """The scale of a loaded master is that it was saved with; the smallest that fits where none was saved."""
+        if not (shard.fmt.is_split and shard.fmt.is_fp8):
+            return
+        scales, index = self.core.scales, shard.scale_index
+        scales.wait()
+        amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
+        amax[index] = torch.linalg.vector_norm(state["master"].float(), float("inf"))
+        scale_inv[index] = state.get("scale_inv", 0.0)
+        scales.set(amax, scale_inv)
 
     @contextmanager
     def _dense_state(self, device: torch.device | str) -> Iterator[None]:
@@ -319,7 +321,10 @@ class Fp8AdamW(torch.optim.Optimizer):
                 for key in MOMENTS:
                     state[key] = dense_flat(flat, key, core.scales.scale_inv, device).view(shape)
                 if not self._is_managed and _has_own_master(flat.pieces[0].shard, p):
+                    shard = flat.pieces[0].shard
                     state["master"] = dense_flat(flat, None, core.scales.scale_inv, device).view(shape)
+                    if shard.fmt.is_split and shard.fmt.is_fp8:
+                        state["scale_inv"] = core.scales.scale_inv[shard.scale_index].to(device, copy=True)
                 self.state[p] = state
             yield
         finally:
@@ -363,12 +368,17 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _is_decoupled(client: torch.optim.Optimizer) -> bool:
-    """Whether `client` is AdamW. Raises UnsupportedError where it is neither AdamW nor Adam."""
+    """Whether `client` is AdamW. Raises UnsupportedError where it is neither AdamW nor Adam, or both by group."""
     kind = type(client)
-    if kind is torch.optim.AdamW:
-        return True
-    if kind is torch.optim.Adam:
-        return bool(client.param_groups[0].get("decoupled_weight_decay", False))
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        is_adamw = kind is torch.optim.AdamW
+        found = [bool(group.get("decoupled_weight_decay", is_adamw)) for group in client.param_groups]
+        if any(found) != all(found):
+            raise UnsupportedError(
+                f"decoupled_weight_decay: expected one value in all parameter groups with FP8 optimizer states, got "
+                f"{found}. Use AdamW or Adam for all of them."
+            )
+        return found[0]
     if kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed"):
         if not all(group.get("bias_correction", True) for group in client.param_groups):
             raise UnsupportedError("bias_correction: expected true with FP8 optimizer states, got false. Remove it.")

@@ -67,7 +67,7 @@ def allocate_lo(shard: AdamShard, device: torch.device) -> None:
         shard.lo = torch.zeros(shard.num_groups * GROUP, dtype=shard.fmt.lo_dtype, device=device)
 
 
-def _chunks(shard: AdamShard) -> Iterable[tuple[int, int, slice, slice]]:
+def chunks(shard: AdamShard) -> Iterable[tuple[int, int, slice, slice]]:
     """(first element, elements, their slice of the padded arrays, their groups), cut where groups end."""
     first = 0
     while first < shard.numel:
@@ -85,7 +85,7 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
     Args:
         scale_inv: the scale vector that the masters are stored with.
     """
-    for first, count, padded, groups in _chunks(shard):
+    for first, count, padded, groups in chunks(shard):
         start = shard.start + first
         if key is None:
             value = _master(shard, first, count, padded, scale_inv)
@@ -112,7 +112,7 @@ def _master(shard: AdamShard, first: int, count: int, padded: slice, scale_inv: 
 def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Tensor | None) -> None:
     """Inverse of `read_dense`: quantise `value` (1-D [numel], floating, any device) into the shard, to nearest."""
     device = shard.hi.device
-    for first, count, padded, groups in _chunks(shard):
+    for first, count, padded, groups in chunks(shard):
         piece = value[first : first + count].to(device=device, dtype=torch.float32)
         if key is None:
             _write_master(shard, piece, first, count, padded, scale_inv)

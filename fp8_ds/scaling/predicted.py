@@ -104,7 +104,7 @@ class PredictedScales:
             amax: float32 [num].
             scale_inv: float32 [num], powers of two that a checkpoint was written with; taken where amax fits them.
         """
-        self._work = None
+        self.wait()
         self.measured.zero_()
         self.amax.copy_(amax)
         chosen = pow2_scale_inv(self.amax)
@@ -114,6 +114,17 @@ class PredictedScales:
         self.next_scale_inv.copy_(chosen)
         self.previous_scale_inv.copy_(chosen)
         self.commit()
+
+    @torch.no_grad()
+    def replace(self, index: int, amax: Tensor) -> None:
+        """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
+        self.wait()
+        self.measured.zero_()
+        self.amax[index] = amax
+        scale_inv = pow2_scale_inv(amax.float())
+        for vector in (self.scale_inv, self.previous_scale_inv, self.next_scale_inv):
+            vector[index] = scale_inv
+        self.scale[index] = scale_inv.reciprocal()
 
     @torch.no_grad()
     def predict(self, lr: Tensor, decay: Tensor, bound: Tensor, moves: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_ds.comm import max_reduce
 from fp8_ds.optim.masters import MasterFormat, encode
 from fp8_ds.scaling.granularity import TENSOR
-from fp8_ds.scaling.predicted import PredictedScales, pow2_scale_inv
+from fp8_ds.scaling.predicted import PredictedScales
 
 _CHUNK = 1 << 24
 
@@ -60,14 +60,7 @@ class SplitQuantizer:
     @torch.no_grad()
     def rescale(self, index: int, amax: Tensor) -> None:
         """Give weight `index` the scale of `amax` (0-dim), the same on all ranks if `amax` is."""
-        scales = self.scales
-        scales.wait()
-        scales.measured.zero_()
-        scales.amax[index] = amax
-        scale_inv = pow2_scale_inv(amax.float())
-        for vector in (scales.scale_inv, scales.previous_scale_inv, scales.next_scale_inv):
-            vector[index] = scale_inv
-        scales.scale[index] = scale_inv.reciprocal()
+        self.scales.replace(index, amax)
 
     @torch.no_grad()
     def quantize_into(self, out: Tensor, value: Tensor, index: int, start: int = 0) -> None:

@@ -410,7 +410,7 @@ class Fp8ZeroStage12:
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
-        """While inside, what is written into an FP8 weight also becomes its master."""
+        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written."""
         self._fp8_loading = True
         try:
             yield
@@ -432,6 +432,15 @@ class Fp8ZeroStage12:
         """Complete `full`, in which every rank has filled its fragment of tensor `index`. Collective."""
         gather_runs(kind.group, full, kind.layout.runs_of(index))
         return full.view(kind.shapes[index])
+
+    def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
+        """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""
+        quantizer, payload = self._fp8_quantizer, self._fp8_kinds[group_index].params[index]._fp8
+        quantizer.rescale(slot, quantizer.amax_of(slot, flat))
+        quantizer.quantize_into(payload.data.view(-1), flat, slot)
+        if payload.hp is not None:
+            payload.hp.view(-1).copy_(flat)
+        self._fp8_take_over(group_index, index, flat)
 
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
         """A user has written `flat` (1-D) into weight `index` of a group, whose bytes are already those of it."""
@@ -465,14 +474,7 @@ class _Writer:
     def __call__(self, value: Tensor) -> None:
         owner = self.owner()
         assert owner is not None
-        kind, quantizer = owner._fp8_kinds[self.group_index], owner._fp8_quantizer
-        payload = kind.params[self.index]._fp8
-        flat = value.contiguous().view(-1)
-        quantizer.rescale(self.slot, quantizer.amax_of(self.slot, flat))
-        quantizer.quantize_into(payload.data.view(-1), flat, self.slot)
-        if payload.hp is not None:
-            payload.hp.view(-1).copy_(flat)
-        owner._fp8_take_over(self.group_index, self.index, flat)
+        owner._fp8_write(self.group_index, self.index, self.slot, value.contiguous().view(-1))
 
 
 def _piece(payload: Fp8Payload, start: int, numel: int) -> Tensor:

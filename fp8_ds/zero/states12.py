@@ -25,6 +25,7 @@ from fp8_ds.optim.adamw import Fp8AdamW, weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import OverflowFlag, clip_factor, global_norm
@@ -420,7 +421,8 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         flat = value.detach().reshape(-1)
         if optim_state_key is None and self._fp8_is_split:
             if self._fp8_is_fp8(p):
-                p.copy_(value)  # all bytes on every rank, and this rank's low part
+                with self.fp8_load():
+                    p.copy_(value)  # all bytes on every rank, and this rank's low part
                 return
             p.data.copy_(value)
         if p._hp_mapping is None:
@@ -432,16 +434,32 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             core.allocate()
         write_dense(shard, optim_state_key, flat.narrow(0, shard.start, shard.numel), core.scales.scale_inv)
 
+    def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
+        """With split masters what a user writes into a weight is its master, but where it is what was read."""
+        if not self._fp8_is_split or self._fp8_is_dense or self._fp8_loading:
+            super()._fp8_write(group_index, index, slot, flat)
+            return
+        payload, scales = self._fp8_kinds[group_index].params[index]._fp8, self._fp8_quantizer.scales
+        hp = None if payload.hp is None else payload.hp.view(-1)
+        kept = overwrite(payload.data.view(torch.uint8).view(-1), flat, scales, slot, self._fp8_format, hp)
+        if hp is not None:
+            hp.copy_(flat)
+        for shard in self._fp8_shards_of(group_index, index):
+            part = slice(shard.start, shard.start + shard.numel)
+            write_low(shard, flat[part], kept[part], scales.scale_inv)
+
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """With split masters what a user writes into a weight is its master from then on."""
+        """With split masters a loaded weight is its master."""
         if not self._fp8_is_split or self._fp8_is_dense:
             super()._fp8_take_over(group_index, index, flat)
             return
+        for shard in self._fp8_shards_of(group_index, index):
+            write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
+
+    def _fp8_shards_of(self: Any, group_index: int, index: int) -> list[AdamShard]:
+        """What this rank holds of FP8 weight `index` of a group: at most one shard."""
         name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]
-        for piece in self._fp8_flats[group_index].pieces:
-            shard = piece.shard
-            if shard.name == name:
-                write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
+        return [piece.shard for piece in self._fp8_flats[group_index].pieces if piece.shard.name == name]
 
 
 class StateFragment(tensor_fragment):

@@ -17,7 +17,6 @@ from deepspeed import comm as ds_comm
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.formats import E4M3
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW, weight_id
@@ -440,13 +439,15 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         if shard is None:
             return
         piece = value.detach().reshape(-1)[: shard.numel]
-        scale_inv = self.optimizer.core.scales.scale_inv
+        scales = self.optimizer.core.scales
         if optim_state_key is None and shard.fmt.is_split and shard.fmt.is_fp8:
-            limit = float(scale_inv[shard.scale_index]) * E4M3.max
-            if float(piece.abs().max()) > limit:
+            scales.wait()
+            limit, largest = float(scales.amax[shard.scale_index]), float(piece.abs().max())
+            if not largest <= limit:
                 raise UnsupportedError(
-                    f"safe_set_local_fp32_param: expected values up to {limit:.4g} for {shard.name}, whose ranks share "
-                    "one FP8 scale, got a larger one. Use safe_set_full_fp32_param on all ranks."
+                    f"safe_set_local_fp32_param: expected magnitudes up to {limit:.8g} for {shard.name}, those that "
+                    f"its ranks have chosen one FP8 scale for, got {largest:.8g}. Use safe_set_full_fp32_param on all "
+                    "ranks."
                 )
         self._fp8_write_state(shard, optim_state_key, piece)
 
@@ -456,10 +457,6 @@ class Fp8StatesStage3(Fp8ZeroStage3):
             if key not in MOMENTS:
                 raise KeyError(key)
             core.allocate()
-        elif self._fp8_is_split and shard.fmt.is_fp8:
-            index = shard.scale_index
-            amax = core.scales.amax
-            amax[index] = torch.maximum(amax[index], torch.linalg.vector_norm(value.float(), float("inf")))
         write_dense(shard, key, value, core.scales.scale_inv)
         self._fp8_shards.mark_ready()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds import Fp8AdamW, Fp8Parameter, UnsupportedError
+from fp8_ds.optim.masters import encode
 
 SHAPES = ((48, 40), (7,), (128,), (3, 100))
 """Groups of 128 that are whole, ragged, alone and too few."""
@@ -244,6 +245,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedError,
         "amsgrad",
     ),
+    "a client that is AdamW in one group only": (
+        lambda: Fp8AdamW.take_over(
+            torch.optim.Adam(
+                [
+                    {"params": parameters(torch.float32), "decoupled_weight_decay": False},
+                    {"params": parameters(torch.float32), "decoupled_weight_decay": True},
+                ]
+            )
+        ),
+        UnsupportedError,
+        r"decoupled_weight_decay: expected one value .* got \[False, True\]",
+    ),
     "another client": (
         lambda: Fp8AdamW.take_over(torch.optim.SGD(parameters(torch.float32))),
         UnsupportedError,
@@ -349,6 +362,29 @@ def test_a_state_dict_on_disk_gives_every_byte_and_the_same_next_steps(master: s
     assert_same(every_byte(second), every_byte(first))
 
 
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_a_state_dict_keeps_a_scale_that_is_wider_than_its_masters_need(master: str) -> None:
+    """lr * bound may cross a power of two that no master crosses: such a scale is the next step's to narrow."""
+
+    def weights() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.full((4, 64), 447 * 2.0**-10, dtype=torch.bfloat16))]
+
+    first = Fp8AdamW([{"params": weights(), "master": master}], lr=1e-2, weight_decay=0.0)
+    narrow = float(first.core.scales.scale_inv[0])
+    first.flat_params()[0].grad = torch.ones(4, 64, dtype=torch.bfloat16)
+    first.step()
+    assert float(first.core.scales.scale_inv[0]) == 2 * narrow
+    assert float(masters(first)[0].abs().max()) < 448 * narrow
+    state = first.state_dict()
+    second = Fp8AdamW([{"params": weights(), "master": master}], lr=1e-2, weight_decay=0.0)
+    second.load_state_dict(state)
+    assert_same(every_byte(second), every_byte(first))
+    del state["state"][0]["scale_inv"]  # as it was saved before 2026-11-22
+    second.load_state_dict(state)
+    assert float(second.core.scales.scale_inv[0]) == narrow
+    assert torch.equal(masters(second)[0], masters(first)[0])
+
+
 def test_a_state_dict_has_the_keys_of_torch_and_torch_loads_it() -> None:
     ours = build("fp32", lr=1e-2)
     stock = torch.optim.AdamW(parameters(torch.float32), lr=1e-2)
@@ -407,3 +443,57 @@ def test_fp8_parameters_are_read_and_written_like_any_other(master: str) -> None
         assert torch.equal(q, other)
     run(optimizer, 1, chosen={0})
     assert 0 < float(masters(optimizer)[0].abs().max()) <= 1.001e-3  # one lr
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_what_is_written_back_as_it_was_read_keeps_its_master_and_scale(master: str) -> None:
+    optimizer = build(master, lr=1e-2)
+    run(optimizer, 3)
+    before = every_byte(optimizer)
+    with torch.no_grad():
+        for p in optimizer.flat_params():
+            p.copy_(p.detach().clone())
+            p.data = p.data
+            p.mul_(1.0)
+    assert_same(every_byte(optimizer), before)
+
+
+@pytest.mark.parametrize("factor", [64.0, 1.0], ids=["a_wider_scale", "the_same_scale"])
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_elements_that_a_write_leaves_as_they_were_keep_their_masters(master: str, factor: float) -> None:
+    optimizer = build(master, lr=1e-2)
+    run(optimizer, 3)
+    p, before, scale_inv = optimizer.flat_params()[0], masters(optimizer)[0], optimizer.core.scales.scale_inv.clone()
+    row = (
+        factor * p.detach()[5].float().abs().max() * torch.rand(p.shape[1], generator=torch.Generator().manual_seed(9))
+    )
+    with torch.no_grad():
+        p[5] = row
+    after, new = masters(optimizer)[0], optimizer.core.scales.scale_inv
+    assert bool(new[0] > scale_inv[0]) == (factor > 1) and torch.equal(new[1:], scale_inv[1:])
+    half_ulp = {"e4m19": 2.0**-20, "e4m11": 2.0**-12}[master]
+    row = row.bfloat16().float()
+    assert bool(((after[5] - row).abs() <= half_ulp * (row.abs() + 2.0**-6 * new[0])).all())
+    others = torch.arange(len(before)) != 5
+    held = before[others].abs() >= 9 * 2.0**-9 * new[0]  # below lie FP8's subnormals
+    assert torch.equal(after[others][held], before[others][held])
+    assert float(held.float().mean()) > 0.5 and (factor == 1) == torch.equal(after[others], before[others])
+    assert float((after - before)[others].abs().max()) <= 2.0**-10 * float(new[0])
+
+
+def test_a_smaller_scale_after_a_write_gives_the_bytes_of_the_masters() -> None:
+    optimizer = build("e4m19", lr=1e-2)
+    with torch.no_grad():
+        p = optimizer.flat_params()[0]
+        p[7] = 100.0
+        run(optimizer, 3)
+        before, scale_inv = masters(optimizer)[0], float(optimizer.core.scales.scale_inv[0])
+        p[7] = 0.0
+    after, new = masters(optimizer)[0], float(optimizer.core.scales.scale_inv[0])
+    assert new < scale_inv
+    assert float(optimizer.core.scales.amax[0]) >= float(after.abs().max())
+    shard = optimizer.core.shards[0]
+    assert torch.equal(encode(after.flatten(), shard.fmt, torch.tensor(new))[0], shard.hi)
+    held = before.abs() >= 9 * 2.0**-9 * scale_inv
+    held[7] = False
+    assert torch.equal(after[held], before[held]) and bool(held.any())

@@ -187,3 +187,25 @@ def test_scale_of_a_checkpoint_is_taken_where_the_masters_fit_it():
     scales = PredictedScales(4, torch.device("cpu"))
     scales.set(torch.tensor([100.0, 100.0, 900.0, 0.0]), torch.tensor([1.0, 0.25, 1.0, 0.0]))
     assert scales.scale_inv.tolist() == [1, 0.25, 4, 1]
+
+
+def test_scales_that_are_set_anew_first_wait_for_the_reduction_under_way():
+    """It writes into `measured` whenever it ends: after the amaxes that were set, if nobody waits."""
+
+    class Reduction:
+        is_waited_for = False
+
+        def wait(self):
+            self.is_waited_for = True
+            scales.measured.fill_(900.0)
+
+    scales = scales_from(100.0)
+    scales._work = reduction = Reduction()
+    scales.set(torch.tensor([3.0]))
+    scales.wait()
+    assert reduction.is_waited_for
+    assert scales.amax.tolist() == [3.0] and scales.measured.tolist() == [0.0]
+    scales._work = Reduction()
+    scales.replace(0, torch.tensor(448.0))
+    scales.wait()
+    assert scales.amax.tolist() == [448.0] and scales.scale_inv.tolist() == [1.0]

@@ -1,0 +1,84 @@
+"""Users' writes into weights whose FP8 bytes are the high parts of masters: what is written back unchanged stays.
+
+A reader gets the bytes, without the low parts. So a write leaves the master of every element alone that it gives back
+as it was read, and the scale follows from the rest. All of it is decided by what each rank has: the bytes of the whole
+weight, its scale and the value. The low parts lie on one rank only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_ds.formats import E4M3
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.masters import MasterFormat, encode
+from fp8_ds.optim.states import CHUNK, chunks
+from fp8_ds.scaling.predicted import PredictedScales
+
+_MANTISSA_BITS = 3
+_SMALLEST_MOVABLE = (1 << _MANTISSA_BITS) + 1
+"""Code above that of the smallest normal number: another power of two moves the exponents of such a byte and of its
+master alike, whatever the low part. Below it would change how the master is rounded, which only its owner knows."""
+
+_CHANCE = 1 / 8
+"""Where fewer elements than this are as they were read, other values were written, and all of them are meant: one in 16
+bf16 numbers has FP8's mantissa, and may be what was read by chance."""
+
+
+@torch.no_grad()
+def overwrite(
+    codes: Tensor, value: Tensor, scales: PredictedScales, index: int, fmt: MasterFormat, read: Tensor | None = None
+) -> Tensor:
+    """`codes` are the high parts of `value`, with a scale to fit; where it is what was read, of the masters as before.
+
+    Waits for the device.
+
+    Where another scale is needed, elements below 9/8 of FP8's smallest normal number (in the old scale or the new) take
+    the written value: half a step of FP8's subnormals at most.
+
+    Args:
+        codes: uint8 [numel], of the whole weight.
+        value: [numel], any float dtype.
+        index: of the weight in `scales`.
+        read: [numel], what readers get; None: the de-quantised codes.
+
+    Returns:
+        bool [numel]: elements whose low parts are still right.
+    """
+    scales.wait()
+    old, limit = scales.scale_inv[index].clone(), scales.amax[index].clone()
+    kept = torch.empty(value.shape, dtype=torch.bool, device=codes.device)
+    reads = codes.view(E4M3.torch_dtype) if read is None else read
+    written, held = torch.zeros_like(limit), torch.zeros_like(limit)
+    for source, before, keep in zip(value.split(CHUNK), reads.split(CHUNK), kept.split(CHUNK), strict=True):
+        source, before = source.float(), before.float() * old if read is None else before.float()
+        keep.copy_(source.view(torch.int32) == before.view(torch.int32))
+        written = torch.maximum(written, torch.where(keep, 0.0, source).abs().max())
+        held = torch.maximum(held, torch.where(keep, before, 0.0).abs().max())
+    num_kept = int(kept.sum())
+    if num_kept == kept.numel():
+        return kept
+    if num_kept < _CHANCE * kept.numel():
+        kept.zero_()
+    # A master lies within half a step of its high part: 1/16 of it, or 2**-10 where that is subnormal.
+    bound = torch.minimum(limit, held * (1 + 2.0**-4) + old * 2.0**-10)
+    scales.replace(index, torch.maximum(written, torch.where(kept.any(), bound, 0.0)))
+    new = scales.scale_inv[index]
+    shift = (torch.frexp(new)[1] - torch.frexp(old)[1]) << _MANTISSA_BITS
+    for source, code, keep in zip(value.split(CHUNK), codes.split(CHUNK), kept.split(CHUNK), strict=True):
+        magnitude = (code & 0x7F).int()
+        moved = magnitude - shift
+        keep &= (shift == 0) | ((magnitude >= _SMALLEST_MOVABLE) & (moved >= _SMALLEST_MOVABLE))
+        code.copy_(torch.where(keep, (code & 0x80) | moved, encode(source.float(), fmt, new)[0]))
+    return kept
+
+
+@torch.no_grad()
+def write_low(shard: AdamShard, value: Tensor, kept: Tensor, scale_inv: Tensor) -> None:
+    """The low parts of a shard are those of `value` ([shard.numel]) but where `kept` (bool) says that they stay."""
+    assert shard.lo is not None
+    for first, count, padded, _ in chunks(shard):
+        piece = slice(first, first + count)
+        lo = encode(value[piece].float(), shard.fmt, scale_inv[shard.scale_index])[1]
+        shard.lo[padded] = torch.where(kept[piece], shard.lo[padded], lo)
