@@ -21,9 +21,12 @@ from fp8_ds.testing.ranks import RankError, RankPool
 pytestmark = pytest.mark.distributed
 
 TORN = "newest.incomplete"
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 
 
-def resume_and_save(folder: str, stage: int, expected: dict[int, dict[str, Any]] | None, fate: Any = None) -> Any:
+def resume_and_save(
+    folder: str, stage: int, fp8: dict[str, Any], expected: dict[int, dict[str, Any]] | None, fate: Any = None
+) -> Any:
     """Load the newest checkpoint, compare it with what was saved, train a step, save it, and say how long that took.
 
     Args:
@@ -32,7 +35,7 @@ def resume_and_save(folder: str, stage: int, expected: dict[int, dict[str, Any]]
     """
     import torch.distributed as dist
 
-    engine = base.build(stage, {}, seed=0 if expected is None else 1)
+    engine = base.build(stage, fp8, seed=0 if expected is None else 1)
     if expected is not None:
         if Path(folder, TORN).exists():
             assert "is of a save that did not end" in refusal(engine, folder, tag=TORN)
@@ -64,13 +67,13 @@ class Kills:
     again: int = 0
 
 
-def kill_rounds(folder: Path, stage: int, num_kills: int, seed: int) -> Kills:
+def kill_rounds(folder: Path, stage: int, fp8: dict[str, Any], num_kills: int, seed: int) -> Kills:
     """`num_kills` of them before a save had ended on all ranks; those that came too late do not count."""
     generator = random.Random(seed)
     pool = RankPool(2)
     kills = Kills()
     try:
-        duration, step = pool.run(resume_and_save, str(folder), stage, None)[0]
+        duration, step = pool.run(resume_and_save, str(folder), stage, fp8, None)[0]
         while kills.old + kills.new < num_kills:
             pool.close()
             fate = generator.randrange(2), generator.uniform(1e-6, 1.3 * duration)
@@ -85,7 +88,7 @@ def kill_rounds(folder: Path, stage: int, num_kills: int, seed: int) -> Kills:
             pool._start()
             killer.start()
             try:
-                duration, step = pool.run(resume_and_save, str(folder), stage, states, fate)[0]
+                duration, step = pool.run(resume_and_save, str(folder), stage, fp8, states, fate)[0]
             except RankError as error:
                 assert "died" in str(error), error
                 found = newest_header(folder)["global_steps"]
@@ -116,15 +119,21 @@ def newest_header(folder: Path) -> dict[str, Any]:
     return manifest.header
 
 
-def test_a_run_killed_while_saving_resumes_bit_for_bit_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    kill_rounds(tmp_path, stage=2, num_kills=3, seed=0)
+each_kind = pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (3, STATES)], ids=["2", "3-e4m11"])
+
+
+@each_kind
+def test_a_run_killed_while_saving_resumes_bit_for_bit_from_the_last_complete_checkpoint(
+    tmp_path: Path, stage: int, fp8: dict[str, Any]
+) -> None:
+    kill_rounds(tmp_path, stage, fp8, num_kills=2, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_twenty_kills_at_random_moments_of_a_save(tmp_path: Path, stage: int) -> None:
-    kills = kill_rounds(tmp_path, stage, num_kills=20, seed=stage)
-    print(f"ZeRO-{stage}: {kills}")
+@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (3, {}), (2, STATES), (3, STATES)])
+def test_twenty_kills_at_random_moments_of_a_save(tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
+    kills = kill_rounds(tmp_path, stage, fp8, num_kills=20, seed=stage)
+    print(f"ZeRO-{stage} {fp8}: {kills}")
     assert kills.old + kills.new == 20
     assert min(kills.old, kills.torn, kills.again) >= 3, "the kills did not fall into the saves"

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.distributed
 MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
 GROUP_TIMEOUT = 6.0
 MARGIN = 30.0
-VICTIM = 1
-FP8_STATES = {"optimizer": {"states": "fp8"}}
+MOMENTS = ("forward", "backward", "step", "save")
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 RELEASE = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "per_tensor"}}
 
 
@@ -58,17 +58,17 @@ def arm(engine: Any, moment: str, fate: Callable[..., None]) -> None:
         layer.register_forward_pre_hook(fate)
     elif moment == "backward":
         layer.register_full_backward_hook(fate)
-    elif moment == "step":
-        stock = engine.optimizer.unscale_and_clip_grads if engine.fp8.config.optimizer.states == "fp32" else None
-        target = engine.optimizer if stock else engine.fp8.scales
-        setattr(target, "unscale_and_clip_grads" if stock else "update", fate)
+    elif moment == "step":  # between the reduction of gradients and the update
+        name = "unscale_and_clip_grads" if engine.fp8.config.optimizer.states == "fp32" else "_fp8_update"
+        assert hasattr(engine.optimizer, name) and not engine.fp8.config.optimizer.release
+        setattr(engine.optimizer, name, fate)
     elif moment == "save":
         engine.checkpoint_engine.save = fate
     else:
         raise AssertionError(moment)
 
 
-def train_with_a_fault(folder: str, stage: int, fp8: dict[str, Any], moment: str, fate: str) -> None:
+def train_with_a_fault(folder: str, victim: int, stage: int, fp8: dict[str, Any], moment: str, fate: str) -> None:
     import torch.distributed as dist
 
     config = training.ds_config(stage, fp8)
@@ -77,7 +77,7 @@ def train_with_a_fault(folder: str, stage: int, fp8: dict[str, Any], moment: str
     engine = training.build(config, MODEL)
     training.train(engine, 2)
     engine.save_checkpoint(folder)
-    if dist.get_rank() == VICTIM:
+    if dist.get_rank() == victim:
         arm(engine, moment, {"die": die, "stop": stop}[fate])
     Path(folder, f"armed{dist.get_rank()}").touch()
     try:
@@ -88,27 +88,27 @@ def train_with_a_fault(folder: str, stage: int, fp8: dict[str, Any], moment: str
         raise
 
 
-def kill_the_victim(pool: RankPool, folder: Path) -> None:
+def kill_the_victim(pool: RankPool, folder: Path, victim: int) -> None:
     """Once the others have ended: the pool would wait for a silent rank."""
     deadline = time.monotonic() + pool.timeout
-    while not all((folder / f"ended{rank}").exists() for rank in range(3) if rank != VICTIM):
+    while not all((folder / f"ended{rank}").exists() for rank in range(3) if rank != victim):
         if time.monotonic() > deadline:
             return
         time.sleep(0.1)
-    for process in pool._processes[VICTIM : VICTIM + 1]:
+    for process in pool._processes[victim : victim + 1]:
         process.kill()
 
 
-def survivors_end(pool: RankPool, folder: Path, *arguments: Any) -> float:
+def survivors_end(pool: RankPool, folder: Path, victim: int, *arguments: Any) -> float:
     """Seconds until the last survivor raised. Fails if one hangs or does not raise."""
-    killer = threading.Thread(target=kill_the_victim, args=(pool, folder))
+    killer = threading.Thread(target=kill_the_victim, args=(pool, folder, victim))
     killer.start()
-    with pytest.raises(RankError, match=f"rank {VICTIM} died"):
-        pool.run(train_with_a_fault, str(folder), *arguments)
+    with pytest.raises(RankError, match=f"rank {victim} died"):
+        pool.run(train_with_a_fault, str(folder), victim, *arguments)
     killer.join()
     begin = max((folder / f"armed{rank}").stat().st_mtime for rank in range(3))
-    seconds = [(folder / f"ended{rank}").stat().st_mtime - begin for rank in range(3) if rank != VICTIM]
-    assert not (folder / f"ended{VICTIM}").exists()
+    seconds = [(folder / f"ended{rank}").stat().st_mtime - begin for rank in range(3) if rank != victim]
+    assert not (folder / f"ended{victim}").exists()
     return max(seconds)
 
 
@@ -126,49 +126,59 @@ def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "fp8", "moment"),
-    [(3, {}, "forward"), (3, RELEASE, "backward"), (1, {}, "step"), (3, {}, "save")],
-    ids=["3-forward", "3-release-backward", "1-step", "3-save"],
+    ("stage", "fp8", "moment", "victim"),
+    [(3, {}, "forward", 1), (3, RELEASE, "backward", 2), (1, STATES, "step", 0), (3, STATES, "save", 1)],
+    ids=["3-forward", "3-release-backward", "1-states-step-rank0", "3-states-save"],
 )
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(
-    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str
+    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
 ) -> None:
-    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, stage, fp8, moment, "die")
+    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, victim, stage, fp8, moment, "die")
     assert seconds < GROUP_TIMEOUT + MARGIN
     losses = mortal_ranks(GROUP_TIMEOUT).run(resumes, str(tmp_path), stage, fp8)
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize(("stage", "moment"), [(2, "step")])
+@pytest.mark.parametrize(
+    ("stage", "fp8", "moment", "victim"),
+    [(2, {}, "step", 0), (2, STATES, "step", 1)],
+    ids=["2-step-rank0", "2-states-step"],
+)
 def test_a_rank_that_falls_silent_ends_the_others_at_the_groups_time_out(
-    mortal_ranks: Any, tmp_path: Path, stage: int, moment: str
+    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
 ) -> None:
-    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, stage, {}, moment, "stop")
+    seconds = survivors_end(mortal_ranks(GROUP_TIMEOUT), tmp_path, victim, stage, fp8, moment, "stop")
     assert GROUP_TIMEOUT - 1 < seconds < GROUP_TIMEOUT + MARGIN
 
 
+ANYWHERE = [
+    pytest.param(stage, fp8, moment, (stage + number) % 3, id=f"{stage}-{name}-{moment}-rank{(stage + number) % 3}")
+    for name, fp8, stages in (("fp32", {}, (1, 2, 3)), ("states", STATES, (1, 2, 3)), ("release", RELEASE, (2, 3)))
+    for stage in stages
+    for number, moment in enumerate(MOMENTS)
+    if (fp8, moment) != (RELEASE, "step")  # the update is in the backward
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["forward", "backward", "step", "save"])
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, {}), (3, {}), (2, RELEASE), (3, RELEASE)])
+@pytest.mark.parametrize("fate", ["die", "stop"])
+@pytest.mark.parametrize(("stage", "fp8", "moment", "victim"), ANYWHERE)
 def test_within_60_seconds_and_30_after_a_kill_or_a_silence_anywhere(
-    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str
+    mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int, fate: str
 ) -> None:
-    for fate in ("die", "stop"):
-        if moment == "step" and fp8:
-            continue  # with release, the update is in the backward
-        folder = tmp_path / fate
-        folder.mkdir()
-        seconds = survivors_end(mortal_ranks(60.0), folder, stage, fp8, moment, fate)
-        assert seconds < 60.0 + MARGIN
+    seconds = survivors_end(mortal_ranks(60.0), tmp_path, victim, stage, fp8, moment, fate)
+    assert seconds < 60.0 + MARGIN
 
 
 # --- ranks that are late ---
+
+LATE = 1
 
 
 def train_late(delay: float, before: str) -> list[float]:
     import torch.distributed as dist
 
-    is_late = dist.get_rank() == VICTIM
+    is_late = dist.get_rank() == LATE
     if is_late and before == "initialize":
         time.sleep(delay)
     engine = training.build(training.ds_config(3, {}), MODEL)
@@ -191,7 +201,7 @@ def too_late(_: None = None) -> str:
 
     from fp8_ds.errors import Fp8DsError
 
-    if dist.get_rank() == VICTIM:
+    if dist.get_rank() == LATE:
         time.sleep(1.5 * GROUP_TIMEOUT)
     begin = time.monotonic()
     try:
