@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs, prepare
+from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
+from fp8_ds.optim.recent import Recent
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
 from fp8_ds.scaling.predicted import PredictedScales, check_betas, update_bound
 
@@ -48,7 +49,7 @@ class AdamCore:
         self._constants = torch.zeros(0)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), device=device)
-        self._prepared: dict[tuple[int, ...], Any] = {}
+        self._prepared: Recent[tuple[int, ...], AdamStep] = Recent()
         self._weight_rows = torch.zeros(self.scales.num, dtype=torch.long, device=device)
         self._weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
         for shard in self.shards:
@@ -92,6 +93,7 @@ class AdamCore:
         """
         constants = self._device_constants(param_groups)  # first: it may raise, and nothing has changed then
         self.allocate()
+        self._prepared.next_step()
         skip = self._no_skip if skip is None else skip
         taken = skip == 0
         self.step_count += taken if moves is None else (taken & moves)
@@ -126,9 +128,8 @@ class AdamCore:
             chosen: indices of the shards; None: all.
         """
         key = tuple(chosen) if chosen is not None else (-1,)
-        if key not in self._prepared:
-            self._prepared[key] = prepare(self.shards if chosen is None else [self.shards[i] for i in chosen])
-        self._prepared[key](grads, inputs)
+        shards = self.shards if chosen is None else [self.shards[i] for i in chosen]
+        self._prepared.get(key, lambda: prepare(shards))(grads, inputs)
 
     def end(self) -> None:
         """All shards are updated: their scales are in force, and their amaxes travel."""

@@ -57,7 +57,8 @@ def reload_adam(optimizer: Any) -> None:
 
 
 def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.device) -> None:
-    for shard in optimizer.optimizer.core.shards:
+    core = optimizer.optimizer.core
+    for shard in core.shards:
         if OffloadStateTypeEnum.optim_states in chosen:
             shard.m, shard.v = shard.m.to(device), shard.v.to(device)
             shard.m_scale_inv, shard.v_scale_inv = shard.m_scale_inv.to(device), shard.v_scale_inv.to(device)
@@ -66,6 +67,7 @@ def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.
     if OffloadStateTypeEnum.hp_params in chosen and not optimizer._fp8_is_split:
         for master in optimizer.fp8_masters():
             master.data = master.data.to(device)
+    core.moved()
 
 
 def _move(optimizer: Any, device: torch.device) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.recent import Recent
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.zero.norm import clip_factor
 
@@ -95,7 +96,7 @@ class ReleaseUpdater:
         self._inputs: StepInputs | None = None
         self._updated: set[str] = set()
         self._square_sum = torch.zeros((), device=device)
-        self._indices: dict[tuple[str, ...], Tensor] = {}
+        self._indices: Recent[tuple[str, ...], Tensor] = Recent()
         self.last_norm = torch.zeros((), device=device)
         """Global norm of the last step without infinities and NaN."""
         self.tensor_norms = torch.full((len(names),), float("inf"), device=device)
@@ -149,11 +150,12 @@ class ReleaseUpdater:
             history: amaxes of activations and gradients to be reduced along, where masters are split.
         """
         norm = self._square_sum.sqrt()
-        self.last_norm = torch.where(torch.isfinite(norm), norm, self.last_norm)
-        self._square_sum = torch.zeros_like(self._square_sum)
+        self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
+        self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
         self.num_steps += 1
         self._updated.clear()
         self._inputs = None
+        self._indices.next_step()
         scales = self.core.scales
         if history is not None and scales.extra.numel():
             scales.extra.copy_(history.amax_local)
@@ -210,10 +212,8 @@ class ReleaseUpdater:
         return self._entries(("scales", *names), [self._scale_indices[n] for n in names if n in self._scale_indices])
 
     def _entries(self, key: tuple[str, ...], values: list[int]) -> Tensor:
-        """`values` on the device; kept, since buckets are the same in every step."""
-        if key not in self._indices:
-            self._indices[key] = torch.tensor(values, dtype=torch.long, device=self.core.device)
-        return self._indices[key]
+        """`values` on the device; kept, since buckets are mostly the same in every step."""
+        return self._indices.get(key, lambda: torch.tensor(values, dtype=torch.long, device=self.core.device))
 
     def state_dict(self) -> dict[str, Any]:
         """What a bit-exact resume needs; builtin types and CPU tensors."""

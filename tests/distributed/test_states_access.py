@@ -275,10 +275,14 @@ def offload(engine: Any, chosen: tuple[str, ...], device: str) -> None:
 def with_offload(stage: int, master: str, chosen: tuple[str, ...]) -> dict[str, Any]:
     engine = training.build(training.ds_config(stage, base.states(master)), base.SMALL)
     losses = training.train(engine, 2)
+    prepared = engine.optimizer.optimizer.core._prepared
     if chosen:
         before = base.everything(engine)
+        assert len(prepared)
         offload(engine, chosen, "cpu")
+        assert not len(prepared)
         engine.reload_states()
+        assert not len(prepared)
         assert not engine.optimizer.offloaded_states
         base.assert_same_everything(base.everything(engine), before)
     losses += training.train(engine, 2, first_step=2)

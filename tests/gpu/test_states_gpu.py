@@ -184,3 +184,86 @@ def step_without_waiting(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_step_of_zero_never_waits_for_the_device(gpu_ranks: Any, stage: int) -> None:
     gpu_ranks(1).run(step_without_waiting, stage)
+
+
+def with_offload(stage: int, is_offloaded: bool) -> Any:
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    engine = build(stage, E4M11)
+    losses = training.train(engine, 3)
+    if is_offloaded:
+        include = [OffloadStateTypeEnum(name) for name in ("optim_states", "hp_params", "lp_params")]
+        engine.optimizer.offload_states(include=include, device=SimpleNamespace(value="cpu"), pin_memory=False)
+        assert not len(engine.optimizer.optimizer.core._prepared)
+        engine.reload_states()
+        assert not len(engine.optimizer.optimizer.core._prepared)
+    result = losses + training.train(engine, 3, first_step=3), all_bytes(engine)
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_kernel_goes_on_where_states_lie_after_offload_and_reload(gpu_ranks: Any, stage: int) -> None:
+    assert_same(gpu_ranks(1).run(with_offload, stage, False)[0], gpu_ranks(1).run(with_offload, stage, True)[0])
+
+
+def bucket(clipping: str) -> Any:
+    """(a ReleaseUpdater of one bucket, its gradients by name: tensors that every step fills anew)"""
+    from fp8_ds.ops.adamw import AdamShard
+    from fp8_ds.optim.core import AdamCore
+    from fp8_ds.optim.masters import E4M11 as FORMAT
+    from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
+    from fp8_ds.scaling.predicted import PredictedScales
+    from fp8_ds.zero.release import ReleaseUpdater
+
+    device, sizes = torch.device("cuda", torch.cuda.current_device()), {"matrix": 1 << 16, "ragged": 4136, "tiny": 5}
+    scales = PredictedScales(len(sizes), device)
+    scales.set(torch.ones(len(sizes), device=device))
+    pieces = []
+    for index, (name, numel) in enumerate(sizes.items()):
+        hi = torch.empty(numel, dtype=torch.uint8, device=device)
+        shard = AdamShard(name, numel, 0, index, 0, index, FORMAT, hi)
+        allocate_lo(shard, device)
+        write_dense(shard, None, torch.linspace(-0.9, 0.9, numel), scales.scale_inv)
+        pieces.append(Piece(0, shard))
+    core = AdamCore([Flat(0, sum(sizes.values()), pieces)], [0], scales, device, True, 0)
+    indices = {name: index for index, name in enumerate(sizes)}
+    grads = {name: torch.empty(numel, device=device, dtype=torch.bfloat16) for name, numel in sizes.items()}
+    return ReleaseUpdater(core, list(sizes), indices, None, clipping, 0.0 if clipping == "none" else 1.0), grads
+
+
+def bucket_steps(clipping: str, is_captured: bool) -> list[torch.Tensor]:
+    """All bytes after steps of one bucket; the update of the second is captured, and replayed from then on."""
+    torch.use_deterministic_algorithms(False)
+    release, grads = bucket(clipping)
+    settings = [{"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}]
+    graph = None
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for grad in grads.values():
+            grad.copy_(torch.randn(grad.shape, generator=generator))
+        if is_captured and step == 1:  # the first step was made with the same gradient tensors
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                release.update(list(grads), grads, settings, 1.0)
+        if graph is None:
+            release.update(list(grads), grads, settings, 1.0)
+        else:
+            graph.replay()
+        release.finish(None)
+    core = release.core
+    core.scales.wait()
+    found = [core.step_count, core.scales.scale_inv, core.scales.amax, release.last_norm, release.tensor_norms]
+    found += [getattr(s, name) for s in core.shards for name in ("hi", "lo", "m", "v", "m_scale_inv", "v_scale_inv")]
+    return [tensor.cpu().clone() for tensor in found]
+
+
+@pytest.mark.parametrize("clipping", ["none", "per_tensor", "delayed_norm"])
+def test_the_update_of_a_bucket_replayed_from_a_cuda_graph_writes_the_bytes_of_the_eager_one(
+    gpu_ranks: Any, clipping: str
+) -> None:
+    eager, replayed = (gpu_ranks(1).run(bucket_steps, clipping, is_captured)[0] for is_captured in (False, True))
+    assert eager[0].tolist() == [STEPS]
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8_ds.config import OptimizerConfig
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim import core as core_module
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import E4M11, FP32, MasterFormat
 from fp8_ds.optim.states import Flat, Piece, allocate_lo, write_dense
@@ -33,20 +34,23 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def updater(clipping: Any = "none", max_norm: float = 0.0, fmt: MasterFormat = FP32, names: Any = None) -> Any:
-    """An updater over the shards that this rank holds, all masters ones."""
-    device, names = torch.device("cpu"), list(names or SIZES)
-    scales = PredictedScales(len(HELD), device)
-    scales.set(torch.ones(len(HELD)))
+def updater(
+    clipping: Any = "none", max_norm: float = 0.0, fmt: MasterFormat = FP32, names: Any = None, held: Any = None
+) -> Any:
+    """An updater over the shards that this rank holds (`held`: their sizes), all masters ones."""
+    device, held = torch.device("cpu"), held or {name: SIZES[name] for name in HELD}
+    scales = PredictedScales(len(held), device)
+    scales.set(torch.ones(len(held)))
     pieces = []
-    for index, name in enumerate(HELD):
+    for index, (name, size) in enumerate(held.items()):
         dtype = torch.float32 if fmt is FP32 else torch.uint8
-        shard = AdamShard(name, SIZES[name], 0, index, 0, index, fmt, torch.empty(SIZES[name], dtype=dtype))
+        shard = AdamShard(name, size, 0, index, 0, index, fmt, torch.empty(size, dtype=dtype))
         allocate_lo(shard, device)
-        write_dense(shard, None, torch.ones(SIZES[name]), scales.scale_inv)
+        write_dense(shard, None, torch.ones(size), scales.scale_inv)
         pieces.append(Piece(0, shard))
     core = AdamCore([Flat(0, 1000, pieces)], [0], scales, device, True, 0)
-    indices = {name: index for index, name in enumerate(HELD)} if fmt is not FP32 else {}
+    indices = {name: index for index, name in enumerate(held)} if fmt is not FP32 else {}
+    names = list(names or SIZES)
     return ReleaseUpdater(core, names, indices, None, clipping, max_norm)
 
 
@@ -202,6 +206,64 @@ def test_a_bucket_of_which_this_rank_holds_nothing_is_counted_and_does_no_harm()
         release.update(["far"], {}, GROUPS, 1.0)
         assert float(release.finish(None)) == 0.0
         assert int(release.num_steps) == 1 and int(release.core.step_count[0]) == 1
+
+
+def bucket_steps(num_steps: int, forget: bool) -> tuple[list[Tensor], int]:
+    """All bytes after steps whose buckets vary, and the most that was kept of them at once.
+
+    Args:
+        forget: keep nothing from step to step.
+    """
+    layers = [f"layer{i}" for i in range(10)]
+    release = updater("per_tensor", max_norm=30.0, fmt=E4M11, names=layers, held=dict.fromkeys(layers, 5))
+    most = 0
+    for t in range(num_steps):
+        generator = torch.Generator().manual_seed(t)
+        chosen = [layers[i] for i in torch.randperm(10, generator=generator)[:6].tolist()]  # layer drop
+        for bucket in (chosen[:4], chosen[4:]):
+            grads = {name: torch.randn(5, generator=generator) for name in bucket}
+            release.update(bucket, grads, GROUPS, 1.0)
+        release.finish(None)
+        most = max(most, len(release.core._prepared), len(release._indices))
+        if forget:
+            release.core.moved()
+            release._indices.clear()
+    tensors = [getattr(shard, name) for shard in release.core.shards for name in ("hi", "lo", "m", "v")]
+    return [*tensors, release.core.scales.scale_inv, release.tensor_norms], most
+
+
+def test_buckets_that_vary_from_step_to_step_are_forgotten_and_give_the_same_bytes() -> None:
+    kept, most = bucket_steps(40, forget=False)
+    anew, _ = bucket_steps(40, forget=True)
+    assert most <= 5 * 2 * 2  # five steps of two buckets, each by its slots and by its scales
+    assert all(torch.equal(a, b) for a, b in zip(kept, anew, strict=True))
+
+
+def test_buckets_that_stay_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+    prepare = core_module.prepare
+    monkeypatch.setattr(core_module, "prepare", lambda shards: prepared.append(shards) or prepare(shards))
+    release = updater()
+    for t in range(12):
+        step(release, gradients(t))
+    assert len(prepared) == 2
+
+
+def shared_addresses(release: Any) -> list[int]:
+    core, scales = release.core, release.core.scales
+    own = [release.last_norm, release._square_sum, release.tensor_norms, release.num_steps, core.step_count]
+    of_scales = [scales.amax, scales.measured, scales.scale, scales.scale_inv, scales.previous_scale_inv]
+    return [tensor.data_ptr() for tensor in (*own, *of_scales, scales.next_scale_inv)]
+
+
+def test_tensors_that_updates_and_ends_of_steps_share_stay_where_they_are() -> None:
+    """A CUDA graph of an update goes on with the addresses that it was captured with."""
+    release = updater("delayed_norm", max_norm=1.0, fmt=E4M11)
+    step(release, gradients(0))
+    addresses, before = shared_addresses(release), float(release.last_norm)
+    step(release, gradients(1))
+    assert shared_addresses(release) == addresses
+    assert float(release.last_norm) != before and float(release._square_sum) == 0
 
 
 def test_a_second_update_before_the_step_ends_is_refused_by_name() -> None:
