@@ -126,9 +126,9 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
     steps = sorted(step for step in common if until is None or step <= until)
     last = max(1, round(fraction * len(steps)))
     if len(steps) < _MIN_STEPS:
+        limit = "" if until is None else f" until {until}"
         raise ConfigError(
-            f"runs: expected at least {_MIN_STEPS} steps that all have{'' if until is None else f' until {until}'}, got "
-            f"{len(steps)}. Log the same steps."
+            f"runs: expected at least {_MIN_STEPS} steps that all have{limit}, got {len(steps)}. Log the same steps."
         )
     compared = steps[-last:]
     latest = steps[-1] + statistics.median(after - before for before, after in itertools.pairwise(steps))

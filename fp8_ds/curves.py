@@ -56,7 +56,7 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     if not rows:
         raise ConfigError(f"{path}: expected losses, got a file without values. Was the run still starting?")
     name = column or _loss_name(path, rows)
-    points = {step: float(row[name]) for step, row in rows if name in row and row[name] not in ("", None)}
+    points = {step: _number(row[name], path) for step, row in rows if name in row and row[name] not in ("", None)}
     if not points:
         names = sorted({key for _, row in rows for key in row})
         raise ConfigError(f"--column: expected a column of {path}, one of {names}, got {name!r}. Name another.")
@@ -65,6 +65,13 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     if bad is not None:
         raise ConfigError(f"{path}: expected finite losses, got {points[bad]} in step {bad}. The run has diverged.")
     return Curve(str(path), steps, tuple(points[step] for step in steps))
+
+
+def _number(value: Any, path: Path) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: expected numbers, got {value!r}. Name a file of steps and losses.") from error
 
 
 def _of_folder(folder: Path, column: str | None) -> Curve:
@@ -97,14 +104,26 @@ def _loss_name(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(step, values by name)"""
     if "tfevents" in path.name:
-        for tag, step, value in read_events(path):
-            yield step, {tag: value}
+        try:
+            for tag, step, value in read_events(path):
+                yield step, {tag: value}
+        except (IndexError, ValueError, struct.error) as error:
+            raise ConfigError(f"{path}: expected TensorBoard's records, got others ({error}). Name another.") from error
     elif path.name == "trainer_state.json" or path.suffix == ".jsonl":
         yield from _json_rows(path)
     elif path.suffix == ".csv":
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file, skipinitialspace=True):
-                yield _step_of(row, path), row
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file, skipinitialspace=True))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(f"{path}: expected a CSV in UTF-8, got {error}. Name another.") from error
+        for number, row in enumerate(rows, 2):
+            if None in row:
+                raise ConfigError(
+                    f"{path}: expected as many values as names in the first line, got {row[None]} more in row "
+                    f"{number}. Repair the file."
+                )
+            yield _step_of(row, path), row
     else:
         raise ConfigError(
             f"run: expected .csv, .jsonl, trainer_state.json, an event file or a folder, got {path}. Convert it."
@@ -114,12 +133,16 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         else:
-            rows = json.loads(path.read_text())["log_history"]
-    except (json.JSONDecodeError, KeyError) as error:
+            rows = list(json.loads(path.read_text(encoding="utf-8"))["log_history"])
+    except (ValueError, KeyError, TypeError) as error:  # of JSON, of UTF-8, of what it holds
         raise ConfigError(f"{path}: expected JSON, got {error!r}. Name a file of JSON lines.") from error
     for row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{path}: expected JSON objects, got {row!r}. Name a file with a step and a loss in each."
+            )
         yield _step_of(row, path), row
 
 
@@ -127,7 +150,10 @@ def _step_of(row: Mapping[str, Any], path: Path) -> int:
     name = next((key for key in row if key.lower() in _STEP_NAMES), None)
     if name is None:
         raise ConfigError(f"{path}: expected one of {', '.join(_STEP_NAMES)} in each row, got {list(row)}. Add it.")
-    return int(float(row[name]))
+    step = _number(row[name], path)
+    if not math.isfinite(step):
+        raise ConfigError(f"{path}: expected finite steps, got {row[name]!r}. Repair the file.")
+    return int(step)
 
 
 # --- TensorBoard's event files, without TensorBoard ---

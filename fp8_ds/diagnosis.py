@@ -1,18 +1,16 @@
-"""What this machine has for FP8, what is missing and what installs it; whether a run would train in FP8."""
+"""What this machine has for FP8, what is missing and what installs it."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import math
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds.errors import Fp8DsError, SeamError
@@ -62,8 +60,12 @@ class Probe:
 
 def checks() -> list[Check]:
     """All that `fp8-ds doctor` looks at, but for probes; nothing is raised."""
+    python = Check("python", "ok", sys.version.split()[0])
+    if _installed("torch") is None:
+        remedy = "install it: pytorch.org/get-started; without it nothing else can be looked at"
+        return [python, Check("torch", "missing", "not installed", remedy)]
     return [
-        Check("python", "ok", sys.version.split()[0]),
+        python,
         *_torch(),
         *_gpu(),
         *_deepspeed(),
@@ -76,7 +78,7 @@ def checks() -> list[Check]:
         _package("liger_kernel", '"activations.cross_entropy": "liger"', "pip install liger-kernel"),
         _package("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
         _package("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
-        _autoload(),
+        autoload_check(),
     ]
 
 
@@ -226,7 +228,7 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _autoload() -> Check:
+def autoload_check() -> Check:
     from fp8_ds.cli import autoload
 
     state = autoload.state(autoload.default_site_dir())
@@ -243,7 +245,9 @@ def _autoload() -> Check:
 
 
 def probes() -> list[Probe]:
-    """Each recipe's forward product on this machine's first GPU, or on its CPU."""
+    """Each recipe's forward product on this machine's first GPU, or on its CPU; none without torch."""
+    if _installed("torch") is None:
+        return []
     import torch
 
     from fp8_ds.scaling.granularity import OF_RECIPE
@@ -281,83 +285,3 @@ def _probe(name: str, device: torch.device) -> Probe:
         return Probe(name, refused=str(error).splitlines()[0])
     flops = 2 * size**3
     return replace(measured, teraflops=flops / fp8_us / 1e6, bf16_teraflops=flops / bf16_us / 1e6)
-
-
-# --- a configuration ---
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a run with a configuration trains in FP8.
-
-    Attributes:
-        on: yes, no, or "if": only if the script activates fp8_ds.
-        reasons: one sentence each.
-    """
-
-    on: Literal["yes", "no", "if"]
-    reasons: tuple[str, ...]
-
-
-def judge(config: Mapping[str, Any], script: Path | None = None) -> Verdict:
-    """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
-
-    Args:
-        config: DeepSpeed's.
-        script: the training script, read for an import of fp8_ds; None: it is not known.
-
-    Raises:
-        OSError: the script cannot be read.
-    """
-    import torch
-
-    from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.initialize import refuse_misplaced_block
-    from fp8_ds.engine.refusals import capabilities, refuse_config, refuse_device, zero_stage
-
-    try:
-        refuse_misplaced_block(config)
-    except Fp8DsError as error:
-        return Verdict("no", (str(error),))
-    if "fp8" not in config:
-        return Verdict(
-            "no", ('The configuration has no "fp8" block: it trains in bf16. Add "fp8": {"enabled": true}.',)
-        )
-    try:
-        fp8 = Fp8Config.from_block(config["fp8"])
-        if not fp8.enabled:
-            return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',))
-        refuse_config(config)
-        fp8.check_stage(zero_stage(config))
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
-    except Fp8DsError as error:
-        return Verdict("no", (f"It is refused at start: {error}",))
-    reasons = [f"fp8_ds accepts the configuration: recipe {fp8.linear.recipe}, ZeRO stage {zero_stage(config)}."]
-    if device.type == "cpu":
-        reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
-    way = _way(script)
-    if way is not None:
-        return Verdict("yes", (*reasons, way))
-    reasons.append(
-        "Nothing loads fp8_ds: autoload is off"
-        + (f", and {script} does not import it" if script is not None else "")
-        + ". DeepSpeed then ignores the block and trains in bf16 without a word. `import fp8_ds` in the script, start "
-        "it by `deepspeed --module fp8_ds.run SCRIPT`, or run `fp8-ds autoload on`."
-    )
-    return Verdict("no" if script is not None else "if", tuple(reasons))
-
-
-def _way(script: Path | None) -> str | None:
-    """What loads fp8_ds in a run, as far as it can be seen from here."""
-    if _autoload().status == "ok":
-        return "autoload is on in this environment."
-    if script is None:
-        return None
-    for node in ast.walk(ast.parse(script.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        if any(name.split(".")[0] == "fp8_ds" for name in names):
-            return f"{script} imports fp8_ds."
-    return None

@@ -8,6 +8,7 @@ Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for themselves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,7 +136,10 @@ def read_run(
             f"micro-batch: expected an integer, got {config.get('train_micro_batch_size_per_gpu')!r} in the "
             "configuration. Name one with --micro-batch."
         )
-    dtype = str((config.get("data_types") or {}).get("grad_accum_dtype"))
+    types = config.get("data_types") or {}
+    if not isinstance(types, Mapping):
+        raise ConfigError(f"data_types: expected an object, got {json.dumps(types)}. Write grad_accum_dtype in it.")
+    dtype = str(types.get("grad_accum_dtype"))
     setup = Setup(
         stage,
         world_size,

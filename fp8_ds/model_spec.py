@@ -118,10 +118,11 @@ class ModelSpec:
             config = AutoConfig.for_model(self.config["model_type"], **options)
             config.use_cache = False
             return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
-        except (KeyError, ValueError) as error:
+        except Exception as error:  # transformers has no class for what it finds wrong in a configuration
             raise ConfigError(
-                f"model: expected the configuration of a causal language model, got {self.name} ({error}). "
-                "Name another, or a function: module:function."
+                f"model: expected the configuration of a causal language model, got {self.name} "
+                f"({type(error).__name__}: {error}). Name another, repair it or --set, or name a function: "
+                "module:function."
             ) from error
 
 
@@ -162,8 +163,8 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
                 "Use a config.json as save_pretrained writes it."
             )
         return ModelSpec(text, {**config, **_pairs(settings)})
-    module, colon, function = text.partition(":")
-    if colon and not settings:
+    module, _, function = text.partition(":")
+    if module and function and not settings:
         return ModelSpec(text, function=_function(module, function))
     raise ConfigError(
         f"model: expected a config.json, its folder, module:function (without --set) or one of {', '.join(FAMILIES)}, "
@@ -175,12 +176,18 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it: modules of the current folder
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"model: expected a function at {module}:{name}, got {error}. Start in the folder of the module, or name "
             "its full dotted path."
         ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"model: expected a function at {module}:{name}, got {type(found).__name__}. Name one that returns a model."
+        )
+    function: Callable[[], nn.Module] = found
+    return function
 
 
 def _pairs(settings: Sequence[str]) -> dict[str, Any]:

@@ -41,11 +41,7 @@ class PrecisionSchedule:
             ConfigError: a fraction of an unknown number of steps; or "layers" names no layer.
         """
         total = config.total_steps or total_steps
-        if config.bf16_last_fraction > 0 and total is None:
-            raise ConfigError(
-                "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
-                f"{config.bf16_last_fraction}, got null, and no scheduler.params.total_num_steps. Write it."
-            )
+        check_total(config, total_steps)
         last = _last_part(total, config.bf16_last_fraction) if config.bf16_last_fraction and total else None
         fixed: dict[str, Precision] = {}
         for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
@@ -143,6 +139,24 @@ class Stays:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As when `state` was made."""
         self._stays = {name: Stay(*entry) for name, entry in state.items()}
+
+
+def check_total(config: ScheduleConfig, total_steps: object) -> None:
+    """Nothing happens if it can be said when `bf16_last_fraction` begins.
+
+    Args:
+        config: the "schedule" block.
+        total_steps: of DeepSpeed's learning-rate scheduler; "auto" is filled in by who starts the run.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    known = isinstance(config.total_steps or total_steps, int) or total_steps == "auto"
+    if config.bf16_last_fraction > 0 and not known:
+        raise ConfigError(
+            "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
+            f"{config.bf16_last_fraction}, got null, and no scheduler.params.total_num_steps. Write it."
+        )
 
 
 def _last_part(total: int, fraction: float) -> int:

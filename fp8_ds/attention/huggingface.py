@@ -44,10 +44,7 @@ def refuse_attention(model: nn.Module, device: torch.device, backend: Backend) -
         UnsupportedError: it is not installed or does not run on this device (with the command); the model does not go
             through transformers' registry; or its attention has dropout, or heads that the backend does not take.
     """
-    try:
-        require_backend(backend, device)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{_KEY}: {error}") from error
+    refuse_backend(backend, device)
     fixed = [
         type(m).__name__ for m in model.modules() if not getattr(m, "_can_set_attn_implementation", lambda: True)()
     ]
@@ -59,6 +56,18 @@ def refuse_attention(model: nn.Module, device: torch.device, backend: Backend) -
         )
 
     _refuse_kinds(model, backend)
+
+
+def refuse_backend(backend: Backend, device: torch.device) -> None:
+    """Nothing happens if the backend runs here.
+
+    Raises:
+        UnsupportedError: it is not installed or does not run on this device (with the command).
+    """
+    try:
+        require_backend(backend, device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{_KEY}: {error}") from error
 
 
 def _refuse_kinds(model: nn.Module, backend: Backend) -> None:

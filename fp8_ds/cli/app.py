@@ -1,7 +1,7 @@
 """The `fp8-ds` command.
 
 Exit codes of all commands: 0 done and well, 1 the answer is no, 2 wrong usage or refused, 3 a file could not be read,
-written or removed. docs/cli.md says what "no" is for each.
+written or removed, 4 an error that nobody foresaw. docs/cli.md says what "no" is for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fp8_ds.cli import autoload
-from fp8_ds.cli.common import EXIT_FILE, EXIT_NO
+from fp8_ds.cli.common import EXIT_FILE, EXIT_NO, Commands, failures
 from fp8_ds.cli.compare import compare
 from fp8_ds.cli.convert import convert
 from fp8_ds.cli.doctor import doctor
@@ -22,10 +22,12 @@ from fp8_ds.cli.estimate import estimate
 from fp8_ds.cli.parity import parity
 from fp8_ds.cli.plan import plan
 
-app = typer.Typer(name="fp8-ds", help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="fp8-ds", cls=Commands, help="FP8 training for DeepSpeed.", no_args_is_help=True, add_completion=False
+)
 autoload_app = typer.Typer(
     help='Make `"fp8": {"enabled": true}` in the JSON config enough for any script of this environment.\n\n'
-    "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error.",
+    "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error, 4 a defect.",
     no_args_is_help=True,
 )
 for command in (doctor, plan, estimate, compare, parity, convert):
@@ -59,10 +61,11 @@ def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
 def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Exit with 0 if autoload is on, with 1 if it is not."""
     folder = site_dir or autoload.default_site_dir()
-    try:
-        current = autoload.state(folder)
-    except OSError as error:
-        raise _failed(error, folder, as_json) from error
+    with failures(as_json):
+        try:
+            current = autoload.state(folder)
+        except OSError as error:
+            raise _failed(error, folder, as_json) from error
     _show(current, folder, changed=False, as_json=as_json)
     if current != "on":
         raise typer.Exit(EXIT_NO)
@@ -70,10 +73,11 @@ def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
 
 def _change(action: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> None:
     folder = site_dir or autoload.default_site_dir()
-    try:
-        changed = action(folder)
-    except OSError as error:
-        raise _failed(error, folder, as_json) from error
+    with failures(as_json):
+        try:
+            changed = action(folder)
+        except OSError as error:
+            raise _failed(error, folder, as_json) from error
     _show(autoload.state(folder), folder, changed, as_json)
 
 

@@ -27,7 +27,7 @@ def state(site_dir: Path) -> State:
     path = pth_file(site_dir)
     if not path.exists():
         return "off"
-    return "on" if path.read_text() == PTH_LINE else "outdated"
+    return "on" if path.read_bytes() == PTH_LINE.encode() else "outdated"
 
 
 def turn_on(site_dir: Path) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +24,8 @@ EXIT_USAGE = 2
 """An argument, the configuration or the input is wrong, or what is asked for is refused."""
 EXIT_FILE = 3
 """A file could not be read or written."""
+EXIT_DEFECT = 4
+"""An error that nobody foresaw: a defect of ours, or an error of the user's own model."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SetOption = Annotated[
@@ -29,9 +33,28 @@ SetOption = Annotated[
 ]
 
 
+UsageError: Any = typer.BadParameter.__base__
+"""typer has a copy of click in some versions, and click in others."""
+
+
+class Commands(TyperGroup):
+    """All commands; with --json wrong usage is a JSON object, too."""
+
+    def main(self, args: Any = None, *more: Any, **options: Any) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        if "--json" not in words:
+            return super().main(args, *more, **options)
+        try:
+            code = super().main(args, *more, **{**options, "standalone_mode": False})
+        except UsageError as error:
+            typer.echo(json.dumps({"error": error.format_message()}))
+            sys.exit(EXIT_USAGE)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 @contextmanager
 def failures(as_json: bool) -> Iterator[None]:
-    """Errors of ours and of files end the command with their code, and say why.
+    """Errors end the command with their code, and say why; those that nobody foresaw with their traceback, too.
 
     Raises:
         typer.Exit: in their place.
@@ -46,6 +69,13 @@ def failures(as_json: bool) -> Iterator[None]:
         raise _failed(f"{error.argument}: {_file_message(error.cause)}", EXIT_FILE, as_json) from error
     except OSError as error:
         raise _failed(_file_message(error), EXIT_FILE, as_json) from error
+    except (typer.Exit, typer.Abort, UsageError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        what = f"expected no error here, got {type(error).__name__}: {str(error).rstrip('.')}"
+        remedy = "The traceback is on standard error: look into your model there, or report a defect."
+        raise _failed(f"{what}. {remedy}", EXIT_DEFECT, as_json) from error
 
 
 class _ArgumentFileError(OSError):

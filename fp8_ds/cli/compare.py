@@ -27,10 +27,10 @@ def compare(
     """Loss curves, their paired differences with 95 % intervals, and a verdict.
 
     A path is a CSV, JSON lines, trainer_state.json, a TensorBoard event file, or a folder with one of them. Parity: the
-    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs, which
-    end at the same step unless --until says what is meant.
+    mean difference is at most 0.1 % and the upper end of its interval at most 0.3 %; that takes two pairs of runs that
+    end at the same step, unless --until says what is meant.
 
-    Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error.
+    Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error, 4 a defect.
     """
     from fp8_ds import comparison
 

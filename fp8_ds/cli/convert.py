@@ -41,7 +41,7 @@ def convert(
 ) -> None:
     """Weights leave as bf16 of the masters, bitwise. Safetensors cannot become a checkpoint: they have no moments.
 
-    Exit codes: 0 done, 2 wrong usage or refused, 3 file error.
+    Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
     from fp8_ds.checkpoint.convert import convert as run
     from fp8_ds.checkpoint.convert import kind_of

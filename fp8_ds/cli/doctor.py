@@ -11,7 +11,8 @@ import typer
 from fp8_ds.cli.common import EXIT_NO, JsonOption, argument, console, failures, read_config, show
 
 if TYPE_CHECKING:
-    from fp8_ds.diagnosis import Check, Probe, Verdict
+    from fp8_ds.diagnosis import Check, Probe
+    from fp8_ds.judgement import Verdict
 
 _MARKS = {"ok": "ok", "warning": "look", "missing": "MISSING", "optional": "-"}
 
@@ -29,16 +30,20 @@ def doctor(
     """GPU, versions, seams, attention, a product per recipe; with --config, whether FP8 is really on in that run.
 
     Exit codes: 0 all that FP8 training needs is here (--config: FP8 would be on), 1 it is not, 2 wrong usage,
-    3 file error.
+    3 file error, 4 a defect.
     """
     from fp8_ds import diagnosis
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.judgement import judge
 
     with failures(as_json):
+        if script is not None and config is None:
+            raise ConfigError(f"--script: expected --config beside it, got {script} alone. Name both.")
+        block = None if config is None else read_config(config)
         found = diagnosis.checks()
         products = diagnosis.probes() if probe else []
-        block = None if config is None else read_config(config)
         with argument("--script"):
-            verdict = None if block is None else diagnosis.judge(block, script)
+            verdict = None if block is None else judge(block, script, found)
     good = diagnosis.can_train(found) if verdict is None else verdict.on == "yes"
     if as_json:
         show(
@@ -81,6 +86,8 @@ def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -
             "if": "FP8 would be OFF, unless the script loads it.",
         }
         out.print(" ".join([words[verdict.on], *map(escape, verdict.reasons)]))
+        for name, what in verdict.used.items():
+            out.print(f"  {name}: {escape(what)}")
 
 
 def _against_reference(one: Probe) -> str:

@@ -36,7 +36,7 @@ def estimate(
         bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
     ] = False,
     memory: Annotated[
-        float | None, typer.Option("--memory", help="GiB that a GPU has, such as 139 of an H200.")
+        float | None, typer.Option("--memory", min=0.0, help="GiB that a GPU has, such as 139 of an H200.")
     ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Also the most layers that fit into --memory.")] = False,
     settings: SetOption = None,
@@ -46,7 +46,7 @@ def estimate(
 
     With `schedule.fp32_states_from_step` also after that step; what must fit is the larger.
 
-    Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error.
+    Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error, 4 an error of your model.
     """
     from fp8_ds.errors import ConfigError
 

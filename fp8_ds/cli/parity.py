@@ -55,7 +55,7 @@ def parity(
     Arms: bf16; default, exactly {"enabled": true}; config, the block in --config; tensorwise, delayed, rowwise,
     rowwise_with_gw_hp, blockwise, fp32-master, e4m19, e4m11, which change that block; NAME=FILE.json.
 
-    Exit codes: 0 parity of all arms, 1 not, or runs are left, 2 wrong usage or refused, 3 file error.
+    Exit codes: 0 parity of all arms, 1 not, or runs are left, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
     from fp8_ds.errors import ConfigError
     from fp8_ds.parity import archive as archives
@@ -124,9 +124,9 @@ def _study(
     if options.pretrained and (not Path(model).is_dir() or settings):
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
-    with argument("--data"):
-        tokens = text.prepare(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size)
     gpus = options.gpus or max(1, _num_gpus())
+    with argument("--data"):
+        tokens = text.prepare(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size, options.seq)
     stock = {key: value for key, value in config.items() if key != "fp8"}
     shared = Settings(
         model=model,

@@ -25,7 +25,7 @@ def plan(
 ) -> None:
     """Each layer, its shape, its recipe or the reason for bf16; the share of FLOPs in FP8. No GPU, no download.
 
-    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error.
+    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error, 4 an error of your model.
     """
     with failures(as_json):
         found = _find(model, read_config(config), world, seq, settings or ())

@@ -91,8 +91,7 @@ def refuse_loss(model: nn.Module, device_type: str) -> None:
 
     if isinstance(model, PipelineModule):
         raise PIPELINE.error(type(model).__name__)
-    if device_type in _WITHOUT_KERNELS:
-        raise NO_KERNELS.error(f"device {device_type}")
+    refuse_liger(device_type)
     lm = _causal_lm(model)
     _liger_patch_of(lm)
     owner = next(kind for kind in type(lm).__mro__ if "forward" in vars(kind))
@@ -104,6 +103,17 @@ def refuse_loss(model: nn.Module, device_type: str) -> None:
     head = getattr(lm, "lm_head", None)
     if type(head) is not nn.Linear or head.bias is not None:
         raise OTHER_HEAD.error(f"{'no lm_head' if head is None else head}")
+
+
+def refuse_liger(device_type: str) -> None:
+    """Nothing happens if liger-kernel is there and runs on this type of device.
+
+    Raises:
+        UnsupportedError: it is not, or does not.
+    """
+    if device_type in _WITHOUT_KERNELS:
+        raise NO_KERNELS.error(f"device {device_type}")
+    _liger_patches()
 
 
 def fuse_loss(model: nn.Module, zero_stage: int) -> str:
@@ -163,12 +173,8 @@ def _liger_patch_of(lm: Any) -> Callable[..., None]:
         UnsupportedError: liger-kernel is not installed, or has none that would change the loss alone: one that takes
             `**kwargs` patches models inside of this one, too, with options that are not known here.
     """
-    try:
-        patches = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as error:
-        raise NOT_INSTALLED.error(f"{type(error).__name__} ({error})") from error
     model_type = getattr(getattr(lm, "config", None), "model_type", None)
-    patch = patches.get(model_type)
+    patch = _liger_patches().get(model_type)
     if patch is None:
         raise UNKNOWN_MODEL.error(f"{type(lm).__name__} of type {model_type}")
     parameters = inspect.signature(patch).parameters
@@ -176,6 +182,14 @@ def _liger_patch_of(lm: Any) -> Callable[..., None]:
     if takes_more or not {"model", _LOSS_OPTION} <= parameters.keys():
         raise UNKNOWN_MODEL.error(f"{type(lm).__name__} of type {model_type}, whose loss alone cannot be patched")
     return patch
+
+
+def _liger_patches() -> Any:
+    """Liger's functions by the type of model."""
+    try:
+        return importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise NOT_INSTALLED.error(f"{type(error).__name__} ({error})") from error
 
 
 def _options(patch: Callable[..., None]) -> list[str]:

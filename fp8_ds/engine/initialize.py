@@ -82,30 +82,27 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     fp8 = Fp8Config.from_block(config["fp8"])
     if not fp8.enabled:
         return None
-    from fp8_ds.engine.fingerprint import fingerprint
-    from fp8_ds.engine.refusals import refuse_config, refuse_model, refuse_unread_reports, zero_stage
-    from fp8_ds.engine.roll_call import own_rank
+    import torch
+    from deepspeed.accelerator import get_accelerator
 
-    refuse_config(config)
-    fp8.check_stage(zero_stage(config))
-    if fp8.monitor.every:
-        refuse_unread_reports(fp8.monitor.sink, config, own_rank())
+    from fp8_ds.engine.fingerprint import fingerprint
+    from fp8_ds.engine.refusals import refuse_model
+    from fp8_ds.engine.roll_call import own_rank
+    from fp8_ds.engine.startup import refuse_start
+
+    device = torch.device(get_accelerator().device_name())
+    refuse_start(fp8, config, device, own_rank())
     model = arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)
         if fp8.attention.backend is not None:
-            import torch
-            from deepspeed.accelerator import get_accelerator
-
             from fp8_ds.attention.huggingface import refuse_attention
 
-            refuse_attention(model, torch.device(get_accelerator().device_name()), fp8.attention.backend)
+            refuse_attention(model, device, fp8.attention.backend)
         if fp8.activations.cross_entropy == "liger":
-            from deepspeed.accelerator import get_accelerator
-
             from fp8_ds.engine.cross_entropy import refuse_loss
 
-            refuse_loss(model, get_accelerator().device_name())
+            refuse_loss(model, device.type)
     _apply_patches()
     return fingerprint(fp8, config, model, arguments.get("mpu"))
 

@@ -25,15 +25,19 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: a line is no report, or there is none.
+        OSError: the file cannot be read.
     """
     reports: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             report = json.loads(line)
+            if not isinstance(report["layers"], dict):
+                raise TypeError("layers")
             reports[int(report["step"])] = report
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file.'
+                f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file; '
+                "a run that was killed may have left half a line."
             ) from error
     if not reports:
         raise ConfigError(
@@ -89,7 +93,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--statistic", choices=STATISTICS, default="underflow")
     options = parser.parse_args(arguments)
-    plot(read_reports(options.reports), options.statistic, options.out)
+    try:
+        plot(read_reports(options.reports), options.statistic, options.out)
+    except ConfigError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except OSError as error:
+        parser.exit(3, f"{parser.prog}: expected a file to read and one to write, got {error}. Name another.\n")
 
 
 if __name__ == "__main__":

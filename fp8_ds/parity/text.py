@@ -65,7 +65,7 @@ class Tokens:
 
 
 def prepare(
-    folder: Path, data: Sequence[Path], held_out: Sequence[Path], tokenizer: str | None, vocab_size: int
+    folder: Path, data: Sequence[Path], held_out: Sequence[Path], tokenizer: str | None, vocab_size: int, seq_len: int
 ) -> Tokens:
     """`train.npy`, `held_out.npy` and `text.json` are in the folder; made once.
 
@@ -75,10 +75,11 @@ def prepare(
         held_out: the same, for evaluation; if empty, one document in 50 is taken from `data`, or its last 2 %.
         tokenizer: folder of a tokenizer of transformers; None: tokens are bytes.
         vocab_size: of the model.
+        seq_len: predicted tokens per window.
 
     Raises:
-        ConfigError: there is no text, a file is no text, a token is outside the vocabulary, or the folder has tokens of
-            other text.
+        ConfigError: there is less text than a window, a file is no text, a token is outside the vocabulary, or the
+            folder has tokens of other text.
         OSError: a file cannot be read.
     """
     about = folder / "text.json"
@@ -90,12 +91,14 @@ def prepare(
             raise ConfigError(
                 f"--data: expected {known.sources}, whose tokens are in {folder}, got {sources}. Use another --out."
             )
+        _check_windows((known.num_train, known.num_held_out), seq_len)
         return known
     encode, end = _encoder(tokenizer)
     documents = list(_documents(data, encode, end))
     others = list(_documents(held_out, encode, end))
     train, rest = (documents, others) if others else _split(documents)
     streams = [_joined(train, vocab_size, "--data"), _joined(rest, vocab_size, "--held-out")]
+    _check_windows([len(stream) for stream in streams], seq_len)
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=8)
     for name, stream in zip(("train", "held_out"), streams, strict=True):
@@ -178,6 +181,15 @@ def _split(documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarr
     stream = np.concatenate(documents) if documents else np.empty(0, np.int64)
     cut = len(stream) - len(stream) // HELD_OUT_ONE_IN
     return [stream[:cut]], [stream[cut:]]
+
+
+def _check_windows(num_tokens: Sequence[int], seq_len: int) -> None:
+    for option, num in zip(("--data", "--held-out"), num_tokens, strict=True):
+        if num <= seq_len:
+            raise ConfigError(
+                f"{option}: expected at least {seq_len + 1} tokens, one window of --seq {seq_len}, got {num}. Name "
+                "more text, or a shorter --seq."
+            )
 
 
 def _joined(documents: Sequence[np.ndarray], vocab_size: int, option: str) -> np.ndarray:

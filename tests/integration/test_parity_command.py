@@ -84,7 +84,7 @@ def test_two_ranks_under_the_launcher_go_on_from_a_cut(
     from fp8_ds.parity.study import Run, Settings, Study
     from fp8_ds.parity.text import prepare
 
-    tokens = prepare(tmp_path / "st/text", [root / "docs"], [], None, 256)
+    tokens = prepare(tmp_path / "st/text", [root / "docs"], [], None, 256, 2)
     config = json.loads((tmp_path / "ds.json").read_text()) | {"zero_optimization": {"stage": 3}}
     values = {"settings": (), "pretrained": False, "steps": 20, "seq": 32, "gpus": 2, "compile": False}
     settings = Settings(model=str(tmp_path / "model"), config=config, digest=tokens.digest, **values)

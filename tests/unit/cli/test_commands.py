@@ -207,7 +207,7 @@ def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> Non
 @pytest.fixture
 def autoload_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     def be(on: bool) -> None:
-        monkeypatch.setattr(diagnosis, "_autoload", lambda: Check("autoload", "ok" if on else "optional", ""))
+        monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "ok" if on else "optional", ""))
 
     return be
 
@@ -260,6 +260,8 @@ def test_doctor_names_a_seam_that_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         ({}, "from fp8_ds import Fp8Config", "yes", 0, "imports fp8_ds"),
         ({}, "import fp8_ds_other", "no", 1, "does not import it"),
         ({}, None, "if", 1, "trains in bf16 without a word"),
+        ({}, "if TYPE_CHECKING:\n    import fp8_ds", "no", 1, "does not import it"),
+        ({}, "def main():\n    import fp8_ds", "if", 1, "imports it in a function"),
         ({"fp8": {"enabled": False}}, "import fp8_ds", "no", 1, "is false"),
         ({"fp8": {"enabled": True, "linaer": {}}}, "import fp8_ds", "no", 1, "Did you mean"),
         ({"fp16": {"enabled": True}}, "import fp8_ds", "no", 1, "fp16.enabled: true"),
@@ -276,6 +278,29 @@ def test_doctor_says_whether_fp8_would_be_on(
     found = run(*arguments)
     assert (found[0], found[1]["config"]["on"]) == (code, on)
     assert word in " ".join(found[1]["config"]["reasons"])
+
+
+@pytest.mark.parametrize("name", ["train.py", "gone.py"])
+def test_a_script_without_a_configuration_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text("import fp8_ds\n")
+    code, found = run("doctor", "--no-probe", "--script", tmp_path / name)
+    assert code == 2 and found["error"].startswith("--script: expected --config beside it")
+
+
+def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
+    tmp_path: Path, autoload_is: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autoload_is(True)
+    installed = diagnosis._installed
+    monkeypatch.setattr(diagnosis, "_installed", lambda name: None if name == "deepspeed" else installed(name))
+    code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
+    assert code == 1 and found["config"]["on"] == "no"
+    assert found["config"]["reasons"] == ["deepspeed: not installed. To do: pip install deepspeed."]
+
+
+def test_doctor_says_what_will_be_used(tmp_path: Path) -> None:
+    lines = CliRunner().invoke(app, ["doctor", "--no-probe", "--config", str(written(tmp_path))]).stdout.splitlines()
+    assert "  recipe: tensorwise, output gradients in e5m2" in lines and "  attention: the model's own" in lines
 
 
 def test_autoload_alone_turns_it_on(tmp_path: Path, autoload_is: Any) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from fp8_ds.diagnosis import judge
 from fp8_ds.engine.initialize import refuse_misplaced_block
 from fp8_ds.errors import ConfigError
+from fp8_ds.judgement import judge
 
 ON = {"enabled": True}
 

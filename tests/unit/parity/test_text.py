@@ -19,60 +19,60 @@ def write(folder: Path, num: int) -> Path:
 
 
 def test_one_document_in_fifty_is_held_out_whole(tmp_path: Path) -> None:
-    found = prepare(tmp_path / "text", [write(tmp_path / "data", 120)], [], None, 256)
+    found = prepare(tmp_path / "text", [write(tmp_path / "data", 120)], [], None, 256, 2)
     train, held_out = (np.load(tmp_path / f"text/{name}.npy") for name in ("train", "held_out"))
     texts = bytes(held_out.astype(np.uint8)).decode().split("\n")[:-1]
     assert len(texts) == 3 and all(text.startswith("document ") for text in texts)
     assert not set(texts) & set(bytes(train.astype(np.uint8)).decode().split("\n"))
     assert (found.num_train, found.num_held_out, found.num_documents) == (len(train), len(held_out), 120)
-    again = prepare(tmp_path / "again", [tmp_path / "data"], [], None, 256)
+    again = prepare(tmp_path / "again", [tmp_path / "data"], [], None, 256, 2)
     assert again.digest == found.digest
 
 
 def test_of_few_documents_the_end_is_held_out_unless_others_are_named(tmp_path: Path) -> None:
     data = write(tmp_path / "data", 3)
-    found = prepare(tmp_path / "text", [data], [], None, 256)
+    found = prepare(tmp_path / "text", [data], [], None, 256, 2)
     assert found.num_held_out == (found.num_train + found.num_held_out) // 50
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"text": "de"}) + "\n")
-    prepare(tmp_path / "second", [data], [other], None, 256)
+    prepare(tmp_path / "second", [data], [other], None, 256, 2)
     assert bytes(np.load(tmp_path / "second/held_out.npy").astype(np.uint8)) == b"abc\nde\n"
     assert len(np.load(tmp_path / "second/train.npy")) == found.num_train + found.num_held_out
 
 
 def test_tokens_of_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint32))
-    prepare(tmp_path / "text", [tmp_path / "tokens.npy"], [], None, 100_000)
+    prepare(tmp_path / "text", [tmp_path / "tokens.npy"], [], None, 100_000, 2)
     train = np.load(tmp_path / "text/train.npy")
     assert train.dtype == np.uint32 and train.tolist() == list(range(980))
 
 
 def test_tokens_of_other_text_are_not_taken_for_these(tmp_path: Path) -> None:
     data = write(tmp_path / "data", 3)
-    found = prepare(tmp_path / "text", [data], [], None, 256)
-    assert prepare(tmp_path / "text", [data], [], None, 256) == found
+    found = prepare(tmp_path / "text", [data], [], None, 256, 2)
+    assert prepare(tmp_path / "text", [data], [], None, 256, 2) == found
     (data / "more.txt").write_text("more")
     with pytest.raises(ConfigError, match=r"--data: expected .* Use another --out"):
-        prepare(tmp_path / "text", [data], [], None, 256)
-    assert prepare(tmp_path / "text", [tmp_path / "not_on_this_machine"], [], None, 256) == found
+        prepare(tmp_path / "text", [data], [], None, 256, 2)
+    assert prepare(tmp_path / "text", [tmp_path / "not_on_this_machine"], [], None, 256, 2) == found
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="--data: expected UTF-8 text"):
-        prepare(tmp_path / "text", [bad], [], None, 256)
+        prepare(tmp_path / "text", [bad], [], None, 256, 2)
     bad.write_text("ab")
     with pytest.raises(ConfigError, match="--data: expected tokens from 0 to 63"):
-        prepare(tmp_path / "text", [bad, bad], [bad], None, 64)
+        prepare(tmp_path / "text", [bad, bad], [bad], None, 64, 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--data: expected text, got none"):
-        prepare(tmp_path / "text", [tmp_path / "empty"], [], None, 64)
+        prepare(tmp_path / "text", [tmp_path / "empty"], [], None, 64, 2)
     with pytest.raises(FileNotFoundError):
-        prepare(tmp_path / "text", [tmp_path / "missing.txt"], [], None, 64)
+        prepare(tmp_path / "text", [tmp_path / "missing.txt"], [], None, 64, 2)
     np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
     with pytest.raises(ConfigError, match="expected one row of integers"):
-        prepare(tmp_path / "text", [tmp_path / "square.npy"], [], None, 64)
+        prepare(tmp_path / "text", [tmp_path / "square.npy"], [], None, 64, 2)
 
 
 def test_windows_come_in_an_order_of_their_seed(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""What a start needs beside its model: `deepspeed.initialize` asks before any collective, `fp8-ds doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8_ds.config import Fp8Config
+from fp8_ds.engine.refusals import Config, refuse_config, refuse_unread_reports, zero_stage
+from fp8_ds.schedule import check_total
+
+if TYPE_CHECKING:
+    import torch
+
+
+def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:
+    """Nothing happens if a run can start with this configuration, as far as no model is needed to say so.
+
+    Args:
+        fp8: the "fp8" block of `config`.
+        config: DeepSpeed's.
+        device: that the run is on.
+        rank: of this process.
+
+    Raises:
+        ConfigError: a key has nothing to take effect on.
+        UnsupportedError: FP8 ZeRO does not support the configuration, or what it names cannot be had here.
+    """
+    refuse_config(config)
+    fp8.check_stage(zero_stage(config))
+    check_total(fp8.schedule, _total_steps(config))
+    if fp8.monitor.every:
+        refuse_unread_reports(fp8.monitor.sink, config, rank)
+    if fp8.attention.backend is not None:
+        from fp8_ds.attention.huggingface import refuse_backend
+
+        refuse_backend(fp8.attention.backend, device)
+    if fp8.activations.cross_entropy == "liger":
+        from fp8_ds.engine.cross_entropy import refuse_liger
+
+        refuse_liger(device.type)
+
+
+def _total_steps(config: Config) -> object:
+    scheduler = config.get("scheduler")
+    return ((scheduler if isinstance(scheduler, dict) else {}).get("params") or {}).get("total_num_steps")

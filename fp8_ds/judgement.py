@@ -1,0 +1,231 @@
+"""Whether a run with a configuration, and a script, trains in FP8 on this machine; and what it then uses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fp8_ds import diagnosis
+from fp8_ds.config import ActivationsConfig, Fp8Config
+from fp8_ds.diagnosis import Check
+from fp8_ds.errors import ConfigError, Fp8DsError
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDED = ("torch", "deepspeed", "seams", "triton")
+"""Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
+_STARTERS = ("initialize", "train", "prepare")
+"""Calls that may be, or lead to, `deepspeed.initialize`: its own, Trainer's, Accelerate's."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run with a configuration trains in FP8.
+
+    Attributes:
+        on: yes, no, or "if": only if the script activates fp8_ds.
+        reasons: one sentence each.
+        used: of what is accepted, what it trains with, by name.
+    """
+
+    on: Literal["yes", "no", "if"]
+    reasons: tuple[str, ...]
+    used: Mapping[str, str] = field(default_factory=dict)
+
+
+def judge(config: Mapping[str, Any], script: Path | None = None, found: Sequence[Check] = ()) -> Verdict:
+    """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
+
+    Args:
+        config: DeepSpeed's.
+        script: the training script, read for an import of fp8_ds; None: it is not known.
+        found: what `diagnosis.checks` has found on this machine.
+
+    Raises:
+        ConfigError: the script is no Python.
+        OSError: the script cannot be read.
+    """
+    missing = [check for check in found if check.status == "missing" and check.name in _NEEDED]
+    if missing:
+        return Verdict("no", tuple(f"{check.name}: {check.found}. To do: {check.remedy}." for check in missing))
+    from fp8_ds.engine.initialize import refuse_misplaced_block
+
+    try:
+        refuse_misplaced_block(config)
+    except Fp8DsError as error:
+        return Verdict("no", (str(error),))
+    if config.get("fp8") is None:
+        return Verdict(
+            "no", ('The configuration has no "fp8" block: it trains in bf16. Add "fp8": {"enabled": true}.',)
+        )
+    import torch
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        fp8 = Fp8Config.from_block(config["fp8"])
+        if not fp8.enabled:
+            return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',))
+        _refuse(fp8, config, device)
+    except Fp8DsError as error:
+        return Verdict("no", (f"It is refused at start: {error}",))
+    reasons = ["fp8_ds accepts the configuration."]
+    if device.type == "cpu":
+        reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
+    on, why = _loaded(script)
+    return Verdict(on, (*reasons, why), _used(fp8, config, device))
+
+
+def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> None:
+    """As a start does on rank 0, as far as that needs no model."""
+    from fp8_ds.engine.refusals import capabilities, refuse_device
+    from fp8_ds.engine.startup import refuse_start
+
+    refuse_start(fp8, config, device, rank=0)
+    refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
+
+
+def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> dict[str, str]:
+    from fp8_ds.engine.refusals import zero_stage
+
+    linear, optimizer, attention = fp8.linear, fp8.optimizer, fp8.attention
+    states = f"{optimizer.states} moments, {optimizer.master_format} masters, ZeRO stage {zero_stage(config)}"
+    if fp8.schedule.fp32_states_from_step is not None:
+        states += f"; fp32 from step {fp8.schedule.fp32_states_from_step}"
+    backend = "the model's own"
+    if attention.backend is not None:
+        from fp8_ds.attention import describe_backend
+
+        backend = describe_backend(attention.backend) + (", q and k rotated" if attention.hadamard else "")
+    return {
+        "recipe": f"{linear.recipe}, output gradients in {linear.grad_dtype}",
+        "GEMM backend": f"{linear.backend}, on {'this CPU' if device.type == 'cpu' else 'tensor cores'}"
+        if linear.backend == "torch"
+        else f"{linear.backend}, which is slow",
+        "optimizer states": states,
+        "optimizer": _optimizer(fp8, config),
+        "activations": _activations(fp8.activations),
+        "attention": backend,
+    }
+
+
+def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
+    block = config.get("optimizer") or {}
+    kind = block.get("type")
+    if kind is None:
+        name = "the one that the script gives to deepspeed.initialize"
+    elif str(kind).lower() in ("adam", "adamw") and fp8.optimizer.states == "fp32":
+        name = f"{kind}, {'of torch' if (block.get('params') or {}).get('torch_adam') else 'FusedAdam of DeepSpeed'}"
+    else:
+        name = str(kind)
+    if fp8.optimizer.states == "fp8":
+        name += ", computed by fp8_ds on FP8 states"
+    return name + (", in the backward (release)" if fp8.optimizer.release else "")
+
+
+def _activations(activations: ActivationsConfig) -> str:
+    parts = [f"fused SwiGLUs and norms, kept in {activations.nonlinear}" if activations.fused else "the model's own"]
+    parts += ["SwiGLU with smoothed channels"] if activations.smooth_swiglu else []
+    parts += ["Liger's cross entropy"] if activations.cross_entropy == "liger" else []
+    return ", ".join(parts)
+
+
+# --- what loads fp8_ds ---
+
+
+def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str]:
+    """Whether something loads fp8_ds before the engine is made, as far as it can be seen from here; and what."""
+    if diagnosis.autoload_check().status == "ok":
+        return "yes", "autoload is on in this environment."
+    place = "nowhere" if script is None else _import_in(_parsed(script))
+    if place == "first":
+        return "yes", f"{script} imports fp8_ds."
+    detail = {
+        "nowhere": "" if script is None else f", and {script} does not import it",
+        "elsewhere": f", and {script} imports it in a function, under a condition, or after what may call "
+        "deepspeed.initialize(): that this comes first cannot be seen from here",
+    }[place]
+    return "no" if place == "nowhere" and script is not None else "if", (
+        f"Nothing is sure to load fp8_ds: autoload is off{detail}. DeepSpeed alone ignores the block and trains in "
+        "bf16 without a word. `import fp8_ds` at the top of the script, start it by `deepspeed --module fp8_ds.run "
+        "SCRIPT`, or run `fp8-ds autoload on`."
+    )
+
+
+def _parsed(script: Path) -> ast.Module:
+    source = script.read_bytes()
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"--script: expected Python, got {error} in {script}. Name the training script.") from error
+
+
+def _import_in(tree: ast.Module) -> Literal["first", "elsewhere", "nowhere"]:
+    """Where the script imports fp8_ds; first: it runs for sure, before anything that may make an engine."""
+    starters = _starters(tree)
+    for statement in _that_run(tree.body):
+        if _imports(statement):
+            return "first"
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and starters & _calls(
+            statement
+        ):
+            break
+    return "elsewhere" if any(map(_imports, _live(tree))) else "nowhere"
+
+
+def _imports(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        names = [node.module or ""]
+    return any(name.split(".")[0] == "fp8_ds" for name in names)
+
+
+def _that_run(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run for sure once the script is started, in order."""
+    for statement in body:
+        if isinstance(statement, ast.If) and (is_true := _known(statement.test)) is not None:
+            yield from _that_run(statement.body if is_true else statement.orelse)
+        elif isinstance(statement, (ast.Try, ast.With)):
+            yield from _that_run(statement.body)
+        else:
+            yield statement
+
+
+def _known(test: ast.expr) -> bool | None:
+    """What a condition is in a script that is started; None: that cannot be said."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    text = ast.unparse(test)
+    if text in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        return False
+    return True if text == "__name__ == '__main__'" else None
+
+
+def _live(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes in `node` but those under conditions that never hold."""
+    yield node
+    children: Iterator[ast.AST] | list[ast.stmt] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and _known(node.test) is False:
+        children = node.orelse
+    for child in children:
+        yield from _live(child)
+
+
+def _calls(node: ast.AST) -> set[str]:
+    """Names of what is called in `node`, without what they are attributes of."""
+    functions = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in functions}
+
+
+def _starters(tree: ast.Module) -> set[str]:
+    """Names that may lead to `deepspeed.initialize` when called: the script's own functions that do, too."""
+    calls = {
+        node.name: _calls(node) for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    found = set(_STARTERS)
+    while more := {name for name, called in calls.items() if called & found} - found:
+        found |= more
+    return found

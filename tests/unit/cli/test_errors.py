@@ -1,0 +1,150 @@
+"""Whatever goes wrong: a message in one JSON object, and the exit code that docs/cli.md gives it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8_ds import diagnosis
+from fp8_ds.cli import parity as parity_module
+from fp8_ds.cli.app import app
+from fp8_ds.monitor.plot import main as plot
+
+DS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "fp8": {"enabled": True},
+}
+MODEL = """
+import torch
+
+number = 3
+def raises(): raise RuntimeError("kaputt")
+def reads(): torch.ones(1).sum().item()
+def other_forward(): return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+"""
+FILES: dict[str, str | bytes] = {
+    "ds.json": json.dumps(DS),
+    "types.json": json.dumps({**DS, "data_types": "x"}),
+    "ours_a8.py": MODEL,
+    "syntax.py": "import fp8_ds x\n",
+    "binary.py": b"\xff\xfe\x00",
+    "good.csv": "step,loss\n1,2.0\n2,1.0\n",
+    "word.csv": "step,loss\n1,abc\n2,3\n",
+    "step.csv": "step,loss\nx,1\n2,3\n",
+    "ragged.csv": "step,loss\n1,2,3,4\n",
+    "zero.csv": "step,loss\n1,0\n2,0\n",
+    "binary.csv": b"\xff\xfe\x00\x00",
+    "list.jsonl": "[1, 2]\n3\n",
+    "null.jsonl": '{"step": 1, "loss": 3.0}\n{"step": null, "loss": 2}\n',
+    "x.tfevents.1": b"\x05" + b"\x00" * 11 + b"\xff" * 9,
+    "trainer_state.json": '{"log_history": 3}',
+    "short.txt": "a few words " * 10,
+    "fp8_ds_autoload.pth": b"\xff\xfe\x00",
+    "cut.jsonl": '{"step": 1, "lay',
+    "step.jsonl": '{"step": 1}\n',
+}
+PLAN = ("plan", "llama-8b", "--config", "ds.json")
+ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
+DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
+PARITY = ("parity", "ours_a8:other_forward", "--config", "ds.json", "--data")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "ours_a8", raising=False)
+    monkeypatch.setattr(parity_module, "_num_gpus", lambda: 0)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((*DOCTOR, "syntax.py"), 2, "--script: expected Python"),
+        ((*DOCTOR, "binary.py"), 2, "--script: expected Python"),
+        ((*PLAN, "--set", "num_hidden_layers=abc"), 2, "expected the configuration of a causal language model"),
+        ((*PLAN, "--set", "hidden_size=4095"), 2, "expected the configuration of a causal language model"),
+        (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
+        (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
+        (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
+        (("plan", "ours_a8:raises", "--config", "ds.json"), 4, "RuntimeError: kaputt"),
+        (("plan", "ours_a8:reads", "--config", "ds.json"), 4, "meta"),
+        ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
+        (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
+        ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
+        (("compare", "good.csv", "word.csv"), 2, "word.csv: expected numbers, got 'abc'"),
+        (("compare", "good.csv", "step.csv"), 2, "step.csv: expected numbers, got 'x'"),
+        (("compare", "good.csv", "ragged.csv"), 2, "ragged.csv: expected as many values as names"),
+        (("compare", "good.csv", "binary.csv"), 2, "binary.csv: expected a CSV in UTF-8"),
+        (("compare", "good.csv", "x.tfevents.1"), 2, "expected TensorBoard's records"),
+        (("compare", "good.csv", "list.jsonl"), 2, "expected JSON objects, got [1, 2]"),
+        (("compare", "good.csv", "null.jsonl"), 2, "null.jsonl: expected numbers, got None"),
+        (("compare", "good.csv", "trainer_state.json"), 2, "trainer_state.json: expected JSON"),
+        (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected losses other than 0"),
+        ((*PARITY, "short.txt", "--seq", 128), 2, "--data: expected at least 129 tokens"),
+        (("doctor", "--no-such-option"), 2, "--no-such-option"),
+        (("plan", "llama-8b"), 2, "--config"),
+        (("no-such-command",), 2, "no-such-command"),
+        (("estimate", "llama-8b", "--config", "ds.json", "--world", "two"), 2, "--world"),
+    ],
+)
+def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, ...], code: int, words: str) -> None:
+    pytest.importorskip("transformers")
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == code and list(found) == ["error"] and words in found["error"]
+    assert ("Traceback" in result.stderr) == (code == 4)
+
+
+def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(diagnosis, "checks", fail)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 4 and not result.stdout
+    assert "Traceback" in result.stderr and "fp8-ds: expected no error here, got ZeroDivisionError" in result.stderr
+
+
+def test_help_is_help_with_json_too() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--help"])
+    assert result.exit_code == 0 and "--no-probe" in result.stdout
+
+
+def test_an_autoload_file_of_somebody_else_is_outdated(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["autoload", "status", "--site-dir", str(folder), "--json"])
+    assert result.exit_code == 1 and json.loads(result.stdout)["autoload"] == "outdated"
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "words"),
+    [
+        ("gone.jsonl", 3, "gone.jsonl"),
+        ("binary.csv", 2, "expected a report"),
+        ("cut.jsonl", 2, "may have left half a line"),
+        ("step.jsonl", 2, "expected a report"),
+    ],
+)
+def test_the_plot_of_a_file_without_reports_says_so(
+    capsys: pytest.CaptureFixture[str], file: str, code: int, words: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plot([file, "out.png"])
+    assert caught.value.code == code and words in capsys.readouterr().err
+
+
+def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_installed", lambda package: None if package == "torch" else "1.0")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.exit_code == 1 and checks["torch"]["status"] == "missing" and "install" in checks["torch"]["remedy"]

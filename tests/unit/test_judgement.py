@@ -1,0 +1,165 @@
+"""`fp8-ds doctor --config` says what a start then does: refuse, train in bf16, or train in FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_ds import diagnosis
+from fp8_ds.diagnosis import Check
+from fp8_ds.engine import initialize as starting
+from fp8_ds.errors import Fp8DsError
+from fp8_ds.judgement import judge
+
+if torch.cuda.is_available():
+    pytest.skip("is about a machine without a GPU", allow_module_level=True)
+
+STOCK: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+WITH_TOTAL = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}}
+
+
+@pytest.fixture(autouse=True)
+def _without_autoload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "optional", "off"))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("import deepspeed\nimport fp8_ds\ndeepspeed.initialize()\n")
+    return path
+
+
+def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether our initialize lets stock's begin, with our engines in its place."""
+    import deepspeed
+
+    def stock(model: Any = None, config: Any = None) -> bool:
+        return "fp8_ds" in deepspeed.DeepSpeedEngine.__module__
+
+    monkeypatch.setattr(starting, "_apply_patches", lambda: None)
+    return bool(starting.initialize(stock, (), {"model": torch.nn.Linear(16, 16), "config": config}))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "more", "word"),
+    [
+        ({"monitor": {"every": 10}}, {}, "fp8.monitor.sink"),
+        ({"schedule": {"bf16_last_fraction": 0.1}}, {}, "fp8.schedule.total_steps"),
+        ({"schedule": {"bf16_last_fraction": 0.1}}, {"scheduler": {"type": "OneCycle"}}, "fp8.schedule.total_steps"),
+        ({"attention": {"backend": "fa3"}}, {}, "fp8.attention.backend"),
+        ({"attention": {"backend": "cudnn"}}, {}, "fp8.attention.backend"),
+        ({"activations": {"cross_entropy": "liger"}}, {}, "fp8.activations.cross_entropy"),
+        ({"zero": {"keep_bf16_shard": True}}, {}, "keep_bf16_shard"),
+        ({"optimizer": {"states": "fp8"}}, {"optimizer": {"type": "SGD"}}, "optimizer.type"),
+        ({"linaer": {}}, {}, "Did you mean"),
+        ({"schedule": {"fp32_states_from_step": 10}}, {}, "fp32_states_from_step"),
+        ({}, {"fp16": {"enabled": True}}, "fp16.enabled: true"),
+        ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 0"),
+    ],
+)
+def test_what_a_start_refuses_is_off(
+    monkeypatch: pytest.MonkeyPatch, script: Path, fp8: dict[str, Any], more: dict[str, Any], word: str
+) -> None:
+    config = {**STOCK, **more, "fp8": {"enabled": True, **fp8}}
+    with pytest.raises(Fp8DsError) as caught:
+        starts(config, monkeypatch)
+    verdict = judge(config, script)
+    assert verdict.on == "no" and not verdict.used
+    assert word in str(caught.value) and verdict.reasons == (f"It is refused at start: {caught.value}",)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "more"),
+    [
+        ({}, {}),
+        ({"monitor": {"every": 10, "sink": "health.jsonl"}}, {}),
+        ({"monitor": {"every": 10}}, {"csv_monitor": {"enabled": True}}),
+        ({"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, {}),
+        ({"schedule": {"bf16_last_fraction": 0.1}}, WITH_TOTAL),
+        ({"optimizer": {"states": "fp8", "master": "e4m11"}}, {}),
+    ],
+)
+def test_what_starts_is_on(
+    monkeypatch: pytest.MonkeyPatch, script: Path, fp8: dict[str, Any], more: dict[str, Any]
+) -> None:
+    config = {**STOCK, **more, "fp8": {"enabled": True, **fp8}}
+    assert starts(config, monkeypatch) and judge(config, script).on == "yes"
+
+
+@pytest.mark.parametrize("block", [None, {"enabled": False}])
+def test_what_starts_in_bf16_is_off(monkeypatch: pytest.MonkeyPatch, script: Path, block: Any) -> None:
+    config = {**STOCK, "fp8": block}
+    assert not starts(config, monkeypatch) and judge(config, script).on == "no"
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed", "seams", "triton"])
+def test_a_run_that_lacks_what_all_runs_need_is_off(script: Path, name: str) -> None:
+    found = [Check("python", "ok", "3.12"), Check(name, "missing", "not there", "pip install it")]
+    verdict = judge({**STOCK, "fp8": {"enabled": True}}, script, found)
+    assert verdict.on == "no" and verdict.reasons == (f"{name}: not there. To do: pip install it.",)
+    without_gpu = [Check("GPU", "missing", "none"), Check("CUDA", "missing", "a CPU build")]
+    assert judge({**STOCK, "fp8": {"enabled": True}}, script, without_gpu).on == "yes"
+
+
+@pytest.mark.parametrize(
+    ("source", "on"),
+    [
+        ("import fp8_ds", "yes"),
+        ("import deepspeed\nfrom fp8_ds import Fp8Config\ndeepspeed.initialize()", "yes"),
+        ("try:\n    import fp8_ds\nexcept ImportError:\n    pass", "yes"),
+        ("import os\nos.environ['A'] = '1'\nif __name__ == '__main__':\n    import fp8_ds\n    main()", "yes"),
+        ("def main():\n    deepspeed.initialize()\nimport fp8_ds\nmain()", "yes"),
+        ("import fp8_ds_other", "no"),
+        ("from .fp8_ds import x", "no"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fp8_ds", "no"),
+        ("import typing\nif typing.TYPE_CHECKING:\n    import fp8_ds\nelse:\n    x = 1", "no"),
+        ("if False:\n    import fp8_ds", "no"),
+        ("if not TYPE_CHECKING:\n    import fp8_ds", "if"),
+        ("if args.fp8:\n    import fp8_ds", "if"),
+        ("def main():\n    import fp8_ds\nmain()", "if"),
+        ("import deepspeed\nengine = deepspeed.initialize()[0]\nimport fp8_ds", "if"),
+        ("def build():\n    return initialize()\ndef main():\n    build()\nmain()\nimport fp8_ds", "if"),
+        ("trainer.train()\nimport fp8_ds", "if"),
+    ],
+)
+def test_only_an_import_that_runs_before_initialize_counts(tmp_path: Path, source: str, on: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    assert judge({**STOCK, "fp8": {"enabled": True}}, path).on == on
+
+
+def test_what_will_be_used_is_said(script: Path) -> None:
+    used = judge({**STOCK, "fp8": {"enabled": True}}, script).used
+    assert used == {
+        "recipe": "tensorwise, output gradients in e5m2",
+        "GEMM backend": "torch, on this CPU",
+        "optimizer states": "fp32 moments, fp32 masters, ZeRO stage 2",
+        "optimizer": "AdamW, of torch",
+        "activations": "the model's own",
+        "attention": "the model's own",
+    }
+    fp8 = {
+        "enabled": True,
+        "linear": {"recipe": "rowwise", "backend": "reference"},
+        "optimizer": {"states": "fp8", "master": "e4m11"},
+        "activations": {"fused": True, "nonlinear": "fp8"},
+        "attention": {"backend": "sdpa"},
+        "schedule": {"fp32_states_from_step": 70},
+    }
+    assert judge({**STOCK, "optimizer": None, "fp8": fp8}, script).used == {
+        "recipe": "rowwise, output gradients in e5m2",
+        "GEMM backend": "reference, which is slow",
+        "optimizer states": "fp8 moments, e4m11 masters, ZeRO stage 2; fp32 from step 70",
+        "optimizer": "the one that the script gives to deepspeed.initialize, computed by fp8_ds on FP8 states",
+        "activations": "fused SwiGLUs and norms, kept in fp8",
+        "attention": "sdpa",
+    }
