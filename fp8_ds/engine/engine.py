@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
-from torch.nn import Module
 
-from fp8_ds.engine import conversion, retyping
+from fp8_ds.engine import conversion, leaves, retyping
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
@@ -64,6 +62,8 @@ class Fp8Engine(Fp8Checkpoints):
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
             self._fp8_following = Following(self)
+            if line := leaves.hint_on_building(self):
+                say(line)
 
     # --- it trains ---
 
@@ -81,12 +81,9 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`; under ZeRO-3 without leaf modules, a line on what they are worth."""
-        if self.fp8 is not None and self.zero_optimization_partition_weights() and not _has_leaves(self.module):
-            say(
-                "fp8: under ZeRO-3 every linear compiles to a graph of its own. With the decoder layer's class in "
-                "zero_optimization.leaf_module each layer is one graph, which is faster and is gathered as a whole."
-            )
+        """Stock `compile`; under ZeRO-3 a line on leaf modules where one is due."""
+        if self.fp8 is not None and (line := leaves.hint_on_compiling(self)):
+            say(line)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Sequence[str], precision: Request) -> list[str]:
@@ -137,10 +134,6 @@ class Fp8Engine(Fp8Checkpoints):
         if self._fp8_following is not None:
             self._fp8_following.close()
         super().destroy()  # type: ignore[misc]
-
-
-def _has_leaves(module: Module) -> bool:
-    return any(z3_leaf_module(child) for child in module.modules())
 
 
 class Fp8DeepSpeedEngine(Fp8Engine, DeepSpeedEngine):

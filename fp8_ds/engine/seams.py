@@ -86,6 +86,7 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
     Seam(_ENGINE, "DeepSpeedEngine.compile", ("self", "backend", "compile_kwargs"), "override", "a hint on leaves"),
     Seam(_ENGINE, "DeepSpeedEngine.zero_optimization_partition_weights", ("self",), "rely", "whether it is ZeRO-3"),
+    Seam(_ENGINE, "DeepSpeedEngine.zero_prefetch_bucket_size", ("self",), "rely", "whether a leaf is prefetched whole"),
     Seam("deepspeed.utils.z3_leaf_module", "z3_leaf_module", ("model",), "rely", "whether it is gathered as a whole"),
     Seam(
         _ENGINE,
@@ -264,7 +265,13 @@ SEAMS = (
     Seam(_S3, f"{_Z3}._pre_step", ("self",), "rely", "FP8 states: begins a step"),
     Seam(_S3, f"{_Z3}._partition_all_parameters", ("self",), "rely", "FP8 states: releases weights before a step"),
     Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step; FP8 states: replaced"),
-    Seam(_S3, f"{_Z3}._post_step", ("self", "timer_names"), "override", "quantises before persistents are gathered"),
+    Seam(
+        _S3,
+        f"{_Z3}._post_step",
+        ("self", "timer_names"),
+        "override",
+        "quantises; then gathers persistents, which stock does with a wait for the whole device",
+    ),
     Seam(
         _S3,
         f"{_Z3}._reassign_or_swap_out_partitioned_parameters",
@@ -305,7 +312,21 @@ SEAMS = (
     Seam(_PP, "free_param", ("param",), "rely", "frees data"),
     Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
     Seam(_PP, "GatheredParameters.__enter__", ("self",), "rely", "reads through all_gather"),
+    Seam(
+        _COORD,
+        "PartitionedParameterCoordinator.__init__",
+        ("self", "prefetch_bucket_sz"),
+        "rely",
+        "with leaves its private limit of fetches that the host may be ahead by, 2 parameters, becomes 2 leaves",
+    ),
     Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
+    Seam(
+        _COORD,
+        "PartitionedParameterCoordinator._fetch_sub_module_impl",
+        ("self", "current_submodule", "forward", "is_leaf"),
+        "rely",
+        "where that limit is read",
+    ),
     Seam(_COORD, "PartitionedParameterCoordinator.release_sub_module", ("self",), "rely", "releases by partition"),
     Seam(
         _ENGINE,

@@ -89,6 +89,8 @@ class Fp8Parameter(nn.Parameter):
         kwargs = kwargs or {}
         name = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
+            if func in (_DATA_GET, _DATA_SET) and not any(map(has_payload, args)):
+                return func(*args)  # what ZeRO-3 does to every weight of every layer, several times
             if (name in _METADATA and func != _DATA_SET) or _is_bookkeeping(name, args, kwargs):
                 return func(*args, **kwargs)
             if name == "__get__" and func not in _VALUE_GETTERS:

@@ -97,20 +97,27 @@ class Fp8GatherHandle:
             return
         if self.work is not None:
             self.work.wait()
-        offset = 0
-        for weight in self.weights:
-            param, per_rank = weight.param, weight.shard.numel()
-            if self.buffer is None:
-                whole = as_bytes(weight.shard)
-            else:  # one weight in the buffer: a view. Several: one concatenation, a byte an element.
-                whole = self.buffer.view(self.num_ranks, -1)[:, offset : offset + per_rank].reshape(-1)
-            offset += per_rank
+        for weight, whole in zip(self.weights, self._whole(), strict=True):
+            param = weight.param
             param.data = weight.payload.nominal(param.ds_shape)
             weight.payload.data = whole[: param.ds_numel].view(torch.float8_e4m3fn).view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         if self.buffer is not None and not get_accelerator().is_synchronized_device():
             self.buffer.record_stream(get_accelerator().current_stream())
         self.complete = True
+
+    def _whole(self) -> list[Tensor]:
+        """Each weight's bytes with padding, 1-D.
+
+        Of several weights a concatenation of contiguous pieces, which CUDA copies 16 bytes at a time; a strided reshape
+        is copied byte by byte.
+        """
+        if self.buffer is None:
+            return [as_bytes(weight.shard) for weight in self.weights]
+        if len(self.weights) == 1:
+            return [self.buffer]
+        pieces = self.buffer.split([weight.shard.numel() for weight in self.weights] * self.num_ranks)
+        return [torch.cat(pieces[k :: len(self.weights)]) for k in range(len(self.weights))]
 
 
 class Fp8Shards:

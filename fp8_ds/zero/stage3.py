@@ -16,7 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from torch import Tensor, nn
 
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
@@ -26,6 +27,18 @@ from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
 """Bytes: FP8 GEMMs read 16 at a time."""
+
+
+def _let_leaves_be_fetched_ahead(module: nn.Module, coordinator: Any) -> None:
+    """The host waits for no gather of the leaf that it is at.
+
+    DeepSpeed lets it be two parameters ahead of the gathers, which within a leaf is this leaf's own: here two leaves.
+    What is gathered at a time stays bounded by `stage3_max_live_parameters`.
+    """
+    leaves = (leaf.parameters() for leaf in module.modules() if z3_leaf_module(leaf))
+    largest = max((sum(not p.ds_persist for p in leaf) for leaf in leaves), default=0)  # type: ignore[attr-defined]
+    if largest:
+        coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 2 * largest
 
 
 class Fp8ZeroStage3:
@@ -51,6 +64,7 @@ class Fp8ZeroStage3:
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
+        _let_leaves_be_fetched_ahead(self.module, self.parameter_offload.get_param_coordinator())
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
@@ -192,9 +206,16 @@ class Fp8ZeroStage3:
             torch._foreach_copy_(bf16, masters)
 
     def _post_step(self: Any, timer_names: Any) -> None:
+        """Stock, but for its gather of persistent parameters, which empties the device's queue."""
         self._fp8_refresh(is_step=True)
-        with self._fp8_persistent_in_fp8():
+        everything, self.persistent_parameters = self.persistent_parameters, []
+        try:
             super()._post_step(timer_names)  # type: ignore[misc]
+        finally:
+            self.persistent_parameters = everything
+        missing = [p for p in everything if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            missing[0].all_gather_coalesced(missing).wait()
         self._fp8.counter.end_step()
 
     def checkpoint_event_epilogue(self: Any) -> None:

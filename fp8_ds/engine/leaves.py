@@ -1,0 +1,58 @@
+"""Leaf modules of ZeRO-3, each gathered as a whole: what they are worth, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from torch.nn import Module
+
+
+def hint_on_compiling(engine: Any) -> str | None:
+    """What a ZeRO-3 engine that is about to be compiled lacks: leaves, or a prefetch of a whole one."""
+    if not engine.zero_optimization_partition_weights():
+        return None
+    largest = max((_num_fetched(leaf) for leaf in _leaves(engine.module)), default=None)
+    if largest is None:
+        return (
+            "fp8: under ZeRO-3 every linear compiles to a graph of its own. With the decoder layer's class in "
+            "zero_optimization.leaf_module each layer is one graph, which is faster and is gathered as a whole. Let "
+            "stage3_prefetch_bucket_size be at least a layer's number of weights then."
+        )
+    prefetched = engine.zero_prefetch_bucket_size()
+    if prefetched >= largest:
+        return None
+    return (
+        f"fp8: zero_optimization.stage3_prefetch_bucket_size: expected at least {largest:,}, the weights of the "
+        f"largest leaf_module, got {prefetched:,}. Each leaf waits for a part of its own gather: raise it."
+    )
+
+
+def hint_on_building(engine: Any) -> str | None:
+    """The remedy where the first leaf's input seems to need no gradient: its first backward fails in DeepSpeed."""
+    model = engine.module
+    find_embedding = getattr(model, "get_input_embeddings", None)
+    if (
+        not engine.zero_optimization_partition_weights()
+        or find_embedding is None
+        or next(_leaves(model), None) is None
+        or getattr(model, "is_gradient_checkpointing", False)
+        or getattr(model, "_require_grads_hook", None) is not None
+        or any(p.requires_grad for p in find_embedding().parameters())
+    ):
+        return None
+    return (
+        "fp8: the input embedding is frozen and zero_optimization.leaf_module is set: a leaf whose input needs no "
+        "gradient releases its weights before its backward (stock DeepSpeed likewise), which then fails. Call "
+        "model.enable_input_require_grads() before initialize, or use gradient checkpointing."
+    )
+
+
+def _leaves(module: Module) -> Iterator[Module]:
+    return (child for child in module.modules() if z3_leaf_module(child))
+
+
+def _num_fetched(leaf: Module) -> int:
+    """Elements that are gathered with a leaf: all but persistent parameters."""
+    return sum(p.ds_numel for p in leaf.parameters() if not p.ds_persist)  # type: ignore[attr-defined]

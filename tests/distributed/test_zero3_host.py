@@ -1,0 +1,152 @@
+"""What ZeRO-3 with blocks as leaves makes the host do: it waits no more often than in stock, and walks no arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+from fake_device import fake_device
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.distributed
+
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+PHASES = ("forward", "backward", "step")
+NUM_BLOCKS = 3
+
+
+class Block(nn.Module):
+    """Of four weights. Norms persist with 64 elements each, as does the one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.linears = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        for linear in self.linears:
+            h = F.gelu(linear(h))
+        return x + h
+
+
+def build(fp8: dict[str, Any] | None) -> Any:
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    zero = {
+        "leaf_module": {"classes": [f"{Block.__module__}.{Block.__qualname__}"]},
+        "stage3_param_persistence_threshold": 100,
+    }
+    torch.manual_seed(0)
+    net = training.TinyLM(num_blocks=0)
+    net.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+    config = training.ds_config(3, fp8, zero_optimization=zero)
+    return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+
+
+def waits_of_a_step(fp8: dict[str, Any] | None) -> dict[str, dict[str, int]]:
+    """By phase of the fourth step: waits, and "walks" over arguments of functions on weights."""
+    from fp8_ds.zero import parameter
+
+    stock = parameter.tree_map
+    with fake_device() as waits:
+        engine = build(fp8)
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+
+        def numbered(*args: Any, **kwargs: Any) -> None:
+            waits.fetch += 1
+            fetch(*args, **kwargs)
+
+        def walk(*args: Any) -> Any:
+            waits["walks"] += 1
+            return stock(*args)
+
+        coordinator.fetch_sub_module = numbered
+        training.train(engine, 3)
+        parameter.tree_map = walk
+        found = {}
+        for phase in PHASES:
+            waits.clear()
+            if phase == "forward":
+                loss = engine(training.micro_batches(3, 1)[0])
+            elif phase == "backward":
+                engine.backward(loss)
+            else:
+                engine.step()
+            found[phase] = dict(waits)
+        parameter.tree_map = stock
+        training.destroy(engine)
+    return found
+
+
+def test_the_host_waits_no_more_often_than_in_stock_nor_for_a_gather_of_the_leaf_it_is_at(ranks: Any) -> None:
+    stock, *both = (ranks(2).run(waits_of_a_step, fp8)[0] for fp8 in (None, {}, STATES))
+    assert stock["forward"]["own event"] > 0 and stock["step"]["device"] > 0  # so that both are counted
+    for ours in both:
+        for phase in PHASES:
+            for kind in ("stream", "event", "device"):
+                assert ours[phase].get(kind, 0) <= stock[phase].get(kind, 0), (phase, kind)
+            assert ours[phase].get("own event", 0) == ours[phase].get("walks", 0) == 0
+        assert ours["step"].get("device", 0) < stock["step"]["device"]  # persistent parameters are gathered without one
+
+
+def same_as_stocks(persistent: list[Any], stock_all_gather: Any) -> list[tuple[bool, bool]]:
+    """For each persistent parameter: whether it is here, and has the bits that stock's own gather gives it."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    is_here = [p.ds_status == ZeroParamStatus.AVAILABLE for p in persistent]
+    ours = [p.data.clone() for p in persistent]
+    persistent[0].partition(persistent)
+    stock_all_gather(persistent)
+    return [
+        (here, value.shape == p.ds_shape and torch.equal(value, p.data))
+        for here, value, p in zip(is_here, ours, persistent, strict=True)
+    ]
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
+    """After two steps: persistent parameters; operators that take three weights out of one buffer, and their bytes."""
+    engine = build(fp8)
+    training.train(engine, 2)
+    optimizer = engine.optimizer
+    persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
+    shards = optimizer._fp8_shards
+    weights = shards.weights[:3]
+    handle = shards.gather(weights)
+    with _Names() as mode:
+        handle.wait()
+    together = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
+    for weight in weights:
+        weight.param.partition()
+    is_same = True
+    for weight, data in zip(weights, together, strict=True):
+        shards.gather([weight]).wait()
+        is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
+        weight.param.partition()
+    training.destroy(engine)
+    return {"persistent": persistent, "names": mode.names, "is same": is_same}
+
+
+def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
+    for found in ranks(2).run(gathered, {}):
+        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2)
+        assert found["is same"] and found["names"]["aten::cat"] == 3
+        assert not {"aten::clone", "aten::copy_"} & set(found["names"])  # of a strided view: bytewise on CUDA
