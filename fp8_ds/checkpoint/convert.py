@@ -18,9 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
+from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
-from fp8_ds.checkpoint.universal import prepare_universal
+from fp8_ds.checkpoint.manifest import beside
+from fp8_ds.checkpoint.universal import refuse_damage, rewrite_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
@@ -55,7 +58,7 @@ def kind_of(folder: Path) -> Kind:
     """
     if not folder.is_dir():
         raise FileNotFoundError(2, "No such folder", str(folder))
-    if (folder / "zero/optimizer_state.pt").exists():
+    if (folder / GLOBAL_STATE).exists():
         return "universal"
     if (folder / "latest").exists() or any(folder.glob("*_model_states.pt")):
         return "deepspeed"
@@ -167,23 +170,38 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
     if any(source.glob("*_model_states.pt")) and tag is None:
         folder, tag = source.resolve().parent, source.resolve().name
     else:
-        folder, tag = source, manifests.find(source, tag or (source / manifests.LATEST).read_text().strip())
+        folder, tag = source, folders.find(source, tag or (source / folders.LATEST).read_text().strip())
     if not (folder / tag).is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
-    if tag.endswith(manifests.INCOMPLETE):
+    if tag.endswith(folders.INCOMPLETE):
         problems = [f"{folder / tag} is of a save that did not end"]
     else:
         manifest = manifests.read_manifest(folder / tag)
         files = {} if manifest is None else manifest.files
         problems = [text for name, entry in files.items() if (text := manifests.damage(folder / tag, name, entry))]
+        if manifest is None and _is_ours(folder / tag):
+            problems = [manifests.lacks_manifest(folder / tag)]
     if problems:
         raise CheckpointError(
             f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. Complete in "
-            f"{str(folder)!r}: {manifests.complete_tags(folder)}."
+            f"{str(folder)!r}: {folders.complete_tags(folder)}."
         )
     if not trust_pickle:
         _refuse_code(folder / tag)
     return folder, tag
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a model file in `folder` that holds data only has the state of fp8_ds."""
+    from fp8_ds.checkpoint.state import CHECKPOINT_KEY
+
+    for path in folder.glob("*mp_rank_*_model_states.pt"):
+        try:
+            if CHECKPOINT_KEY in read_structure(path, deepspeed_classes()):
+                return True
+        except CheckpointError:
+            continue
+    return False
 
 
 def _refuse_code(folder: Path) -> None:
@@ -210,6 +228,7 @@ def _load(path: Path, trust_pickle: bool) -> Any:
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
+    refuse_damage(source)
     files = sorted(source.glob("*mp_rank_*_model_states.pt"))
     if not files or len({file.name.split("mp_rank_")[-1] for file in files}) > 1:
         raise UnsupportedError(
@@ -297,20 +316,42 @@ def _copy_model_files(model: Path | None, out: Path) -> list[str]:
 def _to_universal(
     kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None, trust_pickle: bool
 ) -> Converted:
-    if kind == "universal":
-        if stage is None:
-            raise ConfigError("--stage: expected the stage that is to load it, got none. It is universal already.")
-        if not trust_pickle:
-            _refuse_code(source)
-        shutil.copytree(source, out, dirs_exist_ok=True)
-    else:
-        from deepspeed.checkpoint import ds_to_universal
-
-        folder, tag = _save_of(source, tag, trust_pickle)
-        out.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
-        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))
-    if stage is not None:
-        prepare_universal(out, stage, trust_pickle)
+    if kind == "universal" and stage is None:
+        raise ConfigError("--stage: expected the stage that is to load it, got none. It is universal already.")
+    out = out.resolve()
+    if out.is_mount():
+        raise ConfigError(
+            f"out: expected a folder that takes its name by a rename, got the mount {out}. Name one in it."
+        )
+    work = beside(out, folders.INCOMPLETE)
+    staging = work / out.name
+    shutil.rmtree(work, ignore_errors=True)  # of a conversion that was killed
+    try:
+        if kind == "universal":
+            refuse_damage(source)
+            if not trust_pickle:
+                _refuse_code(source)
+            shutil.copytree(source, staging)
+        else:
+            _run_stock(source, tag, staging, trust_pickle)
+        if stage is not None:
+            rewrite_universal(staging, out, stage, trust_pickle)
+        adopt(staging, trust_pickle)
+        staging.rename(out)
+        manifests.sync_folder(out.parent)
+        if (work / folders.LATEST_UNIVERSAL).is_file():
+            manifests.write_text(out.parent / folders.LATEST_UNIVERSAL, out.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())))
+
+
+def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
+    """DeepSpeed's converter has written `out`, and the name of `out` into the file latest_universal beside it."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    folder, tag = _save_of(source, tag, trust_pickle)
+    out.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
+    options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))

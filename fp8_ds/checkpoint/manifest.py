@@ -1,9 +1,6 @@
 """A checkpoint is complete when its manifest is there: what wrote it, and each file's size and checksum.
 
-Files are written into `TAG.incomplete`. The manifest is the last of them; then the folder takes its name by a rename,
-and then the file `latest`. So a kill at any moment leaves either the checkpoint before or the new one, and a folder
-without manifest under a name that says so. Saving a tag again keeps the old one as `TAG.replaced` until the new one
-has its name.
+How its folder takes its name is folders.py's.
 
 CRC-32 (zlib) detects what disks and networks do to a file, at 3 GB/s on one core (measured; blake2b 0.7, sha256 1.5).
 It is no signature: whoever can change a file can change its manifest.
@@ -13,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -24,8 +20,6 @@ from typing import Any
 from fp8_ds.errors import CheckpointError
 
 MANIFEST = "fp8_ds_manifest.json"
-INCOMPLETE, REPLACED = ".incomplete", ".replaced"
-LATEST = "latest"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 
@@ -49,9 +43,12 @@ class Manifest:
 
 def record(path: Path, rank: int) -> FileRecord:
     """Size and checksum of a file that is on the disk afterwards, not only in memory."""
-    with path.open("rb", buffering=0) as file:
-        num_bytes, crc32 = _checksum(file)
-        os.fsync(file.fileno())
+    try:
+        with path.open("rb", buffering=0) as file:
+            num_bytes, crc32 = _checksum(file)
+            os.fsync(file.fileno())
+    except OSError as error:  # of a read: it does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return FileRecord(num_bytes, crc32, rank)
 
 
@@ -66,32 +63,60 @@ def _checksum(file: FileIO) -> tuple[int, str]:
 def damage(folder: Path, name: str, expected: FileRecord) -> str:
     """What is wrong with a file of the manifest; empty if nothing is."""
     path = folder / name
-    if not path.is_file():
-        return f"{path} is missing"
-    if (size := path.stat().st_size) != expected.num_bytes:
-        return f"{path} has {size} bytes where {expected.num_bytes} were written"
-    with path.open("rb", buffering=0) as file:  # no fsync: read-only file systems may refuse it
-        found = _checksum(file)[1]
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != expected.num_bytes:
+            return f"{path} has {size} bytes where {expected.num_bytes} were written"
+        with path.open("rb", buffering=0) as file:  # no fsync: read-only file systems may refuse it
+            found = _checksum(file)[1]
+    except OSError as error:
+        return f"{path} cannot be read ([Errno {error.errno}] {error.strerror})"
     return "" if found == expected.crc32 else f"{path} has CRC-32 {found} where {expected.crc32} was written"
 
 
-def share_out(files: Mapping[str, FileRecord], ranks: Collection[int]) -> dict[int, list[str]]:
+def files_in(folder: Path, suffix: str) -> dict[str, int]:
+    """Size of every file in `folder` whose name ends so, by path relative to it; through links to folders, once each.
+
+    Raises:
+        OSError: a folder cannot be read, or a file is a link to nothing.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    sizes: dict[str, int] = {}
+    seen: set[str] = set()
+    for place, names, files in os.walk(folder, followlinks=True, onerror=fail):
+        names[:] = [] if os.path.realpath(place) in seen else sorted(names)  # links may lead in circles
+        if os.path.realpath(place) not in seen:
+            paths = [Path(place, name) for name in files if name.endswith(suffix)]
+            sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+        seen.add(os.path.realpath(place))
+    return sizes
+
+
+def share_out(sizes: Mapping[str, int], ranks: Collection[int]) -> dict[int, list[str]]:
     """rank -> names of the files that it reads: each file has one rank, and no rank more than the mean and one file.
 
     The largest go first, each to the rank with the least bytes so far; the same on all ranks.
+
+    Args:
+        sizes: bytes by name.
+        ranks: that read.
     """
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     num_bytes = dict.fromkeys(shares, 0)
-    for name in sorted(files, key=lambda name: (-files[name].num_bytes, name)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = min(shares, key=lambda rank: (num_bytes[rank], len(shares[rank]), rank))
         shares[rank].append(name)
-        num_bytes[rank] += files[name].num_bytes
+        num_bytes[rank] += sizes[name]
     return shares
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """`folder` is complete: the manifest is in it, on the disk."""
-    _write(folder / MANIFEST, _text(manifest))
+    write_text(folder / MANIFEST, _text(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -123,6 +148,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
+def lacks_manifest(folder: Path) -> str:
+    """What is wrong with a checkpoint of fp8_ds without one."""
+    return (
+        f"{folder / MANIFEST} is missing, and the checkpoint is of fp8_ds: its copy is not complete (one from before "
+        f"manifests, or changed by hand: `python -m fp8_ds.checkpoint.adopt {folder}` takes its files as they are)"
+    )
+
+
 def _damaged(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: expected a manifest as it was written, got a damaged one. Load another checkpoint."
@@ -137,125 +170,22 @@ def _text(manifest: Manifest) -> str:
     return json.dumps({"crc32": f"{crc:08x}", "content": content}, indent=1, sort_keys=True) + "\n"
 
 
-# --- folders ---
-
-
-def prepare(save_dir: Path, tag: str) -> None:
-    """What an earlier save of `tag` left behind, killed half-way, is gone; a complete one has its name.
-
-    Raises:
-        CheckpointError: such files cannot be removed, and would be taken for the new checkpoint's.
-    """
-    folder = save_dir / tag
-    staging = _beside(folder, INCOMPLETE)
-    shutil.rmtree(staging, ignore_errors=True)
-    if (left := next(staging.rglob("*_states.pt"), None)) is not None:
-        raise CheckpointError(f"{left} is of a save that did not end, and cannot be removed")
-    replaced = _beside(folder, REPLACED)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
-        replaced.rename(folder)
-
-
-def discard(save_dir: Path, tag: str) -> None:
-    """The unfinished files of a save that failed are gone, as far as they can be removed."""
-    shutil.rmtree(_beside(save_dir / tag, INCOMPLETE), ignore_errors=True)
-
-
-def commit(save_dir: Path, tag: str, manifest: Manifest, *, is_latest: bool) -> None:
-    """`TAG.incomplete` is the checkpoint `tag`, and if `is_latest`, `latest` points to it.
-
-    Raises:
-        CheckpointError: files of the manifest are not there: other ranks wrote them elsewhere.
-        OSError: of the file system; `latest` and what it points to are as before.
-    """
-    folder = save_dir / tag
-    staging, replaced = _beside(folder, INCOMPLETE), _beside(folder, REPLACED)
-    elsewhere = [name for name, entry in manifest.files.items() if not _has_size(staging / name, entry.num_bytes)]
-    if elsewhere:
-        raise CheckpointError(
-            f"{staging / elsewhere[0]} is not here as rank {manifest.files[elsewhere[0]].rank} wrote it. Hosts with "
-            'disks of their own need "checkpoint": {"use_node_local_storage": true}'
-        )
-    if folder.exists():
-        _keep_foreign_files(folder, staging)
-    write_manifest(staging, manifest)
-    if folder.exists():
-        folder.rename(replaced)
-    try:
-        staging.rename(folder)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(folder)
-        raise
-    _sync_folder(folder.parent)
-    if is_latest:
-        _write(save_dir / LATEST, tag)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def find(load_dir: Path, tag: str) -> str:
-    """The tag under which checkpoint `tag` lies: a kill between two renames leaves the old one as `TAG.replaced`."""
-    folder = load_dir / tag
-    if not folder.exists() and _beside(folder, REPLACED).exists():
-        return tag + REPLACED
-    return tag
-
-
-def complete_tags(load_dir: Path) -> list[str]:
-    """Tags of the checkpoints in `load_dir` that have a manifest, newest first."""
-    found = [path for path in load_dir.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(INCOMPLETE)]
-    return [path.parent.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == num_bytes
-
-
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(folder.name + suffix)
-
-
-def _keep_foreign_files(old: Path, new: Path) -> None:
-    """What the user has put beside our files in `old` is in `new` too, as if it had been overwritten in place.
-
-    By hard links, which take no time: other ranks wait. File systems without them get copies.
-    """
-    try:
-        manifest = read_manifest(old)
-    except CheckpointError:
-        manifest = None
-    ours = {MANIFEST, *({Path(name).parts[0] for name in manifest.files} if manifest else ())}
-    for entry in old.iterdir():
-        if entry.name in ours or entry.name.endswith("_states.pt") or (new / entry.name).exists():
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, new / entry.name)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    """`target` is the same file as `source`, or where that cannot be, a copy of it."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """`path` holds `text`, or what it held before: on the disk, and by a rename."""
-    temporary = _beside(path, ".tmp")
+    temporary = beside(path, ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def sync_folder(folder: Path) -> None:
     """Renames in `folder` are on the disk. Some network file systems cannot, and need not."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -271,3 +201,13 @@ def differs(header: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, 
     return ", ".join(
         f"{key} {header.get(key)} in the checkpoint, {now[key]} now" for key in keys if header.get(key) != now[key]
     )
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint here, for its header."""
+    import deepspeed
+    import torch
+
+    import fp8_ds
+
+    return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}

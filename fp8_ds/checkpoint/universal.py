@@ -4,8 +4,9 @@
 
 ds_to_universal.py names and fills its files as the source's stage does, so that DeepSpeed loads them at another world
 size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same: only names and wrapping change,
-in place, and a second call with the old stage goes back. Stock DeepSpeed reads the result likewise. Files that hold
-more than data are refused, unless --trust-pickle says that they may be executed.
+and a second call with the old stage goes back. Stock DeepSpeed reads the result likewise. It is made beside the folder,
+gets a manifest, and takes its name when it is complete. Files that hold more than data are refused, unless
+--trust-pickle says that they may be executed.
 Source: deepspeed/checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py:236, runtime/base_optimizer.py:332,
 runtime/zero/stage3.py:3653 and 3766 (0.19.8; 0.18.9 is stricter about the wrapping).
 """
@@ -20,13 +21,19 @@ from typing import Any
 
 import torch
 
+from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint import manifest as manifests
+from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data
-from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.checkpoint.manifest import beside
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 Load = Callable[[Path], Any]
 
+TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+"""Files of a parameter, within zero/NAME."""
 _STAGE3_PREFIX = "zero_pp_rank_0_"
-_TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+_NUM_SHOWN = 3
 
 
 def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> None:
@@ -38,17 +45,59 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
         trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
 
     Raises:
-        ConfigError: it is no universal checkpoint, or `stage` is none of these; nothing is changed then.
-        CheckpointError: a file holds more than data.
+        ConfigError: it is no universal checkpoint, or `stage` is none of these.
+        CheckpointError: its files are not as they were written (its manifest says so), or hold more than data.
         UnsupportedError: it was written by several tensor-parallel ranks.
+        OSError: of the file system. Whatever is raised, the checkpoint is as it was.
     """
+    _check_stage(stage)
+    folder = folder.resolve()
+    folders.prepare(folder.parent, folder.name)  # a call before may have been killed
+    refuse_damage(folder)
+    try:
+        staging = beside(folder, folders.INCOMPLETE)
+        if folder.is_dir():
+            shutil.copytree(folder, staging, symlinks=True, copy_function=folders.link)
+        rewrite_universal(staging, folder, stage, trust_pickle)
+        commit = folders.Commit(folder.parent, folder.name, adopt(staging, trust_pickle), is_latest=False)
+        commit.stage()
+        commit.publish()
+        commit.finish()
+    finally:
+        folders.discard(folder.parent, folder.name)
+
+
+def refuse_damage(folder: Path) -> None:
+    """The files of `folder` are as its manifest says, if it has one.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    manifest = manifests.read_manifest(folder)
+    files = {} if manifest is None else manifest.files
+    problems = [text for name, entry in files.items() if (text := manifests.damage(folder, name, entry))]
+    if problems:
+        raise CheckpointError(
+            f"universal checkpoint: expected a whole one, got: {'; '.join(problems[:_NUM_SHOWN])}. Convert it again."
+        )
+
+
+def _check_stage(stage: int) -> None:
     if stage not in (1, 2, 3):
         raise ConfigError(f"stage: expected 1, 2 or 3, got {stage!r}. Name the stage that is to load the checkpoint.")
+
+
+def rewrite_universal(folder: Path, name: Path, stage: int, trust_pickle: bool) -> None:
+    """The files in `folder`, a copy of the universal checkpoint `name`, are as ZeRO stage `stage` reads them.
+
+    Files are replaced, never written into: they may be links to those of `name`. Raises: as `prepare_universal`.
+    """
+    _check_stage(stage)
     files = [*folder.glob("mp_rank_*_model_states.pt"), *folder.glob(f"{_STAGE3_PREFIX}mp_rank_*_model_states.pt")]
-    state_path = folder / "zero/optimizer_state.pt"
+    state_path = folder / GLOBAL_STATE
     if not files or not state_path.exists():
         raise ConfigError(
-            f"universal checkpoint: expected model files and zero/optimizer_state.pt in {str(folder)!r}, got none. "
+            f"universal checkpoint: expected model files and {GLOBAL_STATE} in {str(name)!r}, got none. "
             "Name the output folder of ds_to_universal.py."
         )
     names = {file.name.removeprefix(_STAGE3_PREFIX) for file in files}
@@ -57,8 +106,8 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
             f"universal checkpoint: expected one tensor-parallel rank, got {len(names)}. "
             "Load it with the ZeRO stage that wrote it."
         )
-    name = names.pop()
-    for target in (folder / name, folder / f"{_STAGE3_PREFIX}{name}"):
+    file_name = names.pop()
+    for target in (folder / file_name, folder / f"{_STAGE3_PREFIX}{file_name}"):
         if not target.exists():
             shutil.copyfile(files[0], target)
     load = _trusting if trust_pickle else _careful
@@ -66,7 +115,7 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
     _complete_global_state(state_path, model_state["ds_version"], load)
     shapes = {key: shape for group in model_state["param_shapes"] for key, shape in group.items()}
     for key, shape in shapes.items():
-        for tensor in _TENSORS:
+        for tensor in TENSORS:
             _rewrap(folder / "zero" / key / tensor, shape, load, flat=stage == 3)
 
 
@@ -93,7 +142,7 @@ def _complete_global_state(path: Path, version: Any, load: Load) -> None:
         entry = {} if file is None else {"step": load(file)}
         state["optimizer_state_dict"] = {"state": {0: entry}, "param_groups": state["param_groups"]}
     state.setdefault("ds_version", version)
-    torch.save(state, path)
+    _replace(state, path)
 
 
 def _rewrap(path: Path, shape: Any, load: Load, flat: bool) -> None:
@@ -102,9 +151,15 @@ def _rewrap(path: Path, shape: Any, load: Load, flat: bool) -> None:
         return
     content = load(path)
     if flat and isinstance(content, dict):
-        torch.save(content["param"].reshape(-1).clone(), path)
+        _replace(content["param"].reshape(-1).clone(), path)
     elif not flat and not isinstance(content, dict):
-        torch.save({"param": content.reshape(shape).clone()}, path)
+        _replace({"param": content.reshape(shape).clone()}, path)
+
+
+def _replace(content: Any, path: Path) -> None:
+    temporary = beside(path, ".tmp")
+    torch.save(content, temporary)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

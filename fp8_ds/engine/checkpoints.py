@@ -1,6 +1,7 @@
 """Saves and loads of an FP8 engine: DeepSpeed's, with bf16 of the masters as weights and our state beside them.
 
-When a checkpoint counts is fp8_ds/engine/saving.py's; what our state is, fp8_ds/checkpoint/state.py's.
+When a checkpoint counts is fp8_ds/engine/saving.py's and checking.py's; what our state is,
+fp8_ds/checkpoint/state.py's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
+from fp8_ds.engine.checking import check_whole
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
-from fp8_ds.engine.saving import Recorder, check_whole, save_whole
+from fp8_ds.engine.saving import Recorder, save_whole
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.tp.linears import ParallelLinear
@@ -46,7 +48,7 @@ class Fp8Checkpoints:
         checksummed before it has its name, and `latest` after that.
 
         Raises:
-            CheckpointError: a rank could not write, on all ranks; checkpoints before are untouched.
+            CheckpointError: a rank could not write, on all ranks; checkpoints before are as they were.
         """
         if not save_dir:
             raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")

@@ -1,12 +1,9 @@
-"""Does a checkpoint fit this run? Its layout over ranks, its parameters, and the versions that wrote it."""
+"""Does a checkpoint fit this run? Its layout over ranks, and its parameters."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-import deepspeed
-import torch
 
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
@@ -57,12 +54,6 @@ def other_parameters(engine: Any, folder: Path, tag: str) -> str:
     )
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     return f"{path} is of another model: {shown}{more}"
-
-
-def versions() -> dict[str, str]:
-    import fp8_ds
-
-    return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
 def layout(engine: Any) -> dict[str, int]:

@@ -37,8 +37,6 @@ def files_of(folder: str) -> list[Path]:
 def damage(folder: str, stage: int) -> list[str]:
     import torch.distributed as dist
 
-    from fp8_ds.checkpoint.manifest import MANIFEST
-
     engine = base.build(stage, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
@@ -58,8 +56,7 @@ def damage(folder: str, stage: int) -> list[str]:
                 if kind == "missing":
                     path.unlink()
             dist.barrier()
-            if (path.name, kind) != (MANIFEST, "missing"):  # then it is as a stock checkpoint
-                assert str(path) in refusal(again, folder)
+            assert str(path) in refusal(again, folder)
             dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
@@ -223,20 +220,102 @@ def versions(folder: str) -> list[str]:
     logger.addHandler(handler)
     engine = training.build(training.ds_config(2, {}), base.MODEL, seed=1)
     engine.load_checkpoint(folder)
-    dist.barrier()
-    (path / m.MANIFEST).unlink(missing_ok=True)
-    dist.barrier()
-    engine.load_checkpoint(folder)
     logger.removeHandler(handler)
     training.destroy(engine)
     return said
 
 
-def test_other_versions_and_stock_checkpoints_are_loaded_with_a_notice(ranks: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_versions_is_loaded_with_a_notice(ranks: Any, tmp_path: Path) -> None:
     said, by_other = ranks(2).run(versions, str(tmp_path))
     assert sum("written by other versions: deepspeed 0.1.2 in the checkpoint" in line for line in said) == 1
-    assert sum("not written by save_checkpoint of fp8_ds" in line for line in said) == 1
-    assert not any("versions" in line or "not written" in line for line in by_other)
+    assert not any("versions" in line for line in by_other)
+
+
+# --- without a manifest ---
+
+
+def stock(folder: str, stage: int) -> list[str]:
+    """Losses of stock DeepSpeed, which writes, are checked as they go on in an FP8 engine; what that says."""
+    import logging
+
+    from deepspeed.utils import logger
+
+    from fp8_ds.checkpoint.manifest import MANIFEST
+
+    engine = base.build(stage, None)
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    assert not Path(folder, "global_step2", MANIFEST).exists()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    again = base.build(stage, {}, seed=1)
+    again.load_checkpoint(folder)
+    logger.removeHandler(handler)
+    base.assert_same(training.full_masters(again), masters)
+    training.destroy(again)
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_stock_deepspeed_is_loaded_with_a_notice(ranks: Any, tmp_path: Path, stage: int) -> None:
+    said, by_other = ranks(2).run(stock, str(tmp_path), stage)
+    assert sum("global_step2 has no fp8_ds_manifest.json: not written by fp8_ds" in line for line in said) == 1
+    assert not any("not written" in line for line in by_other)
+
+
+def adopted(folder: str, stage: int) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import manifest as m
+    from fp8_ds.checkpoint.adopt import adopt
+
+    engine = base.build(stage, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    before, loss = base.snapshot(engine), training.train(engine, 1, first_step=1)
+    training.destroy(engine)
+    path = Path(folder, "global_step1")
+    again = base.build(stage, {}, seed=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (path / m.MANIFEST).unlink()
+    dist.barrier()
+    message = refusal(again, folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        adopt(path)
+    dist.barrier()
+    again.load_checkpoint(folder)
+    base.assert_same(base.snapshot(again), before)
+    assert training.train(again, 1, first_step=1) == loss
+    training.destroy(again)
+    other = training.build(training.ds_config(2 if stage == 3 else 3, {}), base.MODEL)
+    assert f"zero_stage {stage} in the checkpoint" in refusal(other, folder)
+    training.destroy(other)
+    return message
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_ours_without_its_manifest_is_refused_until_it_is_adopted(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    for message in ranks(2).run(adopted, str(tmp_path), stage):
+        assert "global_step1/fp8_ds_manifest.json is missing, and the checkpoint is of fp8_ds" in message
+        assert f"python -m fp8_ds.checkpoint.adopt {tmp_path}/global_step1" in message
+
+
+def test_a_folder_of_saves_cannot_be_adopted(tmp_path: Path) -> None:
+    from fp8_ds.checkpoint.adopt import adopt
+    from fp8_ds.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="expected one save"):
+        adopt(tmp_path)
+    with pytest.raises(ConfigError, match="expected one save"):
+        adopt(tmp_path / "absent")
 
 
 # --- hostile pickles ---
@@ -280,6 +359,12 @@ def hostile(folder: str, stage: int) -> None:
         assert not Path(mark).exists()
         dist.barrier()
         if dist.get_rank() == 0:
+            (path.parent / m.MANIFEST).unlink()
+        dist.barrier()
+        assert str(path.parent) in refusal(engine, folder)
+        assert not Path(mark).exists()
+        dist.barrier()
+        if dist.get_rank() == 0:
             path.write_bytes(content)
             m.write_manifest(path.parent, manifest)
         dist.barrier()
@@ -287,5 +372,36 @@ def hostile(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_hostile_pickle_in_a_checkpoint_of_ours_is_not_executed(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_hostile_pickle_in_a_checkpoint_of_ours_is_not_executed_with_a_manifest_or_without(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
     ranks(2).run(hostile, str(tmp_path), stage)
+
+
+def hostile_stock(folder: str) -> None:
+    import torch.distributed as dist
+
+    engine = base.build(2, None)
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    training.destroy(engine)
+    again = base.build(2, {}, seed=1)
+    mark = f"{folder}/mark"
+    for path in files_of(folder):
+        content = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save({**torch.load(path, weights_only=False), "client": Hostile(mark)}, path)
+        dist.barrier()
+        assert f"{path}: expected tensors and plain data, got posix.mkdir. If you trust" in refusal(again, folder)
+        assert not Path(mark).exists()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(content)
+        dist.barrier()
+    again.load_checkpoint(folder)
+    training.destroy(again)
+
+
+def test_a_hostile_pickle_in_a_checkpoint_of_stock_deepspeed_is_not_executed(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(hostile_stock, str(tmp_path))

@@ -112,9 +112,10 @@ def kill_the_others(pool: RankPool, victim: int) -> None:
 
 
 def newest_header(folder: Path) -> dict[str, Any]:
-    from fp8_ds.checkpoint import manifest as m
+    from fp8_ds.checkpoint import folders
+    from fp8_ds.checkpoint.manifest import read_manifest
 
-    manifest = m.read_manifest(folder / m.find(folder, (folder / m.LATEST).read_text()))
+    manifest = read_manifest(folder / folders.find(folder, (folder / folders.LATEST).read_text()))
     assert manifest is not None, "latest points to a checkpoint that is not complete"
     return manifest.header
 

@@ -70,7 +70,7 @@ def our_state(folder: str, stage: int) -> None:
     import torch.distributed as dist
     from deepspeed.utils import logger
 
-    from fp8_ds.checkpoint.manifest import MANIFEST
+    from fp8_ds.checkpoint.adopt import adopt
     from fp8_ds.checkpoint.state import CHECKPOINT_KEY
     from fp8_ds.errors import ConfigError
 
@@ -109,7 +109,9 @@ def our_state(folder: str, stage: int) -> None:
     if rank == 0 or stage == 3:
         content[CHECKPOINT_KEY]["version"] = 99
         torch.save(content, file)
-        (file.parent / MANIFEST).unlink(missing_ok=True)
+    dist.barrier()
+    if rank == 0:
+        adopt(file.parent)
     dist.barrier()
     engine = base.build(stage, base.DELAYED, seed=1)
     with pytest.raises(ConfigError, match="expected version 1, got 99"):

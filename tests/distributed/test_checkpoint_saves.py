@@ -37,9 +37,17 @@ def failing_save(folder: str, fails: str) -> str:
     def copy(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == "latest":
+            raise OSError(5, "Input/output error", str(target))
+        return stock_replace(self, target)
+
+    stock_replace = Path.replace
     host = next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
     if fails == "shard":
         Stock.save = save
+    elif fails == "latest":
+        Path.replace = replace  # type: ignore[method-assign]
     else:
         stock_copy, host._copy_recovery_script = host._copy_recovery_script, copy
     try:
@@ -47,6 +55,7 @@ def failing_save(folder: str, fails: str) -> str:
             engine.save_checkpoint(folder, tag="same")
     finally:
         Stock.save = stock_save
+        Path.replace = stock_replace  # type: ignore[method-assign]
         if fails == "script":
             host._copy_recovery_script = stock_copy
     losses = training.train(engine, 1, first_step=2)  # the run can go on
@@ -61,12 +70,19 @@ def failing_save(folder: str, fails: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("fails", ["shard", "script"])
+FAILURES = {
+    "shard": "rank 1: OSError: [Errno 5]",
+    "script": "rank 0: OSError: [Errno 28]",
+    "latest": "rank 0: OSError: [Errno 5] Input/output error",
+}
+
+
+@pytest.mark.parametrize("fails", FAILURES)
 def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
     ranks: Any, tmp_path: Path, fails: str
 ) -> None:
     for message in ranks(2).run(failing_save, str(tmp_path), fails):
-        assert ("rank 1: OSError: [Errno 5]" if fails == "shard" else "rank 0: OSError: [Errno 28]") in message
+        assert FAILURES[fails] in message
 
 
 def full_disk(folder: str, stage: int, room: int) -> tuple[str, bool]:
@@ -199,22 +215,122 @@ def test_hosts_that_say_they_have_disks_of_their_own_and_share_one_fail_at_the_s
         assert 'of rank 1 on the disk of rank 0\'s host (remove "use_node_local_storage"' in message
 
 
+def one_rank_a_host(seed: int = 0) -> Any:
+    """An engine of stage 2 whose two ranks are hosts with disks of their own."""
+    config = training.ds_config(2, {}, checkpoint={"use_node_local_storage": True})
+    engine = training.build(config, base.MODEL, seed)
+    engine.local_rank = 0
+    engine.save_non_zero_checkpoint = True
+    return engine
+
+
+STEPS = ("prepare", "stage", "publish", "finish")
+"""Of a save, between which hosts wait for each other."""
+
+
+def killed_between_steps(folder: str, tag: str) -> list[int]:
+    """What hosts load of which one has ended a step of a save, and the other has not begun it: steps of training."""
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import folders
+
+    rank = dist.get_rank()
+    here = Path(folder, f"host{rank}")
+    engine = one_rank_a_host()
+    training.train(engine, 1)
+    engine.save_checkpoint(str(here), tag="old")
+    masters = {1: training.full_masters(engine)}
+    training.train(engine, 1, first_step=1)
+    masters[2] = training.full_masters(engine)
+    taken: list[str] = []
+
+    def aside(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shutil.copytree(here, f"{folder}/before {name} {rank}", symlinks=True)
+            taken.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "prepare", aside("prepare", folders.prepare))
+        for step in STEPS[1:]:
+            patch.setattr(folders.Commit, step, aside(step, getattr(folders.Commit, step)))
+        engine.save_checkpoint(str(here), tag=tag)
+    assert tuple(taken) == STEPS
+    training.destroy(engine)
+
+    again, found = one_rank_a_host(seed=1), []
+    for i, step in enumerate(STEPS):
+        after = f"{folder}/before {STEPS[i + 1]} {rank}" if i + 1 < len(STEPS) else here
+        for ahead in (0, 1):
+            at = Path(folder, f"{step} {ahead} {rank}")
+            shutil.copytree(after if rank == ahead else f"{folder}/before {step} {rank}", at)
+            path, _ = again.load_checkpoint(str(at))
+            assert path is not None
+            base.assert_same(training.full_masters(again), masters[again.global_steps])
+            found.append(again.global_steps)
+    training.destroy(again)
+    return found
+
+
+@pytest.mark.parametrize("tag", ["new", "old"], ids=["another-tag", "the-same-tag"])
+def test_hosts_load_a_save_that_all_have_wherever_one_was_killed(ranks: Any, tmp_path: Path, tag: str) -> None:
+    first, second = ranks(2).run(killed_between_steps, str(tmp_path), tag)
+    assert first == second
+    assert first == [1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def one_host_cannot_publish(folder: str, tag: str) -> str:
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint import folders
+    from fp8_ds.errors import CheckpointError
+
+    here = f"{folder}/host{dist.get_rank()}"
+    engine = one_rank_a_host()
+    training.train(engine, 1)
+    engine.save_checkpoint(here, tag="old")
+    before = base.snapshot(engine)
+    training.train(engine, 1, first_step=1)
+    publish = folders.Commit.publish
+
+    def fail(self: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(5, "Input/output error", here)
+        publish(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(folders.Commit, "publish", fail)
+        engine.save_checkpoint(here, tag=tag)
+    assert sorted(path.name for path in Path(here).iterdir() if "zero_to" not in path.name) == ["latest", "old"]
+    training.destroy(engine)
+    again = one_rank_a_host(seed=1)
+    again.load_checkpoint(here)
+    base.assert_same(base.snapshot(again), before)
+    training.destroy(again)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tag", ["new", "old"], ids=["another-tag", "the-same-tag"])
+def test_a_host_that_cannot_rename_keeps_the_others_at_the_old_checkpoint(ranks: Any, tmp_path: Path, tag: str) -> None:
+    for message in ranks(2).run(one_host_cannot_publish, str(tmp_path), tag):
+        assert "rank 1: OSError: [Errno 5] Input/output error" in message
+
+
 def node_local_mixed(folder: str) -> tuple[str, str]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
     here, aside = Path(folder, f"host{rank}"), Path(folder, f"aside{rank}")
-    config = training.ds_config(2, {}, checkpoint={"use_node_local_storage": True})
-    engine = training.build(config, base.MODEL)
-    engine.local_rank = 0  # one rank a host
-    engine.save_non_zero_checkpoint = True
+    engine = one_rank_a_host()
     training.train(engine, 1)
     engine.save_checkpoint(str(here), tag="newest")
     shutil.copytree(here, aside)
     training.train(engine, 1, first_step=1)
     engine.save_checkpoint(str(here), tag="newest")
     dist.barrier()
-    mixed = refusal(engine, f"{folder}/{'host0' if rank == 0 else 'aside1'}")  # killed before host 1 had renamed
+    mixed = refusal(engine, f"{folder}/{'host0' if rank == 0 else 'aside1'}")  # host 1's disk came from a backup
     moved = refusal(engine, f"{folder}/host0")  # both ranks on a host that has rank 0's files alone
     engine.load_checkpoint(str(here))
     training.destroy(engine)
@@ -232,23 +348,23 @@ def test_hosts_with_parts_of_different_saves_or_of_other_ranks_are_refused(ranks
 def broken_mount(folder: str) -> str:
     import torch.distributed as dist
 
-    from fp8_ds.checkpoint import manifest as m
+    from fp8_ds.checkpoint import folders
 
     engine = base.build(2, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
-    stock = m.find
+    stock = folders.find
 
     def find(load_dir: Path, tag: str) -> str:
         if dist.get_rank() == 1:
             raise OSError(116, "Stale file handle", str(load_dir))
         return stock(load_dir, tag)
 
-    m.find = find
+    folders.find = find
     try:
         message = refusal(engine, folder)
     finally:
-        m.find = stock
+        folders.find = stock
     dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "latest").write_text("")

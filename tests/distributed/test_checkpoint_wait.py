@@ -32,26 +32,27 @@ def impatient_ranks() -> Iterator[RankPool]:
 
 @contextmanager
 def slow(name: str, slow_rank: int, fails: bool = False) -> Iterator[None]:
-    """A function of fp8_ds.checkpoint.manifest takes SLOW seconds on one rank, once."""
+    """A function of fp8_ds.checkpoint takes SLOW seconds on one rank, once."""
     import torch.distributed as dist
 
-    from fp8_ds.checkpoint import manifest as m
+    from fp8_ds.checkpoint import folders, manifest
 
-    stock, calls = getattr(m, name), [0]
+    owner: Any = {"stage": folders.Commit, "prepare": folders}.get(name, manifest)
+    stock, calls = getattr(owner, name), [0]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if dist.get_rank() == slow_rank and calls[0] == 1:
             time.sleep(SLOW)
             if fails:
-                raise OSError(116, "Stale file handle", str(args[0]))
+                raise OSError(116, "Stale file handle", getattr(args[0], "_folder", str(args[0])))
         return stock(*args, **kwargs)
 
-    setattr(m, name, run)
+    setattr(owner, name, run)
     try:
         yield
     finally:
-        setattr(m, name, stock)
+        setattr(owner, name, stock)
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def slowly(*case: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "slow_rank"),
-    [("record", 1), slowly("commit", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
+    [("record", 1), slowly("stage", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
 )
 def test_ranks_wait_for_file_work_longer_than_the_time_out(
     impatient_ranks: RankPool, tmp_path: Path, name: str, slow_rank: int
@@ -122,7 +123,7 @@ def fails_late(folder: str, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [slowly("record"), "commit", slowly("damage")])
+@pytest.mark.parametrize("name", [slowly("record"), "stage", slowly("damage")])
 def test_a_failure_after_the_time_out_is_an_error_on_all_ranks(
     impatient_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

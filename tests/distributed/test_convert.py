@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import convert as module
+from fp8_ds.checkpoint import manifest
 from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.checkpoint.manifest import MANIFEST
 from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -108,6 +110,13 @@ def save_all(folder: str) -> dict[str, torch.Tensor]:
     return masters
 
 
+def save_stock(folder: str) -> None:
+    engine = training.build(training.ds_config(2, None))
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="first")
+    training.destroy(engine)
+
+
 def test_a_damaged_or_unfinished_checkpoint_is_not_converted(ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     ranks(2).run(save_all, str(folder))
@@ -140,11 +149,19 @@ def add_to(path: Path, mark: Path, new_format: bool = True) -> None:
     torch.save({**state, "more": Hostile(mark)}, path, _use_new_zipfile_serialization=new_format)
 
 
+def test_a_checkpoint_of_ours_without_its_manifest_is_not_converted(ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    ranks(2).run(save_all, str(folder))
+    (folder / "first" / MANIFEST).unlink()
+    for trusts in (False, True):
+        with pytest.raises(CheckpointError, match=r"manifest\.json is missing.*python -m fp8_ds.checkpoint.adopt"):
+            convert(folder, tmp_path / "out", "universal", trust_pickle=trusts)
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_code_in_a_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, tmp_path: Path) -> None:
     folder, mark = tmp_path / "ckpt", tmp_path / "mark"
-    ranks(2).run(save_all, str(folder))
-    convert(folder, folder / "universal", "universal")
-    (folder / "first/fp8_ds_manifest.json").unlink()  # a checkpoint of somebody else
+    ranks(2).run(save_stock, str(folder))
     for kind in ("model", "optim"):
         for new_format in (True, False):
             path = sorted((folder / "first").glob(f"*_{kind}_states.pt"))[-1]
@@ -168,6 +185,7 @@ def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ran
     ranks(2).run(save_all, str(folder))
     convert(folder, folder / "universal", "universal")
     universal = folder / "universal"
+    (universal / MANIFEST).unlink()  # of somebody else
     for path in (universal / "mp_rank_00_model_states.pt", universal / "zero/lm_head.weight/fp32.pt"):
         content = path.read_bytes()
         add_to(path, mark)
@@ -182,6 +200,106 @@ def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ran
         mark.rmdir()
         path.write_bytes(content)
     prepare_universal(universal, 3)
+
+
+def refusals(folder: str, stage: int) -> None:
+    """Loads of a universal checkpoint in which one file after another is not as it was written."""
+    import torch.distributed as dist
+
+    universal, mark, rank = Path(folder, "universal"), Path(folder, "mark"), dist.get_rank()
+    config = training.ds_config(stage, {}, checkpoint={"load_universal": True})
+    engine = training.build(config, seed=5)
+    before, listed = training.full_masters(engine), (universal / MANIFEST).read_bytes()
+    for name in UNIVERSAL_FILES[stage]:
+        path = universal / name
+        content = path.read_bytes()
+        for kind in ("flip", "missing", "missing without manifest", "code without manifest"):
+            dist.barrier()
+            if rank == 0:
+                if "without" in kind:
+                    (universal / MANIFEST).unlink()
+                if kind == "flip":
+                    flipped = bytearray(content)
+                    flipped[len(content) // 2] ^= 4
+                    path.write_bytes(flipped)
+                elif kind.startswith("code"):
+                    torch.save(Hostile(mark), path)
+                else:
+                    path.unlink()
+            dist.barrier()
+            with pytest.raises(CheckpointError) as caught:
+                engine.load_checkpoint(folder, tag="universal")
+            is_model, has_manifest = path.parent == universal, "without" not in kind
+            where = universal if is_model and not has_manifest and not kind.startswith("code") else path
+            assert str(where) in str(caught.value)
+            assert not mark.exists()
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(content)
+                (universal / MANIFEST).write_bytes(listed)
+    dist.barrier()
+    after = training.full_masters(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    engine.load_checkpoint(folder)
+    training.destroy(engine)
+
+
+UNIVERSAL_FILES = {
+    2: ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/lm_head.weight/fp32.pt"),
+    3: ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero/blocks.0.up.weight/exp_avg.pt"),
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_universal_checkpoint_that_is_damaged_or_hostile_is_refused_on_all_ranks(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2).run(save_all, str(tmp_path))
+    convert(tmp_path, tmp_path / "universal", "universal", stage=stage)
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    ranks(2).run(refusals, str(tmp_path), stage)
+
+
+def test_a_damaged_universal_checkpoint_is_not_converted(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_all, str(tmp_path))
+    convert(tmp_path, tmp_path / "universal", "universal")
+    path = tmp_path / "universal/zero/lm_head.weight/fp32.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"fp32\.pt has CRC-32"):
+        prepare_universal(tmp_path / "universal", 3)
+    for target, stage in (("safetensors", None), ("universal", 3)):
+        with pytest.raises(CheckpointError, match=r"fp32\.pt has CRC-32"):
+            convert(tmp_path / "universal", tmp_path / "out", target, stage=stage)  # type: ignore[arg-type]
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_conversion_that_fails_leaves_what_was_there(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks(2).run(save_all, str(tmp_path))
+    convert(tmp_path, tmp_path / "universal", "universal", stage=2)
+    names = {path.name for path in tmp_path.iterdir()}
+    files = {path: path.read_bytes() for path in (tmp_path / "universal").rglob("*") if path.is_file()}
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "record", fail)  # the files have been written
+        for act in (
+            lambda: convert(tmp_path, tmp_path / "other", "universal"),
+            lambda: prepare_universal(tmp_path / "universal", 3),
+        ):
+            with pytest.raises(OSError, match="No space left"):
+                act()
+            assert {path.name for path in tmp_path.iterdir()} == names
+            assert (tmp_path / "latest_universal").read_text() == "universal"
+            assert {path: path.read_bytes() for path in (tmp_path / "universal").rglob("*") if path.is_file()} == files
+    (tmp_path / "universal").rename(tmp_path / "universal.replaced")  # killed between two renames
+    prepare_universal(tmp_path / "universal", 3)
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_what_trainer_saves_is_a_checkpoint_though_safetensors_lie_beside_it(tmp_path: Path) -> None:

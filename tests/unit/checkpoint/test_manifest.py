@@ -1,9 +1,8 @@
-"""Manifests and commits: what a kill, a full disk or a flipped bit leaves is known for what it is."""
+"""Manifests: what a flipped bit or a disk that fails has done to a file is known, and which file it was."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,6 @@ def write_files(folder: Path, version: int) -> m.Manifest:
         (folder / name).write_bytes(content + bytes([version]))
     records = {name: m.record(folder / name, rank) for rank, name in enumerate(FILES)}
     return m.Manifest({"tag": folder.name, "fp8_ds": "0", "version": version}, records)
-
-
-def save(save_dir: Path, tag: str, version: int) -> None:
-    m.prepare(save_dir, tag)
-    manifest = write_files(save_dir / (tag + m.INCOMPLETE), version)
-    m.commit(save_dir, tag, manifest, is_latest=True)
-
-
-def load(save_dir: Path) -> int:
-    """The version that `latest` leads to, checked as a load does."""
-    tag = m.find(save_dir, (save_dir / m.LATEST).read_text())
-    manifest = m.read_manifest(save_dir / tag)
-    assert manifest is not None
-    assert [m.damage(save_dir / tag, name, entry) for name, entry in manifest.files.items()] == ["", ""]
-    for name in FILES:
-        assert (save_dir / tag / name).read_bytes()[-1] == manifest.header["version"]
-    return int(manifest.header["version"])
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -88,6 +70,32 @@ def test_files_are_checked_on_a_file_system_that_refuses_fsync(tmp_path: Path, m
     assert [m.damage(tmp_path, name, entry) for name, entry in manifest.files.items()] == ["", ""]
     with pytest.raises(OSError, match="Invalid"):  # a save needs it
         m.record(tmp_path / next(iter(FILES)), 0)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_files(tmp_path, 1)
+
+    def fail(file: Any) -> Any:
+        raise OSError(5, "Input/output error")  # as a read of a bad sector does, without a name
+
+    monkeypatch.setattr(m, "_checksum", fail)
+    for name, entry in manifest.files.items():
+        path = str(tmp_path / name)
+        assert m.damage(tmp_path, name, entry) == f"{path} cannot be read ([Errno 5] Input/output error)"
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            m.record(tmp_path / name, 0)
+        assert caught.value.filename == path
+
+
+def test_files_in_a_folder_are_found_behind_links_too(tmp_path: Path) -> None:
+    write_files(tmp_path / "whole", 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/more_states.pt").write_bytes(b"1234")
+    (tmp_path / "whole/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "whole")
+    (tmp_path / "whole/notes.txt").write_text("mine")
+    found = m.files_in(tmp_path / "whole", "_states.pt")
+    assert found == {**{name: len(content) + 1 for name, content in FILES.items()}, "linked/more_states.pt": 4}
 
 
 def test_every_flipped_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
@@ -137,148 +145,11 @@ SHARDS = {f"bf16_zero_pp_rank_{i}": 1200 for i in range(8)}
     ],
 )
 def test_files_are_shared_out_by_size(sizes: dict[str, int], ranks: Any) -> None:
-    files = {name: m.FileRecord(size, "", 0) for name, size in sizes.items()}
-    shares = m.share_out(files, ranks)
+    shares = m.share_out(sizes, ranks)
     assert sorted(shares) == list(ranks)
-    assert sorted(name for share in shares.values() for name in share) == sorted(files)
+    assert sorted(name for share in shares.values() for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares.values()]
     assert max(loads) <= sum(sizes.values()) / len(loads) + max(sizes.values(), default=0)
     if sizes.get("mp_rank_00", 0) > 2000:
         assert ["mp_rank_00"] in shares.values()  # who reads the largest file reads no other
-    assert m.share_out(dict(reversed(files.items())), ranks) == shares
-
-
-# --- kills ---
-
-
-def kill_at(call: int, action: Callable[[], Any]) -> bool:
-    """Run `action` in a process that dies at its `call`-th operation on the file system; whether it died."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-
-        def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                if count == call:
-                    os._exit(9)
-                count += 1
-                return function(*args, **kwargs)
-
-            return run
-
-        for name in ("open", "fsync", "rename", "replace", "rmdir", "unlink", "mkdir"):
-            setattr(os, name, counting(getattr(os, name)))
-        Path.open = counting(Path.open)  # type: ignore[method-assign]
-        Path.rename = counting(Path.rename)  # type: ignore[method-assign]
-        Path.replace = counting(Path.replace)  # type: ignore[method-assign]
-        try:
-            action()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9)
-    return status == 9
-
-
-@pytest.mark.parametrize("tag", ["one", "two"], ids=["another-tag", "the-same-tag"])
-def test_a_kill_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, tag: str) -> None:
-    outcomes = []
-    for call in range(1000):
-        save_dir = tmp_path / str(call)
-        save(save_dir, "two", 1)
-        (save_dir / "two/notes.txt").write_text("mine")
-        died = kill_at(call, lambda save_dir=save_dir: save(save_dir, tag, 2))  # type: ignore[misc]
-        outcomes.append(load(save_dir))
-        save(save_dir, tag, 3)  # the next save clears up and succeeds
-        assert load(save_dir) == 3
-        assert (save_dir / "two/notes.txt").read_text() == "mine"
-        assert sorted(path.name for path in save_dir.iterdir()) == sorted({"latest", "two", tag})
-        if not died:
-            break
-    assert len(outcomes) > 15
-    assert outcomes == sorted(outcomes)
-    assert outcomes[0] == 1
-    assert outcomes[-1] == 2
-
-
-def test_a_failed_rename_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "one", 1)
-    manifest = write_files(tmp_path / "one.incomplete", 2)
-    rename = Path.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if self.name == "one.incomplete":
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        m.commit(tmp_path, "one", manifest, is_latest=True)
-    assert load(tmp_path) == 1
-
-
-def test_leftovers_that_cannot_be_removed_do_not_become_part_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, "one", 1)
-    write_files(tmp_path / "one.incomplete", 2)
-    monkeypatch.setattr(m.shutil, "rmtree", lambda path, ignore_errors: None)
-    with pytest.raises(CheckpointError, match=r"one\.incomplete.*cannot be removed"):
-        m.prepare(tmp_path, "one")
-    assert load(tmp_path) == 1
-
-
-def test_files_that_the_committing_rank_does_not_see_are_no_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, "one", 1)
-    manifest = write_files(tmp_path / "two.incomplete", 2)
-    (tmp_path / "two.incomplete" / list(FILES)[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"optim_states\.pt is not here as rank 1 .*use_node_local_storage"):
-        m.commit(tmp_path, "two", manifest, is_latest=True)
-    assert load(tmp_path) == 1
-
-
-def test_files_that_others_put_beside_ours_stay_when_a_tag_is_saved_again(tmp_path: Path) -> None:
-    save(tmp_path, "best", 1)
-    (tmp_path / "best/notes.txt").write_text("mine")
-    (tmp_path / "best/tokenizer").mkdir()
-    (tmp_path / "best/tokenizer/vocabulary").write_text("a b")
-    (tmp_path / "best/mp_rank_07_model_states.pt").write_text("of a run with more ranks")
-    save(tmp_path, "best", 2)
-    assert load(tmp_path) == 2
-    assert (tmp_path / "best/notes.txt").read_text() == "mine"
-    assert (tmp_path / "best/tokenizer/vocabulary").read_text() == "a b"
-    assert not (tmp_path / "best/mp_rank_07_model_states.pt").exists()
-
-
-def test_files_of_others_are_not_copied_where_they_can_be_linked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, "best", 1)
-    (tmp_path / "best/data").mkdir()
-    (tmp_path / "best/data/large").write_text("mine")
-    (tmp_path / "best/notes").symlink_to("nowhere")
-    before = (tmp_path / "best/data/large").stat().st_ino
-    save(tmp_path, "best", 2)
-    assert (tmp_path / "best/data/large").stat().st_ino == before
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(95, "Operation not supported")  # as some network file systems do
-
-    monkeypatch.setattr(os, "link", refuse)
-    save(tmp_path, "best", 3)
-    assert load(tmp_path) == 3
-    assert (tmp_path / "best/data/large").stat().st_ino != before
-    assert (tmp_path / "best/data/large").read_text() == "mine"
-    assert os.readlink(tmp_path / "best/notes") == "nowhere"
-
-
-def test_complete_tags_leave_out_unfinished_ones(tmp_path: Path) -> None:
-    save(tmp_path, "one", 1)
-    os.utime(tmp_path / "one" / m.MANIFEST, (1, 1))
-    save(tmp_path, "two", 2)
-    m.write_manifest(tmp_path / "two", write_files(tmp_path / "two", 2))
-    write_files(tmp_path / "three.incomplete", 3)
-    (tmp_path / "stock").mkdir()
-    assert m.complete_tags(tmp_path) == ["two", "one"]
+    assert m.share_out(dict(reversed(sizes.items())), ranks) == shares
