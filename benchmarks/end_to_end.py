@@ -9,7 +9,8 @@
     python benchmarks/end_to_end.py --model tiny-llama --arms stock-eager ours-e4m11-eager --steps 2    # on CPU
 
 Pieces, models and the names of arms: end_to_end_arms.py. Every arm is a process of its own; DeepSpeed's arms are
-started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO` there). A piece
+started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO` there), or in what
+their names say. A piece
 measures its reference first and last, and ratios are taken within it. A step's time is the median of 3 blocks of 10
 steps after a warm-up; tokens are random and uniform; gradients are clipped at norm 1 in all arms. An arm that fails is
 recorded with the end of its log, one that no longer fits into `--budget` is left out with a line, the rest goes on.
@@ -222,7 +223,7 @@ def make_spec(
         "model": vars(sized(model, arm)),
         "ds_config": ds_config(arm, model, args.clip, not torch.cuda.is_available()) if arm.uses_deepspeed else None,
         "mode": piece.mode,
-        "cross_entropy": args.cross_entropy,
+        "cross_entropy": piece.cross_entropy or args.cross_entropy,
         "attention": args.attention,
         "clip": args.clip,
         "warm_up": args.warm_up,
@@ -279,7 +280,7 @@ def measure(args: argparse.Namespace) -> Path:
         "mode": piece.mode,
         "model": {"name": piece.model, **vars(model)},
         "reference": piece.reference,
-        "cross_entropy": args.cross_entropy,
+        "cross_entropy": piece.cross_entropy or args.cross_entropy,
         "attention": args.attention,
         "clip": args.clip,
         "timing": f"{args.blocks} x {args.steps} steps after {args.warm_up}",
@@ -302,7 +303,7 @@ def measure(args: argparse.Namespace) -> Path:
     def predict(arm_name: str, known: Mapping[tuple[str, str], float]) -> float:
         return predicted_seconds(parse_arm(arm_name, model), model, piece.mode, num_steps, known)
 
-    known = end_to_end_report.known_seconds(earlier, piece.model)
+    known = end_to_end_report.known_seconds(earlier, run["model"])
     run_piece(piece, args.budget - (time.monotonic() - began), one, predict, known, save=save)
     return path
 
@@ -318,7 +319,9 @@ def parse_args() -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--model", choices=list(MODELS), default="llama-2b", help="a piece has its own")
     how.add_argument("--reference", metavar="ARM", help="is measured before and after --arms")
-    how.add_argument("--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms")
+    how.add_argument(
+        "--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms; some pieces have their own"
+    )
     how.add_argument("--attention", choices=["causal", "sdpa"], default="causal", help="of all arms; docs/compile.md")
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
     how.add_argument("--blocks", type=int, default=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
@@ -50,6 +50,7 @@ class Model:
 MODELS = {
     "llama-2b": Model("llama", 8, 4096, 14336, 32, 8, 32000, 4096, 2, stage=2, gpus=1),
     "llama-8b": Model("llama", 32, 4096, 14336, 32, 8, 128256, 8192, 1, stage=3, gpus=4),
+    "llama-8b-2gpus": Model("llama", 8, 4096, 14336, 32, 8, 128256, 8192, 1, stage=3, gpus=2),
     "gpt2": Model("gpt", 12, 768, 3072, 12, 12, 50304, 1024, 16, stage=2, gpus=1),
     "tiny-llama": Model("llama", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
     "tiny-llama-3": Model("llama", 2, 64, 256, 4, 2, 512, 32, 1, stage=3, gpus=2),
@@ -67,16 +68,21 @@ ZERO: dict[int, dict[str, Any]] = {
     3: {
         "stage": 3,
         "reduce_bucket_size": 500_000_000,
-        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_prefetch_bucket_size": 250_000_000,
         "stage3_param_persistence_threshold": 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
         "sub_group_size": 1_000_000_000,
         "overlap_comm": True,
-        "contiguous_gradients": True,
+        "contiguous_gradients": False,
     },
 }
-"""DeepSpeed's own defaults, written out; the same for all its arms. Stage 1 is stage 2's block."""
+"""DeepSpeed's own defaults, written out; the same for all its arms. Stage 1 is stage 2's block.
+
+Two of stage 3 are not its defaults: a whole decoder layer of 8B (218 M weights) is prefetched, where the default is
+50 M; and there is no contiguous bucket, into which DeepSpeed copies every gradient and reads none if it reduce-scatters
+(docs/compile.md).
+"""
 LEAF = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
 
@@ -93,6 +99,7 @@ class Arm:
         micro_batch: None: the model's.
         timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
         leaf: ZeRO-3 gathers a decoder layer as a whole, and it compiles to one graph.
+        zero: what differs from `ZERO`.
     """
 
     name: str
@@ -104,6 +111,7 @@ class Arm:
     micro_batch: int | None = None
     timer_waits: bool = True
     leaf: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -124,7 +132,7 @@ GRAMMAR = (
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of "
     "DeepSpeed's: +nowait (timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: "
-    "leaf_module, a decoder layer); of all: +mb=N (micro-batch)"
+    "leaf_module, a decoder layer), +ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
 )
 
 
@@ -153,6 +161,8 @@ def parse_arm(name: str, model: Model) -> Arm:
             arm = replace(arm, timer_waits=False)
         elif key == "leaf" and arm.uses_deepspeed:
             arm = replace(arm, leaf=True)
+        elif key.startswith("ds.") and value and arm.uses_deepspeed:
+            arm = replace(arm, zero={**arm.zero, key.removeprefix("ds."): json.loads(value)})
         elif arm.fp8 is None:
             raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
         else:
@@ -199,7 +209,7 @@ def sized(model: Model, arm: Arm) -> Model:
 
 
 def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration: the same for all arms but for the "fp8" block and the micro-batch."""
+    """DeepSpeed's configuration: the same for all arms but for the "fp8" block, the micro-batch, and what names say."""
     optimizer: dict[str, Any] = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
     if on_cpu:
         optimizer["torch_adam"] = True
@@ -209,7 +219,7 @@ def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, An
         "gradient_clipping": clip,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "zero_optimization": {**ZERO[max(model.stage, 2)], "stage": model.stage},
+        "zero_optimization": {**ZERO[max(model.stage, 2)], "stage": model.stage, **arm.zero},
         "steps_per_print": 1_000_000_000,
     }
     if arm.leaf:
@@ -223,12 +233,17 @@ def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, An
 
 @dataclass(frozen=True)
 class Piece:
-    """What one command of at most ten minutes measures; the reference runs first and last."""
+    """What one command of at most ten minutes measures; the reference runs first and last.
+
+    Args:
+        cross_entropy: of all arms: "stock", "liger", or None: as the command line says.
+    """
 
     model: str
     reference: str | None
     arms: tuple[str, ...]
     mode: str = "speed"
+    cross_entropy: str | None = None
 
 
 PIECES = {
@@ -281,17 +296,37 @@ PIECES = {
             "ours-e4m11-eager+blockwise",
         ),
     ),
-    # 2. Four GPUs, Llama-3-8B.
+    # 2. Llama-3-8B. With Liger's loss in all arms or in none: it saves torchao and stock as much as ours.
     "8b": Piece(
         "llama-8b",
         "stock-eager",
-        ("ours-e4m11-compiled+fused+leaf+liger", "torchao-tensorwise-compiled"),
+        ("ours-e4m11-compiled+fused+leaf", "torchao-tensorwise-compiled"),
+        cross_entropy="liger",
     ),
-    "8b-more": Piece("llama-8b", "stock-eager", ("ours-e4m11-compiled+leaf", "torch-compiled")),
+    "8b-more": Piece("llama-8b", "stock-eager", ("ours-e4m11-compiled+leaf", "torch-compiled"), cross_entropy="stock"),
     "8b-memory": Piece(
         "llama-8b",
         "stock-eager",
-        ("ours-e4m11-compiled+fused+leaf+liger+mb=2",),
+        ("ours-e4m11-compiled+fused+leaf+mb=2",),
+        cross_entropy="liger",
+    ),
+    "8b-profile": Piece(
+        "llama-8b",
+        "stock-eager",
+        ("ours-e4m11-compiled+fused+leaf", "torchao-tensorwise-compiled"),
+        mode="profile",
+        cross_entropy="liger",
+    ),
+    # Two GPUs, eight of its layers: what settings of DeepSpeed are worth to ours, before and after.
+    "8b-settings": Piece(
+        "llama-8b-2gpus",
+        "ours-e4m11-compiled+fused+leaf",
+        (
+            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=50000000+ds.contiguous_gradients=true",
+            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=50000000",
+            "ours-e4m11-compiled+fused+leaf+ds.contiguous_gradients=true",
+        ),
+        cross_entropy="liger",
     ),
     # 4. Small layers.
     "gpt2": Piece(

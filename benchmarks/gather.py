@@ -3,8 +3,10 @@
     python benchmarks/gather.py --gpus 2 4 --out $OUT
     python benchmarks/gather.py --gpus 2 --scale 256       # dry run on CPU (gloo), every weight 256 times smaller
 
-The layer is all weights of a Llama-3-8B decoder layer (218.1 M). Gathered with the engine's `fp8_ds.comm.gather_runs`,
-as one buffer and weight by weight; buffers of other sizes are for the model below.
+The layer is all weights of a Llama-3-8B decoder layer (218.1 M). Gathered with `fp8_ds.comm.gather_runs`, which stages
+1 and 2 use, as one buffer and weight by weight; and as seven parameters of ZeRO-3 by what its coordinator calls,
+`all_gather_coalesced` and `wait`, stock's in bf16 and ours in FP8, until each weight lies by itself, released again.
+Buffers of other sizes are for the model below.
 
 Model of one host, fitted to these measurements, residuals printed: ms = latency + share / bandwidth, where share =
 bytes * (ranks - 1) / ranks is what a rank receives. Model of nodes: NCCL's ring over all ranks, ms = latency +
@@ -27,8 +29,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,10 +190,74 @@ def worker(device: torch.device, scale: int, out: str) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.uint8)):
         for how, parts in (("one buffer", [sum(sizes)]), ("weight by weight", sizes)):
             results["layer"][f"{name}, {how}"] = timed(prepared(parts, dtype))
+    for name, gather in zero3_gathers(device, sizes):
+        results["layer"][f"{name}, ZeRO-3's own"] = timed(gather)
     for num_bytes in SWEEP:
         results["sweep"].append(timed(prepared([num_bytes // scale // num_ranks * num_ranks], torch.uint8)))
     if rank == 0:
         Path(out).write_text(json.dumps(results))
+
+
+def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], int]]]:
+    """("bf16", stock's gather) and then ("fp8", ours) of the same ZeRO-3 parameters; each releases them again.
+
+    Args:
+        sizes: of the weights, each a multiple of 16 for each rank.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=str(num_ranks))
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    from fp8_ds.comm import ByteCounter
+    from fp8_ds.formats import E4M3
+    from fp8_ds.scaling.granularity import OF_RECIPE
+    from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks
+    from fp8_ds.zero.weights import WeightQuantizer
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of gloo ranks; compiling it takes a minute
+    deepspeed.init_distributed(verbose=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = torch.nn.ModuleList(torch.nn.Linear(16, size // 16, bias=False) for size in sizes)
+    params: list[Any] = list(module.parameters())
+    for p in params:
+        p.ds_tensor.data.fill_(rank + 1)
+
+    def gather() -> int:
+        params[0].all_gather_coalesced(params).wait()
+        num_bytes = sum(num_bytes_of(p) for p in params)
+        params[0].partition(params)
+        return num_bytes
+
+    def num_bytes_of(p: Any) -> int:
+        here = p.data if getattr(p, "_fp8", None) is None else p._fp8.data
+        return int(here.numel() * here.element_size())
+
+    def check(values: Callable[[Any], torch.Tensor]) -> None:
+        params[0].all_gather_coalesced(params).wait()
+        expected = torch.arange(1.0, num_ranks + 1, device=device)
+        for p in params:
+            pieces = values(p).float().view(num_ranks, -1)
+            assert pieces[:, 0].equal(expected) and pieces[:, -1].equal(expected)
+        params[0].partition(params)
+
+    check(lambda p: p.data)
+    yield "bf16", gather
+
+    counter = ByteCounter()
+    shapes = [p.ds_shape for p in params]
+    quantizer = WeightQuantizer(dist.group.WORLD, shapes, OF_RECIPE["tensorwise"], device, None, counter)
+    shards = Fp8Shards(quantizer, counter)
+    for number, p in enumerate(params):
+        weight = ShardedWeight(str(number), p, number, quantizer)
+        weight.shard = p.ds_tensor.data.to(E4M3.torch_dtype)
+        shards.add(weight)
+        ZeroParamHooks(p, shards)
+    check(lambda p: p._fp8.data)
+    yield "fp8", gather
 
 
 def measure(num_ranks: int, scale: int) -> dict[str, Any]:

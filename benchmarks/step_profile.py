@@ -107,7 +107,8 @@ PHASES, MARK = ("forward", "backward", "update"), "phase "
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _READS = ("aten::item", "aten::nonzero")
 _NODE = "autograd::engine::evaluate_function: "
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_ENGINES_NODES = re.compile(r"AccumulateGrad$|BackwardHookFunction|P(re|ost)BackwardFunction")
+"""In which ZeRO's hooks run: on gradients, and before and after a module's or a leaf's backward."""
 
 
 class _Ranges:
@@ -126,9 +127,9 @@ class _Ranges:
 def summarize_host(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
     """Per step: waits of the host by phase, and device time by who launched it.
 
-    A kernel is the engine's if it was launched in the update, in an AccumulateGrad node (where ZeRO's gradient hooks
-    run), or in the backward outside of every autograd node (ZeRO's epilogue). All others are the model's. NCCL is
-    counted apart.
+    A kernel is the engine's if it was launched in the update, in a node in which ZeRO's hooks run (`_ENGINES_NODES`),
+    or in the backward outside of every autograd node (ZeRO's epilogue). All others are the model's. NCCL is counted
+    apart.
 
     Args:
         events: "traceEvents" of a trace with `PHASES` marked.
@@ -180,7 +181,7 @@ def _owner(name: str, phase: str | None, node: str | None) -> str:
         return "nccl"
     if phase == "update":
         return "engine in update"
-    if phase == "backward" and (node is None or node.endswith(_ACCUMULATE)):
+    if phase == "backward" and (node is None or _ENGINES_NODES.search(node)):
         return "engine in backward"
     return "model"
 
