@@ -60,8 +60,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def bf16_is_emulated() -> bool:
-    """Whether a product of bf16 matrices takes five times as long as one of float32: 26 times on AVX2 alone."""
-    seconds = {}
+    """Whether a thread takes five times as long for a product of bf16 matrices as for one of float32."""
+    num_threads, seconds = torch.get_num_threads(), {}
+    torch.set_num_threads(1)  # as ranks have; on a busy machine float32 would wait for the second one
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(256, 256, dtype=dtype)
         begins = []
@@ -69,6 +70,7 @@ def bf16_is_emulated() -> bool:
             begins.append(time.perf_counter())
             a @ a
         seconds[dtype] = min(b - a for a, b in pairwise(begins))
+    torch.set_num_threads(num_threads)
     return seconds[torch.bfloat16] > 5 * seconds[torch.float32]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
@@ -11,6 +15,31 @@ ALIGNMENT = 16
 Source: the shape checks on mat1 and mat2 in pytorch aten/src/ATen/native/cuda (_scaled_mm_out_cuda)."""
 _CPU_HAS_ROWS = TorchVersion(torch.__version__) >= "2.13"
 """torch 2.11's product on a CPU takes one scale for all of an operand, and ends in an assertion with more."""
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Products of this process go by torch's own kernels: it is a flag of all threads."""
+    was_on = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags does the same, and warns about TF32
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_on)
+
+
+def _product(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, **options: Any) -> Tensor:
+    """`torch._scaled_mm(a, b.t())`.
+
+    Not by oneDNN on a CPU: where there is AMX torch 2.13 gives it E4M3 by E4M3, for which oneDNN 3.x has its reference
+    loop alone, 80 to 1,400 times slower than the same product in float32 (64 to 1024 rows; ONEDNN_VERBOSE=1 says
+    `ref:any`). The bits are the same.
+    """
+    with nullcontext() if a.is_cuda else _without_onednn():
+        output: Tensor = torch._scaled_mm(
+            a, b.t(), scale_a=_aligned(scale_inv_a), scale_b=_aligned(scale_inv_b), **options
+        )
+    return output
 
 
 def _align(size: int) -> int:
@@ -48,12 +77,9 @@ def _rowwise(
     """Padded operands. torch's rowwise product gives bf16 only; others leave unscaled in float32."""
     row_a, row_b = _row_vectors(scale_inv_a, scale_inv_b, len(a), len(b))
     if out_dtype == torch.bfloat16 and (a.is_cuda or _CPU_HAS_ROWS):
-        output: Tensor = torch._scaled_mm(
-            a, b.t(), _aligned(row_a), _aligned(row_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
-        return output
+        return _product(a, b, row_a, row_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     one = torch.ones((), device=a.device)
-    unscaled: Tensor = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
+    unscaled = _product(a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
     return (unscaled * row_a * row_b).to(out_dtype)
 
 
@@ -72,14 +98,7 @@ def scaled_mm(
     aligned_k, aligned_n = _align(num_k), _align(num_n)
     a, b = k_major(a, num_m, aligned_k), k_major(b, aligned_n, aligned_k)
     if scale_inv_a.dim() == scale_inv_b.dim() == 0:
-        output: Tensor = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=_aligned(scale_inv_a),
-            scale_b=_aligned(scale_inv_b),
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-        )
+        output = _product(a, b, scale_inv_a, scale_inv_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     else:
         output = _rowwise(a, b, scale_inv_a, scale_inv_b, out_dtype, use_fast_accum)
     return output if aligned_n == num_n else output[:, :num_n].contiguous()

@@ -1,5 +1,7 @@
 """FP8 GEMM: both backends against float64, and the rules of CUDA held on CPU."""
 
+import sys
+
 import pytest
 import torch
 
@@ -92,6 +94,45 @@ def test_torch_backend_keeps_the_rules_of_cuda(monkeypatch, shape):
     scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, "torch", use_fast_accum=True)
     scaled_mm(a.t().contiguous().t(), b, scale_inv_a, scale_inv_b, torch.float32, "torch")
     assert calls == [True, False]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("was_on", [False, True])
+def test_on_a_cpu_no_product_goes_to_onednn_and_its_flag_is_as_before(monkeypatch, rows, was_on):
+    """Where there is AMX oneDNN takes seconds for a product of E4M3 that takes milliseconds otherwise."""
+    stock, seen = torch._scaled_mm, []
+
+    def recorded(*args, **kwargs):
+        seen.append(torch._C._get_mkldnn_enabled())
+        if len(seen) == 3:
+            raise RuntimeError("of the product")
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recorded)
+    a, b, scale_inv_a, scale_inv_b = operands(16, 32, 16)
+    if rows:
+        scale_inv_a = scale_inv_a.expand(16, 1).contiguous()
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(was_on)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            scaled_mm(a, b, scale_inv_a, scale_inv_b, dtype, "torch")
+        with pytest.raises(RuntimeError, match="of the product"):
+            scaled_mm(a, b, scale_inv_a, scale_inv_b, torch.float32, "torch")
+        assert seen == [False] * 3 and torch._C._get_mkldnn_enabled() == was_on
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_row_scales_on_a_cpu_that_takes_one_scale_an_operand(monkeypatch, out_dtype):
+    """torch 2.11's CPUs."""
+    a, b, scale_inv_a, scale_inv_b = operands(16, 32, 48)
+    row_a, row_b = scale_inv_a.expand(16, 1).contiguous(), scale_inv_b.expand(48, 1).contiguous()
+    expected = scaled_mm(a, b, row_a, row_b, out_dtype, "torch")
+    monkeypatch.setattr(sys.modules["fp8_ds.ops.gemm.scaled_mm"], "_CPU_HAS_ROWS", False)
+    got = scaled_mm(a, b, row_a, row_b, out_dtype, "torch")
+    torch.testing.assert_close(got, expected, rtol=2.0**-8, atol=0)
 
 
 def test_wrong_arguments_are_refused():
