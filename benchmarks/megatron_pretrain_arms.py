@@ -210,7 +210,7 @@ def words_of(arm: Arm, m: Model, s: Settings, cache: Path) -> list[str]:
 
 BF16_GRADS_STOCK = "stock-tensorwise+bf16grads"
 """What arms of ours with that option are to be compared with."""
-SEEDED = ("stock-tensorwise", "ours-a", "ours-b")
+SEEDED = ("stock-tensorwise", "ours-a", "ours-b", "stock-gather")
 PIECES = {
     "speed": Piece(
         "llama-2b",

@@ -98,6 +98,22 @@ def test_every_piece_is_predicted_to_fit_into_its_command(arms: Any) -> None:
         assert total <= 570, (name, total)
 
 
+def test_every_piece_with_gradients_in_bf16_has_stock_with_them_too(arms: Any) -> None:
+    for name, piece in arms.PIECES.items():
+        if any("+bf16grads" in arm for arm in piece.arms):
+            assert "stock-tensorwise+bf16grads" in piece.arms, name
+    assert "stock-tensorwise+bf16grads" in arms.PIECES["speed"].arms
+
+
+def test_steps_of_a_session_have_the_time_that_their_piece_is_predicted_to_take(bench: Any, arms: Any) -> None:
+    steps = {step.name: step for step in bench("session").STEPS}
+    for k in (1, 2, 3):
+        m, s = arms.MODELS["llama-2b"], arms.Settings(arms.ITERATIONS["losses"], 1, arms.EVAL_ITERS["losses"])
+        run = arms.PIECES[f"seeds-{k}"].arms
+        total = sum(arms.predicted_seconds(arms.parse_arm(arm), m, "losses", s, {}) for arm in run)
+        assert total < steps[f"megatron-seeds-{k}"].seconds < 600
+
+
 PARSE = """
 import json, os, sys
 clone, cases = sys.argv[1], json.loads(sys.argv[2])
@@ -369,7 +385,9 @@ def test_seeds_are_pairs(bench: Any, arms: Any, run_main: Callable[..., str], tm
     files = []
     for k, better in ((1, 0.0), (2, 0.1), (3, 0.2)):
         pairs = [losing(f"stock-tensorwise+seed={k}", 4.0 - better), losing(f"ours-b+seed={k}", 4.04 - better)]
-        assert [r["arm"] for r in pairs] == [name for name in arms.PIECES[f"seeds-{k}"].arms if "ours-a" not in name]
+        planned = arms.PIECES[f"seeds-{k}"].arms
+        assert planned == tuple(f"{arm}+seed={k}" for arm in ("stock-tensorwise", "ours-a", "ours-b", "stock-gather"))
+        assert {r["arm"] for r in pairs} <= set(planned)
         files.append(tmp_path / f"{k}.json")
         files[-1].write_text(json.dumps({"runs": [{**run_of(bench, "losses", pairs), "command": f"seeds-{k}"}]}))
     plain = tmp_path / "plain.json"
