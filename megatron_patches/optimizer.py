@@ -92,6 +92,12 @@ def from_arguments(args: Any) -> OptimizerStates | None:
             f"{args.fp8_recipe}. Its weights have one scale, which may be a power of two. Use it, or leave out "
             "--fp8-param-gather."
         )
+    if gathers_fp8 and getattr(args, "use_cpu_initialization", False):
+        raise UnsupportedError(
+            "--use-cpu-initialization: expected off with --fp8-param-gather and --fp8-optimizer-states, got on. "
+            "Masters begin as what Transformer Engine keeps when it makes a weight, before Megatron draws it on the "
+            "CPU: turn one of them off."
+        )
     if getattr(args, "optimizer", "adam") != "adam":
         raise UnsupportedError(
             f"--optimizer: expected adam with --fp8-optimizer-states, got {args.optimizer}. Use adam."

@@ -153,9 +153,8 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
         if self._fp8_weights:
-            for row, group in enumerate(state["optimizer"]["param_groups"]):
-                names = [shard.name for shard in self.optimizer.core.shards if shard.group == row]
-                group[SCALES] = self._fp8_weights.scale_inv_by_name(names)
+            # Of all weights, other ranks' too: Megatron saves what one rank of data parallelism says here.
+            state["optimizer"]["param_groups"][0][SCALES] = self._fp8_weights.scale_inv_by_name()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,7 +162,8 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
             saved = [group.get(SCALES, {}) for group in state_dict["optimizer"]["param_groups"]]
             self._fp8_weights.saved_scales = {name: value for one in saved for name, value in one.items()}
         super().load_state_dict(state_dict)
-        if "param_state" in state_dict:
+        # dp_zero_gather_scatter goes through `load_parameter_state_from_dp_zero`, which has finished: nothing is kept.
+        if state_dict.get("param_state_sharding_type", "dp_zero_gather_scatter") != "dp_zero_gather_scatter":
             self._fp8_finish_loading()
 
     def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:

@@ -186,7 +186,6 @@ class Training:
             **optimizer,
         }
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**values), [self.model])
-        self.optimizer.reload_model_params()
 
     def step(self, data: Iterator[Tensor]) -> float | None:
         """The mean loss, on the last stage."""

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_training as mt
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+from fp8_ds.scaling.predicted import pow2_scale_inv
+
 pytestmark = pytest.mark.distributed
 
 
@@ -174,6 +177,72 @@ def test_bytes_are_high_parts_and_the_loss_follows_stock(ranks: Any, master: str
         assert 0 < base.largest_difference(result["losses"], stock) <= base.allowed(ranks, 2), (result["losses"], stock)
 
 
+def initial_values(master: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters before any step, and the bf16 weights that were drawn."""
+    layout = base.bf16(True)
+    with run(layout, master) as training:
+        drawn = {f"module.{name} param": p.detach().flatten() for name, p in stock_build(layout).named_parameters()}
+        weights = {f"{name} param" for name in fp8_weights(training)}
+        found = {name: value for name, value in base.masters(training).items() if name in weights}
+        return found, {name: drawn[name].bfloat16() for name in found}
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_first_masters_are_the_numbers_that_were_drawn(ranks: Any, master: str) -> None:
+    """Not what FP8 has left of them: all of bf16's bits."""
+    masters, drawn = ranks(2).run(initial_values, master)[0]
+    assert len(masters) == 4 * mt.NUM_LAYERS
+    base.assert_same({name: value.bfloat16() for name, value in masters.items()}, drawn)
+
+
+# --- norms, and other layouts ---
+
+
+def push(training: mt.Training, norm: float, seed: int = 0) -> float:
+    """One update by gradients of about this norm, the same in all data parallel ranks; the norm that was found."""
+    params = list(training.module.parameters())
+    std = norm / sum(p.numel() for p in params) ** 0.5
+    for i, p in enumerate(params):
+        p.main_grad.copy_(std * torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + i)))
+    successful, found, _ = training.optimizer.step()
+    assert successful
+    return float(found)
+
+
+def losses_and_norm(layout: mt.Layout, master: str | None) -> tuple[list[float], float]:
+    with run(layout, master) if master else base.run(layout, None) as training:
+        return base.steps(training, 4), push(training, 0.5)
+
+
+@pytest.mark.parametrize("layout", [base.bf16(True, tp=2, sp=True), base.bf16(True, pp=2)], ids=["tp2-sp", "pp2"])
+def test_losses_and_norms_of_parallel_models_follow_stock(ranks: Any, layout: mt.Layout) -> None:
+    """The norm counts what tensor parallel ranks share once, and what stages have all."""
+    ours = ranks(2).run(losses_and_norm, layout, "e4m19")
+    losses, norm = ranks(2).run(losses_and_norm, layout, None)[-1]
+    assert 0 < base.largest_difference(ours[-1][0], losses) <= base.allowed(ranks, 2)
+    assert [one[1] for one in ours] == pytest.approx([norm, norm], rel=1e-5)
+
+
+def clipped(master: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms of two updates, the second far above --clip-grad, and by how much that one moves the masters."""
+    with run(base.bf16(True), master) if master else base.run(base.bf16(True), None) as training:
+        norms = [push(training, 0.9, seed=1)]
+        before = base.masters(training)
+        norms.append(push(training, 100.0, seed=2))
+        after = base.masters(training)
+        return norms, {name: after[name] - before[name] for name in after if name.endswith("weight param")}
+
+
+def test_gradients_are_clipped_as_in_stock(ranks: Any) -> None:
+    """Without clipping the second gradient would be all of its update, with it half; FP8 moments are a tenth off."""
+    norms, moved = ranks(2).run(clipped, "e4m19")[0]
+    stock_norms, stock = ranks(2).run(clipped, None)[0]
+    assert norms == pytest.approx(stock_norms, rel=1e-5) and norms[0] < 1 < 50 < norms[1]
+    assert moved.keys() == stock.keys()
+    for name, value in moved.items():
+        assert (value - stock[name]).abs().mean() < 0.1 * stock[name].abs().mean(), name
+
+
 def resident(master: str) -> float:
     """Bytes per parameter beside gradients, of which the FP8 weights are nine tenths."""
     from fp8_ds.testing.memory import PeakMemory
@@ -199,22 +268,35 @@ def test_no_bf16_weight_exists(ranks: Any, master: str, bytes_per_weight: float)
     assert ranks(1).run(resident, master)[0] < bytes_per_weight + 0.45
 
 
+def widen(training: mt.Training) -> None:
+    """Every FP8 weight is stored with twice the smallest scale that fits, as after an update far below its bound."""
+    one = training.optimizer.chained_optimizers[0]
+    weights = one._fp8_weights
+    weights.scales.wait()
+    weights.saved_scales = dict(zip(weights.names, (2 * pow2_scale_inv(weights.scales.amax)).tolist(), strict=True))
+    for model_param, p in one._fp8_pairs():
+        if isinstance(model_param, StandIn):
+            weights.keep(one.optimizer.shard_of(p), one.optimizer.read(p, None))
+    one._fp8_finish_loading()
+
+
 def saved_then_loaded(form: str, path: str, master: str) -> None:
     """One rank's view: what is loaded is what was saved, scales included, and training goes on alike."""
     with run(base.bf16(True), master) as training:
-        data = mt.batches(6)
-        base.steps(training, 3, data)
+        data = mt.batches(4)
+        base.steps(training, 2, data)
+        widen(training)
         before = everything(training)
         base.save(training, Path(path), form)
-        losses = base.steps(training, 3, data)
+        losses = base.steps(training, 2, data)
         after = everything(training)
     with run(base.bf16(True), master) as training:
-        data = mt.batches(6)
-        for _ in range(3 * mt.NUM_MICRO):
+        data = mt.batches(4)
+        for _ in range(2 * mt.NUM_MICRO):
             next(data)
         base.load(training, Path(path), form)
         base.assert_same(everything(training), before)
-        assert base.steps(training, 3, data) == losses
+        assert base.steps(training, 2, data) == losses
         base.assert_same(everything(training), after)
 
 
@@ -229,12 +311,79 @@ def everything(training: mt.Training) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("form", "master"),
-    [("dp_reshardable", "e4m19"), pytest.param("legacy", "e4m11", marks=pytest.mark.slow)],
+    [
+        ("dp_reshardable", "e4m19"),
+        ("fully_reshardable", "e4m19"),
+        ("dp_zero_gather_scatter", "e4m11"),
+        ("legacy", "e4m11"),
+        pytest.param("fully_reshardable_gloo", "e4m19", marks=pytest.mark.slow),
+    ],
 )
-def test_resume_is_bit_exact(ranks: Any, tmp_path: Path, form: str, master: str) -> None:
+def test_resume_is_bit_exact_at_scales_that_are_not_the_smallest(
+    ranks: Any, tmp_path: Path, form: str, master: str
+) -> None:
     path = str(tmp_path / "ckpt")
     Path(path).mkdir()
     ranks(2).run(saved_then_loaded, form, path, master)
+
+
+def saved_by_an_older_version(path: str, num_kept: int) -> None:
+    """Each rank wrote scales of its own shards only; before that, none."""
+    with run(base.bf16(True), "e4m19") as training:
+        base.steps(training, 2)
+        widen(training)
+        dense = base.masters(training)
+        weights = training.optimizer.chained_optimizers[0]._fp8_weights
+        scales = dict(list(weights.scale_inv_by_name().items())[:num_kept])
+        weights.scale_inv_by_name = lambda: scales
+        base.save(training, Path(path), "legacy")
+    with run(base.bf16(True), "e4m19") as training:
+        base.load(training, Path(path), "legacy")
+        base.assert_same(base.masters(training), dense)
+        assert_bytes_follow_masters(training, "e4m19")
+
+
+@pytest.mark.parametrize("num_kept", [3, 0])
+def test_checkpoints_that_lack_scales_load_the_same_masters(ranks: Any, tmp_path: Path, num_kept: int) -> None:
+    ranks(2).run(saved_by_an_older_version, str(tmp_path), num_kept)
+
+
+def saved(form: str, path: str) -> dict[str, Tensor]:
+    with run(base.bf16(True), "e4m19") as training:
+        base.steps(training, 2)
+        base.save(training, Path(path), form)
+        return base.masters(training)
+
+
+def loaded(form: str, path: str) -> dict[str, Tensor]:
+    with run(base.bf16(True), "e4m19") as training:
+        base.load(training, Path(path), form)
+        assert_bytes_follow_masters(training, "e4m19")
+        dense = base.masters(training)
+        base.steps(training, 1)
+        assert_bytes_follow_masters(training, "e4m19")
+        return dense
+
+
+@pytest.mark.parametrize(("form", "before", "after"), [("dp_reshardable", 2, 1), ("fully_reshardable", 1, 2)])
+def test_another_number_of_ranks_loads_the_same_masters(
+    ranks: Any, tmp_path: Path, form: str, before: int, after: int
+) -> None:
+    """And moments, but where a shard's edge cuts a group of 128: two scales become one."""
+    wanted = ranks(before).run(saved, form, str(tmp_path))[0]
+    found = ranks(after).run(loaded, form, str(tmp_path))[0]
+    base.assert_same(*({k: v for k, v in one.items() if k.endswith(" param")} for one in (wanted, found)))
+    num_other = sum(int((value != found[name]).sum()) for name, value in wanted.items())
+    assert num_other <= 128 * 2 * 2, num_other
+
+
+def test_bf16_weights_load_fully_reshardable(ranks: Any, tmp_path: Path) -> None:
+    """Of ours, which read it as stock does; stock without FusedAdam cannot load this format, not its own either."""
+    wanted = ranks(2).run(saved, "fully_reshardable", str(tmp_path))[0]
+    found = ranks(2).run(base.load_and_go_on, True, "fully_reshardable", str(tmp_path), base.SPLIT)[0]["dense"]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=2**-16 if name.endswith(" param") else 0.13, atol=1e-9), name
 
 
 def reloaded(master: str) -> None:
@@ -251,3 +400,40 @@ def reloaded(master: str) -> None:
 
 def test_weights_loaded_without_states_are_their_own_masters(ranks: Any) -> None:
     ranks(2).run(reloaded, "e4m19")
+
+
+def main_params_loaded() -> None:
+    """bf16 weights go into FP8 ones as they are loaded; then masters are made of these, or of the checkpoint."""
+    with run(base.bf16(True), "e4m19") as training:
+        values = {}
+        for i, (name, p) in enumerate(training.module.named_parameters()):
+            generator = torch.Generator().manual_seed(i)
+            values[name] = (0.02 * torch.randn(p.shape, generator=generator)).bfloat16()
+            with torch.no_grad():
+                p.copy_(values[name])
+        training.optimizer.reload_model_params()
+        rounded = base.masters(training)
+        training.optimizer.reload_model_params({name.removeprefix("module."): v for name, v in values.items()})
+        dense = base.masters(training)
+        for name, value in values.items():
+            assert torch.equal(dense[f"{name} param"].bfloat16(), value.flatten()), name
+        for name in fp8_weights(training):
+            assert not torch.equal(rounded[f"{name} param"].bfloat16(), values[name].flatten()), name
+        assert_bytes_follow_masters(training, "e4m19")
+
+
+def test_main_params_from_a_checkpoint_are_rounded_once(ranks: Any) -> None:
+    """--load-main-params-from-ckpt: without it masters begin as what FP8 left of the weights."""
+    ranks(2).run(main_params_loaded)
+
+
+@pytest.mark.parametrize("name", ["_data", "_scale_inv", "_reset_caches"])
+def test_a_transformer_engine_that_keeps_fp8_elsewhere_is_refused(name: str) -> None:
+    from fp8_ds.errors import SeamError
+    from fp8_ds.optim.masters import E4M19
+    from megatron_patches.optimizer_fp8 import Fp8Weights
+
+    names = {"_data", "_scale_inv", "_reset_caches"} - {name}
+    weight = SimpleNamespace(**dict.fromkeys(names, torch.zeros(1)))
+    with pytest.raises(SeamError, match=f"SimpleNamespace.{name}: expected it as in Transformer Engine 2.11"):
+        Fp8Weights({"layer.weight": weight}, E4M19, None, torch.device("cpu"))

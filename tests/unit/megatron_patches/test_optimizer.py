@@ -27,6 +27,7 @@ def test_master_follows_from_how_weights_are_stored() -> None:
     gathers = arguments(fp8_param_gather=True, fp8_recipe="tensorwise")
     assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7)
     assert optimizer.from_arguments(arguments(fp8_master="fp32")) == OptimizerStates("fp32", 7)
+    assert optimizer.from_arguments(arguments(use_cpu_initialization=True)) == OptimizerStates("bf16_8", 7)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,11 @@ def test_master_follows_from_how_weights_are_stored() -> None:
         ({"fp8_master": "fp32", "fp8_param_gather": True}, ConfigError, "expected e4m19 or e4m11 with"),
         ({"fp8_param_gather": True, "fp8_recipe": "delayed"}, UnsupportedError, "--fp8-recipe: .* got delayed"),
         ({"fp8_param_gather": True, "fp8_recipe": "blockwise"}, UnsupportedError, "--fp8-recipe: .* got blockwise"),
+        (
+            {"fp8_param_gather": True, "fp8_recipe": "tensorwise", "use_cpu_initialization": True},
+            UnsupportedError,
+            "--use-cpu-initialization: expected off with --fp8-param-gather",
+        ),
         ({"optimizer": "muon"}, UnsupportedError, "--optimizer: expected adam .* got muon"),
         ({"use_torch_fsdp2": True}, UnsupportedError, "--use-torch-fsdp2: expected off"),
         ({"use_megatron_fsdp": True}, UnsupportedError, "--use-megatron-fsdp: expected off"),
