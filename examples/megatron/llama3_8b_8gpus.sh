@@ -5,7 +5,7 @@
 #       examples/megatron/llama3_8b_8gpus.sh [more arguments of Megatron]
 #
 # ENGINE=te (default): Transformer Engine's FP8 linears. ENGINE=fp8_ds: those of fp8_ds, where there is none.
-# ATTENTION (fa3_fp8; none is Megatron's own): needs FlashAttention-3, see docs/attention.md.
+# ATTENTION (fa3; fa3_fp8 from about 32k tokens; none is Megatron's own): needs FlashAttention-3, see docs/attention.md.
 # STATES=1: Adam's moments and masters in FP8 and bf16 + 8 bits: 5 instead of 14 bytes a parameter (docs/megatron.md).
 set -euo pipefail
 : "${MEGATRON_LM_PATH:?is not set. Clone Megatron-LM, check out core_v0.16.1, and set it to the folder}"
@@ -38,11 +38,15 @@ case ${ENGINE:-te} in
     te) FP8=(--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise) ;;
     fp8_ds) FP8=(
         --transformer-impl local --fp8-format hybrid --fp8-recipe tensorwise --fp8-health-interval 100
-        --no-gradient-accumulation-fusion --no-persist-layer-norm
+        --no-persist-layer-norm
     ) ;;
     *) echo "ENGINE: expected te or fp8_ds, got ${ENGINE}." >&2; exit 2 ;;
 esac
-[ "${ATTENTION:-fa3_fp8}" = none ] || FP8+=(--fp8-attention-backend "${ATTENTION:-fa3_fp8}")
+# Linears of fp8_ds do not have it, and Megatron's head wants Apex for it, beside Transformer Engine, too.
+if [ "${ENGINE:-te}" = fp8_ds ] || ! "$PYTHON" -c "import torch, fused_weight_gradient_mlp_cuda" 2> /dev/null; then
+    FP8+=(--no-gradient-accumulation-fusion)
+fi
+[ "${ATTENTION:-fa3}" = none ] || FP8+=(--fp8-attention-backend "${ATTENTION:-fa3}")
 [ "${STATES:-0}" = 0 ] || FP8+=(--fp8-optimizer-states)
 LOGGING=(
     --log-interval 10 --log-throughput --tensorboard-dir "$OUTPUT/tensorboard"

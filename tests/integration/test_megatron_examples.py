@@ -40,6 +40,44 @@ def test_a_missing_clone_is_named(root: Path, name: str) -> None:
     assert run.returncode != 0 and "MEGATRON_LM_PATH" in run.stderr
 
 
+def words_of_8b(root: Path, tmp_path: Path, has_apex: bool, **env: str) -> list[str]:
+    """What the script passes on, where Apex's kernel for gradient accumulation imports or not."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit {int(not has_apex)}\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    given = dict.fromkeys(("MEGATRON_LM_PATH", "TOKENIZER", "DATA", "OUTPUT"), str(tmp_path))
+    run = subprocess.run(
+        [root / "examples/megatron/llama3_8b_8gpus.sh", "--last", "1"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python), **given, **env},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_apex", "fuses"),
+    [("te", True, True), ("te", False, False), ("fp8_ds", True, False), ("fp8_ds", False, False)],
+)
+def test_8b_fuses_gradient_accumulation_only_where_it_can(
+    root: Path, tmp_path: Path, engine: str, has_apex: bool, fuses: bool
+) -> None:
+    """Megatron's head stops without Apex; linears of fp8_ds refuse it."""
+    words = words_of_8b(root, tmp_path, has_apex, ENGINE=engine)
+    assert words.count("--no-gradient-accumulation-fusion") == int(not fuses)
+    assert words[-2:] == ["--last", "1"]
+    assert words[words.index("--transformer-impl") + 1] == ("transformer_engine" if engine == "te" else "local")
+
+
+def test_8b_has_the_attention_that_8192_tokens_are_advised(root: Path, tmp_path: Path) -> None:
+    words = words_of_8b(root, tmp_path, True)
+    assert words[words.index("--seq-length") + 1] == "8192"
+    assert words[words.index("--fp8-attention-backend") + 1] == "fa3"
+    assert "--fp8-attention-backend" not in words_of_8b(root, tmp_path, True, ATTENTION="none")
+    assert "fa3_fp8" in words_of_8b(root, tmp_path, True, ATTENTION="fa3_fp8")
+
+
 def test_text_comes_back_from_megatrons_format(root: Path, tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
