@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
 DOCS_READY := $(VENV)/.ready-docs
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
-ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py docs/hooks.py docs/img/training_step.py docs/img/first_page.py
 
 .PHONY: setup demo test test-slow test-gpu test-multinode lint format docs clean
@@ -46,6 +46,7 @@ demo: $(READY)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) examples/deepspeed/demo.py $(DEMO_ARGS)
 
 test: $(READY)
+	$(ON_CPU) $(PY) tests/build_op.py
 	$(ON_CPU) $(PY) -m pytest -q -n 2 --max-worker-restart 0 $(TEST_ARGS)
 
 test-slow: $(READY)

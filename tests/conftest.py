@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.build_locks import remove_abandoned
+from fp8_ds.testing import HANG
+
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # DeepSpeed's op for a CPU is built here, not where some other session's killed build may have left its lock.
+    # DeepSpeed's op for a CPU is here (tests/build_op.py), not where a killed build of others may have left its lock.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".out" / "torch_extensions"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,8 +29,6 @@ ROOT = Path(__file__).parents[1]
 def pytest_configure(config: pytest.Config) -> None:
     """Before any worker starts: a lock that an earlier run of these tests has left would stop all that launch."""
     if not hasattr(config, "workerinput") and "TORCH_EXTENSIONS_DIR" in os.environ:
-        from fp8_ds.build_locks import remove_abandoned
-
         remove_abandoned(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
 
 
@@ -49,30 +50,20 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session")
-def launcher_environment() -> dict[str, str]:
-    """os.environ for a launcher on CPU, where `ninja` and this checkout are found.
-
-    DeepSpeed's op for a CPU is built: g++ takes a minute or five for it, which belongs in no test's time-out."""
+@pytest.fixture
+def cpu_environment() -> dict[str, str]:
+    """os.environ for a launcher on CPU, where `ninja` and this checkout are found."""
     env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    subprocess.run([sys.executable, "-c", build], env=env, check=True, stdout=-3)
     return env
-
-
-@pytest.fixture
-def cpu_environment(launcher_environment: dict[str, str]) -> dict[str, str]:
-    """A copy of `launcher_environment`."""
-    return dict(launcher_environment)
 
 
 @pytest.fixture
 def launch(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
     """launch(script, *arguments, ranks=2, module=False) -> all output of `deepspeed`; fails with it when ranks fail."""
 
-    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = 300) -> str:
+    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

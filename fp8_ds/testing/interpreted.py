@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fp8_ds.testing import HANG
+
 
 def run_interpreted(tests: Path) -> None:
     """All tests of a file pass where Triton interprets; it decides so at its import, and the caller may have done that.
@@ -19,6 +21,6 @@ def run_interpreted(tests: Path) -> None:
     options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command = [sys.executable, "-m", "pytest", "-q", *options, str(tests)]
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False)
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
     if result.returncode or " passed" not in result.stdout or "skipped" in result.stdout:
         raise AssertionError(result.stdout[-6000:])

@@ -523,7 +523,7 @@ def wrong(stage: int, block: dict[str, Any], by_call: bool) -> str:
     return ""
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stage", "block", "by_call", "expected"),
     [

@@ -17,7 +17,7 @@ from fp8_ds.testing.ranks import RankPool
 
 pytestmark = pytest.mark.distributed
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def message(change: str, odd: int, folder: str = "") -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -124,8 +125,8 @@ def test_a_rank_that_dies_is_named_and_the_next_call_starts_new_ranks(pool: Rank
 
 def test_a_call_that_takes_too_long_is_ended(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = pool.run(process)
-    monkeypatch.setattr(pool, "timeout", 0.5)
-    with pytest.raises(RankError, match=r"ranks \[1\] did not answer within 0.5 s and were killed"):
+    monkeypatch.setattr(pool, "timeout", 3.0)
+    with pytest.raises(RankError, match=r"ranks \[1\] did not answer within 3.0 s and were killed"):
         pool.run(hang_on, 1)
     monkeypatch.undo()
     assert not set(pool.run(process)) & set(before)
@@ -144,6 +145,26 @@ def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_a
     assert pool.run(make_groups, 1) == before
     assert pool.run(make_groups, 0) == [number + 1 for number in before]
     assert pool.run(sum_in_the_kept_group) == [2, 2]
+
+
+class Interrupted(Exception):
+    """As pytest's time-out raises in the middle of a call."""
+
+
+def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next(pool: RankPool) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    pool.run(process)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(Interrupted):
+            pool.run(hang_on, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert pool.run(process) == pool.run(process)
 
 
 def test_ranks_build_no_operator_of_deepspeed(pool: RankPool) -> None:

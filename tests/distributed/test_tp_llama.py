@@ -412,7 +412,7 @@ def wrong(case: str) -> str:
     return found
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -483,7 +483,7 @@ def wrong_batch(case: str) -> str:
     return message(model, training.micro_batches(0, 1)[0][:3, :length])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "expected"), [("lengths", "first batch"), ("values", "'values "), ("does not divide", "divisible by")]
 )
@@ -503,7 +503,7 @@ def wrong_later_batch(case: str, sequence_parallel: bool) -> str:
     return message(model, training.micro_batches(0, 1)[0][:, : 17 if rank else 33])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(("case", "expected"), [("lengths", "(4, 32, 64) float32"), ("values", "'values ")])
 def test_a_later_batch_that_differs_is_an_error_on_every_rank(
@@ -558,7 +558,7 @@ def wrong_block(block: dict[str, Any], tp_size: int) -> str:
     return found
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("block", "tp_size", "expected"),
     [

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.testing import HANG
+
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},
@@ -147,7 +149,7 @@ def child(function: Callable[[], None], folder: Path, env: dict[str, str], site_
     start = f"import site; site.addsitedir({str(site_dir)!r}); " if site_dir else ""
     code = f"{start}import sys, runpy; runpy.run_path({__file__!r})[{function.__name__!r}]()"
     result = subprocess.run(
-        [sys.executable, "-c", code], stdout=-1, stderr=-2, text=True, env=env, timeout=300, check=False
+        [sys.executable, "-c", code], stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False
     )
     assert result.returncode == 0, result.stdout[-6000:]
 

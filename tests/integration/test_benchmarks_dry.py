@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.testing import HANG
+
 # --- optimizer_peers.py ---
 
 
@@ -24,6 +26,7 @@ def test_optimizer_bench_has_the_two_billion_parameters_of_the_table(bench: Any)
 
 def test_optimizer_bench_measures_an_arm_in_its_own_process(run_main: Callable[..., str], tmp_path: Path) -> None:
     tiny = ("--layers", 1, "--hidden", 128, "--vocab", 64, "--steps", 2, "--copy-mib", 4, "--out", tmp_path)
+    tiny = (*tiny, "--arm-timeout", HANG)
     output = run_main("optimizer_peers", *tiny, "--arms", "torch fused AdamW fp32")
     (lines,) = tmp_path.glob("*.jsonl")
     result = json.loads(lines.read_text())
@@ -143,6 +146,7 @@ def test_largest_model_sizes_are_what_they_are_called_and_predictions_those_of_t
 
 def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[..., str], tmp_path: Path) -> None:
     tiny = ("--size", "tiny", "--seq", 32, "--vocab", 256, "--steps", 3, "--out", tmp_path, "--arms", "fp8 states")
+    tiny = (*tiny, "--try-timeout", HANG)
     output = run_main("largest_model", *tiny)
     (path,) = tmp_path.glob("*.json")
     (result,) = json.loads(path.read_text())

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.testing import HANG
+
 Launch = Callable[..., str]
 TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")
 
@@ -77,7 +79,7 @@ def test_demo_is_short_where_bf16_is_emulated(
 def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
     command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "3"]
     command += ["--seq-len", "64", "--ranks", "2", "--out", str(tmp_path)]
-    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=400, check=False)
+    result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False)
     assert result.returncode == 0, result.stdout[-6000:]
     assert "held-out loss" in result.stdout
     assert (tmp_path / "loss.png").stat().st_size > 10_000

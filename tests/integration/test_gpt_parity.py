@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from fp8_ds.parity.text import Windows
+from fp8_ds.testing import HANG
 
 
 @pytest.fixture
@@ -367,7 +368,7 @@ def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     run_main: Callable[..., str], cache: Path, tmp_path: Path
 ) -> None:
     common = ("--size", "tiny", "--steps", 20, "--seeds", 0, "--cache", cache, "--out", tmp_path / "out")
-    common = (*common, "--arms", "stock", "e4m11", "--regimes", 1, "--estimate", 1)
+    common = (*common, "--arms", "stock", "e4m11", "--regimes", 1, "--estimate", 1, "--budget", 3000)
     output = run_main("gpt_parity", *common)
     assert "finished r1-stock-s0" in output and "finished r1-e4m11-s0" in output
     assert torch.load(cache / "checkpoint.pt", weights_only=True)["wte.weight"].dtype == torch.bfloat16
@@ -396,13 +397,13 @@ def test_worker_continues_from_a_checkpoint(
     weights["lm_head.weight"].zero_()  # all tokens alike: a loss that no random weights give
     torch.save(weights, tmp_path / "weights.pt")
     env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+    env["MASTER_PORT"] = "0"  # the store takes a free one
     env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
     settings = ("--regime", 2, "--seed", 0, "--steps", 4, "--lr", 1e-5, "--size", "tiny", "--cache", cache)
     settings = (*settings, "--checkpoint", tmp_path / "weights.pt", "--checkpoint-at", 0.7)
     command = [sys.executable, "-m", "parity.worker", *settings, "--arm", arm]
     command += ["--log", tmp_path / "run.csv"]
-    done = subprocess.run([*map(str, command)], stdout=-1, stderr=-2, text=True, env=env, timeout=120, check=False)
+    done = subprocess.run([*map(str, command)], stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     log = [line.split(",") for line in (tmp_path / "run.csv").read_text().splitlines()]
     assert [int(line[0]) for line in log[1:]] == [0, 1, 2, 3, 4]  # four steps: an evaluation after each
@@ -418,7 +419,7 @@ def test_a_run_in_three_pieces_has_the_losses_of_one(
     root: Path, cache: Path, tmp_path: Path, cpu_environment: dict[str, str], arm: str
 ) -> None:
     env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+    env["MASTER_PORT"] = "0"  # the store takes a free one
     env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
     command = [sys.executable, "-m", "parity.worker", "--regime=1", "--seed=0", "--steps=12", "--lr=1e-3"]
     command += ["--size=tiny-llama", f"--cache={cache}", f"--arm={arm}"]
@@ -426,7 +427,7 @@ def test_a_run_in_three_pieces_has_the_losses_of_one(
     def piece(name: str, *more: str) -> Path:
         log = tmp_path / f"{name}.csv"
         done = subprocess.run(
-            [*command, f"--log={log}", *more], stdout=-1, stderr=-2, text=True, env=env, timeout=120, check=False
+            [*command, f"--log={log}", *more], stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False
         )
         assert done.returncode == 0, done.stdout[-4000:]
         return log

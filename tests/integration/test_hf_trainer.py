@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.testing import HANG
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -48,7 +50,7 @@ def run_cases(launch: Callable[..., str], tmp_path: Path) -> Callable[..., dict[
     """run_cases(case, ...): what each of hf_cases.py's cases found, on both ranks; one start of the launcher."""
 
     def run(*cases: str) -> dict[str, list[dict[str, Any]]]:
-        launch(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, timeout=500)
+        launch(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, timeout=HANG)
         names = {case: case.replace(":", "-") for case in cases}
         return {
             case: [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]

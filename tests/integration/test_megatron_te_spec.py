@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8_ds.testing import HANG
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
 
@@ -26,7 +28,7 @@ def test_a_checkpoint_of_the_stock_te_spec_loads_into_ours_and_back(root: Path, 
     }
     script = Path(__file__).with_name("te_spec_checkpoints.py")
     run = subprocess.run(
-        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=HANG
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.count("same parameters") == 4

@@ -46,7 +46,7 @@ def test_report_compares_the_best_of_each_side_and_names_what_failed(bench: Any)
 
 
 def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
-    small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
+    small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--budget", 3000, "--out", tmp_path)
     run_main("parallel_layers", *small, "--arms", *OURS)
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]

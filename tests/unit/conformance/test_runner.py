@@ -355,7 +355,7 @@ def test_only_the_run_at_fp8_rounding_forgives(tmp_path: Path) -> None:
         "def test_wrong(): torch.testing.assert_close(-a, a)\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    runner = run_upstream.Runner(tmp_path, timeout=60, logs=tmp_path / "logs")
+    runner = run_upstream.Runner(tmp_path, timeout=300, logs=tmp_path / "logs")
     tests = [f"test_small.py::test_{name}" for name in ("rounds", "close", "wrong")]
     found = {
         mode: runner.run("test_small.py", tests, force=False, persistence="none", rounding=mode)
@@ -378,7 +378,7 @@ def test_crash_costs_one_test_and_the_rest_goes_on(tmp_path: Path) -> None:
         "def test_e(): pass\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    runner = run_upstream.Runner(tmp_path, timeout=60, logs=tmp_path / "logs")
+    runner = run_upstream.Runner(tmp_path, timeout=300, logs=tmp_path / "logs")
     tests = runner.collect(["test_small.py"])
     found = runner.run("test_small.py", tests[:4], force=False, persistence="none")
     assert [found[test].outcome for test in tests[:4]] == ["passed", "crash", "skipped", "failed"]

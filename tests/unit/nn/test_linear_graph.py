@@ -107,7 +107,7 @@ def fresh_dynamo():
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_linears_of_several_widths_compile_one_by_one(recipe):
-    """The compiler makes a size that it has seen change a symbol; torch 2.11 failed on it (ZeRO-3, H200), 2.13 never."""
+    """The compiler makes a size that it has seen change a symbol; torch 2.11 failed on it (ZeRO-3, H200), 2.13 not."""
     for widths in ((64, 64), (64, 32), (64, 128), (128, 64), (256, 64)):
         linear = make_any(recipe, *widths)
         x = torch.randn(2, 3, widths[0])
