@@ -38,12 +38,14 @@ class Weight:
         is_fp8: whether it is the weight of an FP8 linear.
         is_trainable: whether it has a master and moments.
         group: its parameter group.
+        in_bf16: whether the FP8 linear computes in bf16 for now: bf16 of the masters beside the FP8 bytes.
     """
 
     numel: int
     is_fp8: bool
     is_trainable: bool = True
     group: int = 0
+    in_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Setup:
         overlap_comm: None is DeepSpeed's default, true in stage 3.
         reduce_bucket_size: DeepSpeed's, in elements.
         persistence_threshold: DeepSpeed's, in elements: smaller weights stay gathered in stage 3.
+        keep_bf16_shard: the "fp8.zero" block's: FP8 weights have a bf16 shard too, all the time.
     """
 
     stage: int
@@ -69,6 +72,7 @@ class Setup:
     overlap_comm: bool | None = None
     reduce_bucket_size: int = 500_000_000
     persistence_threshold: int = 100_000
+    keep_bf16_shard: bool = False
 
     @property
     def releases(self) -> bool:
@@ -223,7 +227,7 @@ def _ranks_of_stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple
     groups = []
     for number in sorted({weight.group for weight in weights if weight.is_trainable}):
         group = _FlatGroup([w for w in weights if w.is_trainable and w.group == number], setup.num_ranks)
-        common.fp8.weights += group.layouts[True].numel
+        common.fp8.weights += group.layouts[True].numel + 2 * sum(w.numel for w in group.weights[True] if w.in_bf16)
         common.other.weights += 2 * group.layouts[False].numel
         groups.append(group)
     for rank in range(setup.num_ranks):
@@ -298,10 +302,12 @@ def _ranks_of_stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple[
             aligned = -(-shard // _FP8_ALIGNMENT) * _FP8_ALIGNMENT
             parts.weights += aligned if weight.is_fp8 else 2 * shard
             if weight.numel < setup.persistence_threshold and setup.num_ranks > 1:
-                parts.gathered += weight.numel if weight.is_fp8 else 2 * weight.numel
+                parts.gathered += weight.numel if weight.is_fp8 and not weight.in_bf16 else 2 * weight.numel
             if not weight.is_trainable:
                 parts.weights += 2 * shard if weight.is_fp8 else 0  # frozen FP8 weights keep their bf16 shard
                 continue
+            if weight.in_bf16 or (weight.is_fp8 and setup.keep_bf16_shard):
+                parts.weights += 2 * shard
             real = max(0, min(shard, weight.numel - rank * shard))
             _add_states(parts, weight, rank * shard, real, shard, setup)
             if not setup.releases:

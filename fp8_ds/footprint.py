@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Setup, Weight, estimate_states, weights_of
 from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.rehearsal import Rehearsal, rehearse
+from fp8_ds.schedule import PrecisionSchedule
 
 _FP32, _BF16 = 4, 2
 _DEFAULTS: dict[str, int] = {
@@ -43,6 +46,7 @@ class Run:
         accumulation: micro-batches a step.
         checkpointing: whether layers are computed again in the backward.
         max_live_parameters, sub_group_size: of stage 3, in elements.
+        total_steps: that the learning-rate scheduler knows.
     """
 
     fp8: Fp8Config | None
@@ -53,6 +57,7 @@ class Run:
     checkpointing: bool = False
     max_live_parameters: int = _DEFAULTS["stage3_max_live_parameters"]
     sub_group_size: int = _DEFAULTS["sub_group_size"]
+    total_steps: int | None = None
 
     @property
     def fp32_states_from_step(self) -> int | None:
@@ -81,6 +86,7 @@ class Footprint:
         in_step: the peak of the optimizer's step.
         num_parameters: of the model.
         later: after `schedule.fp32_states_from_step`, to which all of the above does not apply; None: without it.
+        in_bf16: with every layer in bf16 that schedule or guard may send there, likewise; None: none is sent.
     """
 
     weights: int
@@ -95,11 +101,13 @@ class Footprint:
     in_step: int
     num_parameters: int
     later: Footprint | None = None
+    in_bf16: Footprint | None = None
 
     @property
     def peak(self) -> int:
         """What must fit: the largest moment of the whole run."""
-        return max(self.in_backward, self.in_step, 0 if self.later is None else self.later.peak)
+        others = [part.peak for part in (self.later, self.in_bf16) if part is not None]
+        return max(self.in_backward, self.in_step, *others)
 
 
 def read_run(
@@ -115,8 +123,8 @@ def read_run(
         checkpointing: of activations.
 
     Raises:
-        ConfigError: the "fp8" block is wrong, or there is no micro-batch.
-        UnsupportedError: the configuration is refused with FP8.
+        ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
+        UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
     from fp8_ds.engine.refusals import refuse_config, zero_stage
 
@@ -128,14 +136,10 @@ def read_run(
         fp8.check_stage(stage)
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage: expected 1, 2 or 3, got {stage}. Only these are estimated.")
+    _refuse_uncounted(config, fp8)
     zero = config["zero_optimization"] if isinstance(config.get("zero_optimization"), Mapping) else {}
     numbers = {key: _number(zero.get(key), default) for key, default in _DEFAULTS.items()}
-    micro = micro_batch or _number(config.get("train_micro_batch_size_per_gpu"), 0)
-    if micro < 1:
-        raise ConfigError(
-            f"micro-batch: expected an integer, got {config.get('train_micro_batch_size_per_gpu')!r} in the "
-            "configuration. Name one with --micro-batch."
-        )
+    micro, accumulation = _batch(config, world_size, micro_batch)
     types = config.get("data_types") or {}
     if not isinstance(types, Mapping):
         raise ConfigError(f"data_types: expected an object, got {json.dumps(types)}. Write grad_accum_dtype in it.")
@@ -149,10 +153,68 @@ def read_run(
         overlap_comm=zero.get("overlap_comm") if isinstance(zero.get("overlap_comm"), bool) else None,
         reduce_bucket_size=numbers["reduce_bucket_size"],
         persistence_threshold=numbers["stage3_param_persistence_threshold"],
+        keep_bf16_shard=fp8 is not None and fp8.zero.keep_bf16_shard,
     )
-    accumulation = _number(config.get("gradient_accumulation_steps"), 1)
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
-    return Run(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group)
+    return Run(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config))
+
+
+def _batch(config: Mapping[str, Any], world_size: int, micro_batch: int | None) -> tuple[int, int]:
+    """(sequences of a micro-batch, micro-batches a step); one follows from the other and the batch, as in DeepSpeed."""
+    whole = _number(config.get("train_batch_size"), 0)
+    steps = _number(config.get("gradient_accumulation_steps"), 0)
+    micro = micro_batch or _number(config.get("train_micro_batch_size_per_gpu"), 0)
+    if whole and not micro:
+        steps = steps or 1
+        micro = whole // (steps * world_size)
+    elif whole and not steps:
+        steps = whole // (micro * world_size)
+        if steps * micro * world_size != whole:
+            raise ConfigError(
+                f"train_batch_size: expected a multiple of {micro * world_size}, micro-batches of {micro} on "
+                f"{world_size} ranks, got {whole}. Name another --micro-batch or --world."
+            )
+    if micro < 1:
+        raise ConfigError(
+            f"micro-batch: expected an integer, got {config.get('train_micro_batch_size_per_gpu')!r} in the "
+            "configuration. Name one with --micro-batch."
+        )
+    return micro, steps or 1
+
+
+def _refuse_uncounted(config: Mapping[str, Any], fp8: Fp8Config | None) -> None:
+    """Raises UnsupportedError where bytes would be others than the estimate's."""
+    from fp8_ds.engine.refusals import REFUSALS
+
+    stock = {key: value for key, value in config.items() if key != "fp8"}
+    found = [row.key for row in REFUSALS if row.applies(stock)]
+    optimizer, parallel = (_block(config, key) for key in ("optimizer", "tensor_parallel"))
+    kind = optimizer.get("type")
+    if kind is not None and str(kind).lower() not in ("adam", "adamw", "auto"):
+        found.append(f"optimizer.type: {kind}")
+    if _block(optimizer, "params").get("amsgrad"):
+        found.append("optimizer.params.amsgrad: true")
+    if _number(parallel.get("autotp_size"), 0) > 1:
+        found.append(f"tensor_parallel.autotp_size: {parallel['autotp_size']}")
+    if fp8 is not None and fp8.activations.cross_entropy == "liger":
+        found.append("fp8.activations.cross_entropy: liger")
+    if found:
+        raise UnsupportedError(
+            f"estimate: expected Adam or AdamW on bf16, all on the GPU, got {', '.join(found)}, which is not counted. "
+            "Leave it out of the configuration that is estimated."
+        )
+
+
+def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _total_steps(config: Mapping[str, Any]) -> int | None:
+    total = _block(_block(config, "scheduler"), "params").get("total_num_steps")
+    if total == "auto":
+        return 1  # of a number that is filled in later: any step may be in the last fraction
+    return total if isinstance(total, int) else None
 
 
 def _number(value: Any, default: int) -> Any:
@@ -160,27 +222,86 @@ def _number(value: Any, default: int) -> Any:
 
 
 def estimate(spec: ModelSpec, run: Run) -> Footprint:
-    """What training `spec` so takes on a GPU; with `schedule.fp32_states_from_step` before that step and after it.
+    """What training `spec` so takes on a GPU; with `schedule.fp32_states_from_step` before that step and after it, and
+    where layers go to bf16 for a while, with all of these there.
 
     Raises:
-        ConfigError: no linear can be in FP8, or gradient checkpointing is not what the model knows.
+        ConfigError: no linear can be in FP8, the schedule names what is not there, or gradient checkpointing is not
+            what the model knows.
     """
+    model, weights = _prepare(spec, run)
+    detour = _Detour.of(model, run)
+    rehearsal = _rehearse(model, run)
+    found = _sum(weights, rehearsal, run)
+    later_run = None if run.fp32_states_from_step is None else run.with_fp32_states()
+    later = None if later_run is None else _sum(weights, rehearsal, later_run)
+    if detour.layers:
+        model, weights = _prepare(spec, run)
+        weights = detour.take(model, weights)
+        rehearsal = _rehearse(model, run)
+        if detour.is_before:
+            found = replace(found, in_bf16=_sum(weights, rehearsal, run))
+        if later is not None and later_run is not None and detour.is_after:
+            later = replace(later, in_bf16=_sum(weights, rehearsal, later_run))
+    return replace(found, later=later)
+
+
+def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
+    """The model as it is trained, on the meta device, and its weights in order."""
     model: Any = spec.build()
-    linear = run.fp8.linear if run.fp8 is not None else None
     if run.fp8 is None:
         weights = [Weight(p.numel(), False, p.requires_grad) for p in model.parameters()]
     else:
-        weights = weights_of(model, linear)
+        weights = weights_of(model, run.fp8.linear)
         _convert(model, run.fp8)
     if run.checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise ConfigError(f"checkpointing: expected a model of transformers, got {spec.name}. Leave it out.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    rehearsal = rehearse(model, lambda model: loss_of(model, run.micro_batch, run.seq_len))
-    found = _sum(weights, rehearsal, run)
-    if run.fp32_states_from_step is None:
-        return found
-    return replace(found, later=_sum(weights, rehearsal, run.with_fp32_states()))
+    return model, weights
+
+
+def _rehearse(model: Any, run: Run) -> Rehearsal:
+    return rehearse(model, lambda model: loss_of(model, run.micro_batch, run.seq_len))
+
+
+@dataclass(frozen=True)
+class _Detour:
+    """Layers that schedule or guard may send to bf16.
+
+    Args:
+        layers: all of them, which may be there at once.
+        is_before, is_after: they may be there before `fp32_states_from_step` (also without it), and after it.
+    """
+
+    layers: tuple[str, ...] = ()
+    is_before: bool = False
+    is_after: bool = False
+
+    @classmethod
+    def of(cls, model: Any, run: Run) -> _Detour:
+        """Raises: ConfigError: as a start does, the schedule names what is not there."""
+        if run.fp8 is None:
+            return cls()
+        names = [name for name, m in model.named_modules() if isinstance(m, Fp8Linear) and m.weight.requires_grad]
+        schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps)
+        if run.fp8.guard.action == "bf16":
+            return cls(tuple(names), True, True)
+        usual = "fp8" if schedule.is_constant else "bf16"
+        layers = tuple(name for name in names if schedule.fixed.get(name, usual) == "bf16")
+        any_time = schedule.below_lr is not None or "bf16" in schedule.fixed.values()
+        step = run.fp32_states_from_step
+        is_before = schedule.until > 0 or (schedule.last is not None and (step is None or schedule.last < step))
+        is_after = schedule.last is not None or (step is not None and schedule.until > step)
+        return cls(layers, any_time or is_before, any_time or is_after)
+
+    def take(self, model: Any, weights: Sequence[Weight]) -> list[Weight]:
+        """The layers of `model` compute in bf16; its weights as they are then."""
+        linears = [model.get_submodule(name) for name in self.layers]
+        for linear in linears:
+            linear.fp8_recipe = bf16_recipe(linear.fp8_recipe)
+        ids = {id(linear.weight) for linear in linears}
+        return [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
 
 
 def _convert(model: Any, fp8: Fp8Config) -> None:
@@ -246,7 +367,7 @@ def _live(weights: Sequence[Weight], run: Run) -> int:
         return 0
     threshold = run.setup.persistence_threshold
     numel = sum(weight.numel for weight in weights if weight.numel >= threshold)
-    num_bytes = sum(weight.numel * (1 if weight.is_fp8 else _BF16) for weight in weights if weight.numel >= threshold)
+    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else _BF16) for w in weights if w.numel >= threshold)
     return round(num_bytes * min(1.0, run.max_live_parameters / max(numel, 1)))
 
 

@@ -135,9 +135,9 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
-    """FP8 weights have payloads, as ZeRO would give them; yields these tensors."""
+    """FP8 weights have payloads, as ZeRO would give them; yields these tensors. Those in bf16 for now need none."""
     for module in model.modules():
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, Fp8Linear) and module.fp8_recipe.is_fp8:
             weight: Any = module.weight
             data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
             scale_inv = torch.empty(OF_RECIPE[module.fp8_recipe.name].grid(weight.shape))

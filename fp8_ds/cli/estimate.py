@@ -44,7 +44,8 @@ def estimate(
 ) -> None:
     """Memory of the GPU that holds most, by part, for stage, ranks, states and release of the configuration.
 
-    With `schedule.fp32_states_from_step` also after that step; what must fit is the larger.
+    With `schedule.fp32_states_from_step` also after that step, with a schedule or guard that sends layers to bf16 also
+    with these there; what must fit is the largest.
 
     Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error, 4 an error of your model.
     """
@@ -105,6 +106,7 @@ def _numbers(found: Footprint) -> dict[str, Any]:
         "bytes": {name: getattr(found, name) for name in _PARTS},
         "peak_in_backward": found.in_backward,
         "peak_in_step": found.in_step,
+        "bf16_layers": found.in_bf16 and _numbers(found.in_bf16),
     }
 
 
@@ -115,8 +117,12 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
     title = f"{model}, stage {setup.stage}, {setup.num_ranks} ranks, {states}"
     columns = {"GiB": found}
+    if found.in_bf16 is not None:
+        columns |= {"layers in bf16": found.in_bf16}
     if found.later is not None:
         columns |= {f"fp32 states from step {run.fp32_states_from_step}": found.later}
+        if found.later.in_bf16 is not None:
+            columns |= {"then layers in bf16": found.later.in_bf16}
     table = Table("part", *columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"

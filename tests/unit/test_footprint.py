@@ -197,6 +197,114 @@ def test_the_largest_model_fits_after_the_switch_too() -> None:
     assert layers[0] > layers[1] == layers[2] > 0  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"schedule": {"bf16_until_step": 10}},
+        {"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}},
+        {"schedule": {"bf16_below_lr": 1e-5}},
+        {"schedule": {"layers": {"layers": "bf16"}}},
+        {"guard": {"action": "bf16"}, "monitor": {"every": 10}},
+    ],
+)
+def test_layers_that_go_to_bf16_take_2_bytes_a_weight_more(stage: int, block: dict[str, Any]) -> None:
+    plain, found = tiny(states("e4m11"), stage), tiny({**states("e4m11"), **block}, stage)
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    assert replace(found, in_bf16=None) == plain and plain.in_bf16 is None
+    low = found.in_bf16
+    assert low is not None and low.weights == plain.weights + 2 * 2 * layer
+    assert (low.masters, low.moments) == (plain.masters, plain.moments)
+    assert plain.activations < low.activations == pytest.approx(tiny(None, stage).activations, rel=0.01)
+    assert found.peak == low.peak > plain.peak
+
+
+def test_only_the_layers_that_may_go_count() -> None:
+    one_layer = {"schedule": {"bf16_until_step": 10, "layers": {"layers.0": "fp8"}}}
+    named = {"schedule": {"layers": {"layers.1": "bf16"}}}
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    for block in (one_layer, named):
+        found = tiny({**states("e4m11"), **block})
+        assert found.in_bf16 is not None and found.in_bf16.weights == found.weights + 2 * layer
+    assert tiny({**states("e4m11"), "schedule": {"layers": {"layers.1": "fp8"}}}).in_bf16 is None
+    guard = {**one_layer, "guard": {"action": "bf16"}, "monitor": {"every": 10}}  # its word comes first
+    found = tiny({**states("e4m11"), **guard})
+    assert found.in_bf16 is not None and found.in_bf16.weights == found.weights + 2 * 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "before", "after"),
+    [
+        ({"bf16_until_step": 10}, True, False),
+        ({"bf16_until_step": 60}, True, True),
+        ({"bf16_last_fraction": 0.1, "total_steps": 100}, False, True),
+        ({"bf16_last_fraction": 0.8, "total_steps": 100}, True, True),
+        ({"bf16_below_lr": 1e-5}, True, True),
+        ({}, False, False),
+    ],
+)
+def test_bf16_layers_and_fp32_states_meet_where_their_steps_do(
+    schedule: dict[str, Any], before: bool, after: bool
+) -> None:
+    found = tiny({**states("e4m11"), "schedule": {"fp32_states_from_step": 50, **schedule}})
+    assert found.later is not None
+    assert (found.in_bf16 is not None, found.later.in_bf16 is not None) == (before, after)
+    low = found.later.in_bf16
+    assert low is None or found.peak == low.peak > found.later.in_backward
+
+
+def test_a_scheduler_of_deepspeed_knows_the_last_fraction() -> None:
+    fp8 = {"schedule": {"bf16_last_fraction": 0.1}}
+    with pytest.raises(ConfigError, match="expected the number of optimizer steps"):
+        tiny(fp8)
+    for total in (100, "auto"):
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
+        assert tiny(fp8, scheduler=scheduler).in_bf16 is not None
+
+
+def test_a_bf16_shard_that_is_kept_is_counted() -> None:
+    plain, kept = tiny({}, stage=3, world=4), tiny({"zero": {"keep_bf16_shard": True}}, stage=3, world=4)
+    assert kept.weights > 1.8 * plain.weights
+
+
+@pytest.mark.parametrize(
+    ("more", "micro_batch", "micro", "accumulation"),
+    [
+        ({"train_batch_size": 256}, 2, 2, 32),
+        ({"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4}, None, 4, 16),
+        ({"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4}, 8, 8, 8),
+        ({"train_batch_size": 256, "gradient_accumulation_steps": 8}, None, 8, 8),
+        ({"train_batch_size": 256}, None, 64, 1),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}, None, 4, 8),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 2, 2, 1),
+    ],
+)
+def test_micro_batches_follow_from_the_batch_as_in_deepspeed(
+    more: dict[str, Any], micro_batch: int | None, micro: int, accumulation: int
+) -> None:
+    run = read_run(config(2, {}) | more, 4, micro_batch, 128)
+    assert (run.micro_batch, run.accumulation) == (micro, accumulation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (config(2, offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device"),
+        (config(2) | {"bf16": {}}, "bf16.enabled: false"),
+        (config(2) | {"fp16": {"enabled": True}}, "fp16.enabled: true"),
+        (config(2) | {"optimizer": {"type": "SGD"}}, "optimizer.type: SGD"),
+        (config(2, {}) | {"optimizer": {"type": "Lion"}}, "optimizer.type: Lion"),
+        (config(2) | {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        (config(2, {}) | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2"),
+        (config(2, {"activations": {"cross_entropy": "liger"}}), "fp8.activations.cross_entropy: liger"),
+    ],
+)
+def test_what_is_not_counted_is_refused_by_name(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedError, match="which is not counted") as caught:
+        read_run(settings, 1, 1, 128)
+    assert name in str(caught.value)
+
+
 def test_accumulation_holds_gradients_during_the_forward() -> None:
     at_once, later = tiny({}), tiny({}, gradient_accumulation_steps=4)
     assert later.in_backward > at_once.in_backward
@@ -216,6 +324,8 @@ def test_the_largest_model_fits_and_one_more_layer_does_not() -> None:
 def test_what_cannot_be_estimated_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected an integer, got 'auto'"):
         read_run(config(2) | {"train_micro_batch_size_per_gpu": "auto"}, 1, None, 128)
+    with pytest.raises(ConfigError, match="expected a multiple of 12, micro-batches of 3 on 4 ranks, got 256"):
+        read_run(config(2) | {"train_batch_size": 256}, 4, 3, 128)
     with pytest.raises(ConfigError, match="expected 1, 2 or 3, got 0"):
         read_run({"bf16": {"enabled": True}}, 1, 1, 128)
     with pytest.raises(UnsupportedError, match="offload_param"):

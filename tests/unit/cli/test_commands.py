@@ -201,6 +201,20 @@ def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> Non
     assert "fp32 states from" in page and "step 700" in page and f"{after / 2**30:.2f} GiB: fits into 1 GiB" in page
 
 
+def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    schedule = {"bf16_last_fraction": 0.1, "total_steps": 1000, "fp32_states_from_step": 700}
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": schedule}
+    config = written(tmp_path, zero_optimization={"stage": 2, "reduce_bucket_size": 1000}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *SMALL)
+    code, found = run(*common)
+    low = found["fp32_states"]["bf16_layers"]
+    assert code == 0 and found["bf16_layers"] is None
+    assert low["bytes"]["weights"] == found["bytes"]["weights"] + 2 * 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert found["peak"] == max(low["peak_in_backward"], low["peak_in_step"])
+    assert "then layers in" in CliRunner().invoke(app, [str(word) for word in common]).stdout
+
+
 # --- doctor ---
 
 
