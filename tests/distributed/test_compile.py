@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ def build(
     num_layers: int = 1,
     checkpointing: bool = False,
     attention: str = "causal",
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
     """An engine over a seeded Llama whose learning rate changes with every step.
 
     attention: "causal" is SDPA that is never given a mask (docs/compile.md); "sdpa" is as the library has it.
+    prepare: is called with the model.
     """
     import deepspeed
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
@@ -71,6 +73,7 @@ def build(
     model = LlamaForCausalLM(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare(model)
     schedule = {"warmup_min_lr": 1e-4, "warmup_max_lr": 3e-3, "warmup_num_steps": NUM_STEPS}
     config = training.ds_config(stage, fp8, scheduler={"type": "WarmupLR", "params": schedule})
     config["zero_optimization"].update(zero or {})
@@ -241,46 +244,69 @@ def test_stage_3_has_no_break_of_ours_and_a_compiled_forward_keeps_no_weight(ran
         assert all(num_released >= 7 and num_kept == 0 for num_released, num_kept in result["kept"])
 
 
-def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> tuple[list[float], list[float]]:
+def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> list[list[float]]:
+    """And, with leaves, as docs/compile.md recommends them."""
     found = []
-    for zero in ({}, LEAF):
+    for zero in ({}, LEAF, LEAF | {"contiguous_gradients": False, "stage3_prefetch_bucket_size": 50_000}):
         engine = build(3, fp8, FREES_AT_ONCE | zero, num_layers)
         found.append(train(engine, 3))
         engine.destroy()
-    return found[0], found[1]
+    return found
 
 
 @pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32 states", "FP8 states"])
 def test_leaves_of_zero_3_change_no_bit(ranks: Any, fp8: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    for plain, with_leaves in ranks(2).run(losses_with_and_without_leaves, fp8, 2):
-        assert plain == with_leaves and len(set(plain)) == NUM_STEPS
+    for plain, with_leaves, recommended in ranks(2).run(losses_with_and_without_leaves, fp8, 2):
+        assert plain == with_leaves == recommended and len(set(plain)) == NUM_STEPS
 
 
-def hints_of_compile(zero: dict[str, Any]) -> int:
-    """How many lines `engine.compile()` writes about leaves."""
+def hints(zero: dict[str, Any], frozen: bool = False, remedy: str = "", compiles: bool = True) -> list[str]:
+    """Lines about leaves: of initialize, and of `engine.compile()`."""
     from deepspeed.utils import logger
 
-    engine = build(3, {}, zero)
-    hints: list[str] = []
+    found: list[str] = []
 
     class Hints(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            hints.extend([record.getMessage()] if "leaf_module" in record.getMessage() else [])
+            found.extend([record.getMessage()] if "leaf_module" in record.getMessage() else [])
+
+    def prepare(model: Any) -> None:
+        model.model.embed_tokens.requires_grad_(not frozen)
+        if remedy == "checkpointing":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif remedy:
+            model.enable_input_require_grads()
 
     seen = Hints()
     logger.addHandler(seen)
     try:
-        engine.compile(backend="eager")
+        engine = build(3, {}, zero, prepare=prepare)
+        if compiles:
+            engine.compile(backend="eager")
+        elif remedy:
+            assert len(train(engine, 3)) == NUM_STEPS
     finally:
         logger.removeHandler(seen)
-    return len(hints)
+    engine.destroy()
+    return found
 
 
-def test_compile_says_what_leaves_of_zero_3_are_worth(ranks: Any) -> None:
+def test_compile_says_what_leaves_of_zero_3_are_worth_and_how_much_to_prefetch(ranks: Any) -> None:
     pytest.importorskip("transformers")
-    assert ranks(2).run(hints_of_compile, {}) == [1, 0]  # rank 0 says it
-    assert ranks(2).run(hints_of_compile, LEAF) == [0, 0]
+    (line,), other = ranks(2).run(hints, {})
+    assert "a graph of its own" in line and other == []  # rank 0 says it
+    assert ranks(2).run(hints, LEAF) == [[], []]
+    (line,), _ = ranks(2).run(hints, LEAF | {"stage3_prefetch_bucket_size": 40_000})
+    assert "expected at least 43,136" in line and "got 40,000" in line
+
+
+def test_leaves_behind_a_frozen_embedding_are_told_what_makes_them_train(ranks: Any) -> None:
+    pytest.importorskip("transformers")
+    (line,), _ = ranks(2).run(hints, LEAF, frozen=True, compiles=False)
+    assert "enable_input_require_grads" in line and "checkpointing" in line
+    for zero, remedy in (({}, ""), (LEAF, "checkpointing"), (LEAF, "hook")):
+        assert ranks(2).run(hints, zero, True, remedy, False) == [[], []]
 
 
 def compile_layer(fp8: dict[str, Any]) -> dict[str, Any]:

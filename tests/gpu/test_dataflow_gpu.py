@@ -15,11 +15,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MODEL = {"width": 512, "hidden": 2048, "num_blocks": 3}
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+LEAVES = {"leaf_module": {"classes": ["training.Block"]}}
+SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 500_000}
+"""Elements; a block has 2.1 M weights."""
 
 
-def synchronisations(stage: int, fp8: dict[str, Any] | None, checks: bool = False) -> dict[str, int]:
+def synchronisations(
+    stage: int, fp8: dict[str, Any] | None, checks: bool = False, zero: dict[str, Any] | None = None
+) -> dict[str, int]:
     """How often the host waits for the device in one forward, backward and step, after two to warm up."""
-    config = training.ds_config(stage, fp8, zero_optimization={"stage": stage, "overlap_comm": False})
+    config = training.ds_config(stage, fp8, zero_optimization={"stage": stage, "overlap_comm": False, **(zero or {})})
     config["bf16"] = {"enabled": True, "check_grad_overflow": checks}
     engine = training.build(config, MODEL)
     training.train(engine, 2)
@@ -48,6 +53,17 @@ def test_the_host_waits_no_more_often_than_in_stock(
         assert ours[phase] <= stock[phase], (phase, ours, stock)
 
 
+@pytest.mark.parametrize("states", [{}, STATES], ids=["fp32", "fp8"])
+def test_the_host_waits_no_more_often_than_in_stock_with_leaves_on_two_ranks(
+    gpu_ranks: Any, states: dict[str, Any]
+) -> None:
+    """On one rank stock itself waits for each module's weights. Norms persist: they are gathered after the step."""
+    zero = LEAVES | {"stage3_param_persistence_threshold": 10_000}
+    stock, ours = (gpu_ranks(2).run(synchronisations, 3, fp8, False, zero)[0] for fp8 in (None, states))
+    for phase in ("forward", "backward", "step"):
+        assert ours[phase] <= stock[phase], (phase, ours, stock)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_looking_for_an_overflow_waits_no_more_often_than_in_stock(gpu_ranks: Any, stage: int) -> None:
     """DeepSpeed's default, under which stages 1 and 2 read it off the norms."""
@@ -64,6 +80,24 @@ def losses_and_bytes(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> 
     training.destroy(engine)
     torch.cuda.empty_cache()
     return losses, state, masters
+
+
+def losses_with(zero: dict[str, Any], fp8: dict[str, Any]) -> list[float]:
+    """Of 12 eager steps, of which the first two are not prefetched: the trace is complete after them."""
+    engine = training.build(training.ds_config(3, fp8, zero_optimization={"overlap_comm": True, **zero}), MODEL)
+    losses = training.train(engine, 12)
+    training.destroy(engine)
+    torch.cuda.empty_cache()
+    return losses
+
+
+@pytest.mark.parametrize("states", [{}, STATES], ids=["fp32", "fp8"])
+def test_leaves_with_a_prefetch_smaller_than_a_layer_change_no_bit(gpu_ranks: Any, states: dict[str, Any]) -> None:
+    """Each leaf comes by two gathers on another stream than that which computes with it."""
+    plain, leaves, whole = (
+        gpu_ranks(2).run(losses_with, zero, states)[0] for zero in (SMALL_PREFETCH, SMALL_PREFETCH | LEAVES, LEAVES)
+    )
+    assert leaves == plain == whole and len(set(plain)) == 12
 
 
 @pytest.mark.parametrize("master", ["fp32", "e4m19", "e4m11"])
