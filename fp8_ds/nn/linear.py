@@ -6,8 +6,8 @@ Shape suffixes: T tokens (all leading dims), I input features, O output features
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +153,12 @@ class Fp8Linear(nn.Linear):
 
     Attributes:
         fp8_recipe: where scales come from, gradient format, GEMM backend.
+        mlp_function: of a subclass: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
+            `nn.swiglu.swiglu_mlp` does; None where nothing does.
     """
 
     fp8_recipe: Recipe
+    mlp_function: ClassVar[Callable[[Sequence[Any]], Callable[..., Tensor] | None] | None] = None
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe) -> Fp8Linear:

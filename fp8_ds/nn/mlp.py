@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from fp8_ds.nn.fused import (
     recover,
 )
 from fp8_ds.nn.recipe import Recipe
-from fp8_ds.nn.swiglu import is_one_function, swiglu_mlp
+from fp8_ds.nn.swiglu import function_of_cut, is_one_function, swiglu_mlp
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
 
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
@@ -83,13 +83,22 @@ class FusedSwiglu(FusedModule):
         assert isinstance(module, FusedSwiglu)
         module.fp8_parts, module.fp8_producer = parts, producer
 
+    def fp8_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
+        """What computes all of it at once, if it is called with these; None: its linears are called."""
+        return None if _argument(args, kwargs) is None else _function_of(self._linears())
+
+    def _linears(self) -> list[Any]:
+        parts = self.fp8_parts
+        return [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x, parts = bf16_argument(args, kwargs), self.fp8_parts
-        if x is None or torch.is_autocast_enabled(x.device.type):
+        x = _argument(args, kwargs)
+        if x is None:
             return super().forward(*args, **kwargs)
-        linears = [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
-        if is_one_function(linears):
-            return swiglu_mlp(x, linears, self.fp8_producer.nonlinear)
+        linears = self._linears()
+        function = _function_of(linears)
+        if function is not None:
+            return function(x, linears, self.fp8_producer.nonlinear)
         recipe = None if torch.compiler.is_compiling() else self.fp8_producer.recipe()
         if recipe is None:
             return super().forward(*args, **kwargs)
@@ -97,6 +106,15 @@ class FusedSwiglu(FusedModule):
         apply: Any = _ProductFunction.apply  # untyped in torch
         hidden = apply(gate, up, self.fp8_producer.nonlinear, recipe, torch.is_grad_enabled())
         return linears[2](hidden)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    x = bf16_argument(args, kwargs)
+    return None if x is None or torch.is_autocast_enabled(x.device.type) else x
+
+
+def _function_of(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
+    return swiglu_mlp if is_one_function(linears) else function_of_cut(linears)
 
 
 def parts_of(module: nn.Module) -> SwigluParts | str:

@@ -14,11 +14,11 @@ that came back where they are kept in FP8.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -29,8 +29,10 @@ from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.ops.swiglu import Fp8Output, swiglu, swiglu_backward, swiglu_backward_fp8
 from fp8_ds.scaling.delayed import AmaxSlot
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-class _Recipes(NamedTuple):
+
+class Recipes(NamedTuple):
     """Of the three linears, equal in kind."""
 
     gate: Recipe
@@ -38,7 +40,7 @@ class _Recipes(NamedTuple):
     down: Recipe
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """Which gradients autograd asks for: the function's first inputs."""
 
     x: bool
@@ -55,7 +57,7 @@ class _Wanted(NamedTuple):
 
 
 class _MlpFunction(torch.autograd.Function):
-    """See the module's text. Its inputs are those of `_Wanted`, and three that have no gradient."""
+    """See the module's text. Its inputs are those of `Wanted`, and three that have no gradient."""
 
     @staticmethod
     def forward(
@@ -67,7 +69,7 @@ class _MlpFunction(torch.autograd.Function):
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        recipes: _Recipes,
+        recipes: Recipes,
         nonlinear: Nonlinear,
         record: bool,
     ) -> Tensor:
@@ -76,7 +78,7 @@ class _MlpFunction(torch.autograd.Function):
         up_x_fp8 = recipes.up.adopt(x, x_fp8, record=record)
         gate_TF = linear_output(x_fp8, gate_weight, gate_bias, recipes.gate, x.dtype)
         up_TF = linear_output(up_x_fp8, up_weight, up_bias, recipes.up, x.dtype)
-        _, product_fp8 = _product(gate_TF, up_TF, recipes.down, with_hp=False, needs_columns=False, record=record)
+        _, product_fp8 = product(gate_TF, up_TF, recipes.down, with_hp=False, needs_columns=False, record=record)
         output_TI = linear_output(product_fp8, down_weight, down_bias, recipes.down, x.dtype)
         # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
         ctx.weights = gate_weight, up_weight, down_weight
@@ -92,29 +94,29 @@ class _MlpFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        wanted = _Wanted(*ctx.needs_input_grad[:7])
-        recipes: _Recipes = ctx.recipes
-        kept_x, gate_TF, up_TF = _read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        wanted = Wanted(*ctx.needs_input_grad[:7])
+        recipes: Recipes = ctx.recipes
+        kept_x, gate_TF, up_TF = read_kept(ctx.saved_tensors, ctx.num_kept_x)
         grad_TI = as_matrix(grad_output)
         grad_product, down_grad = linear_grads(
             grad_TI,
             ctx.weights[2],
             recipes.down,
-            _kept_product(gate_TF, up_TF, recipes.down) if wanted.down else None,
+            kept_product(gate_TF, up_TF, recipes.down) if wanted.down else None,
             needs_input=wanted.product,
             dtype=grad_output.dtype,
         )
         down_bias = bias_grad(grad_TI, ctx.bias_dtypes[2]) if wanted.down_bias else None
         if grad_product is None:
             return None, None, None, down_grad, None, None, down_bias, None, None, None
-        grads, hps = _swiglu_grads(grad_product, gate_TF, up_TF, recipes, wanted)
+        grads, hps = swiglu_grads(grad_product, gate_TF, up_TF, recipes, wanted)
         del grad_product, gate_TF, up_TF
-        gate_bias, up_bias = _bias_grads(hps, ctx.bias_dtypes, wanted)
+        gate_bias, up_bias = bias_grads(hps, ctx.bias_dtypes, wanted)
         first = _linear_grads(grads, kept_x, ctx, wanted, grad_output.dtype)
         return *first, down_grad, gate_bias, up_bias, down_bias, None, None, None
 
 
-def _product(
+def product(
     gate: Tensor, up: Tensor, recipe: Recipe, *, with_hp: bool, needs_columns: bool, record: bool
 ) -> tuple[Tensor | None, Quantized]:
     """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8).
@@ -138,14 +140,14 @@ def _product(
     return output.hp, product_fp8.with_columns() if needs_columns else product_fp8
 
 
-def _kept_product(gate: Tensor, up: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+def kept_product(gate: Tensor, up: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """What `recipe.kept` would give for the product, made again."""
     takes_fp8 = recipe.needs_grad_columns
-    hp, product_fp8 = _product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
+    hp, product_fp8 = product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
     return recipe.kept(gate if hp is None else hp, product_fp8)
 
 
-def _read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+def read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """(x as `Recipe.kept` gave it, gate and up in bf16 [T, F])"""
     half = (len(saved) - num_x) // 2
     return saved[:num_x], recover(saved[num_x : num_x + half]), recover(saved[num_x + half :])
@@ -155,8 +157,8 @@ _Grad = Tensor | Quantized
 """bf16 [T, F], or its rows in FP8."""
 
 
-def _swiglu_grads(
-    grad: Tensor, gate: Tensor, up: Tensor, recipes: _Recipes, wanted: _Wanted
+def swiglu_grads(
+    grad: Tensor, gate: Tensor, up: Tensor, recipes: Recipes, wanted: Wanted
 ) -> tuple[tuple[_Grad, _Grad], tuple[Tensor | None, Tensor | None]]:
     """Gradients of gate and of up: (as their linears take them, in bf16 where a bias or a recipe needs it).
 
@@ -176,7 +178,7 @@ def _swiglu_grads(
 
 
 def _linear_grads(
-    grads: tuple[_Grad, _Grad], kept_x: tuple[Tensor, ...], ctx: Any, wanted: _Wanted, dtype: torch.dtype
+    grads: tuple[_Grad, _Grad], kept_x: tuple[Tensor, ...], ctx: Any, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, in its shape, and of the weights of gate and up."""
     from_gate, gate_grad = linear_grads(
@@ -189,7 +191,7 @@ def _linear_grads(
     return grad_x, gate_grad, up_grad
 
 
-def _bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: _Wanted) -> list[Tensor | None]:
+def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wanted) -> list[Tensor | None]:
     """Of gate and of up."""
     wants = wanted.gate_bias, wanted.up_bias
     return [
@@ -203,27 +205,37 @@ def _rows(output: Fp8Output, scaling: Any) -> Quantized:
     return Quantized(output.x_fp8, None, output.scale_inv, slot=scaling if isinstance(scaling, AmaxSlot) else None)
 
 
-def is_one_function(linears: Sequence[nn.Module]) -> bool:
+def is_one_function(linears: Sequence[Any]) -> bool:
     """Whether calling these is no more than computing with their weights, in FP8 and by one kind of recipe.
 
     Not so with a hook on any of them (ZeRO-3 has its own on every module that is not inside a leaf), with a replaced
     forward, with a weight that is partitioned now, and where one is in bf16.
     """
+    if any(type(linear) is not Fp8Linear for linear in linears) or not _are_plain(linears):
+        return False
+    kinds = {(type(recipe), recipe.grad_format, recipe.backend) for recipe in (one.fp8_recipe for one in linears)}
+    return len(kinds) == 1
+
+
+def function_of_cut(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
+    """What computes linears at once that are cut over a tensor-parallel group: of x as their block is given it.
+
+    None where nothing does, or where that would leave something out (see `is_one_function`).
+    """
+    find = getattr(type(linears[0]), "mlp_function", None)
+    return None if find is None or not _are_plain(linears) else find(linears)
+
+
+def _are_plain(linears: Sequence[Any]) -> bool:
+    """Whether calling them is computing with their weights, which are here, and nothing else."""
     if not torch.compiler.is_compiling() and _has_any_global_hook():
         return False
-    kinds = [_kind(linear) for linear in linears]
-    return kinds[0] is not None and all(kind == kinds[0] for kind in kinds)
-
-
-def _kind(linear: nn.Module) -> tuple[Any, ...] | None:
-    """Of its recipe; None: see `is_one_function`."""
-    if type(linear) is not Fp8Linear or "forward" in vars(linear):
-        return None
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-        return None
-    recipe = linear.fp8_recipe
-    is_whole = linear.weight.shape == (linear.out_features, linear.in_features)
-    return (type(recipe), recipe.grad_format, recipe.backend) if is_whole else None
+    for linear in linears:
+        own = vars(linear)
+        if "forward" in own or any(own[kind] for kind in _HOOKS):
+            return False
+    with torch._C.DisableTorchFunctionSubclass():  # a weight's, which would be asked for each shape
+        return all(linear.weight.shape == (linear.out_features, linear.in_features) for linear in linears)
 
 
 def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
@@ -237,7 +249,7 @@ def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tenso
     Returns:
         bf16 [..., I].
     """
-    recipes = _Recipes(*(linear.fp8_recipe for linear in linears))
+    recipes = Recipes(*(linear.fp8_recipe for linear in linears))
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     check_width(x, weights[0])
     apply: Any = _MlpFunction.apply  # untyped in torch

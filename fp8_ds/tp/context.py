@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -94,7 +95,7 @@ class TensorParallel:
         """
         if not self._is_checked:
             self._compare(x, is_replicated)
-        num_tokens = x[..., 0].numel()
+        num_tokens = math.prod(x.shape[:-1])
         if is_full and num_tokens % self.size:
             raise ValueError(
                 f"input: expected tokens (batch x sequence) divisible by tensor-parallel size {self.size}, got "

@@ -10,6 +10,7 @@ the output.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +22,10 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output, read_weight
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.gather import Gathered, Shard
-from fp8_ds.tp.graph import all_gathered, is_tracing, traced_where_possible
+from fp8_ds.tp.gather import Gathered
+from fp8_ds.tp.graph import is_tracing, traced_where_possible
+from fp8_ds.tp.mlp import parallel_mlp
+from fp8_ds.tp.products import column_output, gather_shard, row_grads
 from fp8_ds.tp.regions import (
     copy_to_ranks,
     gather_tokens,
@@ -33,7 +36,7 @@ from fp8_ds.tp.regions import (
     sum_over_ranks,
     summed_over_ranks,
 )
-from fp8_ds.tp.rules import Rule, rule_of
+from fp8_ds.tp.rules import Rule, TensorRule, rule_of
 
 
 class ParallelLinear(nn.Linear):
@@ -183,10 +186,7 @@ class _ColumnFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.rule, ctx.x_shape = weight, rule, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if gathered.is_under_way:
-            output_TO = _output_of_pieces(rule, gathered, weight, bias, x.dtype)
-        else:
-            output_TO = linear_output(rule.rows(gathered), weight, bias, rule.recipe, x.dtype)
+        output_TO = column_output(rule, gathered, weight, bias, x.dtype)
         if record and weight.requires_grad:
             ctx.save_for_backward(*rule.keep_input(gathered))
         output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
@@ -205,17 +205,6 @@ class _ColumnFunction(torch.autograd.Function):
             grad_input = grad_input.view(ctx.x_shape)
         grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None
-
-
-def _output_of_pieces(
-    rule: Rule, gathered: Gathered, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """[T, O], a GEMM for each piece as it arrives, the next ones being under way."""
-    weight_fp8 = read_weight(weight, rule.recipe)
-    output_TO = torch.empty((gathered.shape[0], weight.shape[0]), dtype=dtype, device=weight_fp8.data.device)
-    for rows in gathered.pieces():
-        output_TO[rows] = rule.recipe.output(rule.arrived(gathered, rows), weight_fp8, dtype)
-    return output_TO if bias is None else output_TO + bias.to(dtype)
 
 
 class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
@@ -297,16 +286,6 @@ def gather_input(
     return gather_tokens_fp8(x, tp, gathered, shape), gathered
 
 
-def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
-    """Every rank's `shard`, under way where it may be. Collective."""
-    if is_tracing():
-        codes, scale_inv = all_gathered([shard.codes, shard.scale_inv[None]], tp)
-        return Gathered.arrived_whole(codes, scale_inv, tp.rank)
-    gathered = Gathered(tp.group, shard, tp.config.chunks)
-    tp.num_bytes_gathered += gathered.num_bytes
-    return gathered
-
-
 class _RowFunction(torch.autograd.Function):
     """y = sum over ranks of x W^T; grad_output arrives in FP8."""
 
@@ -339,7 +318,8 @@ class _RowFunction(torch.autograd.Function):
         if rule is not None and tp.sequence_parallel:
             shard = rule.send_grad(as_matrix(grad_output))
             gathered = gather_shard(shard, tp)
-            grads = _grads_of_gathered(gathered, ctx.weight, rule, kept, needs_input, grad_output.dtype)
+            weight_fp8 = rule.prepared(read_weight(ctx.weight, rule.recipe)) if needs_input else None
+            grads = row_grads(rule, gathered, weight_fp8, kept, (grad_output.dtype, ctx.weight.dtype))
         else:
             grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)
             grads = linear_grads(
@@ -347,24 +327,6 @@ class _RowFunction(torch.autograd.Function):
             )
         grad_input = None if grads[0] is None else grads[0].view(ctx.x_shape)
         return grad_input, grads[1], None, None
-
-
-def _grads_of_gathered(
-    gathered: Gathered, weight: Tensor, rule: Rule, kept: Any, needs_input: bool, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """(grad_input [T, I], grad_weight [O, I]) of a grad_output that arrives; None for what is not wanted."""
-    grad_input = None
-    if needs_input:
-        weight_fp8 = read_weight(weight, rule.recipe)
-        if gathered.is_under_way:
-            size = (gathered.shape[0], weight.shape[1])
-            grad_input = torch.empty(size, dtype=dtype, device=weight_fp8.data.device)
-            for rows in gathered.pieces():
-                grad_input[rows] = rule.grad_input(rule.arrived(gathered, rows), weight_fp8, dtype)
-        else:
-            grad_input = rule.grad_input(rule.rows(gathered), weight_fp8, dtype)
-    grad_weight = rule.grad_weight(gathered, kept, weight.dtype) if kept is not None else None
-    return grad_input, grad_weight
 
 
 class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
@@ -407,7 +369,22 @@ def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> T
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
+def is_parallel_function(linears: Sequence[Any]) -> bool:
+    """Whether `parallel_mlp` computes what these give by themselves: gate, up and down of a SwiGLU MLP, unhooked."""
+    gate, up, down = linears
+    if type(gate) is not type(up) or type(up) is not ColumnParallelFp8Linear or type(down) is not RowParallelFp8Linear:
+        return False
+    rules = (gate.tp_rule, up.tp_rule, down.tp_rule)
+    kinds = [(rule.recipe.grad_format, rule.recipe.backend) for rule in rules if isinstance(rule, TensorRule)]
+    return gate.tp.sequence_parallel and len(kinds) == len(rules) and all(kind == kinds[0] for kind in kinds)
+
+
+def _mlp_function(linears: Sequence[Any]) -> Any:
+    return parallel_mlp if is_parallel_function(linears) else None
+
+
 ColumnParallelLinear.fp8_class = ColumnParallelFp8Linear
+ColumnParallelFp8Linear.mlp_function = staticmethod(_mlp_function)
 RowParallelLinear.fp8_class = RowParallelFp8Linear
 
 
@@ -434,5 +411,6 @@ __all__ = [
     "RowParallelFp8Linear",
     "RowParallelLinear",
     "gather_input",
+    "is_parallel_function",
     "sum_gradient",
 ]

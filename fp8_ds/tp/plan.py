@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.nn.mlp import FusedSwiglu
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.group import check_group, check_same, device_of
 from fp8_ds.tp.linears import (
@@ -328,6 +329,8 @@ class _Entry:
         if not self.tp.sequence_parallel:
             self.check(x, is_full=False)
             return put(copy_to_ranks(x, self.tp))
+        if isinstance(module, FusedSwiglu) and module.fp8_function(args, kwargs) is not None:
+            return None  # it gathers for itself
         shape = self._full_shape(x, kwargs)
         rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]
         if len(rules) < len(self.columns) or rules[0] is None:

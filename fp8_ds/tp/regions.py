@@ -17,6 +17,7 @@ are shared, or sums travel in FP8: then it leaves them as they are, and graphs e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,22 @@ def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
     own = tokens.new_empty((num_tokens // tp.size, num_channels))
     _reduce_scatter(own, tokens, group=tp.group)
     return own
+
+
+def start_reduction(tp: TensorParallel, x: Tensor) -> Callable[[], Tensor]:
+    """`reduced_tokens` of x is under way where it may be, beside what is launched next; the result gives it."""
+    if is_tracing() or tp.config.reduce_scatter == "fp8":
+        reduced = reduced_tokens(tp, x)
+        return lambda: reduced
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()
+    own = tokens.new_empty((tokens.shape[0] // tp.size, tokens.shape[1]))
+    work = _reduce_scatter(own, tokens, group=tp.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return own
+
+    return wait
 
 
 def summed_over_ranks(tp: TensorParallel, x: Tensor) -> Tensor:

@@ -73,6 +73,10 @@ class Rule(ABC):
     def send_grad(self, grad_SO: Tensor) -> Shard:
         """grad_output of this rank's tokens, [S, O], contiguous, in the recipe's gradient format."""
 
+    def prepared(self, weight: Fp8Weight) -> Fp8Weight:
+        """The same weight, its codes laid out as `grad_input` reads them: before grad_output is there."""
+        return Fp8Weight(weight.transposed().t(), weight.scale_inv)
+
     def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """[.., I] of some rows of the gathered grad_output."""
         return self.recipe.grad_input(rows, weight, dtype)
@@ -120,10 +124,11 @@ class TensorRule(Rule):
         return self.recipe.grad_weight(Quantized(None, columns, scale_inv), None, kept, dtype)
 
     def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
-        return scale_inv.repeat_interleave(num_rows // len(scale_inv))[:, None]
+        num_ranks = scale_inv.shape[0]
+        return scale_inv.view(num_ranks, 1, 1).expand(num_ranks, num_rows // num_ranks, 1).reshape(num_rows, 1)
 
     def _aligned(self, gathered: Gathered) -> Kept:
-        return align(gathered.codes, self.rows(gathered).scale_inv[:, 0])
+        return align(gathered.codes, gathered.scale_inv)
 
 
 class SharedTensorRule(Rule):
@@ -163,6 +168,9 @@ class RowRule(Rule):
 
     def send_grad(self, grad_SO: Tensor) -> Shard:
         return Shard(*quantize_rows_pow2(grad_SO, self.recipe.grad_format))
+
+    def prepared(self, weight: Fp8Weight) -> Fp8Weight:
+        return super().prepared(weight) if weight.scale_inv.dim() == 0 else weight
 
     def grad_input(self, rows: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         if weight.scale_inv.dim() == 0:

@@ -15,6 +15,8 @@ import training
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
+from fp8_ds.nn.fused import Producer
+from fp8_ds.nn.mlp import FusedSwiglu, SwigluParts, parts_of
 from fp8_ds.testing.metrics import assert_bitwise
 from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
 
@@ -25,12 +27,19 @@ NUM_LAYERS = 2
 
 
 def cut_model(recipe: str | None, settings: dict[str, Any], **options: Any) -> tuple[nn.Module, TensorParallel]:
-    """A Llama over two ranks, in FP8 unless `recipe` is None."""
+    """A Llama over two ranks, in FP8 unless `recipe` is None, its MLPs fused if `settings` say what they keep."""
     model = base.llama(torch.bfloat16)
+    settings = dict(settings)
+    nonlinear = settings.pop("nonlinear", None)
     tp = parallelize(model, LLAMA, tpar.groups(2).tp_group, **options)
     if recipe is not None:
         configure(model, TensorParallelConfig(**settings), recipe)
         base.to_fp8(model, recipe)
+    if nonlinear is not None:  # not the norms, which run stock code in a graph
+        for layer in model.model.model.layers:
+            parts = parts_of(layer.mlp)
+            assert isinstance(parts, SwigluParts)
+            FusedSwiglu.from_mlp(layer.mlp, parts, Producer((layer.mlp.down_proj,), nonlinear))
     return model, tp
 
 
@@ -85,6 +94,8 @@ CASES = [
     pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
     ("tensorwise", {}, {"sequence_parallel": False}),
     pytest.param(None, {}, {}, marks=pytest.mark.slow),
+    ("tensorwise", {"nonlinear": "fp8"}, {}),
+    pytest.param("tensorwise", {"nonlinear": "bf16"}, {}, marks=pytest.mark.slow),
 ]
 
 
@@ -125,7 +136,7 @@ def from_the_first_batch(settings: dict[str, Any], differs: bool) -> Any:
 SLOW_FALLBACKS = [
     pytest.param(one, marks=pytest.mark.slow) for one in ({"reduce_scatter": "fp8"}, {"scales": "shared"})
 ]
-FALLBACKS = [{}, {"chunks": 2}, *SLOW_FALLBACKS]
+FALLBACKS = [{}, {"chunks": 2, "nonlinear": "fp8"}, *SLOW_FALLBACKS]
 
 
 @pytest.mark.parametrize("settings", FALLBACKS, ids=str)

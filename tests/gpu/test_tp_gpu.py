@@ -30,6 +30,14 @@ def test_align_has_the_bytes_of_the_reference(fmt: Any, shape: tuple[int, int]) 
         assert_bitwise(found.cpu(), expected)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_align_finds_the_largest_of_a_few_scales_itself(num_ranks: int) -> None:
+    codes = torch.randint(0, 120, (num_ranks * 80, 144), dtype=torch.uint8).view(E4M3.dtype)
+    scale_inv = torch.exp2(torch.randint(-20, 20, (num_ranks,)).float())
+    for expected, found in zip(align(codes, scale_inv), align(codes.cuda(), scale_inv.cuda()), strict=True):
+        assert_bitwise(found.cpu(), expected)
+
+
 def gathers() -> None:
     """All at once and from peer to peer, twice, so that buffers are used again; every rank's bytes in their place."""
     tp = tpar.context()

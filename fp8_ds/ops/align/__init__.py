@@ -16,16 +16,24 @@ from fp8_ds.ops.align import reference
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+_FEW = 16
+"""Scales of which the kernel itself finds the largest."""
+
+
 def _kernel(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     if x_fp8.numel() == 0:
         return reference.shift_transpose(x_fp8, scale_inv), scale_inv.new_ones(())
-    largest = scale_inv.amax()
-    ratio = torch.where(largest == 0, torch.zeros_like(scale_inv), scale_inv / largest)
+    if x_fp8.is_cuda and scale_inv.shape[0] <= _FEW:
+        from fp8_ds.ops.align import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(x_fp8):  # Triton launches on the current device
+            return triton.align(x_fp8, scale_inv)
+    ratio, largest = reference.ratios(scale_inv)
     if not x_fp8.is_cuda:
         return reference.shift_transpose(x_fp8, ratio), largest
-    from fp8_ds.ops.align import triton  # the package is missing where there is no GPU
+    from fp8_ds.ops.align import triton
 
-    with torch.cuda.device_of(x_fp8):  # Triton launches on the current device
+    with torch.cuda.device_of(x_fp8):
         return triton.shift_transpose(x_fp8, ratio), largest
 
 
@@ -44,8 +52,8 @@ def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x_fp8: float8_e4m3fn or float8_e5m2 [T, C], contiguous.
-        scale_inv: float32 [T], powers of two, multiply to leave FP8; 0 for rows that are all zeros at will. NaN makes
-            the result NaN.
+        scale_inv: float32 [T], or [k] with one for T / k rows each, as ranks have; powers of two, multiply to leave
+            FP8; 0 for rows that are all zeros at will. NaN makes the result NaN.
 
     Returns:
         (x_fp8_t, scale_inv): [C, T], contiguous; float32, 0-dim.
@@ -58,10 +66,11 @@ def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
             f"x_fp8: expected a contiguous matrix in FP8, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
             f"{x_fp8.stride()}. Quantise it first."
         )
-    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != (x_fp8.shape[0],):
+    num_rows, is_vector = x_fp8.shape[0], scale_inv.dtype == torch.float32 and scale_inv.dim() == 1
+    if not is_vector or (num_rows and num_rows % max(1, scale_inv.shape[0])):
         raise ValueError(
-            f"scale_inv: expected float32 ({x_fp8.shape[0]},), got {scale_inv.dtype} {tuple(scale_inv.shape)}. "
-            "Pass one for each row."
+            f"scale_inv: expected float32 ({num_rows},), or fewer that divide {num_rows} rows, got {scale_inv.dtype} "
+            f"{tuple(scale_inv.shape)}. Pass one for each row, or for each rank's."
         )
     result: tuple[Tensor, Tensor] = _align(x_fp8, scale_inv)
     return result

@@ -31,9 +31,18 @@ def _shifted(word, ratio, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _ratio_of(ratio, scale_inv, largest, row, num_rows, rows_per_scale, GIVEN: tl.constexpr):
+    """Of some rows: as `reference.ratios` says, or given for each."""
+    if GIVEN:
+        return tl.load(ratio + row, row < num_rows, 0.0)
+    own = tl.load(scale_inv + row // rows_per_scale, row < num_rows, 0.0)
+    return tl.where(largest == 0.0, 0.0, tl.div_rn(own, tl.zeros_like(own) + largest))
+
+
+@triton.jit
 def _four_rows(
-    x, ratio, row, first_col, num_rows, num_cols,
-    WORDS: tl.constexpr, VECTOR: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr,
+    x, ratio, scale_inv, largest, row, first_col, num_rows, num_cols, rows_per_scale,
+    WORDS: tl.constexpr, VECTOR: tl.constexpr, GIVEN: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` to `row + 3`, shifted, transposed by 4 x 4."""
     word = tl.arange(0, WORDS)[None, :]
@@ -43,28 +52,51 @@ def _four_rows(
     b = load_word(at + num_cols, word, tl.where(row + 1 < num_rows, left, 0), VECTOR)
     c = load_word(at + 2 * num_cols, word, tl.where(row + 2 < num_rows, left, 0), VECTOR)
     d = load_word(at + 3 * num_cols, word, tl.where(row + 3 < num_rows, left, 0), VECTOR)
-    a = _shifted(a, tl.load(ratio + row, row < num_rows, 0.0), IS_E4M3, PTX)
-    b = _shifted(b, tl.load(ratio + row + 1, row + 1 < num_rows, 0.0), IS_E4M3, PTX)
-    c = _shifted(c, tl.load(ratio + row + 2, row + 2 < num_rows, 0.0), IS_E4M3, PTX)
-    d = _shifted(d, tl.load(ratio + row + 3, row + 3 < num_rows, 0.0), IS_E4M3, PTX)
+    a = _shifted(a, _ratio_of(ratio, scale_inv, largest, row, num_rows, rows_per_scale, GIVEN), IS_E4M3, PTX)
+    b = _shifted(b, _ratio_of(ratio, scale_inv, largest, row + 1, num_rows, rows_per_scale, GIVEN), IS_E4M3, PTX)
+    c = _shifted(c, _ratio_of(ratio, scale_inv, largest, row + 2, num_rows, rows_per_scale, GIVEN), IS_E4M3, PTX)
+    d = _shifted(d, _ratio_of(ratio, scale_inv, largest, row + 3, num_rows, rows_per_scale, GIVEN), IS_E4M3, PTX)
     return transpose_words(a, b, c, d, PTX)
 
 
 @triton.jit
 def align_kernel(
-    x, out_t, ratio, num_rows, num_cols,
+    x, out_t, ratio, scale_inv, out_largest, num_rows, num_cols, rows_per_scale, num_scales,
     VECTORS: tl.constexpr, WORDS: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr,
-    IS_E4M3: tl.constexpr, PTX: tl.constexpr,
+    SCALES: tl.constexpr, GIVEN: tl.constexpr, IS_E4M3: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """uint8 [num_rows, num_cols] and float32 [num_rows] to uint8 [num_cols, num_rows]; tiles as in the transpose."""
+    """uint8 [num_rows, num_cols] to uint8 [num_cols, num_rows]; tiles as in the transpose.
+
+    GIVEN: float32 ratio [num_rows]. Else float32 scale_inv [num_scales], of which each program finds the largest.
+    """
     tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
     first_row = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
     first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
     row = first_row + tl.arange(0, VECTORS)[:, None] * 16
-    a0, a1, a2, a3 = _four_rows(x, ratio, row, first_col, num_rows, num_cols, WORDS, VECTOR_IN, IS_E4M3, PTX)
-    b0, b1, b2, b3 = _four_rows(x, ratio, row + 4, first_col, num_rows, num_cols, WORDS, VECTOR_IN, IS_E4M3, PTX)
-    c0, c1, c2, c3 = _four_rows(x, ratio, row + 8, first_col, num_rows, num_cols, WORDS, VECTOR_IN, IS_E4M3, PTX)
-    d0, d1, d2, d3 = _four_rows(x, ratio, row + 12, first_col, num_rows, num_cols, WORDS, VECTOR_IN, IS_E4M3, PTX)
+    largest = 0.0
+    if not GIVEN:
+        index = tl.arange(0, SCALES)
+        scales = tl.load(scale_inv + index, index < num_scales, 0.0)
+        is_nan = tl.max((scales != scales).to(tl.int32), 0) > 0  # which a maximum passes over
+        largest = tl.where(is_nan, float("nan"), tl.max(tl.where(scales != scales, 0.0, scales), 0))
+        if tl.program_id(0) == 0:
+            tl.store(out_largest, largest)
+    a0, a1, a2, a3 = _four_rows(
+        x, ratio, scale_inv, largest, row, first_col, num_rows, num_cols, rows_per_scale, WORDS, VECTOR_IN, GIVEN,
+        IS_E4M3, PTX,
+    )  # fmt: skip
+    b0, b1, b2, b3 = _four_rows(
+        x, ratio, scale_inv, largest, row + 4, first_col, num_rows, num_cols, rows_per_scale, WORDS, VECTOR_IN, GIVEN,
+        IS_E4M3, PTX,
+    )  # fmt: skip
+    c0, c1, c2, c3 = _four_rows(
+        x, ratio, scale_inv, largest, row + 8, first_col, num_rows, num_cols, rows_per_scale, WORDS, VECTOR_IN, GIVEN,
+        IS_E4M3, PTX,
+    )  # fmt: skip
+    d0, d1, d2, d3 = _four_rows(
+        x, ratio, scale_inv, largest, row + 12, first_col, num_rows, num_cols, rows_per_scale, WORDS, VECTOR_IN, GIVEN,
+        IS_E4M3, PTX,
+    )  # fmt: skip
     store_columns(
         out_t, first_row, first_col, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, num_rows, num_cols,
         VECTOR_OUT, PTX,
@@ -72,7 +104,18 @@ def align_kernel(
 
 
 def shift_transpose(x_fp8: Tensor, ratio: Tensor) -> Tensor:
-    """As `reference.shift_transpose`, but for the sign of NaN; on CPU only under Triton's interpreter."""
+    """As `reference.shift_transpose` of a ratio for each row, but for the sign of NaN; on CPU only under Triton's
+    interpreter."""
+    return _launch(x_fp8, ratio, ratio, ratio, is_given=True)
+
+
+def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """(as `shift_transpose` by `reference.ratios`, the largest) of a few scales, in one launch."""
+    largest = torch.empty((), dtype=torch.float32, device=x_fp8.device)
+    return _launch(x_fp8, scale_inv, scale_inv, largest, is_given=False), largest
+
+
+def _launch(x_fp8: Tensor, ratio: Tensor, scale_inv: Tensor, largest: Tensor, *, is_given: bool) -> Tensor:
     num_rows, num_cols = x_fp8.shape
     out_t = torch.empty((num_cols, num_rows), dtype=x_fp8.dtype, device=x_fp8.device)
     num_programs = triton.cdiv(num_rows, VECTORS * 16) * triton.cdiv(num_cols, WORDS * 4)
@@ -80,12 +123,18 @@ def shift_transpose(x_fp8: Tensor, ratio: Tensor) -> Tensor:
         x_fp8.view(torch.uint8),
         out_t.view(torch.uint8),
         ratio,
+        scale_inv,
+        largest,
         num_rows,
         num_cols,
+        num_rows // len(scale_inv),
+        len(scale_inv),
         VECTORS=VECTORS,
         WORDS=WORDS,
         VECTOR_IN=num_cols % 16 == 0 and x_fp8.data_ptr() % 16 == 0,
         VECTOR_OUT=num_rows % 16 == 0,
+        SCALES=1 if is_given else triton.next_power_of_2(len(scale_inv)),
+        GIVEN=is_given,
         IS_E4M3=x_fp8.dtype == torch.float8_e4m3fn,
         PTX=runs_ptx(x_fp8),
         num_warps=NUM_WARPS,

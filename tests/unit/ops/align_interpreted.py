@@ -26,3 +26,18 @@ def test_what_is_not_a_number_stays_so(fmt):
     ratio[7] = float("nan")
     found = triton.shift_transpose(x_fp8, ratio).float().isnan()
     assert found[5, 3] and found[:, 7].all() and int(found.sum()) == 17
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("scales", [[0.5], [0.25, 2.0], [2.0**-120, 1.0, 2.0**-3], [0.0, 0.0], [1.0, float("nan")]])
+def test_few_scales_and_their_largest_are_found_in_the_launch(fmt, scales):
+    codes = (torch.arange(12 * 9) % 0x78).to(torch.uint8).view(12, 9)
+    x_fp8, scale_inv = codes.view(fmt.dtype), torch.tensor(scales)
+    ratio, largest = reference.ratios(scale_inv)
+    found, found_largest = triton.align(x_fp8, scale_inv)
+    expected = reference.shift_transpose(x_fp8, ratio)
+    if largest.isnan():
+        assert found_largest.isnan() and found.float().isnan().all() and expected.float().isnan().all()
+    else:
+        assert_bitwise(found, expected)
+        assert_bitwise(found_largest, largest)

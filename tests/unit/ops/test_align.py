@@ -45,6 +45,15 @@ def test_equal_scales_move_bytes_only():
     assert float(largest) == 0.25
 
 
+def test_a_scale_for_each_rank_is_one_for_each_of_its_rows():
+    x = torch.randn(48, 32)
+    x[:16] *= 100
+    codes, scale_inv = zip(*(quantize_tensor_pow2(part, E4M3) for part in x.chunk(3)), strict=True)
+    whole, few = torch.cat([one.view(torch.uint8) for one in codes]).view(E4M3.dtype), torch.stack(scale_inv)
+    for found, expected in zip(align(whole, few), align(whole, few.repeat_interleave(16)), strict=True):
+        assert_bitwise(found, expected)
+
+
 def test_rows_of_zeros_set_no_scale_and_zeros_alone_are_no_nan():
     x = torch.randn(8, 16) * 1e-20
     x[2:5] = 0
@@ -68,7 +77,7 @@ def test_other_arguments_are_refused():
     for bad in (codes.t(), codes.float(), codes[0]):
         with pytest.raises(ValueError, match="x_fp8: expected a contiguous matrix in FP8"):
             align(bad, torch.ones(4))
-    for bad in (torch.ones(6), torch.ones(4, 1), torch.ones(4, dtype=torch.float64)):
+    for bad in (torch.ones(6), torch.ones(3), torch.ones(4, 1), torch.ones(4, dtype=torch.float64)):
         with pytest.raises(ValueError, match="scale_inv: expected float32"):
             align(codes, bad)
 

@@ -1,0 +1,154 @@
+"""A tensor-parallel SwiGLU MLP as one autograd function: nn/swiglu.py with a gather and a reduce-scatter each way.
+
+Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I the MLP's width, F that of a rank's product.
+
+    forward   x [S, I] in FP8, gathered -> gate, up (bf16) -> their product, straight into FP8 -> addends of the output,
+              reduce-scattered; under that, x's columns
+    kept      x's columns in FP8; gate and up in bf16 or FP8
+    backward  grad_output [S, I] in FP8, gathered; under that, the weights and the product, transposed -> gradient of
+              the product (bf16) -> those of gate and up, straight into FP8 -> addends of grad_input, reduce-scattered;
+              under that, the gradients of the weights of gate and up
+
+Codes, scales and collectives are those of the three linears by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8_ds.nn.fused import Nonlinear, keep
+from fp8_ds.nn.linear import check_width, linear_grads, linear_output, read_weight
+from fp8_ds.nn.quantized import Quantized
+from fp8_ds.nn.recipe import as_matrix
+from fp8_ds.nn.swiglu import Recipes, Wanted, bias_grads, kept_product, product, read_kept, swiglu_grads
+from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.graph import traced_where_possible
+from fp8_ds.tp.products import column_output, gather_shard, row_grads
+from fp8_ds.tp.regions import start_reduction
+from fp8_ds.tp.rules import TensorRule
+
+
+class _Rules(NamedTuple):
+    """Of the three linears, equal in kind."""
+
+    gate: TensorRule
+    up: TensorRule
+    down: TensorRule
+
+    @property
+    def recipes(self) -> Recipes:
+        return Recipes(self.gate.recipe, self.up.recipe, self.down.recipe)
+
+
+class _ParallelMlp(torch.autograd.Function):
+    """See the module's text. Its inputs are those of `Wanted` but for the last, and four that have no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        rules: _Rules,
+        tp: TensorParallel,
+        nonlinear: Nonlinear,
+        record: bool,
+    ) -> Tensor:
+        gathered = gather_shard(rules.gate.send_input(x, record=record), tp)
+        gate_TF = column_output(rules.gate, gathered, gate_weight, gate_bias, x.dtype)
+        up_TF = column_output(rules.up, gathered, up_weight, up_bias, x.dtype)
+        down = rules.down.recipe
+        _, product_fp8 = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
+        output = start_reduction(tp, linear_output(product_fp8, down_weight, None, down, x.dtype))
+        # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
+        ctx.weights = gate_weight, up_weight, down_weight
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias)]
+        ctx.rules, ctx.tp, ctx.x_shape = rules, tp, x.shape
+        keeps_x = record and (gate_weight.requires_grad or up_weight.requires_grad)
+        kept_x = rules.gate.keep_input(gathered) if keeps_x else ()
+        ctx.num_kept_x = len(kept_x)
+        if record and any(ctx.needs_input_grad):
+            ctx.save_for_backward(*kept_x, *keep(gate_TF, nonlinear), *keep(up_TF, nonlinear))
+        own_SI = output()
+        result: Tensor = torch.ops.aten._unsafe_view.default(own_SI, (1, *own_SI.shape))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        wanted = Wanted._make([*ctx.needs_input_grad[:6], False])
+        rules: _Rules = ctx.rules
+        gate_weight, up_weight, down_weight = ctx.weights
+        dtype = grad_output.dtype
+        gathered = gather_shard(rules.down.send_grad(as_matrix(grad_output)), ctx.tp)
+        # Until it is there: what the GEMMs read beside it.
+        kept_x, gate_TF, up_TF = read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        down_fp8 = rules.down.prepared(read_weight(down_weight, rules.down.recipe)) if wanted.product else None
+        weights_fp8 = [
+            rule.prepared(read_weight(weight, rule.recipe))
+            for rule, weight in ((rules.gate, gate_weight), (rules.up, up_weight))
+            if wanted.x
+        ]
+        product_TF: Any = kept_product(gate_TF, up_TF, rules.down.recipe) if wanted.down else None
+        grad_product, down_grad = row_grads(rules.down, gathered, down_fp8, product_TF, (dtype, down_weight.dtype))
+        if grad_product is None:
+            return None, None, None, down_grad, None, None, None, None, None, None
+        grads, hps = swiglu_grads(grad_product, gate_TF, up_TF, rules.recipes, wanted)
+        del grad_product, gate_TF, up_TF, product_TF, down_fp8, gathered
+        grad_x = None
+        if wanted.x:
+            from_gate, from_up = (
+                rule.recipe.grad_input(_fp8(grad), weight_fp8, dtype)
+                for rule, grad, weight_fp8 in zip((rules.gate, rules.up), grads, weights_fp8, strict=True)
+            )
+            grad_x = start_reduction(ctx.tp, from_gate.add_(from_up))
+        gate_grad, up_grad = (
+            linear_grads(grad, weight, rule.recipe, kept_x if is_wanted else None, needs_input=False, dtype=dtype)[1]
+            for grad, weight, rule, is_wanted in (
+                (grads[0], gate_weight, rules.gate, wanted.gate),
+                (grads[1], up_weight, rules.up, wanted.up),
+            )
+        )
+        gate_bias, up_bias = bias_grads(hps, ctx.bias_dtypes, wanted)
+        own = None if grad_x is None else grad_x().view(ctx.x_shape)
+        return own, gate_grad, up_grad, down_grad, gate_bias, up_bias, None, None, None, None
+
+
+def _fp8(grad: Tensor | Quantized) -> Quantized:
+    assert isinstance(grad, Quantized)  # where x's gradient is wanted
+    return grad
+
+
+@traced_where_possible
+def _apply(x: Tensor, tp: TensorParallel, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
+    gate, up, down = linears
+    tp.check_first(x, is_full=False)
+    rules = _Rules(gate.tp_rule, up.tp_rule, down.tp_rule)
+    apply: Any = _ParallelMlp.apply  # untyped in torch
+    weights = gate.weight, up.weight, down.weight
+    output: Tensor = apply(x, *weights, gate.bias, up.bias, rules, tp, nonlinear, torch.is_grad_enabled())
+    return output if down.bias is None else output + down.bias.to(output.dtype)
+
+
+def parallel_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
+    """`down(silu(gate(x)) * up(x))` of a shard of the tokens. Collective.
+
+    Args:
+        x: bf16 [..., I], this rank's tokens.
+        linears: gate, up and down, cut and in FP8, which talk by local scales with sequence parallelism: those of
+            `is_parallel_function`.
+        nonlinear: how gate and up are kept, see `Producer`.
+
+    Returns:
+        bf16 [1, S, I].
+    """
+    check_width(x, linears[0].weight)
+    return _apply(x, linears[0].tp, linears, nonlinear)

@@ -1,0 +1,262 @@
+"""A tensor-parallel SwiGLU MLP as one function: the bits and collectives of its linears, what overlaps what."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tensor_parallel as tpar
+import test_tp_llama as base
+import torch
+import torch.distributed as dist
+import training
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_ds.comm import count_collectives
+from fp8_ds.config import ActivationsConfig, TensorParallelConfig
+from fp8_ds.nn.producers import fuse_producers
+from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.tp import LLAMA, configure, mlp, parallelize, regions
+from fp8_ds.tp.gather import Gathered
+
+pytestmark = pytest.mark.distributed
+pytest.importorskip("transformers")
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def fused_llama(
+    recipe: str = "tensorwise", nonlinear: Any = "bf16", hooked: bool = False, bias: bool = True, **settings: Any
+) -> tuple[nn.Module, Any]:
+    """Over all ranks; `hooked`: its MLPs' linears are called by themselves."""
+    model = base.llama(torch.bfloat16, bias=bias)
+    tp = parallelize(model, LLAMA, tpar.groups(dist.get_world_size()).tp_group)
+    configure(model, TensorParallelConfig(**settings), recipe)
+    base.to_fp8(model, recipe)
+    fuse_producers(model, ActivationsConfig(fused=True, nonlinear=nonlinear))
+    if hooked:
+        for layer in model.model.model.layers:
+            layer.mlp.gate_proj.register_forward_hook(lambda *_: None)
+    return model, tp
+
+
+def spied(run: Any) -> tuple[Any, int]:
+    """(what it gives, how many MLPs were one function)."""
+    calls = []
+    stock = mlp._apply
+    with patch.object(mlp, "_apply", lambda *args: calls.append(1) or stock(*args)):
+        return run(), len(calls)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    loss = model(training.micro_batches(0, 1)[0])
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def frozen_like(model: nn.Module, frozen: tuple[str, ...]) -> nn.Module:
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(frozen))
+    return model
+
+
+def as_linears(settings: dict[str, Any], frozen: tuple[str, ...]) -> None:
+    one, tp = fused_llama(**settings)
+    found, num_calls = spied(lambda: gradients(frozen_like(one, frozen)))
+    assert num_calls == base.LAYERS and len(tp.inputs) == 0
+    linears, _ = fused_llama(hooked=True, **settings)
+    expected, num_calls = spied(lambda: gradients(frozen_like(linears, frozen)))
+    assert num_calls == 0
+    for name, grad in expected.items():
+        if grad is None:
+            assert found[name] is None and name.endswith(frozen)
+        else:
+            assert_bitwise(found[name], grad)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "frozen"),
+    [
+        (2, {}, ()),
+        (4, {"bias": False}, ()),
+        (2, {"chunks": 4}, ()),
+        (2, {"reduce_scatter": "fp8"}, ()),
+        (2, {}, ("gate_proj.weight",)),
+        (2, {}, ("up_proj.weight", "down_proj.weight", "up_proj.bias")),
+        (2, {}, tuple(f"{name}.weight" for name in NAMES)),
+    ],
+    ids=str,
+)
+def test_one_function_has_the_bits_of_its_linears(
+    ranks: Any, world_size: int, settings: dict[str, Any], frozen: tuple[str, ...]
+) -> None:
+    ranks(world_size).run(as_linears, settings, frozen)
+
+
+def only_weights(names: tuple[str, ...]) -> None:
+    """The MLP alone, of an input without gradient; only these weights train."""
+    found = []
+    for hooked in (False, True):
+        model, _ = fused_llama(hooked=hooked, bias=False)
+        block = model.model.model.layers[0].mlp
+        for name, p in block.named_parameters():
+            p.requires_grad_(name.removesuffix(".weight") in names)
+        x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        block(x).float().square().sum().backward()
+        found.append({name: p.grad for name, p in block.named_parameters()})
+        with torch.no_grad():
+            found[-1]["output"] = block(x)
+    for name, grad in found[1].items():
+        assert (grad is None) == (name != "output" and name.removesuffix(".weight") not in names)
+        if grad is not None:
+            assert_bitwise(found[0][name], grad)
+
+
+@pytest.mark.parametrize("names", [("gate_proj",), ("up_proj", "down_proj"), ("down_proj",), NAMES[:2]], ids=str)
+def test_weights_that_train_by_themselves_have_the_bits_of_their_linears(ranks: Any, names: tuple[str, ...]) -> None:
+    ranks(2).run(only_weights, names)
+
+
+def kept_in_fp8() -> dict[str, float]:
+    (one, _), (linears, _) = fused_llama(nonlinear="fp8"), fused_llama(nonlinear="fp8", hooked=True)
+    found, expected = gradients(one), gradients(linears)
+    assert_bitwise(found["loss"], expected["loss"])
+    assert any(not torch.equal(found[name], expected[name]) for name in found)  # the product is made again
+    return {name: sqnr_db(expected[name], found[name]) for name in found}
+
+
+def test_with_inputs_kept_in_fp8_gradients_are_as_close_as_their_rounding(ranks: Any) -> None:
+    for found in ranks(2).run(kept_in_fp8):
+        assert min(found.values()) > 20, found
+
+
+def others(settings: dict[str, Any]) -> int:
+    return spied(lambda: gradients(fused_llama(**settings)[0]))[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"scales": "shared"}, {"gather": "bf16"}],
+    ids=str,
+)
+def test_other_ways_to_quantise_and_talk_call_the_linears(ranks: Any, settings: dict[str, Any]) -> None:
+    assert ranks(2).run(others, settings) == [0, 0]
+
+
+def checkpointed(is_fused: bool) -> None:
+    found = []
+    for use_reentrant in (None, False, True):
+        if is_fused:
+            model, _ = fused_llama()
+        else:
+            model = base.llama(torch.bfloat16, bias=True)
+            parallelize(model, LLAMA, tpar.groups(2).tp_group)
+            configure(model, TensorParallelConfig(), "tensorwise")
+            base.to_fp8(model)
+        if use_reentrant is not None:
+            model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        found.append(gradients(model.train()))
+    for other in found[1:]:
+        for name, grad in found[0].items():
+            assert_bitwise(other[name], grad)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_activation_checkpointing_changes_no_bit(ranks: Any, is_fused: bool) -> None:
+    ranks(2).run(checkpointed, is_fused)
+
+
+# --- collectives and what runs beside them ---
+
+
+class Events(TorchDispatchMode):
+    """Operators of ours and collectives, as they are launched, and waits for collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if func.namespace in ("fp8_ds", "c10d"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def order() -> tuple[list[str], list[str]]:
+    """Events of an MLP's forward and backward."""
+    model, _ = fused_llama(bias=False)
+    block = model.model.model.layers[0].mlp
+    x = torch.randn(1, 64, 64, dtype=torch.bfloat16).requires_grad_()
+    block(x).sum().backward()
+    events: list[Events] = []
+    wait, reduce_scatter = Gathered._wait, regions._reduce_scatter
+
+    def waited(self: Gathered) -> None:
+        if self._arrivals:
+            events[-1].names.append("wait for gather")
+        wait(self)
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events[-1].names.append("wait for reduce-scatter")
+            self.work.wait()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Gathered, "_wait", waited))
+        stack.enter_context(
+            patch.object(regions, "_reduce_scatter", lambda *args, **kwargs: Work(reduce_scatter(*args, **kwargs)))
+        )
+        events.append(Events())
+        with events[-1]:
+            output = block(x)
+        events.append(Events())
+        with events[-1]:
+            output.sum().backward()
+    return events[0].names, events[1].names
+
+
+def between(names: list[str], first: str, last: str) -> list[str]:
+    return names[names.index(first) + 1 : names.index(last)]
+
+
+def test_what_a_gather_or_reduce_scatter_does_not_bring_is_made_while_it_is_under_way(ranks: Any) -> None:
+    gather, reduction = "allgather_into_tensor_coalesced_", "_reduce_scatter_base_"
+    for forward, backward in ranks(2).run(order):
+        # Without a payload (no ZeRO) the weight is cast; the gathered x is transposed for backward.
+        assert between(forward, gather, "wait for gather") == ["quantize_tensorwise"]
+        assert between(forward, reduction, "wait for reduce-scatter") == ["align"]
+        under_way = between(backward, gather, "wait for gather")
+        assert Counter(under_way) == {"quantize_tensorwise": 3, "transpose": 4, "swiglu": 1}
+        under_way = between(backward, reduction, "wait for reduce-scatter")
+        assert under_way == ["transpose", "scaled_mm"] * 2  # the gradients of the weights of gate and up
+        for names in (forward, backward):
+            assert sum(names.count(name) for name in (gather, reduction)) == 2
+            assert not {"quantize_tensorwise_planes", "swiglu_backward"} & set(names)
+
+
+def traffic(hooked: bool) -> list[tuple[Any, Any]]:
+    model, tp = fused_llama(hooked=hooked, bias=False)
+    block = model.model.model.layers[0].mlp
+    x = torch.randn(1, 64, 64, dtype=torch.bfloat16).requires_grad_()
+    block(x).sum().backward()
+    with count_collectives() as forward:
+        output = block(x)
+    with count_collectives() as backward:
+        output.sum().backward()
+    return [(count.calls, count.num_bytes) for count in (forward, backward)] + [(tp.num_bytes_gathered, 0)]
+
+
+def test_its_collectives_and_bytes_are_those_of_its_linears(ranks: Any) -> None:
+    for found, expected in itertools.zip_longest(*(ranks(2).run(traffic, hooked) for hooked in (False, True))):
+        assert found == expected
+        assert found[0][0] == found[1][0] == {"all_gather": 1, "reduce_scatter": 1}
