@@ -112,7 +112,7 @@ def test_a_tensor_parallel_group_of_four_reaches_across_hosts_of_two_ranks(train
         assert losses(two, case["name"])[-1] < losses(two, case["name"])[0], case["name"]
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("ranks_per_host", [pytest.param(1, marks=pytest.mark.short), 2])
 def test_torchrun_trains_as_the_deepspeed_launcher_does(train: Train, ranks_per_host: int) -> None:
     cases = ZERO if ranks_per_host == 1 else [*IN_FP8, OTHERS[0]]
     ours = train([zero_case(3, {}), zero_case(2, {})], "torchrun", ranks_per_host=ranks_per_host)
