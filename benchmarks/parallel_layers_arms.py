@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # calls that are seen to read a fused norm
         return self.o_proj(attend(q, k, v, self.head_dim))
 
 
@@ -269,6 +269,8 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "bf16-async": bf16_async,
 }
 """And "te", which builds a model of its own."""
+PEERS = ("bf16", "torchao", "te")
+"""Without all of which no ratio to the best peer is said."""
 NEEDS = {
     "torchao": "torchao",
     "torchao-cudagraphs": "torchao",

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from parallel_layers_arms import PEERS
+
 
 def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str:
-    """A table for each number of ranks: ms by cell and arm, the best peer over ours; then the overlap; then failures.
+    """A table for each number of ranks: ms by cell and arm, the best peer over each of ours, or a dash where one of
+    PEERS has no time; then the overlap; then failures.
 
     Args:
         rows: "ranks", the fields of a `Cell`, and what `measure` found.
@@ -20,17 +23,17 @@ def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str
         lines += [
             f"{ranks} ranks, ms forward and backward:",
             "",
-            f"| | {' | '.join(arms)} | best peer / ours |",
-            "|---|" + "---|" * (len(arms) + 1),
+            f"| | {' | '.join([*arms, *(f'best peer / {arm}' for arm in mine)])} |",
+            "|---|" + "---|" * (len(arms) + len(mine)),
         ]
         own = [row for row in rows if row["ranks"] == ranks]
         for key in dict.fromkeys((row["part"], row["shape"], row["tokens"]) for row in own):
             ms = {row["arm"]: row.get("ms") for row in own if (row["part"], row["shape"], row["tokens"]) == key}
             peers = [value for arm, value in ms.items() if value and arm not in mine]
-            best = [value for arm, value in ms.items() if value and arm in mine]
-            ratio = f"{min(peers) / min(best):.2f}" if peers and best else "-"
-            cells = " | ".join(f"{ms[arm]:.2f}" if ms.get(arm) else "failed" if arm in ms else "-" for arm in arms)
-            lines.append(f"| {key[0]}, {key[1]}, {key[2]} tokens | {cells} | {ratio} |")
+            is_fair = all(ms.get(peer) for peer in PEERS)
+            cells = [f"{ms[arm]:.2f}" if ms.get(arm) else "failed" if arm in ms else "-" for arm in arms]
+            cells += [f"{min(peers) / ms[arm]:.2f}" if is_fair and ms.get(arm) else "-" for arm in mine]
+            lines.append(f"| {key[0]}, {key[1]}, {key[2]} tokens | {' | '.join(cells)} |")
         lines.append("")
     profiled = [row for row in rows if "hidden" in row]
     if profiled:

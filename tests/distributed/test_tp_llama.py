@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing.ranks import RankError
 from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
 
 pytestmark = pytest.mark.distributed
@@ -299,6 +301,29 @@ def test_fp8_states_and_clipping_work_on_a_shard_as_on_a_whole(ranks: Any) -> No
     assert parts["losses"] == pytest.approx(whole["losses"], abs=0.03)
 
 
+def replicated_differences(stage: int) -> dict[str, bool]:
+    """Which masters of Parameters that are not cut differ over the tensor-parallel ranks, after some steps."""
+    block = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+    engine = tp_engine(engine_config(stage, block, 2), 2)
+    train(engine, 2, 4)
+    found = {}
+    masters = training.full_masters(engine)
+    for name, p in engine.module.named_parameters():
+        if not getattr(p, "tensor_model_parallel", False):
+            own = masters[name].float().contiguous()
+            rows = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(rows, own)
+            found[name] = not torch.equal(*rows)
+    destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_fp8_states_what_is_not_cut_stays_the_same_on_all_ranks(ranks: Any, stage: int) -> None:
+    found = ranks(2).run(replicated_differences, stage)[0]
+    assert len(found) == 2 * LAYERS + 3 and not any(found.values()), found
+
+
 NUM_STEPS = 50
 
 
@@ -342,8 +367,12 @@ def resume(stage: int, block: dict[str, Any], directory: str) -> None:
     engine = tp_engine(engine_config(stage, block, 2), 2)
     train(engine, 2, 3)
     engine.save_checkpoint(directory, tag="third")
-    with pytest.raises(UnsupportedError, match="parallelize has cut"):
-        engine.save_16bit_model(directory)
+    exports = [lambda: engine.save_16bit_model(directory)]
+    if stage == 3:
+        exports.append(engine._zero3_consolidated_16bit_state_dict)
+    for export in exports:
+        with pytest.raises(UnsupportedError, match="parallelize has cut"):
+            export()
     expected = train(engine, 2, 2, first_step=3)
     masters, weights = training.full_masters(engine), training.fp8_state(engine)
     destroy(engine)
@@ -369,6 +398,55 @@ def test_a_checkpoint_resumes_to_the_bit(ranks: Any, tmp_path: Any, world_size: 
 
 
 # --- what is wrong is an error on all ranks, in time ---
+
+
+def write_universal(stage: int, block: dict[str, Any], directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Of a cut model: (whole masters when it was saved, losses of two more steps)."""
+    engine = tp_engine(engine_config(stage, block, 2), 2)
+    train(engine, 2, 2)
+    engine.save_checkpoint(directory, tag="saved")
+    masters = {
+        name: whole(engine.module, name, master, tpar.context()).clone()
+        for name, master in training.full_masters(engine).items()
+    }
+    losses, _ = train(engine, 2, 2, first_step=2)
+    destroy(engine)
+    return masters, losses
+
+
+def read_universal(
+    stage: int, block: dict[str, Any], directory: str, tp_size: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """As `write_universal`, of an engine of another size that has loaded it."""
+    config = engine_config(stage, block, tp_size, checkpoint={"load_universal": True})
+    engine = tp_engine(config, tp_size, seed=5)
+    path, _ = engine.load_checkpoint(directory, tag="universal")
+    assert path is not None
+    masters = {name: master.clone() for name, master in training.full_masters(engine).items()}
+    if tp_size > 1:
+        masters = {name: whole(engine.module, name, master, tpar.context()).clone() for name, master in masters.items()}
+    losses, _ = train(engine, tp_size, 2, first_step=2)
+    destroy(engine)
+    return masters, losses
+
+
+@pytest.mark.parametrize(("stage", "sizes"), [(2, (1, 4)), (3, (1,))])
+def test_a_universal_checkpoint_of_a_cut_model_loads_whole_and_cut_otherwise(
+    ranks: Any, tmp_path: Path, stage: int, sizes: tuple[int, ...]
+) -> None:
+    from fp8_ds.checkpoint.convert import convert
+
+    masters, losses = ranks(2).run(write_universal, stage, {}, str(tmp_path))[0]
+    convert(tmp_path, tmp_path / "universal", "universal", tag="saved")
+    for tp_size in sizes:
+        for found, again in ranks(tp_size).run(read_universal, stage, {}, str(tmp_path), tp_size):
+            assert found.keys() == masters.keys()
+            for name, master in found.items():
+                assert_bitwise(master, masters[name])
+            assert again == pytest.approx(losses, abs=0.02)
+    if stage == 3:
+        with pytest.raises(RankError, match=r"expected ZeRO stage 1 or 2 with fp8_ds\.tp\.parallelize, got 3"):
+            ranks(2).run(read_universal, stage, {}, str(tmp_path), 2)
 
 
 def message(function: Any, *args: Any) -> str:

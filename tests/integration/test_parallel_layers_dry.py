@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.nn.dataflow import linears_that_read
+
 OURS = ("ours", "ours-chunked", "ours-fp8-reduce", "ours-rowwise")
 
 
@@ -31,23 +33,41 @@ def test_arms_of_one_cell_are_measured_together(bench: Any, monkeypatch: pytest.
     assert all(a.tokens == b.tokens and a.shape == b.shape for a, b in zip(cells[::2], cells[1::2], strict=True))
 
 
-def test_report_compares_the_best_of_each_side_and_names_what_failed(bench: Any) -> None:
+def test_both_norms_of_the_layer_are_seen_to_be_read_by_linears(bench: Any) -> None:
+    arms = bench("parallel_layers_arms")
+    block = arms.Block(arms.SHAPES["8b"].divided(64))
+    assert len(linears_that_read(block, "input_layernorm")) == 3
+    assert len(linears_that_read(block, "post_attention_layernorm")) == 2
+
+
+def test_a_comparison_on_gpus_leaves_no_peer_out(bench: Any) -> None:
+    layers = bench("parallel_layers")
+    assert layers.with_peers(["ours", "te"], is_cuda=True) == ["ours", "te", "bf16-async"]
+    assert layers.with_peers(["ours"], is_cuda=False) == ["ours"]
+
+
+def test_report_compares_each_of_our_arms_with_the_best_peer_and_names_what_failed(bench: Any) -> None:
     cell = {"ranks": 2, "part": "ffn", "shape": "8b", "tokens": 8192}
     rows = [
         {**cell, "arm": "bf16", "ms": 7.0},
         {**cell, "arm": "torchao", "ms": 5.5},
+        {**cell, "arm": "te", "ms": 6.0},
         {**cell, "arm": "ours", "ms": 5.0, "hidden": 0.61, "gather_ms": 0.2, "busy_ms": 4.5},
+        {**cell, "arm": "ours-rowwise", "ms": 11.0},
         {**cell, "arm": "ours-chunked", "error": "no such thing"},
     ]
     text = bench("parallel_layers").report(rows)
-    assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 5.00 | failed | 1.10 |" in text
+    assert "| best peer / ours | best peer / ours-rowwise | best peer / ours-chunked |" in text
+    assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 6.00 | 5.00 | 11.00 | failed | 1.10 | 0.50 | - |" in text
+    text_without_te = bench("parallel_layers").report([row for row in rows if row["arm"] != "te"])
+    assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 5.00 | 11.00 | failed | - | - | - |" in text_without_te
     assert "| 2 | ffn, 8b | 8192 | ours | 5.00 | 4.50 | 0.200 | 61% |" in text
     assert "FAILED 2 ranks, ours-chunked, ffn, 8b, 8192 tokens" in text and "no such thing" in text
 
 
 def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
     small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--budget", 3000, "--out", tmp_path)
-    run_main("parallel_layers", *small, "--arms", *OURS)
+    run_main("parallel_layers", *small, "--arms", *OURS, "--layers", 2)
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
     assert [(row["part"], row["arm"]) for row in rows] == [(part, arm) for part in ("ffn", "block") for arm in OURS]
