@@ -117,6 +117,11 @@ def losses(run: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", run.stdout)]
 
 
+def each(found: list[float]) -> list[float]:
+    """Of each iteration: Megatron's second line of a run is the mean of two, it starts anew after that one."""
+    return [found[0], 2 * found[1] - found[0], *found[2:]]
+
+
 @pytest.fixture(scope="module")
 def stock(root: Path) -> Any:
     """Losses of Megatron's own layers in a layout, run once."""
@@ -214,6 +219,18 @@ def test_checkpoints_go_to_stock_and_back(root: Path, tmp_path: Path) -> None:
     assert other[0] < begun[0]
     back = losses(launch(root, *ARGUMENTS, *words, *FP8, "--load", str(tmp_path / "second"), "--train-iters", "12"))
     assert len(back) == 2 and back[0] < other[0]
+
+
+def test_fp8_states_follow_stock_and_resume_where_they_stopped(root: Path, tmp_path: Path, stock: Any) -> None:
+    words = (*ARGUMENTS, *SHARDED, *FP8, "--fp8-optimizer-states", "--ckpt-format", "torch_dist")
+    words = (*words, "--override-opt-param-scheduler", "--save-interval", "5")
+    whole = losses(launch(root, *words, "--train-iters", "8", ranks=2))
+    begun = losses(launch(root, *words, "--save", str(tmp_path), ranks=2))
+    resumed = losses(launch(root, *words, "--load", str(tmp_path), "--train-iters", "8", ranks=2))
+    assert len(whole) == 8 and each(whole) == pytest.approx([*each(begun), *each(resumed)], abs=3e-6)  # six decimals
+    plain, expected = losses(launch(root, *ARGUMENTS, *SHARDED, *FP8, ranks=2)), stock(SHARDED, 2)
+    assert begun[1:] != plain[1:], "the optimizer is another"
+    assert max(abs(one - other) for one, other in zip(begun, expected, strict=True)) < 0.01
 
 
 def test_health_is_in_tensorboard(root: Path, tmp_path: Path) -> None:
