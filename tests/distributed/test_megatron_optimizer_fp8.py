@@ -214,7 +214,14 @@ def losses_and_norm(layout: mt.Layout, master: str | None) -> tuple[list[float],
         return base.steps(training, 4), push(training, 0.5)
 
 
-@pytest.mark.parametrize("layout", [base.bf16(True, tp=2, sp=True), base.bf16(True, pp=2)], ids=["tp2-sp", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(base.bf16(True, tp=2, sp=True), id="tp2-sp"),
+        pytest.param(base.bf16(True, pp=2), id="pp2"),
+        pytest.param(base.bf16(True, config={"num_moe_experts": 2}, ep=2), id="experts"),
+    ],
+)
 def test_losses_and_norms_of_parallel_models_follow_stock(ranks: Any, layout: mt.Layout) -> None:
     """The norm counts what tensor parallel ranks share once, and what stages have all."""
     ours = ranks(2).run(losses_and_norm, layout, "e4m19")

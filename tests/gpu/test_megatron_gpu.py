@@ -1,4 +1,4 @@
-"""pretrain_gpt.py of a real clone with Transformer Engine: checkpoints to stock and back, pipelines, experts, on GPUs.
+"""pretrain_gpt.py of a clone with Transformer Engine on GPUs: checkpoints to stock and back, pipelines, FP8 weights.
 
 $MEGATRON_LM_PATH names the clone (core_v0.16.1), which must be writable; without it, or without Transformer Engine,
 these tests are skipped, and say so. Each launches the script, half a minute a time: `pytest -n 4` shares a GPU.
@@ -54,22 +54,32 @@ def helper_of_the_clone(root: Path) -> None:
 
 @pytest.fixture
 def losses(root: Path) -> Any:
-    """losses(*words, ranks=1, ours=False): of each iteration, by the stock script or the wrapper."""
+    """losses(*words, ranks=1, ours=False, checked=False): of each iteration, by the stock script or the wrapper;
+    checked: by megatron_checked.py, which looks into the weights."""
 
-    def run(*words: str, ranks: int = 1, ours: bool = False) -> list[float]:
+    def run(*words: str, ranks: int = 1, ours: bool = False, checked: bool = False) -> list[float]:
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} here")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["-m", "megatron_patches.pretrain_gpt"] if ours else [f"{CLONE}/pretrain_gpt.py"]
+        script = str(root / "tests/gpu/megatron_checked.py") if checked else f"{CLONE}/pretrain_gpt.py"
+        command += ["-m", "megatron_patches.pretrain_gpt"] if ours else [script]
         env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "MAKEFLAGS": "n"}
         env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run([*command, *ARGUMENTS, *words], env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
         assert found and all(0 < value < 20 for value in found), done.stdout[-3000:]
+        if checked:
+            looks = re.findall(r"checked [1-9]\d* FP8 weights", done.stdout)
+            assert len(looks) == ranks * len(found), done.stdout[-3000:]
         return found
 
     return run
+
+
+def each(found: list[float]) -> list[float]:
+    """Of each iteration: Megatron's second line of a run is the mean of two, it starts anew after that one."""
+    return [found[0], 2 * found[1] - found[0], *found[2:]]
 
 
 def distance(one: list[float], other: list[float]) -> float:
@@ -94,7 +104,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(losses: Any, tmp_path: Path, wor
     whole = losses(*KEPT, *OURS, *words, "--train-iters", "8", ours=True)
     begun = losses(*KEPT, *OURS, *words, "--save", str(tmp_path), ours=True)
     resumed = losses(*KEPT, *OURS, *words, "--load", str(tmp_path), "--train-iters", "8", ours=True)
-    assert distance(whole, [*begun, *resumed]) < 2e-3  # gradients of attention are sums in any order
+    assert distance(each(whole), [*each(begun), *each(resumed)]) < 2e-3  # gradients of attention are sums in any order
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"), [((), 1), ((), 2), (TP, 2)], ids=["one rank", "data parallel", "tensor parallel"]
+)
+def test_transformer_engine_reads_the_high_parts_of_masters(losses: Any, words: tuple[str, ...], ranks: int) -> None:
+    """After each step: bytes, a scale that is a power of two, and the transpose that backwards read."""
+    losses(*OURS, *FP8_WEIGHTS, *words, ranks=ranks, checked=True)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +133,5 @@ def test_losses_follow_stocks(losses: Any, words: tuple[str, ...], ranks: int) -
     if not by_spec:
         states = losses(*words, *OURS, *STATES, ranks=ranks, ours=True)
         assert states != plain and distance(states, stock) < CLOSE
+        weights = losses(*words, *OURS, *FP8_WEIGHTS, ranks=ranks, ours=True)
+        assert weights not in (plain, states) and distance(weights, stock) < 2 * CLOSE  # its first updates differ
