@@ -8,6 +8,7 @@ first, and what holds more than data is refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -147,9 +148,10 @@ def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
         )
     if len(list((folder / tag).glob("mp_rank_*_model_states.pt"))) > 1:
         raise UnsupportedError(
-            "convert: expected one tensor-parallel rank, got several, whose weights are cut. Load it and call "
-            "engine.save_16bit_model, or convert it to universal."
+            "convert: expected one tensor-parallel rank, got several, whose weights are cut. Convert it to universal, "
+            "load that without tensor parallelism, and call engine.save_16bit_model there."
         )
+    _refuse_without_frozen(folder / tag)
     state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, lazy_mode=True)
     made: dict[int, str] = {}
     for name, lazy in state.items():
@@ -158,6 +160,28 @@ def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
         made[id(lazy)] = name
         tensor = lazy if isinstance(lazy, Tensor) else lazy.contiguous()
         yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor  # buffers may be integers
+
+
+def _own_state(folder: Path) -> Mapping[str, Any]:
+    """What fp8_ds has written into a model file of `folder` that holds data only; empty if nothing."""
+    from fp8_ds.checkpoint.state import CHECKPOINT_KEY
+
+    for path in sorted(folder.glob("*mp_rank_*_model_states.pt")):
+        with contextlib.suppress(CheckpointError):
+            if state := read_structure(path, deepspeed_classes()).get(CHECKPOINT_KEY):
+                return dict(state)
+    return {}
+
+
+def _refuse_without_frozen(folder: Path) -> None:
+    from fp8_ds.checkpoint.state import LEFT_OUT_KEY
+
+    if names := _own_state(folder).get(LEFT_OUT_KEY):
+        raise UnsupportedError(
+            f"convert: expected a checkpoint of all weights, got one without {len(names)} frozen ones, {names[0]} "
+            "among them: it was saved with exclude_frozen_parameters, as transformers saves PEFT models. Use the "
+            "adapter's own files (adapter_model.safetensors), which Trainer writes beside it."
+        )
 
 
 def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, str]:
@@ -179,7 +203,7 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
         manifest = manifests.read_manifest(folder / tag)
         files = {} if manifest is None else manifest.files
         problems = [text for name, entry in files.items() if (text := manifests.damage(folder / tag, name, entry))]
-        if manifest is None and _is_ours(folder / tag):
+        if manifest is None and _own_state(folder / tag):
             problems = [manifests.lacks_manifest(folder / tag)]
     if problems:
         raise CheckpointError(
@@ -189,19 +213,6 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
     if not trust_pickle:
         _refuse_code(folder / tag)
     return folder, tag
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a model file in `folder` that holds data only has the state of fp8_ds."""
-    from fp8_ds.checkpoint.state import CHECKPOINT_KEY
-
-    for path in folder.glob("*mp_rank_*_model_states.pt"):
-        try:
-            if CHECKPOINT_KEY in read_structure(path, deepspeed_classes()):
-                return True
-        except CheckpointError:
-            continue
-    return False
 
 
 def _refuse_code(folder: Path) -> None:
@@ -232,8 +243,8 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
     files = sorted(source.glob("*mp_rank_*_model_states.pt"))
     if not files or len({file.name.split("mp_rank_")[-1] for file in files}) > 1:
         raise UnsupportedError(
-            f"convert: expected model files of one tensor-parallel rank in {source}, got {len(files)}. Convert the "
-            "DeepSpeed checkpoint instead."
+            f"convert: expected model files of one tensor-parallel rank in {source}, got {len(files)}. Load it without "
+            "tensor parallelism, and call engine.save_16bit_model there."
         )
     if not trust_pickle:
         _refuse_code(source)
@@ -257,13 +268,13 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
 def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: Path | None) -> Converted:
     from safetensors.torch import save_file
 
-    out.mkdir(parents=True, exist_ok=True)
     place: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     shards: list[Path] = []
     num_bytes = held = 0
 
     def flush() -> None:
+        out.mkdir(parents=True, exist_ok=True)
         path = out / f"shard-{len(shards)}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})
         shards.append(path)
@@ -346,11 +357,27 @@ def _to_universal(
     return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())))
 
 
+def _refuse_unknown_cuts(folder: Path) -> None:
+    """Stock code joins parts that it knows nothing of along dim 0, and whole parameters likewise."""
+    from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+
+    files = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_mp_rank_*_model_states.pt"))
+    if len({file.name.split("mp_rank_")[-1] for file in files}) < 2:
+        return
+    with contextlib.suppress(CheckpointError):  # more than data, which --trust-pickle has allowed
+        if not read_structure(files[0], deepspeed_classes()).get(UNIVERSAL_CHECKPOINT_INFO):
+            raise UnsupportedError(
+                f"convert: expected {UNIVERSAL_CHECKPOINT_INFO!r} in {files[0].name}, by which tensor-parallel ranks' "
+                "parts are joined, got none. Save it again with this fp8_ds, or with that entry in client_state."
+            )
+
+
 def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
     """DeepSpeed's converter has written `out`, and the name of `out` into the file latest_universal beside it."""
     from deepspeed.checkpoint import ds_to_universal
 
     folder, tag = _save_of(source, tag, trust_pickle)
+    _refuse_unknown_cuts(folder / tag)
     out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
     options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}

@@ -7,7 +7,7 @@ saved all the same, so that a tool can read FP8 bytes' scales without masters.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8_ds.errors import ConfigError
@@ -15,16 +15,22 @@ from fp8_ds.nn.convert import Plan
 from fp8_ds.zero.context import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"
+LEFT_OUT_KEY = "left_out"
 _VERSION = 1
 
 
-def save_state(context: Fp8Context) -> dict[str, Any]:
+def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Plan, settings, scales by weight name, amax histories, overrides of precision; the same on all ranks, on the CPU.
 
     Readable by `torch.load(weights_only=True)`.
+
+    Args:
+        context: of the engine that saves.
+        left_out: names of the weights that the checkpoint does not have.
     """
     return {
         "version": _VERSION,
+        LEFT_OUT_KEY: list(left_out),
         "config": context.config.to_state(),
         "plan": context.plan.to_state(),
         "scale_inv": {name: p._fp8.scale_inv.detach().cpu().clone() for name, p in context.weights.items()},  # type: ignore[attr-defined]

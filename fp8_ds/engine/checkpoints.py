@@ -14,13 +14,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
 from fp8_ds.engine.checking import check_whole
+from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
 from fp8_ds.engine.saving import Recorder, save_whole
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
-from fp8_ds.tp.linears import ParallelLinear
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
@@ -53,9 +53,10 @@ class Fp8Checkpoints:
         if not save_dir:
             raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        client_state = dict(client_state or {})
+        client_state = {**universal_info(self.module), **(client_state or {})}
         if (context := self.fp8 or self._fp8_unused) is not None:
-            client_state[CHECKPOINT_KEY] = save_state(context)
+            frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
+            client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_following is not None:
             client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
         save = super().save_checkpoint  # type: ignore[misc]
@@ -83,17 +84,23 @@ class Fp8Checkpoints:
         """Stock save of bf16 of the masters. Collective in every stage.
 
         Raises:
-            UnsupportedError: `fp8_ds.tp.parallelize` has cut the model: stock code would write one rank's part.
+            UnsupportedError: tensor parallelism has cut the model: stock code would write one rank's part.
         """
         if self.fp8 is None:
             return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
-        if any(isinstance(module, ParallelLinear) for module in self.module.modules()):
-            raise UnsupportedError(
-                "save_16bit_model: expected a whole model, got one that fp8_ds.tp.parallelize has cut; a file would "
-                "hold one rank's part. Use engine.save_checkpoint, which keeps every rank's."
-            )
+        refuse_one_ranks_part(self.module, self.autotp_size(), "save_16bit_model")
         with self.optimizer.fp8_export(ds_comm.get_rank() == 0):
             return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock gather, for transformers and accelerate.
+
+        Raises:
+            UnsupportedError: tensor parallelism has cut the model.
+        """
+        if self.fp8 is not None:
+            refuse_one_ranks_part(self.module, self.autotp_size(), "_zero3_consolidated_16bit_state_dict")
+        return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _replace_module_consolidated_state_dict(self: Any) -> Any:
         """Stock gather of AutoTP's shards, as bf16 of the masters."""
@@ -118,7 +125,14 @@ class Fp8Checkpoints:
         Raises:
             CheckpointError: the checkpoint is torn, damaged, of another model or layout, or holds more than data: on
                 all ranks, before anything is loaded.
+            UnsupportedError: a universal one, for a cut model in stage 3, whose parts stock code does not make.
         """
+        if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and is_cut(self.module):
+            raise UnsupportedError(
+                "checkpoint.load_universal: expected ZeRO stage 1 or 2 with fp8_ds.tp.parallelize, got 3, where "
+                "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
+                "it into the whole model."
+            )
         tag = check_whole(
             self,
             load_dir,

@@ -17,7 +17,7 @@ from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers, layers
-from fp8_ds.monitor.sinks import DeepSpeedEvents, JsonLines
+from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn.linear import Fp8Linear
 
@@ -106,6 +106,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
             "coverage": in_fp8 / max(sum(sizes.values()), 1),
             "layers_in_bf16": len(in_bf16),
             "skipped_steps": engine.skipped_steps,
+            STEP_SKIPPED: float(not engine.was_step_applied()),
             "gathered_bytes": None if last is None else last.total,
             "gathered_fp8_bytes": None if last is None else last.fp8,
         }

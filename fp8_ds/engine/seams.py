@@ -117,6 +117,8 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint", ("self", "load_dir", "tag"), "override", "restores our state"),
     Seam(_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("self", "checkpoint"), "override", "masters of a load"),
     Seam(_ENGINE, "DeepSpeedEngine.save_16bit_model", ("self", "save_dir"), "override", "bf16 of masters"),
+    Seam(_ENGINE, "DeepSpeedEngine._zero3_consolidated_16bit_state_dict", ("self",), "override", "not of one rank"),
+    Seam(_ENGINE, "DeepSpeedEngine.was_step_applied", ("self",), "rely", "the guard judges no skipped step"),
     Seam(
         _S12,
         "all_gather_dp_groups",

@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 from fp8_ds.monitor.statistics import LayerStatistics
 
+STEP_SKIPPED = "step_skipped"
+"""Of `Report.numbers`: gradients overflowed, and what was quantised is no sample of the training."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -41,8 +44,8 @@ class Report:
         samples: DeepSpeed's count of samples then, the x axis of its monitors.
         layers: what was quantised; layers in bf16 are missing.
         ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps.
-        numbers: by name: coverage, layers_in_bf16, skipped_steps, gathered_bytes, gathered_fp8_bytes, gather_ms,
-            clamp_rate. None: not known.
+        numbers: by name: coverage, layers_in_bf16, skipped_steps, step_skipped (1 or 0), gathered_bytes,
+            gathered_fp8_bytes, gather_ms, clamp_rate. None: not known.
         changes: by the guard, since the report before.
     """
 

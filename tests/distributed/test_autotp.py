@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan, revert
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.scaling.granularity import TENSOR
@@ -177,7 +178,6 @@ def overlapped() -> dict[str, Any]:
 
 def other_classes() -> list[str]:
     """The plan and the class of a layer with a forward of its own; what one says that DeepCompile has muted."""
-    from fp8_ds.errors import UnsupportedError
     from fp8_ds.tp.autotp import autotp_linears
 
     layers = ds_layers()
@@ -493,6 +493,8 @@ def consolidated() -> tuple[dict[str, Tensor] | None, dict[str, Tensor], bool]:
         engine = autotp_engine(2, {})
         train(engine, 2, 2)
         if exports:
+            with pytest.raises(UnsupportedError, match="autotp_size 2; it would hold one rank's part"):
+                engine.save_16bit_model("never written")
             whole = engine._consolidated_16bit_state_dict()
             whole = whole and {name: p.clone() for name, p in whole.items()}  # on CPU, stock's are the Parameters' own
             masters = {name: master.bfloat16() for name, master in training.full_masters(engine).items()}

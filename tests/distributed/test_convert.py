@@ -49,6 +49,24 @@ def load_universal(folder: str, stage: int) -> dict[str, torch.Tensor]:
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 
 
+def save_without_frozen(folder: str, stage: int) -> None:
+    """As transformers saves a model with adapters."""
+    engine = training.build(training.ds_config(stage, {}), MODEL)
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="adapters", exclude_frozen_parameters=True)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_without_its_frozen_weights_is_not_converted_as_if_it_were_whole(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2).run(save_without_frozen, str(tmp_path / "ckpt"), stage)
+    with pytest.raises(UnsupportedError, match=r"without 2 frozen ones, .*blocks\.1\.up\.weight.*adapter_model"):
+        convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", tag="adapters")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (3, {}), (3, STATES)])
 def test_safetensors_are_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
     masters = ranks(2).run(save, str(tmp_path / "ckpt"), stage, fp8)[0]

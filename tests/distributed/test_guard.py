@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,31 @@ RETURNS = {"action": "bf16", "underflow": 0.4, "return_after": 3}
 TRIPS = {7: 3, 13: 6}
 """Step before which the layer leaves FP8, and for how many: the samples are those of steps 6 and 12."""
 STAYS = [step for first, length in TRIPS.items() for step in range(first, first + length)]
+
+
+def skipped_in_a_sample(folder: str, recipe: str) -> tuple[int, list[str], list[float]]:
+    """(skipped steps, layers in bf16 afterwards, `step_skipped` of the reports) where one loss is NaN."""
+    fp8 = {
+        "linear": {"recipe": recipe},
+        "guard": {"action": "bf16", "underflow": 0.9},
+        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
+    }
+    engine = training.build(training.ds_config(2, fp8), base.MODEL)
+    training.train(engine, 3)
+    handle = engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
+    training.train(engine, 1, first_step=3)
+    handle.remove()
+    training.train(engine, 3, first_step=4)
+    skipped, in_bf16 = engine.skipped_steps, sorted(engine.fp8.precision.in_bf16)
+    training.destroy(engine)
+    lines = [json.loads(line) for line in Path(folder, "health.jsonl").read_text().splitlines()]
+    return skipped, in_bf16, [line["step_skipped"] for line in lines]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_step_that_was_skipped_puts_no_layer_into_bf16(ranks: Any, tmp_path: Path, recipe: str) -> None:
+    for result in ranks(2).run(skipped_in_a_sample, str(tmp_path), recipe):
+        assert result == (1, [], [0.0, 1.0, 0.0])
 
 
 def states(engine: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.guard import Guard, Problems, problems
-from fp8_ds.monitor.sinks import Report
+from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics, TensorStatistics
 from fp8_ds.schedule import Stays
 
@@ -63,6 +63,18 @@ def test_layers_go_to_bf16_those_of_other_stages_too_and_frozen_ones_are_only_na
     assert sent == [["a", "z"]]
     assert "3 layers do not fit" in said[0]
     assert "b: saturation of grad_output" in said[0]
+
+
+def test_a_step_that_was_skipped_is_not_judged_and_changes_nothing_of_what_was_named() -> None:
+    said: list[str] = []
+    sent: list[Sequence[str]] = []
+    watch = guard("bf16", said, sent)
+    bad = {name: {"grad_output": tensor(saturation=1.0)} for name in ("a", "b")}
+    watch(report({"c": {"input": tensor(underflow=0.5)}}, 1))
+    for step, skipped in ((2, 1.0), (3, 0.0)):
+        watch(Report(step, step, bad, {}, {STEP_SKIPPED: skipped}))
+        assert sent == [["c"], ["a", "b"]][: step - 1]
+    assert watch.state_dict() == {"named": ["a", "b"]}
 
 
 def test_a_rank_without_problems_takes_part_in_what_others_decide() -> None:
