@@ -16,11 +16,13 @@ from torch import Tensor
 
 from fp8_ds.errors import SeamError
 from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.first import write_first, write_first_codes
 from fp8_ds.optim.masters import MasterFormat
 from fp8_ds.optim.states import write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
 from megatron_patches import compat
+from megatron_patches.optimizer_classes import number_of
 
 
 class Fp8Weights:
@@ -52,22 +54,28 @@ class Fp8Weights:
         return self._index[id(weight)]
 
     @torch.no_grad()
-    def take_values(self, shards: dict[int, AdamShard]) -> None:
+    def take_values(self, shards: dict[int, AdamShard], seed: int) -> None:
         """Weights as they were initialised, or as they are, become masters and bytes. Collective.
 
         Args:
             shards: index -> what this rank holds of that weight.
+            seed: of the noise that bf16 numbers take (fp8_ds/optim/first.py).
         """
         device = self.scales.amax.device
         local = [(index, _initial(p).abs().max().view(1)) for index, p in enumerate(self.weights)]
         self.scales.set(reduced_amaxes(self.scales.num, local, self.group, device))
         for index, p in enumerate(self.weights):
             flat = _initial(p).detach().reshape(-1).to(device)  # again, as bf16 of all weights at once is too much
-            self._quantizer.quantize_into(p._data.view(-1), flat, index)
-            if index in shards:
-                shard = shards[index]
-                part = flat[shard.start : shard.start + shard.numel]
-                write_dense(shard, None, part, self.scales.scale_inv)
+            part = None if index not in shards else flat.narrow(0, shards[index].start, shards[index].numel)
+            if _kept(p) is not None and flat.dtype == torch.bfloat16:
+                number = number_of(self.names[index], p)
+                write_first_codes(p._data.view(-1), flat, self._quantizer.fmt, self.scales, index, seed, number)
+                if part is not None:
+                    write_first(shards[index], part, self.scales, seed)
+            else:
+                self._quantizer.quantize_into(p._data.view(-1), flat, index)
+                if part is not None:
+                    write_dense(shards[index], None, part, self.scales.scale_inv)
             if hasattr(p, "clear_high_precision_init_val"):
                 p.clear_high_precision_init_val()
         self.publish()
@@ -120,8 +128,14 @@ def _check(weights: Iterable[Any]) -> None:
                 )
 
 
+def _kept(p: Any) -> Tensor | None:
+    """The value before it was cast to FP8, where Transformer Engine has kept it."""
+    kept: Tensor | None = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
+    return kept
+
+
 def _initial(p: Any) -> Tensor:
-    """The value before it was cast to FP8 where Transformer Engine has kept it, else what the bytes say."""
-    kept = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else None
+    """The value before it was cast to FP8, or else what the bytes say."""
+    kept = _kept(p)
     value: Tensor = p.dequantize() if kept is None else kept
     return value

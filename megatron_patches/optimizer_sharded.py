@@ -106,7 +106,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     def _fp8_take_values(self) -> None:
         assert self._fp8_weights is not None
         shards = {shard.scale_index: shard for shard in self.optimizer.core.shards if shard.fmt.is_fp8}
-        self._fp8_weights.take_values(shards)
+        self._fp8_weights.take_values(shards, self.optimizer.seed)
 
     # --- the step ---
 

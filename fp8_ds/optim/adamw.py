@@ -15,8 +15,9 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
 from fp8_ds.zero.parameter import Fp8Parameter
@@ -171,7 +172,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             shard.hi = flat
             return
         shard.hi = torch.empty(p.numel(), dtype=torch.uint8, device=p.device)
-        write_dense(shard, None, flat, scales.scale_inv)
+        write_first(shard, flat, scales, self.seed)
         index = shard.scale_index
         payload = Fp8Payload(shard.name, scales.scale[index], scales.scale_inv[index], p.dtype, p.device)
         assert E4M3.dtype is not None

@@ -23,6 +23,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW, weight_id
 from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.first import write_first, write_first_codes
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.optim.written import overwrite, write_low
@@ -93,18 +94,18 @@ class Fp8StatesStage12(Fp8ZeroStage12):
             return
         assert flat is not None
         first = sum(len(kind.params) for kind in self._fp8_kinds)
-        quantizer: SplitQuantizer = self._fp8_quantizer
+        scales, seed = self._fp8_quantizer.scales, self.optimizer.seed
         for index, slot in enumerate(fp8.layout.slots):
-            source = flat.narrow(0, slot.flat_start, slot.numel)
-            quantizer.quantize_into(fp8.view(index).view(-1), source, first + index)
+            source, codes = flat.narrow(0, slot.flat_start, slot.numel), fp8.view(index).view(torch.uint8).view(-1)
+            number = weight_id(self._fp8_names[id(fp8.params[index])])
+            write_first_codes(codes, source, self._fp8_format, scales, first + index, seed, number)
         pieces = self._fp8_pieces(i, fp8, hp, first)
-        scale_inv = quantizer.scale_inv
         start = dist.get_rank(self.real_dp_process_group[i]) * int(self.partition_size[i])
         for piece in pieces:
             shard = piece.shard
             allocate_lo(shard, shard.hi.device)
             if shard.fmt.is_fp8:
-                write_dense(shard, None, flat.narrow(0, start + piece.offset, shard.numel), scale_inv)
+                write_first(shard, flat.narrow(0, start + piece.offset, shard.numel), scales, seed)
         self._fp8_flats.append(Flat(i, int(self.partition_size[i]), pieces))
         virtual = virtual_flat(int(self.partition_size[i]), flat.device)
         self.single_partition_of_fp32_groups[i] = virtual

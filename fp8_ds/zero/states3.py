@@ -21,6 +21,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW, weight_id
 from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
@@ -127,7 +128,7 @@ class Fp8StatesStage3(Fp8ZeroStage3):
                     continue
                 allocate_lo(shard, device)
                 if shard.fmt.is_fp8:
-                    write_dense(shard, None, p.ds_tensor.data[: shard.numel], scales.scale_inv)
+                    write_first(shard, p.ds_tensor.data[: shard.numel], scales, self.optimizer.seed)
         self._fp8_drop_flat()
         self._fp8_repoint()
 
