@@ -328,6 +328,15 @@ PIECES = {
         ),
         cross_entropy="liger",
     ),
+    # Issue 8 C: what a sample of the monitor costs, from each step and from each tenth; 30 steps are timed.
+    "monitor": Piece(
+        "llama-2b",
+        "ours-e4m11-compiled+fused",
+        (
+            "ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",
+            "ours-e4m11-compiled+fused+monitor.every=1+monitor.sink=health-1.jsonl",
+        ),
+    ),
     # 4. Small layers.
     "gpt2": Piece(
         "gpt2",

@@ -104,6 +104,7 @@ STEPS = (
     Step("states", _benchmark("end_to_end", "--piece states --budget {seconds}"), 420, "issue 4 H 1: states, release"),
     Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 300, "issue 4 B, H 1: recipes"),
     Step("losses", _benchmark("end_to_end", "--piece losses --budget {seconds}"), 400, "issue 4 H: losses on text"),
+    Step("monitor", _benchmark("end_to_end", "--piece monitor --budget {seconds}"), 200, "issue 8 C: its cost"),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
     Step("megatron-speed", _megatron("speed"), 480, "issue 6 G: ours beside stock Megatron-LM"),
     Step("megatron-states", _megatron("states"), 450, "issue 6 G: FP8 Adam in forms (a) and (b)"),

@@ -8,6 +8,7 @@ from fp8_ds.parity.arms import CHANGES, changed
 
 DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
+LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
 ARMS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -21,14 +22,15 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
+    "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
 }
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
 controls of regime 2."""
-SCHEDULED = ("fp8-bf16-last", "e4m11-bf16-last")
-"""The last tenth of the steps computes in bf16. Only where they are asked for by name."""
+SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "e4m11-bf16-last")
+"""The last tenth of the steps computes in bf16, or 5 %. Only where they are asked for by name."""
 RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")
 """Beside "fp8", which is tensorwise; states as in stock."""
 STATES = ("fp32-master", "e4m19", "e4m11")

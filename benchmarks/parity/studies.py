@@ -50,7 +50,7 @@ STUDIES = {
         bounded=("fp8", *RECIPES, *STATES),
         checkpoint_at=0.25,
     ),
-    "1b": Study("1b", 3072, (1,), (0,), arms=("stock", "fp8", "e4m11"), bounded=("fp8",)),
+    "1b": Study("1b", 3072, (1,), (0, 1), arms=("stock", "fp8", "e4m11"), bounded=("fp8",)),
 }
 
 

@@ -17,6 +17,8 @@ Rows = Sequence[dict[str, str]]
 _LAST = (
     ("fp8-bf16-last", "stock"),
     ("fp8-bf16-last", "fp8"),
+    ("fp8-bf16-last5", "stock"),
+    ("fp8-bf16-last5", "fp8"),
     ("e4m11-bf16-last", "stock"),
     ("e4m11-bf16-last", "e4m11"),
 )
@@ -37,7 +39,7 @@ PAIRS = {
 TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
-_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred")
+_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred", "teal")
 COLORS = dict(zip(ARMS, _PALETTE, strict=True))
 
 

@@ -134,6 +134,30 @@ def trainer_resumes(out: Path, stage: int) -> dict[str, Any]:
     }
 
 
+def pretrained(out: Path, stage: int) -> dict[str, Any]:
+    """How fine-tuning starts: weights are read, in ZeRO-3 into shards; two steps at lr 0 and a save give them back."""
+    torch.manual_seed(3)
+    before = out / "before"
+    if dist.get_rank() == 0:
+        llama().bfloat16().save_pretrained(before)
+    dist.barrier()
+    args = arguments(out, stage, max_steps=2, learning_rate=0.0)  # before from_pretrained, which asks it for the stage
+    model = LlamaForCausalLM.from_pretrained(before)
+    is_sharded = hasattr(next(model.parameters()), "ds_id")
+    trainer = Trainer(model=model, args=args, train_dataset=Sequences())
+    trainer.train()
+    trainer.save_model(str(out / "after"))
+    plan = trainer.deepspeed.fp8_report()["plan"]
+    end(trainer.deepspeed)
+    was, saved = saved_weights(before), saved_weights(out / "after")
+    return {
+        "is_sharded": is_sharded,
+        "plan": plan,
+        "differ": differing(saved, was),
+        "num": len(saved.keys() & was.keys()),
+    }
+
+
 def models(out: Path, stage: int) -> dict[str, Any]:
     """Families of models, each trained a few steps and saved."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -322,7 +346,7 @@ def end(engine: Any) -> None:
 
 
 CASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
-    one.__name__: one for one in (trainer_resumes, models, generation, lora, accelerate)
+    one.__name__: one for one in (trainer_resumes, pretrained, models, generation, lora, accelerate)
 }
 
 

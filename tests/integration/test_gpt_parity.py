@@ -130,7 +130,10 @@ def test_recipes_study_has_every_recipe_and_state_format_in_three_pairs_of_200_m
     recipes = [(blocks[arm].get("linear") or {}).get("recipe") for arm in arms[1:6]]
     assert recipes == [None, "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
     second = jobs_of(parity_args(cache, "--study", "1b"))
-    assert [job.name for job in second] == ["r1-stock-s0", "r1-fp8-s0", "r1-e4m11-s0"]
+    assert [job.name for job in second] == [f"r1-{arm}-s{k}" for k in (0, 1) for arm in ("stock", "fp8", "e4m11")]
+    last = jobs_of(parity_args(cache, "--study", "recipes", "--regimes", "3", "--arms", "stock", *SCHEDULED))
+    assert {job.arm for job in last} == {"stock", *SCHEDULED}
+    assert {blocks[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.05, 0.1}
 
 
 def test_predicted_seconds_give_back_the_speed_that_was_measured(bench: Any, root: Path) -> None:
@@ -388,7 +391,10 @@ def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     assert "started" not in again and f"{losses[-1]:.4f}" in again
 
 
-@pytest.mark.parametrize("arm", ["e4m11", "bf16-nearest"])
+SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "e4m11-bf16-last")
+
+
+@pytest.mark.parametrize("arm", ["e4m11", "fp8-bf16-last5", "bf16-nearest"])
 def test_worker_continues_from_a_checkpoint(
     bench: Any, root: Path, cache: Path, tmp_path: Path, cpu_environment: dict[str, str], arm: str
 ) -> None:
@@ -410,7 +416,9 @@ def test_worker_continues_from_a_checkpoint(
     assert float(log[1][4]) == pytest.approx(math.log(256), abs=1e-4)
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["checkpoint"] == worker.file_digest(tmp_path / "weights.pt")
-    assert bool(about["plan"]) == ("held_out_loss_bf16" in about) == (arm == "e4m11")
+    assert bool(about["plan"]) == ("held_out_loss_bf16" in about) == (arm != "bf16-nearest")
+    if arm == "fp8-bf16-last5":  # of four steps the last one; then the evaluation in bf16 is the same
+        assert about["held_out_loss_bf16"] == pytest.approx(float(log[-1][-1]), abs=1e-4)
 
 
 @pytest.mark.slow

@@ -40,9 +40,9 @@ def test_trainer_trains_in_fp8_by_the_json_flag_alone(
     assert len(weights) > 15 and all(math.isfinite(float(w.float().sum())) for w in weights.values())
 
 
-QUICK = ("trainer_resumes:2", "lora:3")
+QUICK = ("trainer_resumes:2", "lora:3", "pretrained:3")
 SLOW = ("trainer_resumes:3", "lora:2", "accelerate:2", "accelerate:3", "models:2", "models:3")
-SLOW += ("generation:2", "generation:3")
+SLOW += ("generation:2", "generation:3", "pretrained:2")
 
 
 @pytest.fixture
@@ -65,9 +65,13 @@ def run_cases(launch: Callable[..., str], tmp_path: Path) -> Callable[..., dict[
 def test_hugging_face_on_fp8_zero(run_cases: Callable[..., Any], tmp_path: Path, cases: tuple[str, ...]) -> None:
     pytest.importorskip("peft")
     for case, ranks in run_cases(*cases).items():
-        check = {"models": check_models, "generation": check_generation, "lora": check_lora}.get(case.split(":")[0])
+        name, _, stage = case.partition(":")
+        check = {"models": check_models, "generation": check_generation, "lora": check_lora}.get(name)
         for found in ranks:
-            (check or check_resume)(found)
+            if name == "pretrained":
+                check_pretrained(found, int(stage))
+            else:
+                (check or check_resume)(found)
         if case.startswith("trainer_resumes"):
             check_reload(tmp_path / case.replace(":", "-") / "model")
 
@@ -81,6 +85,12 @@ def check_resume(found: dict[str, Any]) -> None:
     assert found["num_saved"] == found["num_masters"] > 15
     evaluated = found.get("eval_losses", [2.0, 1.0])
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0]
+
+
+def check_pretrained(found: dict[str, Any], stage: int) -> None:
+    assert found["is_sharded"] == (stage == 3)
+    assert found["plan"].startswith("fp8: 14 of 15 linears")
+    assert found["differ"] == [] and found["num"] > 15
 
 
 def check_reload(folder: Path) -> None:
