@@ -120,6 +120,8 @@ def assert_parallel_linear(case: dict[str, Any]) -> None:
     layer = torch.nn.Linear(features, outputs, bias=case["bias"]).to(case["dtype"])
     with torch.no_grad():
         layer.weight.copy_(operand(1, outputs, features))
+        if layer.bias is not None:  # the same on all ranks
+            layer.bias.copy_(torch.randn(outputs, generator=generator))
     weight = layer.weight.detach().clone()
     bias = layer.bias.detach().double() if case["bias"] else 0.0
     tp = tpar.context(case["sequence_parallel"], **case["config"])
