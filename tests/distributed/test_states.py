@@ -305,7 +305,8 @@ def test_every_option_of_the_optimizer_means_what_it_means_with_fp32_states(rank
                     continue  # stock reads wrong masters there: its fragments are linked in the old order
                 for name, travelled in travel(result).items():
                     expected = float(travel(stock)[name].norm())
-                    assert float(travelled.norm()) == pytest.approx(expected, rel=0.1), (option, master, name)
+                    few = 0.1 if "norm" in name else 0.05  # what noise in first masters moves, few elements show most
+                    assert float(travelled.norm()) == pytest.approx(expected, rel=few), (option, master, name)
         if stage == 3:
             assert len({str(result[-1]["losses"]) for result in found.values()}) >= 8  # options that do something
 
