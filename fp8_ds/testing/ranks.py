@@ -82,6 +82,7 @@ def _rank_main(
     while True:
         # DeepSpeed's stage 3 replaces it for good by one that rounds before it adds the bias.
         torch.nn.functional.linear = linear
+        deepspeed.utils.groups.mpu = None  # of an engine before, and every engine after it would take it for its own
         # Every engine built or destroyed collects garbage: do not scan what is there for good, 1.5 million objects of
         # torch's compiler and what DeepSpeed keeps of each engine.
         gc.collect()
