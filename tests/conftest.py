@@ -24,6 +24,7 @@ if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
+OWN_RANKS = [f"tests/distributed/test_{name}.py" for name in ("faults", "checkpoint_kills", "checkpoint_wait", "ranks")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,12 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `-n`, a file's tests share a process, and so do all files that need the pool of ranks."""
+    """Under `-n`, a file's tests share a process, and so do all files that need the pool of ranks: one core is theirs,
+    the other that of all others, among them the files whose ranks die and so are their own."""
     from xdist.scheduler import LoadFileScheduling
 
     class FilesAndRanks(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith("tests/distributed/") else super()._split_scope(nodeid)
+            file = super()._split_scope(nodeid)
+            return "ranks" if file.startswith("tests/distributed/") and file not in OWN_RANKS else file
 
     config.option.loadscopereorder = False  # as collected: the long files, those with ranks and launchers, come first
     return FilesAndRanks(config, log)

@@ -391,6 +391,7 @@ def curves(ranks: Any) -> dict[str, Tensor]:
     return tpar.loss_curves(ranks, trained, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_autotp_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
     """As test_tp_llama.py's: FP8's distance from bf16 may grow by what bf16 loses to another order of its sums."""
     own = float((curves["bf16"] - curves["bf16 tp"]).abs().max())

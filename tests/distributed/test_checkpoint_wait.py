@@ -99,7 +99,7 @@ def slowly(*case: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "slow_rank"),
-    [("record", 1), slowly("stage", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
+    [slowly("record", 1), slowly("stage", 0), slowly("prepare", 0), ("damage", 0), slowly("damage", 1)],
 )
 def test_ranks_wait_for_file_work_longer_than_the_time_out(
     impatient_ranks: RankPool, tmp_path: Path, name: str, slow_rank: int

@@ -330,7 +330,7 @@ def outputs_without_a_group(environment: dict[str, str], odd: int, odd_fp8: dict
             process.kill()
 
 
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_where_initialize_makes_the_process_group_nobody_waits_either(
     odd: int, cpu_environment: dict[str, str]
 ) -> None:

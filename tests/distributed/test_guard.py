@@ -230,7 +230,7 @@ def returned(folder: str, stage: int, more: dict[str, Any], saves: list[int]) ->
     ("stage", "more", "saves"),
     [
         (1, {}, []),
-        (2, {}, [8, 13]),  # within the first stay; at the beginning of the second
+        pytest.param(2, {}, [8, 13], marks=pytest.mark.slow),  # within the first stay; at the beginning of the second
         (3, {}, [7, 11, 15]),  # at the beginning of the first; between the two; within the second
         (3, {"optimizer": {"states": "fp8"}}, [9]),
     ],

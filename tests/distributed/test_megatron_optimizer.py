@@ -126,7 +126,7 @@ def allowed(ranks: Any, world_size: int) -> float:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        pytest.param(1, bf16(False), id="plain"),
+        pytest.param(1, bf16(False), id="plain", marks=pytest.mark.slow),
         pytest.param(2, mt.Layout(bf16=True, recipe="tensorwise", distributed_optimizer=True), id="fp8-linears"),
         pytest.param(2, bf16(False, pp=2, tied=True), id="pp2-tied"),
         pytest.param(1, bf16(True), id="distributed", marks=pytest.mark.slow),

@@ -320,7 +320,7 @@ def everything(training: mt.Training) -> dict[str, Tensor]:
     ("form", "master"),
     [
         ("dp_reshardable", "e4m19"),
-        ("fully_reshardable", "e4m19"),
+        pytest.param("fully_reshardable", "e4m19", marks=pytest.mark.slow),
         ("dp_zero_gather_scatter", "e4m11"),
         ("legacy", "e4m11"),
         pytest.param("fully_reshardable_gloo", "e4m19", marks=pytest.mark.slow),

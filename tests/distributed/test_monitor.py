@@ -74,7 +74,8 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
                 assert one["saturation"] < 0.01
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_compiled_layers_are_watched_with_the_same_numbers(ranks: Any, stage: int) -> None:
     fp8 = {"monitor": {"every": 2, "sink": "/dev/null"}}
     eager = ranks(2).run(run, stage, fp8, {})[0]
@@ -177,18 +178,22 @@ def tensor_parallel(stage: int, fp8: dict[str, Any], tp_size: int) -> dict[str, 
     return {"losses": losses, "reports": reports, "classes": classes}
 
 
-TP_CASES = [
-    (2, 2, {}),
+TP_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (4, 3, {}),
     (2, 2, {"linear": {"recipe": "rowwise"}}),
+    (2, 2, {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}}),
+]
+SLOW_TP_CASES: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 2, {}),
     (2, 1, {"linear": {"recipe": "blockwise", "backend": "reference"}}),
     (2, 2, {"tensor_parallel": {"scales": "shared"}}),
     (2, 2, {"tensor_parallel": {"chunks": 4}}),
-    (2, 2, {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}}),
 ]
 
 
-@pytest.mark.parametrize(("world", "stage", "fp8"), TP_CASES)
+@pytest.mark.parametrize(
+    ("world", "stage", "fp8"), [*TP_CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_TP_CASES)]
+)
 def test_tensor_parallel_layers_are_watched_each_rank_its_part(
     ranks: Any, world: int, stage: int, fp8: dict[str, Any], tmp_path: Path
 ) -> None:

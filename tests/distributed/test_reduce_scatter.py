@@ -189,12 +189,12 @@ def run_steps(
     return losses, norm
 
 
-TRAINING: list[tuple[int, int, int, dict[str, Any], dict[str, Any]]] = [
+TRAINING: list[Any] = [
     (2, 2, 1, {}, {"gradient_clipping": 0.1}),
-    (2, 2, 4, RAGGED, {"zero_optimization": {"round_robin_gradients": True}}),
+    pytest.param(2, 2, 4, RAGGED, {"zero_optimization": {"round_robin_gradients": True}}, marks=pytest.mark.slow),
     (2, 4, 1, RAGGED, {}),
     (3, 2, 1, {}, {"gradient_clipping": 0.1}),
-    (3, 2, 4, RAGGED, {}),
+    pytest.param(3, 2, 4, RAGGED, {}, marks=pytest.mark.slow),
 ]
 
 

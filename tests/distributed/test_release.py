@@ -156,7 +156,12 @@ def all_cases(stage: int, world_size: int) -> list[dict[str, Any]]:
     return [both(stage, master, model, **options) for master, model, options in CASES[stage, world_size]]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), CASES)
+SLOW = [(1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size"), [pytest.param(*at, marks=[pytest.mark.slow] if at in SLOW else []) for at in CASES]
+)
 def test_release_changes_no_bit_of_training(ranks: Any, stage: int, world_size: int) -> None:
     for per_rank in ranks(world_size).run(all_cases, stage, world_size):
         for case, result in zip(CASES[stage, world_size], per_rank, strict=True):

@@ -140,7 +140,7 @@ drifts: dict[str, float] = {}
 @pytest.mark.parametrize(
     ("stage", "world_size", "model", "masters"),
     [
-        (1, 1, {}, MASTERS),
+        pytest.param(1, 1, {}, MASTERS, marks=pytest.mark.slow),
         (2, 2, {}, ("e4m19",)),
         (3, 4, test_zero.RAGGED, ("e4m11",)),
         pytest.param(1, 4, test_zero.NO_WEIGHT_ON_SOME_RANKS, MASTERS, marks=pytest.mark.slow),
@@ -287,7 +287,7 @@ def compare_options(stage: int, options: list[str], masters: list[str]) -> dict[
     }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_every_option_of_the_optimizer_means_what_it_means_with_fp32_states(ranks: Any, stage: int) -> None:
     masters = {1: ["e4m19"], 2: ["fp32"], 3: ["e4m11"]}[stage]
     options = [option for option in OPTIONS if stage in STAGES_OF.get(option, (1, 2, 3))]

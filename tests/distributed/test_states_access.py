@@ -369,7 +369,8 @@ def memory_of_all(stage: int, masters: tuple[str, ...]) -> dict[tuple[int, str |
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "masters"), [(1, 1, base.MASTERS), (2, 2, ("e4m11",)), (2, 3, ("e4m19",))]
+    ("world_size", "stage", "masters"),
+    [pytest.param(1, 1, base.MASTERS, marks=pytest.mark.slow), (2, 2, ("e4m11",)), (2, 3, ("e4m19",))],
 )
 def test_states_take_their_bytes_and_no_full_fp32_copy_ever_exists(
     ranks: Any, world_size: int, stage: int, masters: tuple[str, ...]

@@ -88,7 +88,7 @@ def as_one_graph(recipe: str | None, settings: dict[str, Any], options: dict[str
 
 
 CASES = [
-    ("tensorwise", {}, {}),
+    pytest.param("tensorwise", {}, {}, marks=pytest.mark.slow),
     ("rowwise", {}, {}),
     pytest.param("blockwise", {}, {}, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
@@ -134,9 +134,9 @@ def from_the_first_batch(settings: dict[str, Any], differs: bool) -> Any:
 
 
 SLOW_FALLBACKS = [
-    pytest.param(one, marks=pytest.mark.slow) for one in ({"reduce_scatter": "fp8"}, {"scales": "shared"})
+    pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"reduce_scatter": "fp8"}, {"scales": "shared"})
 ]
-FALLBACKS = [{}, {"chunks": 2, "nonlinear": "fp8"}, *SLOW_FALLBACKS]
+FALLBACKS = [{"chunks": 2, "nonlinear": "fp8"}, *SLOW_FALLBACKS]
 
 
 @pytest.mark.parametrize("settings", FALLBACKS, ids=str)
