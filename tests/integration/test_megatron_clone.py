@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pretrain_arguments import ARGUMENTS, FP8, SHARDED, TP, losses_in
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
@@ -22,68 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not CLONE, reason="MEGATRON_LM_PATH names no clone of Megatron-LM"),
 ]
 
-ARGUMENTS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "5",
-    "--lr",
-    "1e-3",
-    "--min-lr",
-    "1e-3",
-    "--lr-decay-style",
-    "constant",
-    "--transformer-impl",
-    "local",
-    "--use-cpu-initialization",
-    "--distributed-backend",
-    "gloo",
-    "--no-gradient-accumulation-fusion",
-    "--no-rope-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "96",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "100",
-    "--num-workers",
-    "0",
-    "--log-interval",
-    "1",
-    "--normalization",
-    "RMSNorm",
-    "--position-embedding-type",
-    "rope",
-    "--untie-embeddings-and-output-weights",
-    "--disable-bias-linear",
-    "--swiglu",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-]
-FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
-TP = ("--tensor-model-parallel-size", "2")
-SHARDED = ("--bf16", "--use-distributed-optimizer")
 STOCK_SCRIPT = """
 import os, runpy, sys
 root = os.environ["MEGATRON_LM_PATH"]
@@ -114,7 +53,7 @@ def launch(root: Path, *words: str, ranks: int = 1, script: Path | None = None) 
 
 def losses(run: subprocess.CompletedProcess[str]) -> list[float]:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    return [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", run.stdout)]
+    return losses_in(run.stdout)
 
 
 def each(found: list[float]) -> list[float]:

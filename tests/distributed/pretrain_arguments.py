@@ -1,0 +1,25 @@
+"""What pretrain_gpt.py of a clone of Megatron-LM is given on a CPU, and what it answers."""
+
+from __future__ import annotations
+
+import re
+
+ARGUMENTS = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
+    --transformer-impl local --use-cpu-initialization --distributed-backend gloo
+    --no-gradient-accumulation-fusion --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --eval-iters 0 --eval-interval 100
+    --num-workers 0 --log-interval 1 --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --swiglu --attention-dropout 0
+    --hidden-dropout 0 --no-bias-swiglu-fusion --no-bias-dropout-fusion
+""".split()
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+TP = ("--tensor-model-parallel-size", "2")
+PP = ("--pipeline-model-parallel-size", "2")
+SHARDED = ("--bf16", "--use-distributed-optimizer")
+
+
+def losses_in(output: str) -> list[float]:
+    """Of each iteration that is logged; the last rank logs."""
+    return [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", output)]
