@@ -91,6 +91,7 @@ class OptimizerConfig(_Block):
     release: bool = False
     release_clipping: Literal["exact", "per_tensor", "delayed_norm"] = "exact"
     outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
     def releases(self, gradient_clipping: float) -> bool:
         """Whether weights are updated during the backward: exact clipping must hold the reduced shards instead."""
@@ -317,6 +318,11 @@ class Fp8Config(_Block):
             raise ConfigError(
                 'fp8.optimizer.release: expected false with states "fp32", got true. The update during the backward is '
                 'that of FP8 states: set "states": "fp8", or remove the key.'
+            )
+        if self.optimizer.seed and self.optimizer.states == "fp32":
+            raise ConfigError(
+                f'fp8.optimizer.seed: expected 0 with states "fp32", got {self.optimizer.seed}. Nothing is rounded '
+                'stochastically then: set "states": "fp8", or remove the key.'
             )
         from_step = self.schedule.fp32_states_from_step
         if from_step is not None and self.optimizer.states == "fp32":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8_ds.parity.arms import seeded
 from fp8_ds.parity.loop import Length, Ranks, State
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
@@ -75,7 +76,7 @@ class EngineTaker(Taker):
             "steps_per_print": 1_000_000_000,
         }
         if ARMS[args.arm] is not None:
-            config["fp8"] = dict(ARMS[args.arm])
+            config["fp8"] = seeded(ARMS[args.arm], args.seed)
         if args.arm in SCHEDULED:
             config["fp8"]["schedule"] = {**config["fp8"]["schedule"], "total_steps": args.steps}
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)

@@ -65,7 +65,7 @@ def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
     if settings.states == "fp32":
         zero = build(optimizer)
     else:
-        engine.basic_optimizer = optimizer = Fp8AdamW.take_over(optimizer)
+        engine.basic_optimizer = optimizer = Fp8AdamW.take_over(optimizer, seed=settings.seed)
         releases = settings.releases(engine.gradient_clipping())
         if releases:
             check_release(engine)

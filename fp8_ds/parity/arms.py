@@ -33,6 +33,17 @@ def changed(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return result
 
 
+def seeded(block: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """`block` for the runs of one pair: what FP8 states round by follows its seed, too, unless the block names one.
+
+    Else all pairs would share what their rounding adds, and no interval over pairs would show it.
+    """
+    optimizer = block.get("optimizer", {})
+    if optimizer.get("states") != "fp8" or "seed" in optimizer:
+        return dict(block)
+    return changed(block, {"optimizer": {"seed": seed}})
+
+
 def resolve(arm: str, own: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
     """The arm's name and its "fp8" block; None: no block, stock bf16.
 

@@ -19,7 +19,7 @@ from fp8_ds import comparison
 from fp8_ds.comparison import Group, Result
 from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.parity.arms import BASE
+from fp8_ds.parity.arms import BASE, seeded
 from fp8_ds.parity.loop import FIELDS
 
 HELD_OUT = "held_out_loss"
@@ -146,8 +146,8 @@ class Study:
     def _launch(self, run: Run, seconds: float | None) -> tuple[int, str]:
         """Exit status and output of the ranks of one piece of a run."""
         config = {key: value for key, value in self.settings.config.items() if key != "fp8"}
-        if self.arms[run.arm] is not None:
-            config["fp8"] = self.arms[run.arm]
+        if (block := self.arms[run.arm]) is not None:
+            config["fp8"] = seeded(block, run.seed)
         shared = asdict(self.settings)
         spec = {
             **shared,

@@ -28,6 +28,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "release": False,
             "release_clipping": "exact",
             "outstanding_update_bytes": 67108864,
+            "seed": 0,
         },
         "activations": {"fused": False, "nonlinear": "bf16", "cross_entropy": "stock", "smooth_swiglu": False},
         "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16", "chunks": 1},
@@ -50,7 +51,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "filter_fqns": ["lm_head", "layers.0."], "layer_choice": "measured", "tokens": 8192, "frozen": "fp8"},
                "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
-                             "outstanding_update_bytes": 1048576},
+                             "outstanding_update_bytes": 1048576, "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger"},
                "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
@@ -236,6 +237,14 @@ def test_states_that_cannot_become_fp32_are_refused() -> None:
         one = Fp8Config.from_block({**config, "optimizer": optimizer})
         with pytest.raises(ConfigError, match=rf"^fp8\.schedule\.fp32_states_from_step: .*{got}, got 100"):
             one.check_stage(2)
+
+
+def test_a_seed_of_nothing_is_refused() -> None:
+    one = Fp8Config.from_block({"enabled": True, "optimizer": {"seed": 3}})
+    with pytest.raises(ConfigError, match=r'^fp8\.optimizer\.seed: expected 0 with states "fp32", got 3'):
+        one.check_stage(2)
+    with pytest.raises(ConfigError, match=r"seed: expected an integer of at least 0, got -1"):
+        Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "seed": -1}})
 
 
 def test_limits_of_a_guard_that_is_off_are_refused() -> None:

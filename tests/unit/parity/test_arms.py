@@ -7,7 +7,7 @@ import pytest
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.errors import ConfigError
-from fp8_ds.parity.arms import CHANGES, resolve
+from fp8_ds.parity.arms import CHANGES, resolve, seeded
 
 
 def test_every_arm_is_a_block_that_the_library_takes_and_no_two_are_alike() -> None:
@@ -21,6 +21,14 @@ def test_every_arm_is_a_block_that_the_library_takes_and_no_two_are_alike() -> N
     masters = {name: one.optimizer.master_format for name, one in zip(blocks, found, strict=True)}
     assert (masters["fp32-master"], masters["e4m19"], masters["e4m11"]) == ("fp32", "e4m19", "e4m11")
     assert all(found[list(blocks).index(name)].optimizer.states == "fp8" for name in ("fp32-master", "e4m19", "e4m11"))
+
+
+def test_a_pair_rounds_by_its_own_seed_unless_the_block_names_one() -> None:
+    block = {"enabled": True, "optimizer": {"states": "fp8", "master": "e4m11"}}
+    assert seeded(block, 3) == {"enabled": True, "optimizer": {"states": "fp8", "master": "e4m11", "seed": 3}}
+    assert "seed" not in block["optimizer"]
+    assert seeded({"enabled": True}, 3) == {"enabled": True}
+    assert seeded(seeded(block, 7), 3) == seeded(block, 7)
 
 
 def test_an_arm_changes_the_users_own_block_and_default_does_not() -> None:
