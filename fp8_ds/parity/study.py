@@ -21,6 +21,7 @@ from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.parity.arms import BASE, seeded
 from fp8_ds.parity.loop import FIELDS
+from fp8_ds.statistics import Paired
 
 HELD_OUT = "held_out_loss"
 _SETTINGS = "study.json"
@@ -187,6 +188,30 @@ class Study:
             found += comparison.compare(groups, 0.0).results if groups else ()
         return found
 
+    def about(self, run: Run) -> dict[str, Any]:
+        """What a finished run's log has no column for (worker.py)."""
+        path = self.log(run).with_suffix(".json")
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def loss_in_bf16(self, run: Run) -> float | None:
+        """Of a finished run's last evaluation, or of the one after it that computed in bf16; None: there is none."""
+        about = self.about(run)
+        return about.get("held_out_loss_bf16") if about.get("plan") else read_curve(self.log(run), HELD_OUT).losses[-1]
+
+    def differences_in_bf16(self) -> dict[str, Paired]:
+        """By arm, of the pairs that both have such a loss."""
+        base, *others = self.arms
+        found = {}
+        for arm in others:
+            runs = [(Run(arm, seed), Run(base, seed)) for seed in self.seeds]
+            done = [pair for pair in runs if all(self.log(run).exists() for run in pair)]
+            losses = [tuple(map(self.loss_in_bf16, pair)) for pair in done]
+            both = [(mine, other) for mine, other in losses if mine is not None and other is not None]
+            if both and any(self.about(mine).get("plan") for mine, _ in done):
+                found[arm] = comparison.pair(*zip(*both, strict=True))
+        return found
+
     def rows(self) -> str:
         """All finished logs as one CSV: arm, seed and the columns of a log."""
         text = io.StringIO()
@@ -199,18 +224,25 @@ class Study:
         return text.getvalue()
 
     def report(self) -> str:
-        """Markdown: final losses, differences with intervals, verdicts, failures."""
+        """Markdown: final losses, differences with intervals, verdicts, the same evaluated in bf16, failures."""
         seeds = ", ".join(map(str, self.seeds))
         lines = [f"# Parity of {self.settings.model}", "", f"{self.settings.steps} steps, seeds {seeds}.", ""]
-        lines += ["| arm | seed | held-out loss | tokens/s | peak GiB | |", "|---|---|---|---|---|---|"]
+        lines += ["| arm | seed | held-out loss | in bf16 | tokens/s | peak GiB | |", "|---|---|---|---|---|---|---|"]
         for run in self.runs():
             path = self.log(run)
             if path.exists():
-                about = json.loads(path.with_suffix(".json").read_text()) if path.with_suffix(".json").exists() else {}
+                about, in_bf16 = self.about(run), self.loss_in_bf16(run)
                 loss = read_curve(path, HELD_OUT).losses[-1]
-                cells = f"{loss:.4f} | {about.get('tokens_per_second', '')} | {about.get('peak_gib') or ''}"
+                cells = f"{loss:.4f} | {'' if in_bf16 is None else f'{in_bf16:.4f}'}"
+                cells += f" | {about.get('tokens_per_second', '')} | {about.get('peak_gib') or ''}"
                 lines.append(f"| {run.arm} | {run.seed} | {cells} | {about.get('plan') or ''} |")
         lines += ["", *(f"- {comparison.describe(result)}" for result in self.results())]
+        if found := self.differences_in_bf16():
+            lines += [
+                "",
+                "The same models, the last evaluation computed in bf16 with weights decoded from the masters:",
+            ]
+            lines += ["", *(f"- {arm}: {_interval(paired)}" for arm, paired in found.items()), ""]
         lines += [f"- NOT FINISHED: {run.name}" for run in self.pending()]
         lines += [f"\nFAILED {name}\n```\n{tail}\n```" for name, tail in self.failures.items()]
         return "\n".join([*lines, ""])
@@ -227,6 +259,13 @@ class Study:
             picture = self.folder / "parity.png"
             comparison.plot(found, picture, window=1)
             (self.folder / "parity.html").write_text(comparison.page(found, picture))
+
+
+def _interval(paired: Paired) -> str:
+    if len(paired.by_pair) == 1:
+        return f"{paired.mean:+.3f} %, one pair"
+    low, high = paired.mean - paired.half_width, paired.mean + paired.half_width
+    return f"{paired.mean:+.3f} %, 95 % interval {low:+.3f} to {high:+.3f} % of {len(paired.by_pair)} pairs"
 
 
 def launcher(gpus: int, spec: str) -> tuple[list[str], dict[str, str]]:

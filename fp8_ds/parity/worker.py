@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.parity.loop import Length, Ranks, State, device_ranks, train
 from fp8_ds.parity.text import Windows
 
@@ -134,6 +134,20 @@ class EngineTrainer:
         self.engine.train()
         return self.ranks.mean(float(torch.stack(losses).mean()))
 
+    def evaluated_in_bf16(self) -> dict[str, Any]:
+        """`evaluate` again with all layers in bf16, their weights decoded from the masters, as an export would be used.
+
+        The difference to `evaluate` is what FP8 costs where the model computes, the rest what it has learned less.
+        Nothing where no layer is in FP8. Collective; the run is at its end.
+        """
+        if self.engine.fp8_report()["num_fp8_weights"] == 0:
+            return {}
+        try:
+            self.engine.set_layer_precision("", "bf16")
+        except (ConfigError, UnsupportedError) as error:  # frozen layers stay in FP8, and the guard's
+            return {"not_evaluated_in_bf16": str(error)}
+        return {"held_out_loss_bf16": self.evaluate()}
+
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=_TAG)
         # Of dropout; DeepSpeed keeps it for pipelines only.
@@ -194,6 +208,8 @@ def run(spec: dict[str, Any]) -> bool:
     seconds = train(trainer, length, log, state, end, trainer.ranks)
     if seconds is None:
         return False
+    if about["plan"] is not None:
+        about |= trainer.evaluated_in_bf16()
     if trainer.ranks.writes:
         about["tokens_per_second"] = round(spec["steps"] * trainer.tokens_per_step / max(seconds, 1e-9))
         log.with_suffix(".json").write_text(json.dumps(about))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 
-ARGUMENTS = """
+ARGUMENTS = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
     --transformer-impl local --use-cpu-initialization --distributed-backend gloo
@@ -13,7 +14,7 @@ ARGUMENTS = """
     --num-workers 0 --log-interval 1 --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --swiglu --attention-dropout 0
     --hidden-dropout 0 --no-bias-swiglu-fusion --no-bias-dropout-fusion
-""".split()
+""")
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")

@@ -62,6 +62,10 @@ def test_pairs_are_trained_compared_and_cut_runs_gone_on_with(study: Any, tmp_pa
         "e4m11-s0",
         "e4m11-s1",
     ]
+    in_bf16 = json.loads((runs / "default-s0.json").read_text())["held_out_loss_bf16"]
+    at_end, begin = (float(losses["default-s0"][row][3]) for row in (-1, 1))
+    assert in_bf16 != at_end and abs(in_bf16 - at_end) < 0.1 * (begin - at_end)
+    assert "e4m11: " in (tmp_path / "whole/parity.md").read_text().split("computed in bf16")[1]
     # Pairs start alike up to FP8's rounding, and seeds do not.
     first = {name: float(rows[1][3]) for name, rows in losses.items()}
     assert abs(first["bf16-s0"] - first["default-s0"]) < abs(first["bf16-s0"] - first["bf16-s1"])

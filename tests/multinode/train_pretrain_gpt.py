@@ -2,8 +2,8 @@
 
     torchrun train_pretrain_gpt.py --cases CASES.json --out DIR
 
-One case, for Megatron trains once a process: {"name", "words": its arguments}. DIR/<name>-rank<r>.json: `text`, all that
-this rank wrote to its standard output, and `cable`, bytes that its host sent and received.
+One case, for Megatron trains once a process: {"name", "words": its arguments}. DIR/<name>-rank<r>.json: `text`, all
+that this rank wrote to its standard output, and `cable`, bytes that its host sent and received.
 """
 
 from __future__ import annotations

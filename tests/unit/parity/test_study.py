@@ -26,7 +26,13 @@ def settings(**changes: Any) -> Settings:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the next runs do: "losses" by arm, "fails" and "pauses": names; "specs": what they were given."""
-    plan: dict[str, Any] = {"losses": {"bf16": 2.0, "default": 2.0004}, "fails": (), "pauses": (), "specs": []}
+    plan: dict[str, Any] = {
+        "losses": {"bf16": 2.0, "default": 2.0004},
+        "fails": (),
+        "pauses": (),
+        "specs": [],
+        "in_bf16": {},
+    }
 
     def launch(study: Study, run: Any, seconds: float | None) -> tuple[int, str]:
         plan["specs"].append((run.name, seconds))
@@ -37,7 +43,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         loss = plan["losses"][run.arm] + run.seed / 10
         lines = ["step,tokens,seconds,train_loss,held_out_loss", f"0,0,0,,{loss + 1}", f"20,160,1.0,{loss},{loss:.6f}"]
         study.log(run).write_text("\n".join(lines) + "\n")
-        study.log(run).with_suffix(".json").write_text(json.dumps({"tokens_per_second": 160, "plan": "all"}))
+        about = {"tokens_per_second": 160, "plan": None if run.arm == "bf16" else "all"}
+        if run.arm in plan["in_bf16"]:
+            about["held_out_loss_bf16"] = plan["in_bf16"][run.arm] + run.seed / 10
+        study.log(run).with_suffix(".json").write_text(json.dumps(about))
         return 0, "finished"
 
     monkeypatch.setattr(Study, "_launch", launch)
@@ -70,7 +79,19 @@ def test_results_are_paired_and_have_the_verdicts_of_compare(tmp_path: Path, wor
     lines = (tmp_path / "parity.csv").read_text().splitlines()
     assert lines[0] == "arm,seed,step,tokens,seconds,train_loss,held_out_loss" and len(lines) == 1 + 6 * 2
     page = (tmp_path / "parity.md").read_text()
-    assert "| default | 1 | 2.1004 | 160 |  | all |" in page and ": parity (mean at most 0.1 %" in page
+    assert "| default | 1 | 2.1004 |  | 160 |  | all |" in page and ": parity (mean at most 0.1 %" in page
+    assert "computed in bf16" not in page  # no run has been evaluated so
+
+
+def test_fp8_models_are_compared_as_they_compute_in_bf16_too(tmp_path: Path, worker: dict[str, Any]) -> None:
+    worker["in_bf16"] = {"default": 2.0002}
+    study = Study(tmp_path, settings(), ARMS, range(2))
+    study.go_on(None, lambda text: None)
+    (found,) = study.differences_in_bf16().values()
+    assert found.by_pair == pytest.approx([0.01, 100 * 0.0002 / 2.1])
+    page = study.report()
+    assert "| default | 1 | 2.1004 | 2.1002 | 160 |" in page and "| bf16 | 1 | 2.1000 | 2.1000 | 160 |" in page
+    assert "- default: +0.010 %, 95 % interval" in page.split("computed in bf16")[1]
 
 
 def test_a_failure_does_not_stop_the_others_and_a_pause_does(tmp_path: Path, worker: dict[str, Any]) -> None:
