@@ -54,6 +54,7 @@ def main() -> None:
     accelerator.unwrap_model(model).save_pretrained(
         f"{out}/model", is_main_process=accelerator.is_main_process, state_dict=state
     )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ deepspeed examples/huggingface/train_trainer.py --output_dir out --deepspeed exa
 import sys
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
 import fp8_ds  # noqa: F401  (before or after the others: it waits for deepspeed)
@@ -35,6 +36,8 @@ def main() -> None:
     trainer.save_model()  # bf16 of the masters, in safetensors
     if trainer.is_world_process_zero():
         print(trainer.model_wrapped.fp8_report()["plan"])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -228,6 +228,7 @@ def main() -> None:
     finished = run(json.loads(args.spec.read_text()))
     if int(os.environ.get("RANK", "0")) == 0:
         print("finished" if finished else "paused", flush=True)
+    torch.distributed.destroy_process_group()  # else gloo's threads may outlive Python, which aborts then
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ def main(folder: Path) -> None:
             assert goes_over(found[source], found[target], folder / str(i)), (source, target)
             if dist.get_rank() == 0:
                 print(f"{source} -> {target}: same parameters", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16, device=engine.dev
 engine.step()
 report = engine.fp8_report()
 print(f"rank {deepspeed.comm.get_rank()} {args.marker} {type(engine).__name__} {report['gathered_fp8_bytes']} bytes")
+torch.distributed.destroy_process_group()
 """
 
 
