@@ -9,8 +9,6 @@ Seams: fp8_ds/engine/seams.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,39 +18,36 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.optim.adamw import Fp8AdamW, weight_id
+from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first, write_first_codes
-from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
+from fp8_ds.optim.masters import BF16_8, FP32
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.norm import OverflowFlag, clip_factor, global_norm
-from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.norm import clip_factor, global_norm
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage12 import Fp8ZeroStage12, KindBuffer
+from fp8_ds.zero.states import Fp8States
 
 _STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 
 
-class Fp8StatesStage12(Fp8ZeroStage12):
+class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a managed `Fp8AdamW`."""
 
-    optimizer: Fp8AdamW
-    _fp8_is_dense = False
     _fp8_is_direct = False
     _fp8_takes_gradients = True
+
+    @property
+    def _fp8_waits(self: Any) -> bool:
+        return bool(self.check_grad_overflow)
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Encode masters from the bf16 weights, group by group. Collective."""
         if "_fp8_device" in self.__dict__:
             self.device = self.__dict__.pop("_fp8_device")
-        self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
-        self._fp8_is_split = self._fp8_format.is_split
-        self._fp8_flag = OverflowFlag()
-        self._fp8_squares = SumOfSquares()
         self._fp8_names = {id(p): name for p, name in self.param_names.items()}
         self._fp8_flats: list[Flat] = []
         super().fp8_init(context)
@@ -202,30 +197,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
         self.timers(_GATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
-    def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
-        core = self.optimizer.core
-        inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
-        core.run(grads, inputs)
-        history = self._fp8.history
-        if history is not None:
-            history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
-            if self._fp8_is_split:
-                core.scales.extra.copy_(history.amax_local)
-        core.end()
-
-    def _fp8_is_skipped(self: Any) -> bool:
-        """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
-        skipped = self.overflow and self._fp8_flag.is_current
-        if skipped and self._fp8.history is not None:
-            self._fp8.history.amax_local.zero_()
-        return skipped
-
-    def _fp8_end_step(self: Any, norm: Tensor) -> None:
-        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
-        self.overflow = self._fp8_flag.resolve(self.check_grad_overflow)
-        self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
-        self._update_scale(self.overflow)
-
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
         """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
         by_name: dict[str, tuple[Tensor, Any]] = {}
@@ -278,28 +249,9 @@ class Fp8StatesStage12(Fp8ZeroStage12):
 
     # --- dense masters and moments for stock code ---
 
-    @contextmanager
-    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
-        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
-
-        On leaving, both are quantised, and the weights gathered. Collective.
-
-        Args:
-            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
-        """
-        scales = {} if saved_scales is None else saved_scales
-        if self._fp8_is_dense:
-            yield scales
-            return
-        self._fp8_is_dense = self.optimizer.is_dense = True
-        try:
-            self._fp8_set_dense("cpu")
-            self._link_all_hp_params()
-            yield scales
-        finally:
-            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
-                self._fp8_is_dense = self.optimizer.is_dense = False
-                self._fp8_absorb(scales)
+    def _fp8_enter_dense(self: Any) -> None:
+        self._fp8_set_dense("cpu")
+        self._link_all_hp_params()
 
     def _fp8_set_dense(self: Any, device: str) -> None:
         if self._fp8_is_split:
@@ -343,10 +295,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
     def _get_groups_without_padding(self: Any, groups: Any) -> Any:
         return [group.detach() for group in super()._get_groups_without_padding(groups)]  # type: ignore[misc]
 
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        with self.fp8_dense():
-            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-
     def _restore_from_bit16_weights(self: Any) -> None:
         with self.fp8_dense():
             super()._restore_from_bit16_weights()
@@ -367,14 +315,6 @@ class Fp8StatesStage12(Fp8ZeroStage12):
     def fp8_masters(self: Any) -> list[Tensor]:
         """DeepSpeed's flat masters; of no size where masters are split."""
         return self.single_partition_of_fp32_groups
-
-    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
-        """Offload as stock does; of masters and moments what FP8 states hold."""
-        super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
-
-    def reload_states(self: Any, non_blocking: bool = False) -> None:
-        reload_adam(self)
-        super().reload_states(non_blocking=non_blocking)
 
     # --- safe_get_* / safe_set_* ---
 

@@ -8,8 +8,6 @@ Seams: fp8_ds/engine/seams.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,19 +16,18 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.optim.adamw import Fp8AdamW, weight_id
+from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
-from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
+from fp8_ds.optim.masters import BF16_8, FP32
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.norm import OverflowFlag, clip_factor, global_norm
-from fp8_ds.zero.offload import offload_adam, reload_adam
+from fp8_ds.zero.norm import clip_factor, global_norm
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
+from fp8_ds.zero.states import Fp8States
 
 _STEP_TIMER = "optimizer_step"
 
@@ -73,18 +70,11 @@ class SplitShards(Fp8Shards):
         self.mark_ready()
 
 
-class Fp8StatesStage3(Fp8ZeroStage3):
+class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 whose inner optimizer is a managed `Fp8AdamW`."""
-
-    optimizer: Fp8AdamW
-    _fp8_is_dense = False
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Encode masters from the bf16 shards. Collective."""
-        self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
-        self._fp8_is_split = self._fp8_format.is_split
-        self._fp8_flag = OverflowFlag()
-        self._fp8_squares = SumOfSquares()
         self._fp8_waits = context.check_overflow
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
@@ -262,30 +252,6 @@ class Fp8StatesStage3(Fp8ZeroStage3):
         if not self._fp8_is_skipped():
             self._post_step(timer_names)
 
-    def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
-        core = self.optimizer.core
-        inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
-        core.run(grads, inputs)
-        history = self._fp8.history
-        if history is not None:
-            history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
-            if self._fp8_is_split:
-                core.scales.extra.copy_(history.amax_local)
-        core.end()
-
-    def _fp8_is_skipped(self: Any) -> bool:
-        """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
-        skipped = self.overflow and self._fp8_flag.is_current
-        if skipped and self._fp8.history is not None:
-            self._fp8.history.amax_local.zero_()
-        return skipped
-
-    def _fp8_end_step(self: Any, norm: Tensor) -> None:
-        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
-        self.overflow = self._fp8_flag.resolve(self._fp8_waits)
-        self._global_grad_norm = norm / self.loss_scale
-        self._update_scale(self.overflow)
-
     def _fp8_gradients(self: Any) -> tuple[list[Tensor], list[Any]]:
         """This rank's reduced gradients, 1-D, one per shard, and the parameters they are of."""
         grads, params = [], []
@@ -299,28 +265,9 @@ class Fp8StatesStage3(Fp8ZeroStage3):
 
     # --- dense masters and moments for stock code ---
 
-    @contextmanager
-    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
-        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
-
-        On leaving, both are quantised. Collective.
-
-        Args:
-            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
-        """
-        scales = {} if saved_scales is None else saved_scales
-        if self._fp8_is_dense:
-            yield scales
-            return
-        self._fp8_is_dense = self.optimizer.is_dense = True
-        try:
-            if self._fp8_is_split:
-                self._fp8_set_dense()
-            yield scales
-        finally:
-            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
-                self._fp8_is_dense = self.optimizer.is_dense = False
-                self._fp8_absorb(scales)
+    def _fp8_enter_dense(self: Any) -> None:
+        if self._fp8_is_split:
+            self._fp8_set_dense()
 
     def _fp8_set_dense(self: Any) -> None:
         scale_inv = self.optimizer.core.scales.scale_inv
@@ -363,10 +310,6 @@ class Fp8StatesStage3(Fp8ZeroStage3):
             state["fp32_flat_groups"] = [dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats]
         return state
 
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        with self.fp8_dense():
-            super().load_state_dict(*args, **kwargs)
-
     def _restore_from_bit16_weights(self: Any) -> None:
         with self.fp8_dense():
             self._fp8_restore_dense()
@@ -392,14 +335,6 @@ class Fp8StatesStage3(Fp8ZeroStage3):
     def fp8_masters(self: Any) -> list[Tensor]:
         """DeepSpeed's flat masters; of no size where masters are split."""
         return self.fp32_partitioned_groups_flat
-
-    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
-        """Offload as stock does; of masters and moments what FP8 states hold."""
-        super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)
-
-    def reload_states(self: Any, non_blocking: bool = False) -> None:
-        reload_adam(self)
-        super().reload_states(non_blocking=non_blocking)
 
     # --- safe_get_* / safe_set_* ---
 

@@ -1,0 +1,97 @@
+"""What FP8 optimizer states do alike in ZeRO 1, 2 and 3: the update, what the host keeps of a step, dense states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from fp8_ds.ops.squares import SumOfSquares
+from fp8_ds.optim.adamw import Fp8AdamW
+from fp8_ds.optim.masters import BY_NAME, MasterFormat
+from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.norm import OverflowFlag
+from fp8_ds.zero.offload import offload_adam, reload_adam
+
+
+class Fp8States:
+    """Mix-in before `Fp8ZeroStage12` or `Fp8ZeroStage3`; the class that has both says where shards and masters lie.
+
+    Attributes:
+        _fp8_waits: the host waits for a step's flag; else `overflow` is that of the step before.
+    """
+
+    optimizer: Fp8AdamW
+    _fp8_is_dense = False
+
+    def fp8_init(self: Any, context: Fp8Context) -> None:
+        """Before the stage's own. Collective."""
+        self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
+        self._fp8_is_split = self._fp8_format.is_split
+        self._fp8_flag = OverflowFlag()
+        self._fp8_squares = SumOfSquares()
+        super().fp8_init(context)  # type: ignore[misc]
+
+    # --- the step ---
+
+    def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
+        core = self.optimizer.core
+        inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
+        core.run(grads, inputs)
+        history = self._fp8.history
+        if history is not None:
+            history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
+            if self._fp8_is_split:
+                core.scales.extra.copy_(history.amax_local)
+        core.end()
+
+    def _fp8_is_skipped(self: Any) -> bool:
+        """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
+        skipped = self.overflow and self._fp8_flag.is_current
+        if skipped and self._fp8.history is not None:
+            self._fp8.history.amax_local.zero_()
+        return skipped
+
+    def _fp8_end_step(self: Any, norm: Tensor) -> None:
+        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
+        self.overflow = self._fp8_flag.resolve(self._fp8_waits)
+        self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
+        self._update_scale(self.overflow)
+
+    # --- dense masters and moments for stock code ---
+
+    @contextmanager
+    def fp8_dense(self: Any, saved_scales: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+        """While inside, masters are dense float32 on the CPU, and moments put into `optimizer.state` stay there.
+
+        On leaving, both are quantised, and in stages 1 and 2 the weights gathered. Collective.
+
+        Args:
+            saved_scales: scale_inv by weight name, to store the masters with; may be filled inside.
+        """
+        scales = {} if saved_scales is None else saved_scales
+        if self._fp8_is_dense:
+            yield scales
+            return
+        self._fp8_is_dense = self.optimizer.is_dense = True
+        try:
+            self._fp8_enter_dense()
+            yield scales
+        finally:
+            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
+                self._fp8_is_dense = self.optimizer.is_dense = False
+                self._fp8_absorb(scales)
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self.fp8_dense():
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """Offload as stock does; of masters and moments what FP8 states hold."""
+        super().offload_states(include=offload_adam(self, include, device), device=device, **kwargs)  # type: ignore[misc]
+
+    def reload_states(self: Any, non_blocking: bool = False) -> None:
+        reload_adam(self)
+        super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
