@@ -164,6 +164,14 @@ def describe_steps(found: Comparison) -> str:
     )
 
 
+def describe_mean(paired: Paired) -> str:
+    """The mean, and its interval where there are two pairs."""
+    if len(paired.by_pair) == 1:
+        return f"{paired.mean:+.3f} %, one pair"
+    low, high = paired.mean - paired.half_width, paired.mean + paired.half_width
+    return f"{paired.mean:+.3f} %, 95 % interval {low:+.3f} to {high:+.3f} % of {len(paired.by_pair)} pairs"
+
+
 def describe(result: Result) -> str:
     """One sentence for a person."""
     paired = result.paired
@@ -174,14 +182,11 @@ def describe(result: Result) -> str:
         )
     if len(paired.by_pair) == 1:
         return (
-            f"{result.group}: {paired.mean:+.3f} %, one pair: undecided. The noise between seeds is not known; two "
+            f"{result.group}: {describe_mean(paired)}: undecided. The noise between seeds is not known; two "
             "pairs or more have an interval."
         )
-    low, high = paired.mean - paired.half_width, paired.mean + paired.half_width
-    return (
-        f"{result.group}: {paired.mean:+.3f} %, 95 % interval {low:+.3f} to {high:+.3f} % of {len(paired.by_pair)} "
-        f"pairs: {result.verdict} (mean at most {MEAN_BOUND} %, upper end at most {UPPER_BOUND} %)."
-    )
+    bounds = f"mean at most {MEAN_BOUND} %, upper end at most {UPPER_BOUND} %"
+    return f"{result.group}: {describe_mean(paired)}: {result.verdict} ({bounds})."
 
 
 def plot(found: Comparison, path: Path, window: int) -> None:

@@ -242,7 +242,9 @@ class Study:
                 "",
                 "The same models, the last evaluation computed in bf16 with weights decoded from the masters:",
             ]
-            lines += ["", *(f"- {arm}: {_interval(paired)}" for arm, paired in found.items()), ""]
+            lines += ["", *(f"- {arm}: {comparison.describe_mean(paired)}" for arm, paired in found.items()), ""]
+        reasons = {run.name: self.about(run).get("not_evaluated_in_bf16") for run in self.runs()}
+        lines += [f"- NOT EVALUATED in bf16: {name}: {reason}" for name, reason in reasons.items() if reason]
         lines += [f"- NOT FINISHED: {run.name}" for run in self.pending()]
         lines += [f"\nFAILED {name}\n```\n{tail}\n```" for name, tail in self.failures.items()]
         return "\n".join([*lines, ""])
@@ -259,13 +261,6 @@ class Study:
             picture = self.folder / "parity.png"
             comparison.plot(found, picture, window=1)
             (self.folder / "parity.html").write_text(comparison.page(found, picture))
-
-
-def _interval(paired: Paired) -> str:
-    if len(paired.by_pair) == 1:
-        return f"{paired.mean:+.3f} %, one pair"
-    low, high = paired.mean - paired.half_width, paired.mean + paired.half_width
-    return f"{paired.mean:+.3f} %, 95 % interval {low:+.3f} to {high:+.3f} % of {len(paired.by_pair)} pairs"
 
 
 def launcher(gpus: int, spec: str) -> tuple[list[str], dict[str, str]]:

@@ -92,6 +92,10 @@ def test_fp8_models_are_compared_as_they_compute_in_bf16_too(tmp_path: Path, wor
     page = study.report()
     assert "| default | 1 | 2.1004 | 2.1002 | 160 |" in page and "| bf16 | 1 | 2.1000 | 2.1000 | 160 |" in page
     assert "- default: +0.010 %, 95 % interval" in page.split("computed in bf16")[1]
+    about = study.folder / "runs/default-s1.json"
+    about.write_text(json.dumps({"plan": "all", "not_evaluated_in_bf16": "frozen"}))
+    assert "- NOT EVALUATED in bf16: default-s1: frozen" in study.report()
+    assert "- default: +0.010 %, one pair" in study.report()
 
 
 def test_a_failure_does_not_stop_the_others_and_a_pause_does(tmp_path: Path, worker: dict[str, Any]) -> None:
