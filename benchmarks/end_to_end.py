@@ -230,8 +230,18 @@ def make_spec(
         "blocks": args.blocks,
         "steps": args.loss_steps if piece.mode == "losses" else args.steps,
         "profile_steps": 3,
+        "traces": _trace_folder(args, arm),
         "text": text,
     }
+
+
+def _trace_folder(args: argparse.Namespace, arm: Arm) -> str | None:
+    """Of an arm's traces; it exists then."""
+    if args.traces is None:
+        return None
+    folder = args.traces.resolve() / re.sub(r"[^\w.=-]", "_", arm.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
 
 
 def prepare_text(args: argparse.Namespace, model: Model) -> dict[str, Any]:
@@ -334,6 +344,7 @@ def parse_args() -> argparse.Namespace:
     how.add_argument("--arm-timeout", type=float, default=240)
     how.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "end_to_end_text"))
     how.add_argument("--out", type=Path, default=HERE / "results")
+    how.add_argument("--traces", type=Path, help="folder in which profiles leave rank 0's traces, in Chrome's format")
     how.add_argument("--log", type=Path, help="append all output of all arms to this file")
     return parser.parse_args()
 

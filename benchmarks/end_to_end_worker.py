@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
 import math
 import os
@@ -112,23 +113,35 @@ def dispatches_per_linear(trainer: Trainer, device: torch.device) -> int | None:
 
 
 @contextmanager
-def _trace(activities: list[Any], events: list[Any]) -> Iterator[None]:
+def _trace(activities: list[Any], events: list[Any], kept: Path | None) -> Iterator[None]:
     with profile(activities=activities) as prof:
         yield
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         prof.export_chrome_trace(str(path))
-        events += json.loads(path.read_text())["traceEvents"]
+        text = path.read_bytes()
+    events += json.loads(text)["traceEvents"]
+    if kept is not None:
+        kept.write_bytes(gzip.compress(text))
 
 
-def profiled(trainer: Trainer, device: Device, step: Callable[[int], Tensor], num_steps: int) -> dict[str, Any]:
-    """`device` and `host` of step_profile.py; all ranks take the steps."""
+def profiled(
+    trainer: Trainer, device: Device, step: Callable[[int], Tensor], num_steps: int, traces: Path | None = None
+) -> dict[str, Any]:
+    """`device` and `host` of step_profile.py; all ranks take the steps.
+
+    Args:
+        traces: a folder for what they were made of, in Chrome's format.
+    """
     on_device: list[Any] = []
     on_both: list[Any] = []
     cuda = [ProfilerActivity.CUDA] if device.on_cuda else []
-    for activities, events in ((cuda or [ProfilerActivity.CPU], on_device), ([ProfilerActivity.CPU, *cuda], on_both)):
+    for name, activities, events in (
+        ("device", cuda or [ProfilerActivity.CPU], on_device),
+        ("both", [ProfilerActivity.CPU, *cuda], on_both),
+    ):
         device.synchronize()
-        with _trace(activities, events):
+        with _trace(activities, events, traces and traces / f"{name}.json.gz"):
             for number in range(num_steps):
                 step(number)
             device.synchronize()
@@ -233,7 +246,8 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
         "fp8": trainer.report(),
     }
     if spec["mode"] == "profile":
-        result |= profiled(trainer, gauge, step, spec["profile_steps"])
+        traces = Path(spec["traces"]) if spec["traces"] and rank == 0 else None
+        result |= profiled(trainer, gauge, step, spec["profile_steps"], traces)
     return result
 
 

@@ -88,6 +88,17 @@ def _megatron(piece: str) -> str:
     return f"{{python}} benchmarks/megatron_pretrain.py --piece {piece} --budget {{seconds}} {own}"
 
 
+_LAYERS_WHY = "issue 5 E, G: what 8B's layers at 8192 tokens wait for"
+
+
+def _parallel_layers(gpus: str) -> str:
+    return _benchmark(
+        "parallel_layers",
+        f"--gpus {gpus} --budget {{seconds}} --trace {{out}} --shapes 8b --arms bf16 torchao torchao-cudagraphs te "
+        "ours ours-compiled ours-cudagraphs",
+    )
+
+
 STEPS = (
     Step("parity-first", _parity("--only-first-weights"), 400, "issue 3 H: text and first weights, for those below"),
     Step("parity-8gpus", _parity(""), 900, "issue 3 H: three pairs of each arm, regime 2 twice", 8, "parity-first"),
@@ -113,17 +124,8 @@ STEPS = (
         Step(f"megatron-seeds-{k}", _megatron(f"seeds-{k}"), 555, f"issue 6 G: is form (b)'s loss worse? Seed {k}")
         for k in (1, 2, 3)
     ),
-    Step(
-        "parallel-layers",
-        _benchmark(
-            "parallel_layers",
-            "--gpus 2 4 --budget {seconds} --trace {out} --shapes 8b --arms bf16 torchao torchao-cudagraphs te ours "
-            "ours-compiled ours-cudagraphs",
-        ),
-        200,
-        "issue 5 E, G: what 8B's layers at 8192 tokens wait for; four GPUs",
-        gpus=4,
-    ),
+    Step("parallel-layers", _parallel_layers("2 4"), 200, f"{_LAYERS_WHY}; four GPUs", gpus=4),
+    Step("parallel-layers-2gpus", _parallel_layers("2"), 200, f"{_LAYERS_WHY}; two GPUs", gpus=2),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
     Step("gather", _benchmark("gather", "--gpus 2 4"), 40, "issue 4 H 3: one layer's gather", gpus=4),
     Step(
@@ -149,7 +151,7 @@ STEPS = (
     ),
     Step(
         "8b-profile",
-        _benchmark("end_to_end", "--piece 8b-profile --layers 8 --gpus 2 --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b-profile --layers 8 --gpus 2 --budget {seconds} --traces {out}/traces"),
         330,
         "issue 4 H 2: where 8 layers of 8B spend their time; host waits beside stock's",
         gpus=2,
@@ -315,7 +317,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.list:
         for step in STEPS:
-            print(f"{step.name:16} {step.gpus} GPU {step.seconds:5.0f} s  {step.why}")
+            print(f"{step.name:21} {step.gpus} GPU {step.seconds:5.0f} s  {step.why}")
         return
     if arguments.out is None:
         parser.error("--out is needed: nothing else of the machine is kept")
@@ -323,7 +325,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     steps = [by_name[name] for name in arguments.steps] or [s for s in STEPS if s.gpus == arguments.gpus]
     done = run_session(steps, out, arguments.limit, visible_gpus())
-    print("\n".join(f"{one.name:16} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done))
+    print("\n".join(f"{one.name:21} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done))
     raise SystemExit(max((abs(one.status or 0) for one in done), default=0))
 
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from fp8_ds.engine import conversion, leaves, retyping
+from fp8_ds.engine import conversion, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
@@ -81,9 +81,11 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`; under ZeRO-3 a line on leaf modules where one is due."""
-        if self.fp8 is not None and (line := leaves.hint_on_compiling(self)):
-            say(line)
+        """Stock `compile`, and tables of rotary embeddings made once; under ZeRO-3 a line on leaves where due."""
+        if self.fp8 is not None:
+            rotary.keep_tables(self.module)
+            if line := leaves.hint_on_compiling(self):
+                say(line)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Sequence[str], precision: Request) -> list[str]:
