@@ -117,6 +117,11 @@ class Arm:
     def uses_deepspeed(self) -> bool:
         return self.system in ("stock", "ours")
 
+    @property
+    def releases(self) -> bool:
+        """Gradients are freed in backward."""
+        return self.fp8 is not None and bool(self.fp8["optimizer"].get("release"))
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -255,11 +260,11 @@ PIECES = {
             "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fused",
             "ours-e4m11-compiled+fused+delayed",
-            "torchao-tensorwise-compiled",
-            "stock-compiled",
-            "torch-compiled",
+            "ours-e4m11-compiled+fused+delayed+liger",
+            "ours-e4m11-release-compiled+nonlinear+delayed+liger",
         ),
     ),
+    "peers-more": Piece("llama-2b", "stock-eager", ("stock-compiled", "torchao-tensorwise-compiled", "torch-compiled")),
     "states": Piece(
         "llama-2b",
         "stock-eager",
@@ -269,7 +274,6 @@ PIECES = {
             "ours-e4m19-compiled+fused",
             "ours-fp32-eager",
             "ours-fp32-compiled",
-            "ours-e4m11-release-compiled+fused",
             "ours-e4m11-release-eager+nonlinear+liger",
         ),
     ),
@@ -354,12 +358,16 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-eager",
-            "ours-e4m19-eager",
-            "ours-fp32-eager",
-            "ours-e4m11-eager+rowwise",
-            "ours-e4m11-eager+blockwise",
+            "ours-e4m11-compiled+fused+delayed",
+            "ours-e4m11-compiled+fused",
+            "ours-e4m11-compiled+rowwise",
         ),
+        mode="losses",
+    ),
+    "losses-more": Piece(
+        "llama-2b",
+        "stock-eager",
+        ("ours-fp32-compiled", "ours-e4m19-compiled+fused", "ours-e4m11-compiled+blockwise"),
         mode="losses",
     ),
     "profiles": Piece(

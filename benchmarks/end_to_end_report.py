@@ -166,6 +166,12 @@ def profile_tables(run: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _picked(run: Mapping[str, Any]) -> str:
+    """What SDPA took; runs of before 2026-11-22 do not say."""
+    found = sorted({r["attention"] for r in good(run) if "attention" in r})
+    return f" ({'; '.join(found)})" if found else ""
+
+
 def section(run: Mapping[str, Any]) -> str:
     """One run: what it was, its table, what was left out."""
     m, box = run["model"], run["machine"]
@@ -178,7 +184,7 @@ def section(run: Mapping[str, Any]) -> str:
         f"`{run['command']}` on {m['gpus']} x {box['device']}; {versions}, Python {box['python']}, CUDA {box['cuda']}.",
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
         f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}; attention "
-        f"{run['attention']}. All DeepSpeed arms: {zero}.",
+        f"{run['attention']}{_picked(run)}. All DeepSpeed arms: {zero}.",
         *([f"Text: {run['text']}."] if run.get("text") else []),
         "",
         tables[run["mode"]](run),

@@ -83,7 +83,15 @@ def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]
 
 
 def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
-    """Imports what the model needs (not possible under zero.Init) and returns what makes it."""
+    """Imports what the model needs (not possible under zero.Init) and returns what makes it.
+
+    Args:
+        attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick.
+    """
+    if attention == "cudnn":
+        for others in ("flash", "mem_efficient", "math"):
+            getattr(torch.backends.cuda, f"enable_{others}_sdp")(False)
+        attention = "causal"
     return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention)
 
 
@@ -159,7 +167,10 @@ class EngineTrainer(Trainer):
             model = model.to(device, torch.bfloat16)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.model = self.engine.module
-        if arm.compiled:
+        if arm.compiled and arm.releases:
+            for layer in self.model.model.layers:  # a graph of the whole model hands over all gradients at its end
+                layer.compile()
+        elif arm.compiled:
             self.engine.compile()
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -171,6 +171,8 @@ def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
     end = time.monotonic() + args.budget
     rows: list[dict[str, Any]] = []
     args.arms = with_peers(args.arms, device.type == "cuda")
+    for others in ("flash", "mem_efficient", "math") if args.attention == "cudnn" else ():
+        getattr(torch.backends.cuda, f"enable_{others}_sdp")(False)
     for cell in cells(args):
         left = torch.tensor([end - time.monotonic()], device=device)
         dist.broadcast(left, 0)
@@ -190,6 +192,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=["ffn", "block"], default=["ffn", "block"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, "te"], default=[*ARMS, "te"])
+    parser.add_argument(
+        "--attention", choices=["sdpa", "cudnn"], default="sdpa", help="of blocks: what SDPA picks, or cuDNN's"
+    )
     parser.add_argument("--scale", type=int, default=1, help="divide all features, for dry runs")
     parser.add_argument("--layers", type=int, default=1, help="in a row; times are those of one")
     parser.add_argument("--budget", type=float, default=540, help="seconds for each number of ranks")

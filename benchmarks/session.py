@@ -115,6 +115,9 @@ STEPS = (
     Step("states", _benchmark("end_to_end", "--piece states --budget {seconds}"), 420, "issue 4 H 1: states, release"),
     Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 300, "issue 4 B, H 1: recipes"),
     Step("losses", _benchmark("end_to_end", "--piece losses --budget {seconds}"), 400, "issue 4 H: losses on text"),
+    Step(
+        "losses-more", _benchmark("end_to_end", "--piece losses-more --budget {seconds}"), 400, "the same, other arms"
+    ),
     Step("monitor", _benchmark("end_to_end", "--piece monitor --budget {seconds}"), 200, "issue 8 C: its cost"),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
     Step("megatron-speed", _megatron("speed"), 480, "issue 6 G: ours beside stock Megatron-LM"),
@@ -126,7 +129,19 @@ STEPS = (
     ),
     Step("parallel-layers", _parallel_layers("2 4"), 200, f"{_LAYERS_WHY}; four GPUs", gpus=4),
     Step("parallel-layers-2gpus", _parallel_layers("2"), 200, f"{_LAYERS_WHY}; two GPUs", gpus=2),
+    Step(
+        "blocks-2gpus",
+        _benchmark(
+            "parallel_layers",
+            "--gpus 2 --budget {seconds} --shapes 8b --parts block --attention cudnn --arms bf16 torchao "
+            "torchao-cudagraphs te ours ours-cudagraphs",
+        ),
+        80,
+        "issue 5 G: layers with cuDNN's attention in all arms, which SDPA does not pick on hosts of two",
+        gpus=2,
+    ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
+    Step("peers-more", _benchmark("end_to_end", "--piece peers-more --budget {seconds}"), 330, "the same, other peers"),
     Step("gather", _benchmark("gather", "--gpus 2 4"), 40, "issue 4 H 3: one layer's gather", gpus=4),
     Step(
         "gather-2gpus",
@@ -137,21 +152,24 @@ STEPS = (
     ),
     Step(
         "8b-settings",
-        _benchmark("end_to_end", "--piece 8b-settings --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b-settings --attention cudnn --budget {seconds}"),
         400,
         "issue 4 H 2: 8 layers of 8B; predicted 165 ms, and 170, 168, 173 with DeepSpeed's default settings",
         gpus=2,
     ),
     Step(
         "8b-2gpus",
-        _benchmark("end_to_end", "--piece 8b --layers 8 --gpus 2 --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b --layers 8 --gpus 2 --attention cudnn --budget {seconds}"),
         330,
         "issue 4 H 2: 8 layers of 8B beside stock and torchao; predicted ours 165 ms",
         gpus=2,
     ),
     Step(
         "8b-profile",
-        _benchmark("end_to_end", "--piece 8b-profile --layers 8 --gpus 2 --budget {seconds} --traces {out}/traces"),
+        _benchmark(
+            "end_to_end",
+            "--piece 8b-profile --layers 8 --gpus 2 --attention cudnn --budget {seconds} --traces {out}/traces",
+        ),
         330,
         "issue 4 H 2: where 8 layers of 8B spend their time; host waits beside stock's",
         gpus=2,
@@ -165,14 +183,14 @@ STEPS = (
     ),
     Step(
         "8b",
-        _benchmark("end_to_end", "--piece 8b --gpus 4 --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b --gpus 4 --attention cudnn --budget {seconds}"),
         500,
         "issue 4 H 2: Llama-3-8B, ZeRO-3",
         gpus=4,
     ),
     Step(
         "8b-memory",
-        _benchmark("end_to_end", "--piece 8b-memory --gpus 4 --budget {seconds}"),
+        _benchmark("end_to_end", "--piece 8b-memory --gpus 4 --attention cudnn --budget {seconds}"),
         400,
         "issue 4 H 2: ours at micro-batch 2 in stock's memory",
         gpus=4,

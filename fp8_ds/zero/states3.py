@@ -232,17 +232,20 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
         `overflow`: a gradient was infinite or NaN, nothing has changed. The host waits for the device to know it, as
         in stock code, unless `bf16.check_grad_overflow` is false: then it learns it one step late.
+
+        The device has been waited for when this begins, so it gets its work first. What only the host has to do, which
+        grows with the number of parameters, follows while the device updates: stock code begins with it.
         """
         self._pre_step()
-        self._partition_all_parameters()
         timer_names = {_STEP_TIMER}
         self.timers(_STEP_TIMER).start()
         grads, params = self._fp8_gradients()
         norm = global_norm(self, grads, params)
-        self.zero_grad(set_to_none=True)
         skip = (~torch.isfinite(norm)).int()
         self._fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
+        self._partition_all_parameters()
+        self.zero_grad(set_to_none=True)
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None

@@ -150,3 +150,28 @@ def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(r
         assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2)
         assert found["is same"] and found["names"]["aten::cat"] == 3
         assert not {"aten::clone", "aten::copy_"} & set(found["names"])  # of a strided view: bytewise on CUDA
+
+
+def order_of_a_step() -> list[str]:
+    """What FP8 states do in a step, in order."""
+    engine = build(STATES)
+    training.train(engine, 1)
+    done: list[str] = []
+
+    def spied(name: str) -> Any:
+        stock = getattr(engine.optimizer, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return stock(*args, **kwargs)
+
+        return spy
+
+    for name in ("_fp8_update", "_partition_all_parameters", "_fp8_end_step"):
+        setattr(engine.optimizer, name, spied(name))
+    training.train(engine, 1, first_step=1)
+    return done
+
+
+def test_the_device_gets_its_update_before_the_host_walks_over_all_parameters(ranks: Any) -> None:
+    assert ranks(1).run(order_of_a_step) == [["_fp8_update", "_partition_all_parameters", "_fp8_end_step"]]
