@@ -309,7 +309,7 @@ def measure(args: argparse.Namespace) -> Path:
         return run_arm(spec, arm, model, min(args.arm_timeout, max(left, 30)), args.log)
 
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
-        end_to_end_report.write(path, [*earlier, {**run, "results": results, "skipped": skipped}])
+        end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
     num_steps = args.loss_steps if piece.mode == "losses" else args.warm_up + args.blocks * args.steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,13 @@ def write(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     os.replace(part, path)
+
+
+def add(path: Path, run: Mapping[str, Any]) -> None:
+    """The run is in the file as it is now, beside those of other processes, which may write it at the same time."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(path, each_once([*load(path), run]))
 
 
 def merged(out: Path, files: Iterable[Path]) -> Path:

@@ -74,12 +74,17 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
 
 
 def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
-    """Makes a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
+    """Makes, on the CPU, a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
     from parity.models import GPT, Size
 
     if cross_entropy != "stock":
         raise SystemExit(f"cross-entropy: expected stock with this model, got {cross_entropy}. Use a Llama.")
-    return lambda: GPT(Size(m.layers, m.hidden, m.vocab, m.seq, m.micro_batch, 0), m.vocab, seed=0)
+
+    def make() -> nn.Module:
+        with torch.device("cpu"):  # whatever the caller's default: its generator is one of the CPU
+            return GPT(Size(m.layers, m.hidden, m.vocab, m.seq, m.micro_batch, 0), m.vocab, seed=0)
+
+    return make
 
 
 def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -43,3 +44,6 @@ def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], a
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     work(device, *args)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's that still holds a tensor aborts Python's own way out (docs/troubleshooting.md)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -137,7 +138,7 @@ STEPS = (
             "torchao-cudagraphs te ours ours-cudagraphs",
         ),
         80,
-        "issue 5 G: layers with cuDNN's attention in all arms, which SDPA does not pick on hosts of two",
+        "issue 5 G: layers with cuDNN's attention in all arms, Transformer Engine's too",
         gpus=2,
     ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
@@ -248,6 +249,16 @@ class Running:
         return Ran(self.step.name, self.command, KILLED if status is None else status, seconds, note)
 
 
+def torchs_cudnn() -> dict[str, str]:
+    """For the environment of a step, so that Transformer Engine loads no other cuDNN than torch has.
+
+    With the machine's older one SDPA leaves cuDNN for FlashAttention 2 in every arm of the process.
+    """
+    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    folders = spec.submodule_search_locations if spec is not None else None
+    return {"CUDNN_HOME": folders[0]} if folders else {}
+
+
 def start_step(step: Step, out: Path, seconds: float, gpus: tuple[str, ...]) -> Running:
     """Begin it, for at most `seconds`; its output goes to a log."""
     folder = out / "logs"
@@ -256,7 +267,7 @@ def start_step(step: Step, out: Path, seconds: float, gpus: tuple[str, ...]) -> 
     inside = int(min(step.seconds, limit - MIN_SECONDS / 2))
     command = step.command.format(python=shlex.quote(sys.executable), out=shlex.quote(str(out)), seconds=inside)
     path = folder / f"{step.name}.txt"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    environment = {**torchs_cudnn(), **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with path.open("wb") as log:
         process = subprocess.Popen(
             command,

@@ -126,7 +126,12 @@ def _torch() -> Iterator[Check]:
         return
     status: Status = "ok" if tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9) else "warning"
     yield Check("CUDA", status, torch.version.cuda, "" if status == "ok" else "blockwise needs a torch with CUDA 12.9")
-    yield Check("cuDNN", "ok", str(torch.backends.cudnn.version()))
+    from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn
+
+    if older := older_cudnn():
+        yield Check("cuDNN", "warning", f"{older}: attention will be slow", CUDNN_REMEDY)
+    else:
+        yield Check("cuDNN", "ok", str(torch.backends.cudnn.version()))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         yield Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
     else:

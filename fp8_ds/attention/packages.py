@@ -150,3 +150,23 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it has a default); of a torch custom op those of the function behind it."""
     signature = inspect.signature(getattr(function, "_init_fn", function))
     return tuple((name, one.default is not one.empty) for name, one in signature.parameters.items())
+
+
+CUDNN_REMEDY = (
+    "something loaded it before torch could load its own (Transformer Engine loads that of CUDA_HOME): let CUDNN_HOME "
+    "name the folder of torch's, nvidia/cudnn beside it, and LD_LIBRARY_PATH no folder with a cuDNN"
+)
+
+
+def older_cudnn() -> str | None:
+    """That this process has an older cuDNN than torch was built with; None: it has not, or torch has no cuDNN.
+
+    SDPA then takes FlashAttention 2 without a word, which needs 1.8 times as long on an H200.
+    """
+    cudnn = getattr(torch._C, "_cudnn", None)
+    if cudnn is None:
+        return None
+    loaded, built = cudnn.getRuntimeVersion(), cudnn.getCompileVersion()
+    if loaded >= built:
+        return None
+    return f"cuDNN {'.'.join(map(str, loaded))} is loaded, torch was built with {'.'.join(map(str, built))}"

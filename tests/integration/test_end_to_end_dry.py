@@ -6,6 +6,8 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,14 @@ def test_models_have_the_sizes_of_the_issue(bench: Any) -> None:
     assert models["llama-8b"].num_parameters / 1e9 == pytest.approx(8.03, abs=0.005)
     assert models["llama-8b"].tokens == models["llama-2b"].tokens == 8192
     assert models["gpt2"].tokens == 16 * 1024
+
+
+def test_gpt_is_made_on_the_cpu_whatever_the_default_device(bench: Any) -> None:
+    """As the worker makes models, with the meta device in place of a GPU, whose generators are not the CPU's either."""
+    size = replace(bench("end_to_end_arms").MODELS["gpt2"], layers=1, hidden=128, heads=2, kv_heads=2, vocab=64, seq=8)
+    with torch.device("meta"):
+        model = bench("end_to_end_trainers").factory(size, "stock", "causal")()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
 def test_deepspeed_arms_differ_in_the_fp8_block_only(bench: Any) -> None:
@@ -447,6 +457,20 @@ def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) 
     text = report.publish(path)
     assert {file.suffix for file in (tmp_path / "out").glob("2026-11-23*")} == {".json", ".md", ".png"}
     assert "![tokens/s](2026-11-23-end-to-end.png)" in text
+
+
+def test_runs_side_by_side_on_one_host_keep_each_others_results(bench: Any, tmp_path: Path) -> None:
+    report, path = bench("end_to_end_report"), tmp_path / "shared.json"
+
+    def save_some(number: int) -> None:
+        for end in range(1, 9):
+            run = speed_run(FULL, number=number)
+            report.add(path, run | {"results": run["results"][:end]})
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(save_some, (1, 2, 3)))
+    runs = report.load(path)
+    assert len(runs) == 3 and all(run["results"] == speed_run(FULL)["results"] for run in runs)
 
 
 # --- dry runs ---

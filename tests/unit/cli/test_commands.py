@@ -259,6 +259,18 @@ def test_doctor_says_which_torch_is_tested(monkeypatch: pytest.MonkeyPatch, vers
     assert all(one in found.found for one in diagnosis.TESTED_TORCH)
 
 
+@pytest.mark.parametrize(("older", "status"), [(None, "ok"), ("cuDNN 9.14.0 is loaded", "warning")])
+def test_doctor_warns_of_an_older_cudnn_than_torchs(
+    monkeypatch: pytest.MonkeyPatch, older: str | None, status: str
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("fp8_ds.attention.packages.older_cudnn", lambda: older)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    found = next(check for check in diagnosis.checks() if check.name == "cuDNN")
+    assert found.status == status
+    assert (older or "None") in found.found and ("CUDNN_HOME" in found.remedy) == (status == "warning")
+
+
 def test_doctor_names_a_seam_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8_ds.engine import seams
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fp8_ds.attention.packages import older_cudnn
 from fp8_ds.engine.attention import describe_attention
 
 CPU = torch.device("cpu")
@@ -86,6 +87,33 @@ def test_what_the_choice_depends_on_is_asked_for(monkeypatch: pytest.MonkeyPatch
     many = llama(num_hidden_layers=1, hidden_size=512, num_attention_heads=256, num_key_value_heads=256, head_dim=128)
     describe_attention(many, CPU)
     assert asked[2][0][2] == 5
+
+
+class Cudnn:
+    """Stands for torch's binding: it was built with 9.19."""
+
+    def __init__(self, *loaded: int) -> None:
+        self.loaded = loaded
+
+    def getRuntimeVersion(self) -> tuple[int, ...]:
+        return self.loaded
+
+    def getCompileVersion(self) -> tuple[int, ...]:
+        return 9, 19, 0
+
+
+def test_an_older_cudnn_than_torchs_is_told_where_another_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cudnn", Cudnn(9, 14, 0), raising=False)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, chosen=backend, **kwargs: int(chosen))
+        line = describe_attention(llama(), CPU)
+        told = "not cuDNN: cuDNN 9.14.0 is loaded, torch was built with 9.19.0" in line and "CUDNN_HOME" in line
+        assert told == (backend == SDPBackend.FLASH_ATTENTION)
+    assert older_cudnn() == "cuDNN 9.14.0 is loaded, torch was built with 9.19.0"
+    monkeypatch.setattr(torch._C, "_cudnn", Cudnn(9, 20, 1))
+    assert older_cudnn() is None
+    monkeypatch.delattr(torch._C, "_cudnn")
+    assert older_cudnn() is None, "a torch without cuDNN"
 
 
 def test_kinds_that_differ_are_all_named() -> None:
