@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8_ds.attention.heads.kernel import amax_kernel, dequantize_kernel, quantize_kernel
 from fp8_ds.attention.rotation import rotation_matrices
 from fp8_ds.formats import E4M3
+from fp8_ds.ops._launch import ceil_div
 
 _ELEMENTS = 8192
 """Of a tile: 64 a thread."""
@@ -31,7 +32,7 @@ def _launch(x: Tensor, num_kv_heads: int, cu_seqlens: Tensor | None, max_seqlen:
         "PTX": x.is_cuda and torch.version.hip is None,
         "num_warps": _NUM_WARPS,
     }
-    return (triton.cdiv(longest, rows), sequences * num_kv_heads), constants
+    return (ceil_div(longest, rows), sequences * num_kv_heads), constants
 
 
 def _cast(

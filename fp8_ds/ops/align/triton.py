@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.ops._device import decode, encode_four
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.transpose.triton import (
     NUM_WARPS,
     VECTORS,
@@ -118,8 +119,10 @@ def align(x_fp8: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 def _launch(x_fp8: Tensor, ratio: Tensor, scale_inv: Tensor, largest: Tensor, *, is_given: bool) -> Tensor:
     num_rows, num_cols = x_fp8.shape
     out_t = torch.empty((num_cols, num_rows), dtype=x_fp8.dtype, device=x_fp8.device)
-    num_programs = triton.cdiv(num_rows, VECTORS * 16) * triton.cdiv(num_cols, WORDS * 4)
-    align_kernel[(num_programs,)](
+    num_programs = ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)
+    launch(
+        align_kernel,
+        num_programs,
         x_fp8.view(torch.uint8),
         out_t.view(torch.uint8),
         ratio,

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.blockwise import empty_planes, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
@@ -65,7 +66,9 @@ def quantize_blockwise(
     kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
     words = _words(x_fp8_t) if col else None
     options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
-    quantize_kernel[(triton.cdiv(num_rows, 4 * quarter) * num_blocks(num_cols),)](
+    launch(
+        quantize_kernel,
+        ceil_div(num_rows, 4 * quarter) * num_blocks(num_cols),
         x,
         x.stride(0),
         x_fp8.view(torch.uint8) if row else None,
@@ -98,7 +101,9 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
     if x_fp8.numel() == 0:
         return x_fp8_t, scale_inv_t
     words = _words(x_fp8_t)
-    transpose_kernel[(num_blocks(num_rows) * num_blocks(num_cols),)](
+    launch(
+        transpose_kernel,
+        num_blocks(num_rows) * num_blocks(num_cols),
         x_fp8.view(torch.uint8),
         scale_inv,
         scale_inv.stride(0),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.blockwise import num_blocks
 from fp8_ds.ops.blockwise.reference import BLOCK
 from fp8_ds.ops.groupwise.kernel import dequantize_kernel
@@ -18,7 +18,9 @@ def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
     """As `reference.dequantize_groupwise`; on CUDA, or on CPU under Triton's interpreter."""
     num_rows, num_cols = x_fp8.shape
     x = torch.empty_like(x_fp8, dtype=torch.bfloat16)
-    dequantize_kernel[(triton.cdiv(num_rows, _ROWS) * num_blocks(num_cols),)](
+    launch(
+        dequantize_kernel,
+        ceil_div(num_rows, _ROWS) * num_blocks(num_cols),
         x_fp8.view(torch.uint8),
         scale_inv,
         scale_inv.stride(0),

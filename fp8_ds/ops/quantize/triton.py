@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.quantize import kernel
 from fp8_ds.ops.quantize.parts import PROGRAM
 from fp8_ds.ops.transpose.triton import runs_ptx
@@ -41,9 +43,10 @@ ROW_WORDS, MAX_ROW_WORDS, WORDS_PER_THREAD = 2048, 4096, 16
 
 def _is_vector(*sizes: int, at: tuple[Tensor | None, ...]) -> bool:
     """Whether rows of these sizes are cut into whole vectors, from tensors that begin at one."""
-    return all(size % _ALIGNMENT == 0 for size in sizes) and all(
-        tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in at
-    )
+    for size in sizes:
+        if size % _ALIGNMENT:
+            return False
+    return all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in at)
 
 
 def _options(x: Tensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -54,16 +57,22 @@ def _scalar(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def _num_amax_programs(x: Tensor) -> int:
     """Enough to fill the device, and no more than the casts read maxima of."""
-    num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    most = min(AMAX_PROGRAMS * num_processors, kernel.MAX_PARTIALS.value)
-    return min(most, triton.cdiv(x.numel(), AMAX_WORDS * 4))
+    most = min(AMAX_PROGRAMS * _num_processors(x.device), kernel.MAX_PARTIALS.value)
+    return min(most, ceil_div(x.numel(), AMAX_WORDS * 4))
 
 
 def _launch_amax(x: Tensor, out: Tensor, num_programs: int, *, atomic: bool) -> None:
     if num_programs > 0:
-        kernel.amax_kernel[(num_programs,)](
+        launch(
+            kernel.amax_kernel,
+            num_programs,
             x,
             out,
             x.numel(),
@@ -87,8 +96,9 @@ def record_amax(x: Tensor, amax_local: Tensor) -> None:
 
 def _partial_amaxes(x: Tensor) -> Tensor:
     """int32 [num_programs]: bits of maxima whose maximum is the amax of `x`. Nothing has to be set to zero for them."""
-    partials = torch.empty(_num_amax_programs(x), dtype=torch.int32, device=x.device)
-    _launch_amax(x, partials, len(partials), atomic=False)
+    num_programs = _num_amax_programs(x)
+    partials = torch.empty(num_programs, dtype=torch.int32, device=x.device)
+    _launch_amax(x, partials, num_programs, atomic=False)
     return partials
 
 
@@ -104,15 +114,17 @@ def _cast(
 ) -> Tensor:
     """One launch of `quantize_kernel`, also for an empty tensor where it is to store scale_inv."""
     out = torch.empty_like(x, dtype=dtype)
-    num_programs = triton.cdiv(x.numel(), CAST_WORDS * 4)
+    num_programs = ceil_div(x.numel(), CAST_WORDS * 4)
     if num_programs == 0 and mode not in (kernel.CURRENT.value, kernel.POW2.value):
         return out
-    kernel.quantize_kernel[(max(num_programs, 1),)](
+    launch(
+        kernel.quantize_kernel,
+        max(num_programs, 1),
         x,
         out.view(torch.uint8),
         scale,
         partials,
-        0 if partials is None else len(partials),
+        0 if partials is None else partials.numel(),
         scale_inv,
         amax_local,
         x.numel(),
@@ -135,10 +147,12 @@ def quantize_part(
     fp8_max: float,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(x, dtype=dtype)
-    num_programs = triton.cdiv(x.numel(), CAST_WORDS * 4)
+    num_programs = ceil_div(x.numel(), CAST_WORDS * 4)
     if num_programs == 0:
         return out
-    kernel.part_kernel[(num_programs,)](
+    launch(
+        kernel.part_kernel,
+        num_programs,
         x,
         out.view(torch.uint8),
         grid,
@@ -169,7 +183,9 @@ def quantize_parts(
     fp8_max: float,
 ) -> None:
     """One launch; `table` has what `cuts` and the addresses say, and `is_vector` holds for every part."""
-    kernel.parts_kernel[(len(program_parts),)](
+    launch(
+        kernel.parts_kernel,
+        len(program_parts),
         table,
         program_parts,
         DTYPE=_TRITON_DTYPES[xs[0].dtype],
@@ -227,20 +243,22 @@ def _cast_planes(
     row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
     col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
     words = PLANES_WORDS[has_row_plane]
-    num_programs = triton.cdiv(num_rows, PLANES_VECTORS * 16) * triton.cdiv(num_cols, words * 4)
+    num_programs = ceil_div(num_rows, PLANES_VECTORS * 16) * ceil_div(num_cols, words * 4)
     if num_programs == 0:
         # Nothing to cast, but scales of nothing are 1.
         if mode == kernel.CURRENT.value or mode == kernel.COLUMNS.value:
             assert scale_inv is not None
             scale_inv.fill_(1.0)
         return row_plane, col_plane
-    kernel.planes_kernel[(num_programs,)](
+    launch(
+        kernel.planes_kernel,
+        num_programs,
         x,
         row_plane.view(torch.uint8),
         col_plane.view(torch.uint8),
         scale,
         partials,
-        0 if partials is None else len(partials),
+        0 if partials is None else partials.numel(),
         amax_cols,
         fold,
         scale_inv,
@@ -298,9 +316,11 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
     if num_rows == 0:
         return out, scale_inv
     # A vector of each thread of a warp at least.
-    words = min(max(triton.next_power_of_2(triton.cdiv(num_cols, 4)), 128), MAX_ROW_WORDS)
+    words = min(max(triton.next_power_of_2(ceil_div(num_cols, 4)), 128), MAX_ROW_WORDS)
     rows = max(ROW_WORDS // words, 1)
-    kernel.rowwise_kernel[(triton.cdiv(num_rows, rows),)](
+    launch(
+        kernel.rowwise_kernel,
+        ceil_div(num_rows, rows),
         x,
         out.view(torch.uint8),
         fold,
@@ -321,9 +341,11 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
 def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = x.shape
     amax_cols = torch.zeros(num_cols, dtype=torch.int32, device=x.device)
-    num_programs = triton.cdiv(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * triton.cdiv(num_cols, COLS_WORDS * 4)
+    num_programs = ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * ceil_div(num_cols, COLS_WORDS * 4)
     if num_programs > 0:
-        kernel.amax_cols_kernel[(num_programs,)](
+        launch(
+            kernel.amax_cols_kernel,
+            num_programs,
             x,
             fold,
             amax_cols,

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, sum_partials_kernel
 from fp8_ds.ops.rmsnorm.reference import rows_per_partial
@@ -49,7 +50,9 @@ def rmsnorm(
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
     block = _block(num_cols)
     for kernel_mode in kernel_modes[mode]:
-        rmsnorm_kernel[(num_rows,)](
+        launch(
+            rmsnorm_kernel,
+            num_rows,
             x,
             weight,
             x_fp8.view(torch.uint8),
@@ -80,13 +83,15 @@ def rmsnorm_backward(
     """(grad_x, grad_weight)."""
     num_rows, num_cols = x.shape
     rows = rows_per_partial(num_rows)
-    num_partials = triton.cdiv(num_rows, rows)
+    num_partials = ceil_div(num_rows, rows)
     grad_x = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
     partial = torch.empty(num_partials, num_cols, dtype=torch.float32, device=x.device)
     grad_weight = torch.empty(num_cols, dtype=torch.float32, device=x.device)
     residual = x if grad_residual is None else grad_residual
     block = _block(num_cols)
-    rmsnorm_backward_kernel[(num_partials,)](
+    launch(
+        rmsnorm_backward_kernel,
+        num_partials,
         grad_output,
         x,
         weight,
@@ -106,7 +111,15 @@ def rmsnorm_backward(
         num_warps=_num_warps(block, _PER_THREAD_BACKWARD),
         enable_fp_fusion=False,
     )
-    sum_partials_kernel[(triton.cdiv(num_cols, _SUM_COLS),)](
-        partial, grad_weight, num_partials, num_cols, COLS=_SUM_COLS, num_warps=4, enable_fp_fusion=False
+    launch(
+        sum_partials_kernel,
+        ceil_div(num_cols, _SUM_COLS),
+        partial,
+        grad_weight,
+        num_partials,
+        num_cols,
+        COLS=_SUM_COLS,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return grad_x, grad_weight

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from fp8_ds.ops import _producer_device as device
+from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_output
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
 
@@ -51,7 +52,7 @@ def _launch(mode: str, num_cols: int, max_registers: int) -> _Launch:
 
 
 def _num_programs(mode: str, num_rows: int, num_cols: int) -> int:
-    return num_rows if mode == "rowwise" else num_rows * triton.cdiv(num_cols, _BLOCK)
+    return num_rows if mode == "rowwise" else num_rows * ceil_div(num_cols, _BLOCK)
 
 
 def _scales(mode: str, slot: SlotTensors, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +80,11 @@ def swiglu(
     num_rows, num_cols = gate.shape
     x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, gate)
     scale, scale_inv, amax = _scales(mode, slot, scale_inv)
-    launch = _launch(mode, num_cols, 64 if with_hp else 40)
+    settings = _launch(mode, num_cols, 64 if with_hp else 40)
     for kernel_mode in _MODES[mode]:
-        swiglu_kernel[(_num_programs(mode, num_rows, num_cols),)](
+        launch(
+            swiglu_kernel,
+            _num_programs(mode, num_rows, num_cols),
             gate,
             up,
             x_fp8.view(torch.uint8),
@@ -97,11 +100,11 @@ def swiglu(
             TWICE=twice,
             HAS_HP=with_hp,
             FP8_MAX=fp8_max,
-            FITS=launch.fits,
-            BLOCK=launch.block,
+            FITS=settings.fits,
+            BLOCK=settings.block,
             PTX=gate.is_cuda and torch.version.hip is None,
             enable_fp_fusion=False,
-            **launch.options,
+            **settings.options,
         )
     return x_fp8, scale_inv, hp
 
@@ -162,11 +165,13 @@ def _backward(
 ) -> None:
     """Fills `fp8s` and `hps` (one each if `packed`, else two), and what is in `scales`."""
     num_rows, num_cols = gate.shape
-    launch = _launch(mode, num_cols, 64)
+    settings = _launch(mode, num_cols, 64)
     if packed:
         fp8s, hps = ([one[0], one[0][:, num_cols:] if one[0].dim() == 2 else one[0]] for one in (fp8s, hps))
     for kernel_mode in kernel_modes:
-        swiglu_backward_kernel[(_num_programs(mode, num_rows, num_cols),)](
+        launch(
+            swiglu_backward_kernel,
+            _num_programs(mode, num_rows, num_cols),
             grad_hidden,
             gate,
             up,
@@ -185,9 +190,9 @@ def _backward(
             HAS_HP=with_hp,
             PACKED=packed,
             FP8_MAX=fp8_max,
-            FITS=launch.fits,
-            BLOCK=launch.block,
+            FITS=settings.fits,
+            BLOCK=settings.block,
             PTX=gate.is_cuda and torch.version.hip is None,
             enable_fp_fusion=False,
-            **launch.options,
+            **settings.options,
         )

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_ds.ops._launch import ceil_div, launch
+
 TRANSPOSE_WORDS = """{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $4, $5, 0x5140;
@@ -179,8 +181,10 @@ def transpose(x: Tensor) -> Tensor:
     out_t = torch.empty((num_cols, num_rows), dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out_t
-    num_programs = triton.cdiv(num_rows, VECTORS * 16) * triton.cdiv(num_cols, WORDS * 4)
-    transpose_kernel[(num_programs,)](
+    num_programs = ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)
+    launch(
+        transpose_kernel,
+        num_programs,
         x.view(torch.uint8),
         out_t.view(torch.uint8),
         num_rows,

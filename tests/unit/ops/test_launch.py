@@ -1,0 +1,160 @@
+"""`launch` hands Triton's launcher what Triton itself would, for the same compiled kernel: with a driver that is none.
+
+Kernels are compiled for Hopper as on a machine that has one; only what would load and start them is replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from fp8_ds.ops import _launch  # noqa: E402
+from fp8_ds.ops._launch import ceil_div, launch  # noqa: E402
+from fp8_ds.testing.stand_in_driver import StandInDriver  # noqa: E402
+
+DRIVER = StandInDriver()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> StandInDriver:
+    monkeypatch.setattr(_launch, "_known", {})
+    monkeypatch.setattr(driver, "_active", DRIVER)  # reset_active() would look for a GPU
+    DRIVER.launched.clear()
+    return DRIVER
+
+
+@triton.jit
+def scaled_copy_kernel(x, out, offset, num, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr = False):
+    at = tl.arange(0, BLOCK)
+    inside = at < num
+    value = tl.load(x + at + offset, inside, 0.0) * factor
+    if out is not None:
+        tl.store(out + at, value + value if TWICE else value, inside)
+
+
+X = torch.arange(64.0)
+FIRST = {"BLOCK": 16, "num_warps": 1, "enable_fp_fusion": False}
+CASES: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = [
+    (2, (X, X, 3, 16, 0.5), FIRST),
+    (3, (X, X, 5, 16, 0.5), FIRST),
+    (1, (X[4:], X, 3, 16, 0.5), FIRST),
+    (1, (X[1:], X, 3, 16, 0.5), FIRST),
+    (1, (X, None, 3, 16, 0.5), FIRST),
+    (1, (X, X, 1, 16, 0.5), FIRST),
+    (1, (X, X, 3, 1, 0.5), FIRST),
+    (1, (X, X, 0, 17, 0.25), FIRST),
+    (1, (X, X, 2**31 - 1, 17, 0.25), FIRST),
+    (1, (X, X, 2**31, 17, 0.25), FIRST),
+    (1, (X, X, 2**40 + 1, 17, 0.25), FIRST),
+    (1, (X.double(), X, 3, 16, 0.5), FIRST),
+    (1, (X, X, 3, 16, 0.5), {**FIRST, "BLOCK": 32}),
+    (1, (X, X, 3, 16, 0.5), {**FIRST, "num_warps": 2}),
+    (1, (X, X, 3, 16, 0.5), {**FIRST, "TWICE": True}),
+    (1, (X, X, 3, 16, 0.5), {**FIRST, "enable_fp_fusion": True}),
+]
+
+
+def by_triton(num_programs: int, *args: Any, **constants: Any) -> None:
+    scaled_copy_kernel[(num_programs,)](*args, **constants)
+
+
+def by_us(num_programs: int, *args: Any, **constants: Any) -> None:
+    launch(scaled_copy_kernel, num_programs, *args, **constants)
+
+
+def test_launches_are_those_of_triton_whatever_came_before(fake: StandInDriver) -> None:
+    for num_programs, args, constants in CASES:
+        by_triton(num_programs, *args, **constants)
+    expected = fake.launched[:]
+    assert len({launcher for launcher, _ in expected}) >= 11, "cases compile to kernels of their own"
+    for _ in range(2):  # what is new, and what is known
+        fake.launched.clear()
+        for num_programs, args, constants in CASES:
+            by_us(num_programs, *args, **constants)
+        assert fake.launched == expected
+
+
+def test_no_two_arguments_that_triton_tells_apart_share_a_key(fake: StandInDriver) -> None:
+    numbers = (0, 1, 2, 15, 16, 17, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 0.5, 1.0, None)
+    tensors = [X[k:] for k in (0, 1, 4)] + [X.double(), X.bfloat16(), X.to(torch.uint8)]
+    _, _, _, backend, _ = scaled_copy_kernel.device_caches[0]
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    for a, b in itertools.combinations([*numbers, *tensors], 2):
+        theirs = [specialize(backend, arg, False, True, True) for arg in (a, b)]
+        if theirs[0] != theirs[1]:
+            assert _launch._specialized(a) != _launch._specialized(b), (a, b)
+
+
+def test_known_kernels_are_launched_without_looking_at_arguments_again(
+    fake: StandInDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_us(2, X, X, 3, 16, 0.5, **FIRST)
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("Triton's own way")
+
+    monkeypatch.setattr(scaled_copy_kernel, "run", refused)
+    by_us(4, X, X, 5, 32, 0.75, **FIRST)
+    assert len(fake.launched) == 2
+    assert fake.launched[1][1][:4] == (4, 1, 1, 7), "grid and stream"
+    with pytest.raises(AssertionError, match="Triton's own way"):
+        by_us(2, X, X, 3, 1, 0.5, **FIRST)
+
+
+def test_a_value_by_name_that_is_no_constant_is_refused(fake: StandInDriver) -> None:
+    with pytest.raises(TypeError, match="got \\['factor'\\]"):
+        launch(scaled_copy_kernel, 1, X, X, 3, 16, factor=0.5, **FIRST)
+    assert not fake.launched
+
+
+def test_hooks_before_a_run_are_called(fake: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[Any, ...]] = []
+    by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    monkeypatch.setattr(scaled_copy_kernel, "pre_run_hooks", [lambda *args, **kwargs: called.append(args)])
+    by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(called) == 1 and len(fake.launched) == 2
+
+
+def ops() -> dict[str, Callable[[], Any]]:
+    """Of this package, by name: kernels as they are launched."""
+    from fp8_ds.ops.quantize import triton as quantize
+    from fp8_ds.ops.swiglu import triton as swiglu
+    from fp8_ds.ops.transpose import triton as transpose
+
+    x = torch.ones(64, 128, dtype=torch.bfloat16)
+    x_fp8 = x.to(torch.float8_e4m3fn)
+    scalars = (torch.ones(()), torch.ones(()), torch.zeros(()))
+    return {
+        "transpose": lambda: transpose.transpose(x_fp8),
+        "tensorwise": lambda: quantize.quantize_tensorwise_planes(x, torch.float8_e4m3fn, 448.0, "both"),
+        "delayed": lambda: quantize.quantize_delayed_planes(x, *scalars, True, torch.float8_e5m2, 57344.0, "row"),
+        "swiglu_backward": lambda: swiglu.swiglu_backward(x, x, x, False, True),
+    }
+
+
+@pytest.mark.parametrize("name", ["transpose", "tensorwise", "delayed", "swiglu_backward"])
+def test_our_kernels_get_what_triton_would_give_them(
+    fake: StandInDriver, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for addresses of what an op allocates."""
+    op = ops()[name]
+    seen: list[list[Any]] = []
+    for kind in (JITFunction, JITFunction, type(None)):  # new, known, Triton's own way
+        monkeypatch.setattr(_launch, "JITFunction", kind)
+        fake.launched.clear()
+        op()
+        seen.append([(who, [a[0] if isinstance(a, tuple) else a for a in args]) for who, args in fake.launched])
+    assert seen[0] == seen[1] == seen[2] != []
+
+
+def test_ceil_div() -> None:
+    assert [ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
