@@ -99,6 +99,7 @@ class Arm:
         micro_batch: None: the model's.
         timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
         leaf: ZeRO-3 gathers a decoder layer as a whole, and it compiles to one graph.
+        cuda_graphs: compiled graphs are replayed as CUDA graphs (mode "reduce-overhead").
         zero: what differs from `ZERO`.
     """
 
@@ -111,6 +112,7 @@ class Arm:
     micro_batch: int | None = None
     timer_waits: bool = True
     leaf: bool = False
+    cuda_graphs: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,8 +138,9 @@ GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), any +section.key=JSON of the fp8 block; of "
-    "DeepSpeed's: +nowait (timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: "
-    "leaf_module, a decoder layer), +ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
+    "DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as "
+    "ours always has it), +leaf (stage 3: leaf_module, a decoder layer), +ds.KEY=JSON (of zero_optimization); of all: "
+    "+mb=N (micro-batch)"
 )
 
 
@@ -166,6 +169,8 @@ def parse_arm(name: str, model: Model) -> Arm:
             arm = replace(arm, timer_waits=False)
         elif key == "leaf" and arm.uses_deepspeed:
             arm = replace(arm, leaf=True)
+        elif key == "cudagraphs" and compiled and arm.uses_deepspeed:
+            arm = replace(arm, cuda_graphs=True)
         elif key.startswith("ds.") and value and arm.uses_deepspeed:
             arm = replace(arm, zero={**arm.zero, key.removeprefix("ds."): json.loads(value)})
         elif arm.fp8 is None:
@@ -264,6 +269,8 @@ PIECES = {
             "ours-e4m11-release-compiled+nonlinear+delayed+liger",
         ),
     ),
+    # What is left between kernels and before the forward, if the host launches a graph at a time.
+    "graphs": Piece("llama-2b", "ours-e4m11-compiled+fused+delayed", ("ours-e4m11-compiled+fused+delayed+cudagraphs",)),
     "peers-more": Piece("llama-2b", "stock-eager", ("stock-compiled", "torchao-tensorwise-compiled", "torch-compiled")),
     "states": Piece(
         "llama-2b",

@@ -176,7 +176,7 @@ class EngineTrainer(Trainer):
             for layer in self.model.model.layers:  # a graph of the whole model hands over all gradients at its end
                 layer.compile()
         elif arm.compiled:
-            self.engine.compile()
+            self.engine.compile(compile_kwargs={"mode": "reduce-overhead"} if arm.cuda_graphs else {})
 
     def forward(self, tokens: Tensor) -> Tensor:
         return loss_of(self.m, self.engine, tokens)

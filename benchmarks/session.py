@@ -142,6 +142,10 @@ STEPS = (
         gpus=2,
     ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
+    Step(
+        "graphs", _benchmark("end_to_end", "--piece graphs --budget {seconds}"), 260, "issue 4 C: idle between kernels"
+    ),
+    Step("launch-host", "{python} benchmarks/launch_host.py --out {out}", 30, "issue 4 C: what launches take the host"),
     Step("peers-more", _benchmark("end_to_end", "--piece peers-more --budget {seconds}"), 330, "the same, other peers"),
     Step("gather", _benchmark("gather", "--gpus 2 4"), 40, "issue 4 H 3: one layer's gather", gpus=4),
     Step(
