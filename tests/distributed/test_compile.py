@@ -195,8 +195,10 @@ def train_both(
     """An eager and a compiled engine that are otherwise the same: losses, FP8 bytes, and what dynamo said.
 
     `regional` compiles the decoder layers only. `kept` has for each compiled forward how many weights it released and
-    how many of these it keeps nevertheless.
+    how many of these it keeps nevertheless, `tables` the modules whose rotary tables a graph makes once.
     """
+    from fp8_ds.engine import rotary
+
     result: dict[str, Any] = {"kept": []}
     for kind in ("eager", "compiled"):
         engine = build(stage, fp8, **options)
@@ -211,6 +213,8 @@ def train_both(
                     layer.compile(backend=backend)
             elif kind == "compiled":
                 engine.compile(backend=backend)
+            hooks = {name: module._forward_hooks.values() for name, module in engine.module.named_modules()}
+            result["tables"] = [name for name, found in hooks.items() if rotary._keep_outputs in found]
             losses = train(engine, stage, evaluates, look if kind == "compiled" else None)
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         result[kind] = {"losses": losses, "state": {} if fp8 is None else training.fp8_state(engine)}
@@ -230,7 +234,7 @@ def test_model_is_one_graph_and_delayed_scaling_makes_it_two(ranks: Any) -> None
     for result in ranks(2).run(train_both, 2, DELAYED, "aot_eager"):
         assert_same_bits(result)
         # Before the first update of the histories and after it. Learning rate, weights and counters are in no guard.
-        assert result["graphs"] == 2 and result["ours"] == []
+        assert result["graphs"] == 2 and result["ours"] == [] and result["tables"] == ["model.rotary_emb"]
         losses = result["eager"]["losses"]
         assert losses[3] > losses[2] + 0.03  # the write is felt
 
