@@ -97,7 +97,8 @@ def picked_attention(m: Model, device: torch.device) -> str:
         for heads in (m.heads, m.kv_heads, m.kv_heads)
     )
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=m.heads != m.kv_heads)
-    return f"{SDPBackend(choice).name}, cuDNN {torch.backends.cudnn.version()}"
+    loaded = ".".join(map(str, torch._C._cudnn.getRuntimeVersion()))  # torch.backends' version() raises at an older one
+    return f"{SDPBackend(choice).name}, cuDNN {loaded}"
 
 
 class _Count(TorchDispatchMode):

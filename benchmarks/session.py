@@ -256,7 +256,8 @@ class Running:
 def torchs_cudnn() -> dict[str, str]:
     """For the environment of a step, so that Transformer Engine loads no other cuDNN than torch has.
 
-    With the machine's older one SDPA leaves cuDNN for FlashAttention 2 in every arm of the process.
+    With the machine's older one SDPA leaves cuDNN for FlashAttention 2 in every arm of the process, and Transformer
+    Engine itself may not load. Not tried on a machine yet; LD_LIBRARY_PATH is to be unset there all the same.
     """
     spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     folders = spec.submodule_search_locations if spec is not None else None
@@ -271,7 +272,7 @@ def start_step(step: Step, out: Path, seconds: float, gpus: tuple[str, ...]) -> 
     inside = int(min(step.seconds, limit - MIN_SECONDS / 2))
     command = step.command.format(python=shlex.quote(sys.executable), out=shlex.quote(str(out)), seconds=inside)
     path = folder / f"{step.name}.txt"
-    environment = {**torchs_cudnn(), **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    environment = {**os.environ, **torchs_cudnn(), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with path.open("wb") as log:
         process = subprocess.Popen(
             command,

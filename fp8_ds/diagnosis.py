@@ -129,7 +129,7 @@ def _torch() -> Iterator[Check]:
     from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn
 
     if older := older_cudnn():
-        yield Check("cuDNN", "warning", f"{older}: attention will be slow", CUDNN_REMEDY)
+        yield Check("cuDNN", "warning", f"{older}: SDPA may leave cuDNN for a slower attention", CUDNN_REMEDY)
     else:
         yield Check("cuDNN", "ok", str(torch.backends.cudnn.version()))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():

@@ -156,17 +156,24 @@ CUDNN_REMEDY = (
     "something loaded it before torch could load its own (Transformer Engine loads that of CUDA_HOME): let CUDNN_HOME "
     "name the folder of torch's, nvidia/cudnn beside it, and LD_LIBRARY_PATH no folder with a cuDNN"
 )
+_CUDNN_FIRST = ((9, 0), (10, 0))
+"""Compute capabilities on which SDPA prefers cuDNN, if it is new enough. Source: torch 2.13's sdp_utils.cpp."""
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether SDPA would take cuDNN there before all else, were it as new as torch's."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in _CUDNN_FIRST
 
 
 def older_cudnn() -> str | None:
     """That this process has an older cuDNN than torch was built with; None: it has not, or torch has no cuDNN.
 
-    SDPA then takes FlashAttention 2 without a word, which needs 1.8 times as long on an H200.
+    SDPA then takes FlashAttention 2 without a word (seen with 9.14 for 9.19), which needs 1.8 times as long on an H200.
     """
     cudnn = getattr(torch._C, "_cudnn", None)
     if cudnn is None:
         return None
     loaded, built = cudnn.getRuntimeVersion(), cudnn.getCompileVersion()
-    if loaded >= built:
+    if loaded[:2] >= built[:2]:
         return None
     return f"cuDNN {'.'.join(map(str, loaded))} is loaded, torch was built with {'.'.join(map(str, built))}"

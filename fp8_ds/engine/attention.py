@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from fp8_ds.attention.huggingface import describe_implementation
-from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn
+from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn, prefers_cudnn
 
 _UNKNOWN = "fp8: attention: as the model has it"
 _BACKENDS = {
@@ -108,7 +108,8 @@ def _text(kind: AttentionKind, device: torch.device, dtype: torch.dtype) -> str:
     dims = f"{kind.head_dim}{'' if kind.head_dim == kind.value_dim else f'/{kind.value_dim}'}"
     dropout = f", dropout {kind.dropout:g}" if kind.dropout else ""
     causal = "causal" if kind.causal else "not causal"
-    older = None if backend == _BACKENDS[SDPBackend.CUDNN_ATTENTION] else older_cudnn()
+    is_cudnn = backend == _BACKENDS[SDPBackend.CUDNN_ATTENTION]
+    older = older_cudnn() if prefers_cudnn(device) and not is_cudnn else None
     remedy = f"; not cuDNN: {older}; {CUDNN_REMEDY}" if older else ""
     return (
         f"{name}, which picks {backend} here ({str(dtype).removeprefix('torch.')}, head dim {dims}, {heads}, "

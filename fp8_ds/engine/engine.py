@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.engine import conversion, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
@@ -59,6 +60,7 @@ class Fp8Engine(Fp8Checkpoints):
         return zero
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._fp8_hooks: list[RemovableHandle] = []
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
             self._fp8_following = Following(self)
@@ -83,7 +85,7 @@ class Fp8Engine(Fp8Checkpoints):
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         """Stock `compile`, and tables of rotary embeddings made once; under ZeRO-3 a line on leaves where due."""
         if self.fp8 is not None:
-            rotary.keep_tables(self.module)
+            self._fp8_hooks += rotary.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
         super().compile(*args, **kwargs)  # type: ignore[misc]
@@ -135,6 +137,8 @@ class Fp8Engine(Fp8Checkpoints):
         """Stock, after the last report."""
         if self._fp8_following is not None:
             self._fp8_following.close()
+        for hook in self._fp8_hooks:
+            hook.remove()
         super().destroy()  # type: ignore[misc]
 
 

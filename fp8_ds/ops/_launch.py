@@ -1,9 +1,9 @@
 """Triton kernels launched without what Triton works out anew at every launch.
 
 `kernel[grid](...)` looks at every argument, builds the text of a cache key and compares the globals that the kernel has
-read: 36 us of the host for a cast to both planes (Triton 3.6), where an FP8 linear launches five kernels forward and
-backward. What Triton compiled is kept here by a key at least as fine, and launched by Triton's own
-`CompiledKernel[grid](...)`: 4 us, and as many for the key.
+read. What Triton compiled is kept here by a key at least as fine, and launched by Triton's own
+`CompiledKernel[grid](...)`: a cast to both planes, two launches, takes the host 32 us instead of 58
+(benchmarks/launch_host.py), and a linear has five launches forward and backward.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-_WORD_BITS = 31
-"""Of the magnitude of an int32; beyond it Triton passes int64."""
+_INT32 = range(-(2**31), 2**31)
+_INT64 = range(-(2**63), 2**63)
+"""What Triton passes as int32 and as int64; beyond, uint64."""
+
+_IS_HIP = torch.version.hip is not None
+"""Triton looks at sizes of tensors there, too."""
 
 _known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """By key: what was compiled, and the values of the parameters behind the positional ones."""
@@ -32,23 +38,32 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, **const
     Not seen after a kernel's first launch: changes of globals that it reads, and of Triton's debugging knobs.
 
     Args:
-        kernel: decorated with `triton.jit`; in Triton's interpreter it is called as ever.
+        kernel: decorated with `triton.jit`. In Triton's interpreter, on AMD's GPUs and where the first tensor is on
+            another than the current device, it is called as ever.
         num_programs: > 0.
-        args: the first one a tensor.
+        args: parameters that are not `tl.constexpr`, the first one a tensor.
         constants: `tl.constexpr` parameters and options of the launch, by name.
 
     Raises:
-        TypeError: `constants` names a parameter that is not `tl.constexpr`: its value would be kept.
+        TypeError: a parameter is among the others' kind: its value would be kept, or not looked at.
     """
-    if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+    first: Any = args[0]
+    device = first.get_device()
+    if (
+        not isinstance(kernel, JITFunction)
+        or kernel.pre_run_hooks
+        or _IS_HIP
+        or (device >= 0 and device != torch.cuda.current_device())
+    ):
         kernel[(num_programs,)](*args, **constants)
         return
-    first: Any = args[0]
-    key = (id(kernel), first.get_device(), *constants.items(), *map(_specialized, args))
+    key = (id(kernel), device, *constants.items(), *map(_specialized, args))
     known = _known.get(key)
     if known is None:
         trailing = _trailing(kernel, len(args), constants)
-        _known[key] = kernel[(num_programs,)](*args, **constants), trailing
+        compiled = kernel[(num_programs,)](*args, **constants)
+        if isinstance(compiled, CompiledKernel):  # not one that is still being compiled
+            _known[key] = compiled, trailing
         return
     compiled, trailing = known
     compiled[num_programs, 1, 1](*args, *trailing)
@@ -59,7 +74,7 @@ def _specialized(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if type(arg) is int:
-        return arg == 1, arg % 16 == 0, arg.bit_length() > _WORD_BITS, arg.bit_length() > 2 * _WORD_BITS + 1
+        return arg == 1, arg % 16 == 0, arg in _INT32, arg in _INT64
     return type(arg)
 
 
@@ -68,6 +83,9 @@ def _trailing(kernel: Any, num_positional: int, constants: dict[str, Any]) -> tu
     runtime = [p.name for p in kernel.params if p.name in constants and not p.is_constexpr]
     if runtime:
         raise TypeError(f"constants: expected tl.constexpr parameters and options, got {runtime}. Pass them in args.")
+    by_position = [p.name for p in kernel.params[:num_positional] if p.is_constexpr]
+    if by_position:
+        raise TypeError(f"args: expected no tl.constexpr parameters, got {by_position}. Pass them by name.")
     values = [constants.get(p.name, p.default) for p in kernel.params[num_positional:]]
     assert inspect.Parameter.empty not in values
     return tuple(values)

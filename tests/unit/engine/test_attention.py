@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fp8_ds.attention.packages import older_cudnn
+from fp8_ds.attention.packages import older_cudnn, prefers_cudnn
 from fp8_ds.engine.attention import describe_attention
 
 CPU = torch.device("cpu")
@@ -104,16 +104,28 @@ class Cudnn:
 
 def test_an_older_cudnn_than_torchs_is_told_where_another_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cudnn", Cudnn(9, 14, 0), raising=False)
+    assert "cuDNN" not in describe_attention(llama(), CPU), "it would not have taken cuDNN here"
+    monkeypatch.setattr("fp8_ds.engine.attention.prefers_cudnn", lambda device: True)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, chosen=backend, **kwargs: int(chosen))
         line = describe_attention(llama(), CPU)
         told = "not cuDNN: cuDNN 9.14.0 is loaded, torch was built with 9.19.0" in line and "CUDNN_HOME" in line
         assert told == (backend == SDPBackend.FLASH_ATTENTION)
     assert older_cudnn() == "cuDNN 9.14.0 is loaded, torch was built with 9.19.0"
-    monkeypatch.setattr(torch._C, "_cudnn", Cudnn(9, 20, 1))
-    assert older_cudnn() is None
+    for newer in ((9, 20, 1), (9, 19, 0), (10, 0, 0)):
+        monkeypatch.setattr(torch._C, "_cudnn", Cudnn(*newer))
+        assert older_cudnn() is None
     monkeypatch.delattr(torch._C, "_cudnn")
     assert older_cudnn() is None, "a torch without cuDNN"
+
+
+@pytest.mark.parametrize(("capability", "prefers"), [((9, 0), True), ((10, 0), True), ((8, 0), False), ((8, 9), False)])
+def test_cudnn_is_preferred_by_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], prefers: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert prefers_cudnn(torch.device("cuda", 0)) is prefers
+    assert not prefers_cudnn(CPU)
 
 
 def test_kinds_that_differ_are_all_named() -> None:

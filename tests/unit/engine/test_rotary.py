@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def num_sines(graph: torch.fx.GraphModule) -> int:
 
 def test_backward_reads_tables_instead_of_making_them_again() -> None:
     stock, ours = llama(), llama()
-    assert keep_tables(ours) == ["model.rotary_emb"]
+    assert len(keep_tables(ours)) == 1 and ours.get_submodule("model.rotary_emb")._forward_hooks
     (_, stock_backward), stock_gradients = graphs_and_gradients(stock)
     (forward, backward), gradients = graphs_and_gradients(ours)
     assert num_sines(stock_backward) > 0, "the partitioner keeps tables by itself now: keep_tables has no purpose"
@@ -68,16 +68,45 @@ def test_backward_reads_tables_instead_of_making_them_again() -> None:
 
 def test_eager_is_untouched_and_a_second_call_changes_nothing() -> None:
     model = llama()
-    keep_tables(model)
-    keep_tables(model)
+    (handle,) = keep_tables(model)
+    assert keep_tables(model) == []
     rotary = model.get_submodule("model.rotary_emb")
     assert len(rotary._forward_hooks) == 1
     with torch.profiler.profile() as profiler:
         model(input_ids=torch.zeros(1, LENGTH, dtype=torch.long))
     assert not [event.name for event in profiler.events() if "fp8_ds" in event.name]
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert keep_tables(copied) == ["model.rotary_emb"]
-    assert len(copied.get_submodule("model.rotary_emb")._forward_hooks) == 1
+    assert keep_tables(copied) == [] and copied.get_submodule("model.rotary_emb")._forward_hooks
+    handle.remove()
+    assert not rotary._forward_hooks
+
+
+def test_frequencies_of_each_kind_of_layer_are_found() -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+    )
+    model = Gemma3ForCausalLM(shape)
+    assert len(keep_tables(model)) == 1 and model.model.rotary_emb._forward_hooks
+
+
+def test_what_is_exported_has_no_op_of_ours() -> None:
+    module = Frequencies(lambda x: (x.cos(), x.sin()))
+    keep_tables(module)
+    exported = torch.export.export(module, (torch.ones(3, 4),))
+    assert "fp8_ds" not in str(exported.graph)
+
+
+class Tables(NamedTuple):
+    cos: Tensor
+    sin: Tensor
 
 
 class Frequencies(nn.Module):
@@ -94,8 +123,8 @@ class Frequencies(nn.Module):
 
 @pytest.mark.parametrize(
     "output",
-    [lambda x: x.cos(), lambda x: (x.cos(), 2.0), lambda x: [x.cos(), x.sin()]],
-    ids=["one", "with a number", "a list"],
+    [lambda x: x.cos(), lambda x: (x.cos(), 2.0), lambda x: [x.cos(), x.sin()], lambda x: Tables(x.cos(), x.sin())],
+    ids=["one", "with a number", "a list", "with names"],
 )
 def test_other_outputs_are_handed_on(output: Callable[[Tensor], Any]) -> None:
     x = torch.ones(3, 4)
@@ -104,6 +133,7 @@ def test_other_outputs_are_handed_on(output: Callable[[Tensor], Any]) -> None:
     keep_tables(module)
     torch._dynamo.reset()
     got = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    assert type(got) is type(expected)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -84,11 +85,29 @@ def test_launches_are_those_of_triton_whatever_came_before(fake: StandInDriver) 
 
 
 def test_no_two_arguments_that_triton_tells_apart_share_a_key(fake: StandInDriver) -> None:
-    numbers = (0, 1, 2, 15, 16, 17, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 0.5, 1.0, None)
+    numbers = (
+        0,
+        1,
+        2,
+        15,
+        16,
+        17,
+        2**31 - 1,
+        2**31,
+        2**31 + 16,
+        -(2**31),
+        -1,
+        2**63 - 1,
+        -(2**63),
+        2**63,
+        0.5,
+        1.0,
+        None,
+    )
     tensors = [X[k:] for k in (0, 1, 4)] + [X.double(), X.bfloat16(), X.to(torch.uint8)]
     _, _, _, backend, _ = scaled_copy_kernel.device_caches[0]
     specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
-    for a, b in itertools.combinations([*numbers, *tensors], 2):
+    for a, b in itertools.combinations((*numbers, *tensors), 2):
         theirs = [specialize(backend, arg, False, True, True) for arg in (a, b)]
         if theirs[0] != theirs[1]:
             assert _launch._specialized(a) != _launch._specialized(b), (a, b)
@@ -110,9 +129,11 @@ def test_known_kernels_are_launched_without_looking_at_arguments_again(
         by_us(2, X, X, 3, 1, 0.5, **FIRST)
 
 
-def test_a_value_by_name_that_is_no_constant_is_refused(fake: StandInDriver) -> None:
+def test_values_in_the_others_place_are_refused(fake: StandInDriver) -> None:
     with pytest.raises(TypeError, match="got \\['factor'\\]"):
         launch(scaled_copy_kernel, 1, X, X, 3, 16, factor=0.5, **FIRST)
+    with pytest.raises(TypeError, match="got \\['BLOCK'\\]"):
+        launch(scaled_copy_kernel, 1, X, X, 3, 16, 0.5, 16)
     assert not fake.launched
 
 
@@ -122,6 +143,26 @@ def test_hooks_before_a_run_are_called(fake: StandInDriver, monkeypatch: pytest.
     monkeypatch.setattr(scaled_copy_kernel, "pre_run_hooks", [lambda *args, **kwargs: called.append(args)])
     by_us(1, X, X, 3, 16, 0.5, **FIRST)
     assert len(called) == 1 and len(fake.launched) == 2
+
+
+def test_what_is_still_being_compiled_is_not_kept(fake: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = scaled_copy_kernel.run
+    monkeypatch.setattr(scaled_copy_kernel, "run", lambda *args, **kwargs: stock(*args, **kwargs) and None)
+    for _ in range(2):
+        by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(fake.launched) == 2 and not _launch._known
+
+
+def test_on_another_device_than_the_current_one_triton_decides(
+    fake: StandInDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(fake.launched) == 1 and not _launch._known
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(fake.launched) == 2 and len(_launch._known) == 1
 
 
 def ops() -> dict[str, Callable[[], Any]]:
