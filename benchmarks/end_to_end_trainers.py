@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from end_to_end_arms import BETAS, EPS, LR, WEIGHT_DECAY, Arm, Model
+from sdpa import demand_cudnn
 from step_profile import MARK
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -94,8 +95,7 @@ def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Mod
         attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick.
     """
     if attention == "cudnn":
-        for others in ("flash", "mem_efficient", "math"):
-            getattr(torch.backends.cuda, f"enable_{others}_sdp")(False)
+        demand_cudnn()
         attention = "causal"
     return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention)
 

@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sdpa
 import step_profile
 import torch
 import torch.distributed as dist
 from end_to_end_arms import LR, Arm, Model
 from end_to_end_trainers import EngineTrainer, PlainTrainer, Trainer
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,21 +84,6 @@ def random_batches(m: Model, device: torch.device, rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(17 + rank)
     shape = (m.micro_batch, m.seq + 1)
     return [torch.randint(m.vocab, shape, generator=generator).to(device) for _ in range(NUM_BATCHES)]
-
-
-def picked_attention(m: Model, device: torch.device) -> str:
-    """The kernel that SDPA takes for this model in this process, and cuDNN's version: a host may lack the fast one."""
-    if device.type != "cuda":
-        return "not on a GPU"
-    q, k, v = (  # as projections leave them
-        torch.empty(m.micro_batch, m.seq, heads, m.hidden // m.heads, dtype=torch.bfloat16, device=device)
-        .transpose(1, 2)
-        .requires_grad_()
-        for heads in (m.heads, m.kv_heads, m.kv_heads)
-    )
-    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=m.heads != m.kv_heads)
-    loaded = ".".join(map(str, torch._C._cudnn.getRuntimeVersion()))  # torch.backends' version() raises at an older one
-    return f"{SDPBackend(choice).name}, cuDNN {loaded}"
 
 
 class _Count(TorchDispatchMode):
@@ -232,7 +217,7 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     gc.collect()
     gauge = Device(device)
     result: dict[str, Any] = {
-        "attention": picked_attention(m, device),
+        "attention": sdpa.picked(m.micro_batch, m.seq, m.heads, m.kv_heads, m.hidden // m.heads, device),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "build_seconds": round(time.monotonic() - began, 1),
         **{f"build_{name}": value for name, value in gauge.peaks().items()},

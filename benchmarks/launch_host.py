@@ -24,7 +24,6 @@ import torch
 import triton
 from results_io import command_line, dated_stem, device_name, heading
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from fp8_ds.ops import _launch
 from fp8_ds.ops.quantize import triton as quantize
@@ -34,8 +33,8 @@ from fp8_ds.ops.transpose import triton as transpose
 from fp8_ds.testing.stand_in_driver import StandInDriver
 
 NUM_SAMPLES, NUM_CALLS, NUM_WARM = 9, 200, 20
-WAYS: dict[str, Any] = {"triton": type(None), "launch": JITFunction}
-"""What `launch` takes for a kernel that it can launch by itself."""
+WAYS = {"triton": True, "launch": False}
+"""Whether `launch` leaves everything to Triton."""
 
 
 def ops(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -60,8 +59,8 @@ def microseconds(op: Callable[[], Any], device: torch.device) -> dict[str, float
     """Of a call, by way."""
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(NUM_SAMPLES + 1):
-        for way, kind in WAYS.items():
-            _launch.JITFunction = kind  # type: ignore[misc]
+        for way, by_triton in WAYS.items():
+            _launch._BY_TRITON = by_triton
             calls = NUM_CALLS if number else NUM_WARM
             start = time.perf_counter()
             for _ in range(calls):

@@ -50,6 +50,7 @@ from parallel_layers_arms import ARMS, NEEDS, SHAPES, Shape, build
 from parallel_layers_report import report
 from ranks import run_on_ranks
 from results_io import command_line, dated_stem, device_name, heading, without_folders
+from sdpa import demand_cudnn
 from step_profile import Interval, merged, union_ms
 from timing import slowest_rank_ms
 from torch import nn
@@ -171,8 +172,8 @@ def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
     end = time.monotonic() + args.budget
     rows: list[dict[str, Any]] = []
     args.arms = with_peers(args.arms, device.type == "cuda")
-    for others in ("flash", "mem_efficient", "math") if args.attention == "cudnn" else ():
-        getattr(torch.backends.cuda, f"enable_{others}_sdp")(False)
+    if args.attention == "cudnn":
+        demand_cudnn()
     for cell in cells(args):
         left = torch.tensor([end - time.monotonic()], device=device)
         dist.broadcast(left, 0)

@@ -3,7 +3,8 @@
 `kernel[grid](...)` looks at every argument, builds the text of a cache key and compares the globals that the kernel has
 read. What Triton compiled is kept here by a key at least as fine, and launched by Triton's own
 `CompiledKernel[grid](...)`: a cast to both planes, two launches, takes the host 32 us instead of 58
-(benchmarks/launch_host.py), and a linear has five launches forward and backward.
+(benchmarks/launch_host.py), and a linear has five launches forward and backward. Kernels that a step launches once or
+once a weight (adamw, squares, block_amax) are left to Triton.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _INT32 = range(-(2**31), 2**31)
 _INT64 = range(-(2**63), 2**63)
 """What Triton passes as int32 and as int64; beyond, uint64."""
 
-_IS_HIP = torch.version.hip is not None
-"""Triton looks at sizes of tensors there, too."""
+_BY_TRITON = torch.version.hip is not None
+"""Triton launches everything itself: on AMD's GPUs it looks at sizes of tensors, too."""
 
 _known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """By key: what was compiled, and the values of the parameters behind the positional ones."""
@@ -52,7 +53,7 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, **const
     if (
         not isinstance(kernel, JITFunction)
         or kernel.pre_run_hooks
-        or _IS_HIP
+        or _BY_TRITON
         or (device >= 0 and device != torch.cuda.current_device())
     ):
         kernel[(num_programs,)](*args, **constants)

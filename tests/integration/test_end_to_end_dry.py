@@ -101,6 +101,16 @@ def test_measured_layers_are_told_the_tokens_of_the_arms_own_micro_batch(bench: 
     assert config["train_micro_batch_size_per_gpu"] == 3
 
 
+def test_graphs_and_releases_are_of_the_arms_that_name_them(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    model = arms.MODELS["llama-2b"]
+    parsed = {name: arms.parse_arm(name, model) for name in arms.PIECES["peers"].arms + arms.PIECES["graphs"].arms}
+    assert [name for name, arm in parsed.items() if arm.cuda_graphs] == [arms.PIECES["graphs"].arms[0]]
+    assert (
+        [name for name, arm in parsed.items() if arm.releases] == [name for name in parsed if "-release-" in name] != []
+    )
+
+
 def test_arms_of_a_piece_of_8b_have_the_same_loss(bench: Any) -> None:
     arms = bench("end_to_end_arms")
     for name, piece in arms.PIECES.items():
@@ -109,7 +119,17 @@ def test_arms_of_a_piece_of_8b_have_the_same_loss(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["stock", "ours-bf16-eager", "torchao-eager", "stock-eager+rowwise", "ours-fp32-eager+quick", ""]
+    "name",
+    [
+        "stock-eager+cudagraphs",
+        "torch-compiled+cudagraphs",
+        "stock",
+        "ours-bf16-eager",
+        "torchao-eager",
+        "stock-eager+rowwise",
+        "ours-fp32-eager+quick",
+        "",
+    ],
 )
 def test_arm_that_is_not_one_is_refused(bench: Any, name: str) -> None:
     arms = bench("end_to_end_arms")
@@ -539,7 +559,10 @@ def test_losses_run_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
 @pytest.mark.launcher
 def test_profile_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
     arms = ("stock-eager", "ours-e4m11-eager")
-    output = run_main("end_to_end", "--model", "tiny-llama", "--profile", *arms, *TINY, "--out", tmp_path)
+    traces = tmp_path / "traces"
+    own = ("--out", tmp_path, "--traces", traces)
+    output = run_main("end_to_end", "--model", "tiny-llama", "--profile", *arms, *TINY, *own)
+    assert {path.name for arm in arms for path in (traces / arm).iterdir()} == {"device.json.gz", "both.json.gz"}
     found = by_arm(the_run(tmp_path))
     for result in found.values():
         assert result["host"]["waits"]["update"]["aten::item"] > 0 and result["host"]["cpu_ops"] > 1000

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ def test_a_failure_does_not_stop_the_others_and_is_in_the_status(bench: Any, tmp
     written = json.loads((tmp_path / "session.json").read_text())
     assert [one["status"] for one in written] == [0, 3, 0]
     assert str(tmp_path) not in json.dumps(written)
+
+
+def test_steps_are_told_where_torchs_own_cudnn_is(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not to take the machine's, whatever its environment says."""
+    folder = tmp_path / "site" / "nvidia" / "cudnn"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    monkeypatch.setenv("CUDNN_HOME", "the machine's")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    bench("session").run_session(steps(bench, "echo $CUDNN_HOME > {out}/home"), tmp_path, 100.0)
+    assert (tmp_path / "home").read_text().strip() == str(folder)
 
 
 def test_what_hangs_is_killed_with_its_children_and_what_does_not_fit_is_left_out(

@@ -16,7 +16,6 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
 
 from fp8_ds.ops import _launch  # noqa: E402
 from fp8_ds.ops._launch import ceil_div, launch  # noqa: E402
@@ -85,25 +84,8 @@ def test_launches_are_those_of_triton_whatever_came_before(fake: StandInDriver) 
 
 
 def test_no_two_arguments_that_triton_tells_apart_share_a_key(fake: StandInDriver) -> None:
-    numbers = (
-        0,
-        1,
-        2,
-        15,
-        16,
-        17,
-        2**31 - 1,
-        2**31,
-        2**31 + 16,
-        -(2**31),
-        -1,
-        2**63 - 1,
-        -(2**63),
-        2**63,
-        0.5,
-        1.0,
-        None,
-    )
+    integers = (0, 1, 2, 15, 16, 17, -1, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), 2**63 - 1, 2**63, -(2**63))
+    numbers = (*integers, 0.5, 1.0, None)
     tensors = [X[k:] for k in (0, 1, 4)] + [X.double(), X.bfloat16(), X.to(torch.uint8)]
     _, _, _, backend, _ = scaled_copy_kernel.device_caches[0]
     specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
@@ -135,6 +117,12 @@ def test_values_in_the_others_place_are_refused(fake: StandInDriver) -> None:
     with pytest.raises(TypeError, match="got \\['BLOCK'\\]"):
         launch(scaled_copy_kernel, 1, X, X, 3, 16, 0.5, 16)
     assert not fake.launched
+
+
+def test_on_amds_gpus_triton_launches_everything(fake: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_BY_TRITON", True)
+    by_us(1, X, X, 3, 16, 0.5, **FIRST)
+    assert len(fake.launched) == 1 and not _launch._known
 
 
 def test_hooks_before_a_run_are_called(fake: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +177,8 @@ def test_our_kernels_get_what_triton_would_give_them(
     """But for addresses of what an op allocates."""
     op = ops()[name]
     seen: list[list[Any]] = []
-    for kind in (JITFunction, JITFunction, type(None)):  # new, known, Triton's own way
-        monkeypatch.setattr(_launch, "JITFunction", kind)
+    for by_triton in (False, False, True):  # new, known, Triton's own way
+        monkeypatch.setattr(_launch, "_BY_TRITON", by_triton)
         fake.launched.clear()
         op()
         seen.append([(who, [a[0] if isinstance(a, tuple) else a for a in args]) for who, args in fake.launched])
