@@ -83,7 +83,7 @@ class EngineTaker(Taker):
         self.model = self.engine.module
         if args.arm == "e4m11-nearest":
             round_to_nearest(self.engine.optimizer)
-        if args.compile and not args.only_checkpoint:
+        if args.compile:
             self.engine.compile()
 
     def take(self, tokens: Tensor, lr: float) -> Tensor:
@@ -316,10 +316,6 @@ def main() -> None:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         device = torch.device("cpu")
-    if args.only_checkpoint:
-        # Another machine of this kind should make the same weights, so that runs there are pairs of runs here.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
     about = train(args, device, end)
     if about is not None:
         args.log.with_suffix(".json").write_text(json.dumps(about))
