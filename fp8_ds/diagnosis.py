@@ -285,8 +285,8 @@ def _probe(name: str, device: torch.device) -> Probe:
         if device.type != "cuda":
             return measured
         weight = plain.module.weight.detach()
-        fp8_us, bf16_us = cuda_clock([products[0], lambda: step.x @ weight.t()])
+        fp8, bf16 = cuda_clock([products[0], lambda: step.x @ weight.t()])
     except (Fp8DsError, RuntimeError) as error:
         return Probe(name, refused=str(error).splitlines()[0])
     flops = 2 * size**3
-    return replace(measured, teraflops=flops / fp8_us / 1e6, bf16_teraflops=flops / bf16_us / 1e6)
+    return replace(measured, teraflops=flops / fp8.device_us / 1e6, bf16_teraflops=flops / bf16.device_us / 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.choice import Book, Case, Times, cases_of, choose
+from fp8_ds.nn.choice import Book, Case, Times, cases_of, choose, worth_fp8
 from fp8_ds.nn.convert import Plan
 from fp8_ds.nn.measure import time_case
 
@@ -19,9 +20,9 @@ from fp8_ds.nn.measure import time_case
 def choose_layers(
     module: nn.Module, plan: Plan, config: LinearConfig, device: torch.device, say: Callable[[str], None]
 ) -> Plan:
-    """`plan`, where a layer that is not faster in FP8 stays bf16. Collective over all ranks.
+    """`plan`, where a layer that is not worth FP8 stays bf16. Collective over all ranks.
 
-    Pipeline stages have layers of their own: rank 0 is told of all, so that one kind of layer gets one answer.
+    Pipeline stages have layers of their own: all are told of all, so that one kind of layer gets one answer.
 
     Args:
         module: of this rank.
@@ -34,17 +35,19 @@ def choose_layers(
         ConfigError: rank 0 has no times; on every rank.
     """
     cases = cases_of(module, plan, config)
-    of_ranks: list[set[Case]] = [set()] * ds_comm.get_world_size()
-    ds_comm.all_gather_object(of_ranks, set(cases.values()))
-    wanted = sorted(set().union(*of_ranks), key=lambda case: (case.k, case.n, case.bias, case.frozen))
+    of_ranks: list[Counter[Case]] = [Counter()] * ds_comm.get_world_size()
+    ds_comm.all_gather_object(of_ranks, Counter(cases.values()))
+    counts = sum(of_ranks, Counter[Case]())
+    wanted = sorted(counts, key=lambda case: (case.k, case.n, case.bias, case.frozen))
     if not wanted:
         return plan
     times = _from_rank_0(wanted, device, say)
-    rows = [f"  {case.describe()}: {times[case].verdict()}" for case in wanted]
+    in_fp8 = worth_fp8(counts, times)
+    rows = [f"  {case.describe()}: {times[case].verdict(case in in_fp8)}" for case in wanted]
     say("\n".join([f"fp8: forward and backward of a linear [out, in] at {config.tokens} tokens:", *rows]))
-    if not any(found.fp8_is_faster for found in times.values()):
-        say("fp8: no linear is faster in FP8 at this number of tokens; all of them stay bf16")
-    return choose(plan, cases, times)
+    if not in_fp8:
+        say("fp8: no linear is worth FP8 at this number of tokens; all of them stay bf16")
+    return choose(plan, cases, times, in_fp8)
 
 
 def _from_rank_0(wanted: list[Case], device: torch.device, say: Callable[[str], None]) -> dict[Case, Times]:

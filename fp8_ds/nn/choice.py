@@ -1,7 +1,8 @@
 """Which linears are worth FP8: a table of measured times, the files it lives in, and the choice that follows.
 
-A row holds the time of one linear as it is run, forward and backward, in FP8 and in bf16. Rows hold where they were
-measured: with the same device, torch, CUDA and fp8_ds. docs/layer-choice.md says how to read and make a table.
+A row holds what one linear, forward and backward, takes the device and what it takes the host to launch, in FP8 and in
+bf16. Rows hold where they were measured: with the same device, torch, CUDA and fp8_ds. docs/layer-choice.md says how to
+read and make a table.
 """
 
 from __future__ import annotations
@@ -76,20 +77,32 @@ class Case(_Record):
 
 
 class Times(_Record):
-    """Microseconds of one forward and backward."""
+    """Microseconds of one forward and backward: of the device, and of the host that launches them in eager mode."""
 
     fp8_us: _Microseconds
     bf16_us: _Microseconds
+    fp8_host_us: _Microseconds
+    bf16_host_us: _Microseconds
 
     @property
     def fp8_is_faster(self) -> bool:
+        """On the device."""
         return self.fp8_us < self.bf16_us
 
-    def verdict(self) -> str:
-        """Which is faster, and by what: "fp8: 410 us against 655 us"."""
-        if self.fp8_is_faster:
+    def verdict(self, in_fp8: bool) -> str:
+        """Why the layer is what it is: "fp8: 410 us against 655 us".
+
+        Args:
+            in_fp8: what it is.
+        """
+        if in_fp8:
             return f"fp8: {self.fp8_us:.0f} us against {self.bf16_us:.0f} us"
-        return f"bf16 is faster: {self.bf16_us:.0f} us against {self.fp8_us:.0f} us"
+        if not self.fp8_is_faster:
+            return f"bf16 is faster: {self.bf16_us:.0f} us against {self.fp8_us:.0f} us"
+        return (
+            f"bf16: the GPU would wait for the host, which launches it in {self.fp8_host_us:.0f} us, in bf16 in "
+            f"{self.bf16_host_us:.0f} us; the GPU takes {self.fp8_us:.0f} us against {self.bf16_us:.0f} us"
+        )
 
 
 class _Row(_Record):
@@ -98,7 +111,7 @@ class _Row(_Record):
 
 
 class _File(_Record):
-    version: Literal[1]
+    version: Literal[2]
     machine: Machine
     rows: tuple[_Row, ...]
 
@@ -129,10 +142,8 @@ class LayerTable:
             return None
         share = (case.m - below) / (above - below)
         low, high = others[below], others[above]
-        return Times(
-            fp8_us=low.fp8_us + share * (high.fp8_us - low.fp8_us),
-            bf16_us=low.bf16_us + share * (high.bf16_us - low.bf16_us),
-        )
+        lows, highs = low.model_dump(), high.model_dump()
+        return Times(**{name: us + share * (highs[name] - us) for name, us in lows.items()})
 
     @classmethod
     def read(cls, path: Path) -> LayerTable:
@@ -156,7 +167,7 @@ class LayerTable:
             OSError: it cannot be written.
         """
         rows = [_Row(case=case, times=self.times[case]).model_dump_json() for case in sorted(self.times, key=_order)]
-        head = f'{{"version": 1, "machine": {self.machine.model_dump_json()}, "rows": [\n'
+        head = f'{{"version": 2, "machine": {self.machine.model_dump_json()}, "rows": [\n'
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
@@ -218,13 +229,43 @@ def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Ca
     return found
 
 
-def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times]) -> Plan:
-    """`plan`, where a layer that is not faster in FP8 stays bf16; reasons name the times.
+def worth_fp8(counts: Mapping[Case, int], times: Mapping[Case, Times]) -> frozenset[Case]:
+    """The kinds of linear that are to be in FP8: those with which all linears together take the least.
+
+    In eager mode host and device work side by side, and a step takes as long as the slower of them: where the host is
+    the slower one, FP8 has nothing to gain and more to launch. What is faster on the device comes in by what it saves
+    there for each microsecond that it costs the host. Of the work between linears nothing is assumed.
+
+    Args:
+        counts: how many linears of each kind there are.
+        times: of every kind.
+    """
+
+    def gain(case: Case) -> float:
+        found = times[case]
+        return (found.bf16_us - found.fp8_us) / max(found.fp8_host_us - found.bf16_host_us, 1e-3)
+
+    def microseconds(in_fp8: Iterable[Case]) -> float:
+        chosen, device, host = set(in_fp8), 0.0, 0.0
+        for case, count in counts.items():
+            found = times[case]
+            device += count * (found.fp8_us if case in chosen else found.bf16_us)
+            host += count * (found.fp8_host_us if case in chosen else found.bf16_host_us)
+        return max(device, host)
+
+    faster = [case for case in counts if times[case].fp8_is_faster]
+    faster.sort(key=lambda case: (-gain(case), _order(case)))
+    return frozenset(min((faster[:num] for num in range(len(faster) + 1)), key=microseconds))
+
+
+def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times], in_fp8: Collection[Case]) -> Plan:
+    """`plan`, where layers that are not worth FP8 stay bf16; reasons name the times.
 
     Args:
         plan: from `make_plan`.
         cases: of `cases_of`.
         times: of every one of these.
+        in_fp8: of `worth_fp8`.
     """
     rows = []
     for row in plan.layers:
@@ -232,8 +273,8 @@ def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times]) -
         if case is None:
             rows.append(row)
             continue
-        found = times[case]
-        rows.append(replace(row, converted=found.fp8_is_faster, reason=f"{found.verdict()} at M {case.m}"))
+        converted = case in in_fp8
+        rows.append(replace(row, converted=converted, reason=f"{times[case].verdict(converted)} at M {case.m}"))
     return Plan(tuple(rows))
 
 

@@ -1,10 +1,11 @@
-"""The time of one linear, forward and backward, in FP8 and in bf16, as it runs under the engine in eager mode."""
+"""What one linear, forward and backward, takes device and host, in FP8 and in bf16, as it runs in eager mode."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +22,38 @@ Step = Callable[[], object]
 """One forward and backward, or whatever else is timed."""
 
 _NUM_WARM, _NUM_SAMPLES = 5, 7
-_SAMPLE_US, _MAX_CALLS = 20_000.0, 50
+_SAMPLE_US, _MAX_CALLS = 20_000.0, 8
+"""Of a sample; so few calls because a GPU's queue takes 1,024 launches before the host has to wait."""
+_FIRST_ASLEEP_US = 4_000.0
+_CYCLES_PER_US = 2_000
+"""Of `torch.cuda._sleep`, at 2 GHz; a device that runs faster sleeps less, and is sent to sleep again."""
+
+
+class Taken(NamedTuple):
+    """Microseconds of one call of a step."""
+
+    device_us: float
+    host_us: float
 
 
 def time_case(
-    case: Case, device: torch.device, clock: Callable[[Sequence[Step]], Sequence[float]] | None = None
+    case: Case, device: torch.device, clock: Callable[[Sequence[Step]], Sequence[Taken]] | None = None
 ) -> Times:
-    """Microseconds of `case` on `device`. Leaves no memory behind and no random number generator advanced.
+    """What `case` takes on `device`. Leaves no memory behind and no random number generator advanced.
 
     Args:
         case: what is measured.
         device: a CUDA device, unless `clock` is given.
-        clock: microseconds of one call of each step; `cuda_clock` by default.
+        clock: of one call of each step; `cuda_clock` by default.
     """
     with torch.enable_grad():
         if clock is not None:
-            fp8_us, bf16_us = clock(make_steps(case, device))
+            fp8, bf16 = clock(make_steps(case, device))
         else:
             with torch.cuda.device(device):
-                fp8_us, bf16_us = cuda_clock(make_steps(case, device))
+                fp8, bf16 = cuda_clock(make_steps(case, device))
             torch.cuda.empty_cache()
-    return Times(fp8_us=fp8_us, bf16_us=bf16_us)
+    return Times(fp8_us=fp8.device_us, bf16_us=bf16.device_us, fp8_host_us=fp8.host_us, bf16_host_us=bf16.host_us)
 
 
 def make_steps(case: Case, device: torch.device) -> tuple[LinearStep, LinearStep]:
@@ -101,26 +113,36 @@ def _to_fp8(module: nn.Linear, case: Case, device: torch.device) -> Any:
     return history
 
 
-def cuda_clock(steps: Sequence[Step]) -> list[float]:
-    """Microseconds of one call of each step on the current CUDA device, in eager mode: host or device, what is slower.
+def cuda_clock(steps: Sequence[Step]) -> list[Taken]:
+    """One call of each step in eager mode: what it takes the current CUDA device, and the host to launch it.
 
-    Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is many calls
-    queued one behind the other.
+    Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is some calls
+    that the host queues while the device sleeps: neither waits for the other.
     """
     for step in steps:
         for _ in range(_NUM_WARM):
             step()
-    slowest = max(_sample(step, 2) for step in steps)
-    num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / slowest)))
-    samples = [[_sample(step, num_calls) for step in steps] for _ in range(_NUM_SAMPLES)]
-    return [statistics.median(column) for column in zip(*samples, strict=True)]
+    first = [_sample(step, 2, _FIRST_ASLEEP_US) for step in steps]
+    num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / max(taken.device_us for taken in first))))
+    asleep_us = [1.5 * num_calls * taken.host_us for taken in first]
+    samples = [
+        [_sample(step, num_calls, us) for step, us in zip(steps, asleep_us, strict=True)] for _ in range(_NUM_SAMPLES)
+    ]
+    return [Taken(*map(statistics.median, zip(*column, strict=True))) for column in zip(*samples, strict=True)]
 
 
-def _sample(step: Step, num_calls: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(num_calls):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / num_calls
+def _sample(step: Step, num_calls: int, asleep_us: float) -> Taken:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    while True:
+        torch.cuda._sleep(round(asleep_us * _CYCLES_PER_US))
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            step()
+        end.record()
+        host_us = (time.perf_counter() - start) * 1e6
+        was_asleep = not begin.query()
+        end.synchronize()
+        if was_asleep:
+            return Taken(begin.elapsed_time(end) * 1e3 / num_calls, host_us / num_calls)
+        asleep_us = 2 * max(asleep_us, host_us)  # it has waited for the host: once more

@@ -15,7 +15,7 @@ import training
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn.choice import Case
-from fp8_ds.nn.measure import time_case
+from fp8_ds.nn.measure import cuda_clock, time_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -65,7 +65,7 @@ def against_stock(folder: str, model: dict[str, Any]) -> dict[str, Any]:
 def test_a_model_of_small_layers_is_left_in_bf16_and_no_slower(gpu_ranks: Any, tmp_path: Path) -> None:
     (found,) = gpu_ranks(1).run(against_stock, str(tmp_path), SMALL)
     assert found["num_fp8"] == 0
-    assert any(line.startswith("fp8: no linear is faster in FP8") for line in found["first"])
+    assert any(line.startswith("fp8: no linear is worth FP8") for line in found["first"])
     ours, stock = found["times"]
     assert ours < NOISE * stock, found
     assert any(line.startswith("fp8: measuring 2 kinds of linear at 128 tokens") for line in found["first"])
@@ -77,6 +77,20 @@ def test_a_model_of_other_shapes_is_no_slower_either(gpu_ranks: Any, tmp_path: P
     (found,) = gpu_ranks(1).run(against_stock, str(tmp_path), MIXED)
     ours, stock = found["times"]
     assert ours < NOISE * stock, found
+
+
+def test_the_clock_tells_device_from_host_whoever_is_slower() -> None:
+    x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    small = x[:16, :16].contiguous()
+
+    def wait_and_add() -> None:
+        small.add_(1)
+        time.sleep(2e-3)
+        small.add_(1)
+
+    late, busy = cuda_clock([wait_and_add, lambda: x @ x])
+    assert late.device_us < 100 and 2000 < late.host_us < 4000
+    assert busy.host_us < 500 and busy.device_us > 2 * 8192**3 / 989e12 * 1e6
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
@@ -92,5 +106,6 @@ def test_measuring_is_repeatable_and_leaves_memory_and_random_numbers_alone(reci
     if "PYTEST_XDIST_WORKER" not in os.environ:  # else other tests compute beside this one
         assert first.fp8_us == pytest.approx(second.fp8_us, rel=0.1)
         assert first.bf16_us == pytest.approx(second.bf16_us, rel=0.1)
+    assert first.fp8_host_us > first.bf16_host_us > 10
     # Three GEMMs of 2 M K N at no more than the H200's dense peak: 989 TFLOP/s.
     assert first.bf16_us > 6 * 8192 * 4096 * 4096 / 989e12 * 1e6

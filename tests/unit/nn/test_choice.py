@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_ds
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import choice, make_plan
-from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose
-from fp8_ds.nn.measure import make_steps, time_case
+from fp8_ds.nn import choice, make_plan, measure
+from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose, worth_fp8
+from fp8_ds.nn.measure import Taken, cuda_clock, make_steps, time_case
 from fp8_ds.nn.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ def case(m: int = 4096, k: int = 64, n: int = 128, **more: Any) -> Case:
     return Case(**{"recipe": "tensorwise", "grad_dtype": "e5m2", "backend": "torch", "m": m, "k": k, "n": n, **more})
 
 
-def times(fp8_us: float, bf16_us: float) -> Times:
-    return Times(fp8_us=fp8_us, bf16_us=bf16_us)
+def times(fp8_us: float, bf16_us: float, fp8_host_us: float = 0.1, bf16_host_us: float = 0.1) -> Times:
+    return Times(fp8_us=fp8_us, bf16_us=bf16_us, fp8_host_us=fp8_host_us, bf16_host_us=bf16_host_us)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +59,12 @@ class Bench:
 
 
 def test_times_between_two_token_counts_lie_on_their_line() -> None:
-    table = LayerTable(HERE, {case(m=1024): times(100, 80), case(m=2048): times(140, 160)})
-    assert table.lookup(case(m=1024)) == times(100, 80)
-    assert table.lookup(case(m=1280)) == times(110, 100)
+    table = LayerTable(HERE, {case(m=1024): times(100, 80, 30, 20), case(m=2048): times(140, 160, 34, 16)})
+    assert table.lookup(case(m=1024)) == times(100, 80, 30, 20)
+    assert table.lookup(case(m=1280)) == times(110, 100, 31, 19)
     table.times[case(m=1280)] = times(7, 8)
     assert table.lookup(case(m=1280)) == times(7, 8)
-    assert table.lookup(case(m=1152)) == times(53.5, 44)
+    assert table.lookup(case(m=1152)) == times(53.5, 44, 15.05, 10.05)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_plan_keeps_in_fp8_what_is_faster_there_and_says_by_how_much() -> None
         "even": case(k=128, n=64, bias=True, frozen=True, recipe="delayed"),
     }
     known = {cases["fast"]: times(410.4, 655), cases["slow"]: times(57, 41), cases["even"]: times(30, 30)}
-    chosen = choose(plan, cases, known)
+    chosen = choose(plan, cases, known, worth_fp8(dict.fromkeys(cases.values(), 1), known))
     assert [(row.fqn, row.converted, row.reason) for row in chosen.layers] == [
         ("fast", True, "fp8: 410 us against 655 us at M 4096"),
         ("slow", False, "bf16 is faster: 41 us against 57 us at M 4096"),
@@ -111,6 +111,45 @@ def test_a_plan_keeps_in_fp8_what_is_faster_there_and_says_by_how_much() -> None
     ]
     assert "slow (bf16 is faster: 41 us against 57 us at M 4096)" in chosen.describe()
     assert type(chosen).from_state(json.loads(json.dumps(chosen.to_state()))) == chosen
+
+
+# --- host and device ---
+
+BIG, SMALL = case(n=128), case(n=32)
+
+
+def test_a_model_that_the_device_is_busy_with_takes_every_linear_that_is_faster_on_it() -> None:
+    known = {BIG: times(2600, 4200, 1100, 200), SMALL: times(200, 280, 1100, 200)}
+    assert worth_fp8({BIG: 3, SMALL: 2}, known) == {BIG, SMALL}
+    assert worth_fp8({SMALL: 2}, known) == set()  # launching alone takes longer than bf16 does
+
+
+def test_a_host_that_is_late_takes_in_what_saves_most_for_what_it_costs_the_host() -> None:
+    known = {BIG: times(1300, 2100, 1100, 200), SMALL: times(110, 140, 1100, 200)}
+    # All in FP8: host 7 x 1100, device 4120. The large ones alone: host 3 x 1100 + 4 x 200, device 4460. None: 6860.
+    assert worth_fp8({BIG: 3, SMALL: 4}, known) == {BIG}
+    assert worth_fp8({BIG: 3, SMALL: 4}, {**known, SMALL: times(110, 140, 250, 200)}) == {BIG, SMALL}
+
+
+def test_where_the_host_is_late_in_bf16_already_nothing_is_worth_fp8() -> None:
+    known = {BIG: times(100, 190, 250, 200), SMALL: times(10, 20, 250, 200)}
+    assert worth_fp8({BIG: 4, SMALL: 4}, known) == set()
+
+
+def test_a_linear_that_the_host_launches_no_later_in_fp8_costs_nothing_to_take_in() -> None:
+    known = {BIG: times(100, 390, 150, 200), SMALL: times(20, 10, 100, 200)}
+    assert worth_fp8({BIG: 4, SMALL: 4}, known) == {BIG}
+
+
+def test_a_layer_that_the_host_keeps_in_bf16_says_so() -> None:
+    plan = make_plan(nn.Sequential(nn.Linear(64, 128, bias=False)), LinearConfig(filter_fqns=()))
+    known = {case(): times(110, 140, 1100, 200)}
+    (row,) = choose(plan, {"0": case()}, known, worth_fp8({case(): 1}, known)).layers
+    assert not row.converted
+    assert row.reason == (
+        "bf16: the GPU would wait for the host, which launches it in 1100 us, in bf16 in 200 us; the GPU takes "
+        "110 us against 140 us at M 4096"
+    )
 
 
 # --- files ---
@@ -174,6 +213,7 @@ def test_rows_that_another_process_adds_meanwhile_are_kept() -> None:
 
 
 ROW = '{"case": {"recipe": "a", "grad_dtype": "b", "backend": "c", "m": 1, "k": 1, "n": 1}, "times": %s}'
+TIMES = '{"fp8_us": 7, "bf16_us": 1, "fp8_host_us": 1, "bf16_host_us": 1}'
 MACHINE = HERE.model_dump_json()
 
 
@@ -183,10 +223,10 @@ MACHINE = HERE.model_dump_json()
         "",
         '{"version": 1, "rows": [',
         "[]",
-        f'{{"version": 2, "machine": {MACHINE}, "rows": []}}',
-        f'{{"version": 1, "machine": {MACHINE}, "rows": [{ROW % {}}]}}',
-        f'{{"version": 1, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % '{"fp8_us": NaN, "bf16_us": 1}'),
-        f'{{"version": 1, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % '{"fp8_us": "7", "bf16_us": 1}'),
+        f'{{"version": 1, "machine": {MACHINE}, "rows": []}}',
+        f'{{"version": 2, "machine": {MACHINE}, "rows": [{ROW % {}}]}}',
+        f'{{"version": 2, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % TIMES.replace("7", "NaN")),
+        f'{{"version": 2, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % TIMES.replace("7", '"7"')),
     ],
     ids=["empty", "cut off", "a list", "of another version", "without times", "with a NaN", "with a string"],
 )
@@ -299,12 +339,72 @@ def test_delayed_scaling_is_measured_after_its_first_update() -> None:
 def test_times_are_the_clocks_in_the_order_of_the_steps() -> None:
     seen: list[str] = []
 
-    def clock(steps: Any) -> list[float]:
+    def clock(steps: Any) -> list[Taken]:
         seen.extend(type(step.module).__name__ for step in steps)
-        return [11.0, 22.0]
+        return [Taken(11.0, 3.0), Taken(22.0, 4.0)]
 
-    assert time_case(case(m=16, k=16, n=16), CPU, clock) == times(11, 22)
+    assert time_case(case(m=16, k=16, n=16), CPU, clock) == times(11, 22, 3, 4)
     assert seen == ["Fp8Linear", "Linear"]
+
+
+class Simulated:
+    """A device and its host, in microseconds: what torch.cuda and time.perf_counter say of them.
+
+    Args:
+        speed: clock rate by the one that `torch.cuda._sleep` is told of.
+    """
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.host = self.device = 0.0
+        self.num_sleeps = 0
+        simulated = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                simulated.device = self.at = max(simulated.host, simulated.device)
+
+            def query(self) -> bool:
+                return self.at <= simulated.host
+
+            def synchronize(self) -> None:
+                simulated.host = max(simulated.host, self.at)
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.at - self.at) / 1e3
+
+        self.Event = Event
+
+    def sleep(self, cycles: int) -> None:
+        self.num_sleeps += 1
+        self.device = max(self.host, self.device) + cycles / 2_000 / self.speed
+
+    def step(self, device_us: float, host_us: float) -> Any:
+        """A call that launches half of its work, computes on the host, and launches the rest."""
+
+        def call() -> None:
+            for _ in range(2):
+                self.host += host_us / 2
+                self.device = max(self.host, self.device) + device_us / 2
+
+        return call
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("taken", [[(620.0, 1100.0), (1098.0, 200.0)], [(5.0, 90_000.0), (9000.0, 3.0)]], ids=str)
+def test_the_clock_tells_device_from_host_whoever_is_slower(
+    taken: list[tuple[float, float]], speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = Simulated(speed)
+    monkeypatch.setattr(torch.cuda, "Event", simulated.Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", simulated.sleep, raising=False)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: simulated.host / 1e6)
+    found = cuda_clock([simulated.step(*one) for one in taken])
+    assert [(one.device_us, one.host_us) for one in found] == [pytest.approx(one) for one in taken]
+    assert simulated.num_sleeps <= 4 * 16  # not many in vain
 
 
 # --- keeping the choice of a checkpoint ---
@@ -338,7 +438,8 @@ def test_a_filter_names_the_bf16_layers_of_a_plan_and_no_other(in_bf16: tuple[st
     model = names("a.0.up", "a.0.down", "a.1.up", "a.1.down", "a.10.up", "lm_head")
     everything = make_plan(model, LinearConfig(filter_fqns=()))
     cases = {row.fqn: case(n=i + 1) for i, row in enumerate(everything.layers)}
-    plan = choose(everything, cases, {c: times(2 if fqn in in_bf16 else 1, 1.5) for fqn, c in cases.items()})
+    known = {c: times(2 if fqn in in_bf16 else 1, 1.5) for fqn, c in cases.items()}
+    plan = choose(everything, cases, known, worth_fp8(dict.fromkeys(known, 1), known))
     assert {row.fqn for row in plan.layers if not row.converted} == set(in_bf16)
     found = plan.filter_fqns()
     assert found == expected
@@ -350,4 +451,4 @@ def test_no_filter_names_a_layer_whose_name_is_part_of_anothers() -> None:
     plan = make_plan(nn.Sequential(*[nn.Linear(16, 16) for _ in range(11)]), LinearConfig())
     cases = {row.fqn: case(n=int(row.fqn) + 1) for row in plan.layers}
     known = {c: times(3 if fqn == "1" else 1, 2) for fqn, c in cases.items()}
-    assert choose(plan, cases, known).filter_fqns() is None
+    assert choose(plan, cases, known, worth_fp8(dict.fromkeys(known, 1), known)).filter_fqns() is None
