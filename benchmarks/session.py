@@ -106,7 +106,7 @@ STEPS = (
     Step("parity-4gpus", _parity(""), 1200, "issue 3 H: the same without regime 2", gpus=4, after="parity-first"),
     Step("parity-1gpu", _parity("", "3", "6", "stock e4m11 fp8 e4m19"), 1560, "issue 3 H: a pair of each arm, alone"),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
-    Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 240, "issue 4 D: the table"),
+    Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),
     Step(
         "attention",
         _benchmark("attention", "--budget {seconds} --name attention"),
@@ -146,6 +146,12 @@ STEPS = (
         "graphs", _benchmark("end_to_end", "--piece graphs --budget {seconds}"), 260, "issue 4 C: idle between kernels"
     ),
     Step("launch-host", "{python} benchmarks/launch_host.py --out {out}", 30, "issue 4 C: what launches take the host"),
+    Step(
+        "linear-host",
+        "{python} benchmarks/linear_host.py --out {out}",
+        60,
+        "issue 4 C: what an eager linear takes the host",
+    ),
     Step("peers-more", _benchmark("end_to_end", "--piece peers-more --budget {seconds}"), 330, "the same, other peers"),
     Step("gather", _benchmark("gather", "--gpus 2 4"), 40, "issue 4 H 3: one layer's gather", gpus=4),
     Step(
