@@ -8,9 +8,9 @@ they are) and in one thread, the functions in which the host is. Without a GPU: 
 Triton's driver (fp8_ds/testing/stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the
 others' ops have no stand-in. What is left then is Python and torch's dispatcher.
 
-Predicted before the first run on an H200, whose layer table of 2026-11-23 has 1,100 us for FP8 and 220 for bf16, by 290
-and 130 us on a CPU with stand-ins and 1.6 times as slow a host: 460 us of Python and dispatcher, 150 in three
-`torch._scaled_mm`, 40 in launches by the driver, 50 in allocations and streams, and 400 in changes of thread.
+Predicted before the first run on an H200, whose layer table of 2026-11-23 has 1,140 us for tensorwise and 220 for
+bf16, by 300 and 130 us on a CPU with stand-ins and 1.6 times as slow a host: 480 us of Python and dispatcher, 150 in
+three `torch._scaled_mm`, 40 in launches by the driver, 50 in allocations and streams, and 420 in changes of thread.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ def _tests(selection: str) -> str:
     return f"{{python}} -m pytest -q -m gpu -p no:cacheprovider tests/gpu {selection}"
 
 
+_RECIPES = "delayed rowwise gw_hp blockwise"
 _PARITY_ARMS = "stock fp8 e4m19 e4m11 e4m11-nearest bf16-nearest"
 
 
@@ -105,6 +106,20 @@ STEPS = (
     Step("parity-8gpus", _parity(""), 900, "issue 3 H: three pairs of each arm, regime 2 twice", 8, "parity-first"),
     Step("parity-4gpus", _parity(""), 1200, "issue 3 H: the same without regime 2", gpus=4, after="parity-first"),
     Step("parity-1gpu", _parity("", "3", "6", "stock e4m11 fp8 e4m19"), 1560, "issue 3 H: a pair of each arm, alone"),
+    *(
+        Step(
+            f"parity-recipes-{k}",
+            _benchmark(
+                "gpt_parity",
+                f"--study recipes --compile --whole --regimes 3 --seeds {k} --arms stock fp8 {_RECIPES} "
+                "--estimate 480 --budget {seconds}",
+            ),
+            1700,
+            f"issue 8 E: every recipe beside stock over 201 M tokens, seed {k}",
+            gpus=2,
+        )
+        for k in (0, 1, 2)
+    ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),
     Step(

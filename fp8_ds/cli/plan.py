@@ -99,7 +99,7 @@ def _print(found: dict[str, Any]) -> None:
             f"{found['gathered_bytes_per_pass'] / 1e9:.2f} GB on the wire, {share:.2f} of bf16's."
         )
     if found["layer_choice"] == "measured":
-        out.print('"layer_choice" is "measured": layers that are not faster in FP8 on your GPU stay bf16 as well.')
+        out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')
 
 
 def _runs(layers: Sequence[Product]) -> list[tuple[str, Product]]:

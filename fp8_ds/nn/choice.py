@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,8 @@ SHIPPED = Path(__file__).with_name("tables")
 _CACHE_VARIABLE = "FP8_DS_CACHE"
 _MAX_STEP = 2
 """Times are interpolated between token counts that differ by this factor at most."""
+_MAX_KINDS = 10
+"""All sets of so many kinds of linear are tried."""
 
 _Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(ge=1)]
@@ -157,7 +160,10 @@ class LayerTable:
             file = _File.model_validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise ConfigError(f"{path}: expected a layer table, got {first['msg']}. Remove the file.") from error
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{path}: expected a layer table, got {where}: {first['msg']}. Remove the file."
+            ) from error
         return cls(file.machine, {row.case: row.times for row in file.rows})
 
     def write(self, path: Path) -> None:
@@ -199,7 +205,7 @@ def cache_file(machine: Machine) -> Path:
             raise ConfigError(f"{_CACHE_VARIABLE}: expected a folder, got nothing, and no home. Set it.") from error
     device = re.sub(r"[^a-z0-9.]+", "-", machine.device.lower()).strip("-")
     versions = f"torch{machine.torch_version}-cuda{machine.cuda_version}-fp8_ds{machine.fp8_ds_version}"
-    return Path(folder) / f"layer-table-{device}-{versions}.json"
+    return Path(folder) / f"layer-table-v2-{device}-{versions}.json"
 
 
 def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Case]:
@@ -233,8 +239,9 @@ def worth_fp8(counts: Mapping[Case, int], times: Mapping[Case, Times]) -> frozen
     """The kinds of linear that are to be in FP8: those with which all linears together take the least.
 
     In eager mode host and device work side by side, and a step takes as long as the slower of them: where the host is
-    the slower one, FP8 has nothing to gain and more to launch. What is faster on the device comes in by what it saves
-    there for each microsecond that it costs the host. Of the work between linears nothing is assumed.
+    the slower one, FP8 has nothing to gain and more to launch. Of the work between linears nothing is assumed. Of more
+    than ten kinds that are faster on the device not every set is tried: they come in by what each saves there for a
+    microsecond that it costs the host.
 
     Args:
         counts: how many linears of each kind there are.
@@ -245,17 +252,21 @@ def worth_fp8(counts: Mapping[Case, int], times: Mapping[Case, Times]) -> frozen
         found = times[case]
         return (found.bf16_us - found.fp8_us) / max(found.fp8_host_us - found.bf16_host_us, 1e-3)
 
-    def microseconds(in_fp8: Iterable[Case]) -> float:
-        chosen, device, host = set(in_fp8), 0.0, 0.0
+    def microseconds(in_fp8: Collection[Case]) -> float:
+        device = host = 0.0
         for case, count in counts.items():
             found = times[case]
-            device += count * (found.fp8_us if case in chosen else found.bf16_us)
-            host += count * (found.fp8_host_us if case in chosen else found.bf16_host_us)
+            device += count * (found.fp8_us if case in in_fp8 else found.bf16_us)
+            host += count * (found.fp8_host_us if case in in_fp8 else found.bf16_host_us)
         return max(device, host)
 
     faster = [case for case in counts if times[case].fp8_is_faster]
     faster.sort(key=lambda case: (-gain(case), _order(case)))
-    return frozenset(min((faster[:num] for num in range(len(faster) + 1)), key=microseconds))
+    sizes = range(len(faster) + 1)
+    sets: Iterable[tuple[Case, ...]] = (tuple(faster[:num]) for num in sizes)
+    if len(faster) <= _MAX_KINDS:
+        sets = chain.from_iterable(combinations(faster, num) for num in sizes)
+    return frozenset(min(sets, key=microseconds))  # of equals the smallest
 
 
 def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times], in_fp8: Collection[Case]) -> Plan:

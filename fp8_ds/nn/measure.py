@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.errors import Fp8DsError
 from fp8_ds.nn.choice import Case, Times
 from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan
 from fp8_ds.nn.linear import Fp8Linear
@@ -24,7 +25,7 @@ Step = Callable[[], object]
 _NUM_WARM, _NUM_SAMPLES = 5, 7
 _SAMPLE_US, _MAX_CALLS = 20_000.0, 8
 """Of a sample; so few calls because a GPU's queue takes 1,024 launches before the host has to wait."""
-_FIRST_ASLEEP_US = 4_000.0
+_FIRST_ASLEEP_US, _MAX_ASLEEP_US = 4_000.0, 1e6
 _CYCLES_PER_US = 2_000
 """Of `torch.cuda._sleep`, at 2 GHz; a device that runs faster sleeps less, and is sent to sleep again."""
 
@@ -117,23 +118,26 @@ def cuda_clock(steps: Sequence[Step]) -> list[Taken]:
     """One call of each step in eager mode: what it takes the current CUDA device, and the host to launch it.
 
     Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is some calls
-    that the host queues while the device sleeps: neither waits for the other.
+    that the host queues while the device sleeps, as long before each step: neither waits for the other.
+
+    Raises:
+        Fp8DsError: the host cannot queue them while the device sleeps.
     """
     for step in steps:
         for _ in range(_NUM_WARM):
             step()
-    first = [_sample(step, 2, _FIRST_ASLEEP_US) for step in steps]
-    num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / max(taken.device_us for taken in first))))
-    asleep_us = [1.5 * num_calls * taken.host_us for taken in first]
-    samples = [
-        [_sample(step, num_calls, us) for step, us in zip(steps, asleep_us, strict=True)] for _ in range(_NUM_SAMPLES)
-    ]
+    first = [[_sample(step, 2, _FIRST_ASLEEP_US) for _ in range(2)] for step in steps]
+    slowest = max(taken.device_us for row in first for taken in row)
+    num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / slowest)))
+    asleep_us = 1.5 * num_calls * max(min(taken.host_us for taken in row) for row in first)
+    samples = [[_sample(step, num_calls, asleep_us) for step in steps] for _ in range(_NUM_SAMPLES)]
     return [Taken(*map(statistics.median, zip(*column, strict=True))) for column in zip(*samples, strict=True)]
 
 
 def _sample(step: Step, num_calls: int, asleep_us: float) -> Taken:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    while True:
+    host_us = 0.0
+    while asleep_us <= _MAX_ASLEEP_US:
         torch.cuda._sleep(round(asleep_us * _CYCLES_PER_US))
         begin.record()
         start = time.perf_counter()
@@ -146,3 +150,7 @@ def _sample(step: Step, num_calls: int, asleep_us: float) -> Taken:
         if was_asleep:
             return Taken(begin.elapsed_time(end) * 1e3 / num_calls, host_us / num_calls)
         asleep_us = 2 * max(asleep_us, host_us)  # it has waited for the host: once more
+    raise Fp8DsError(
+        f"layer times: expected the host to queue {num_calls} calls while the GPU sleeps, got {host_us / 1e3:.0f} ms "
+        "for them. Launches wait for the GPU: unset CUDA_LAUNCH_BLOCKING, and use no profiler that serialises kernels."
+    )

@@ -32,15 +32,21 @@ def measured(**more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def table(folder: Path | str, rows: dict[tuple[int, int], tuple[float, float]], **more: Any) -> Iterator[None]:
-    """While inside, this rank's cache in `folder` has `rows`, (out, in): (bf16 us, FP8 us), biased or not."""
+def table(folder: Path | str, rows: dict[tuple[int, int], tuple[float, ...]], **more: Any) -> Iterator[None]:
+    """While inside, this rank's cache in `folder` has `rows`, (out, in): (bf16 us, FP8 us), biased or not. A third
+    number is what it takes the host in FP8."""
     before = os.environ.get("FP8_DS_CACHE")
     os.environ["FP8_DS_CACHE"] = str(folder)
     times = {}
-    for (n, k), (bf16_us, fp8_us) in rows.items():
+    for (n, k), (bf16_us, fp8_us, *host) in rows.items():
         for bias in (False, True):
             key = {"recipe": "tensorwise", "grad_dtype": "e5m2", "backend": "torch", "m": TOKENS, **more}
-            known = {"fp8_us": fp8_us, "bf16_us": bf16_us, "fp8_host_us": HOST_US, "bf16_host_us": HOST_US}
+            known = {
+                "fp8_us": fp8_us,
+                "bf16_us": bf16_us,
+                "fp8_host_us": (host or [HOST_US])[0],
+                "bf16_host_us": HOST_US,
+            }
             times[Case(k=k, n=n, bias=bias, **key)] = Times(**known)
     machine = Machine.of(torch.device("cpu"))
     LayerTable(machine, times).write(cache_file(machine))
@@ -170,6 +176,24 @@ def test_what_rank_0_cannot_say_is_refused_on_every_rank(ranks: Any, tmp_path: P
     assert missing.startswith('fp8.linear.layer_choice: expected "all" on cpu, got "measured"')
     assert "n=32" in missing and 'Write "all"' in missing
     assert "RuntimeError: the device is lost" in lost and 'Write "all"' in lost
+
+
+def one_for_the_host(folder: str) -> list[list[str]]:
+    """Two linears of UP, two of DOWN and the head: which are in FP8, by what the host takes for UP."""
+    found = []
+    for up_host in (40.0, 50.0):
+        rows: dict[tuple[int, int], tuple[float, ...]] = {UP: (20, 10, up_host), DOWN: (1, 2)}
+        with table(folder, {**rows, (training.VOCABULARY, MODEL["width"]): (50, 60)}):
+            engine = build(2, measured(filter_fqns=[]))
+        found.append([] if engine.fp8 is None else list(engine.fp8.weights))
+        training.destroy(engine)
+    return found
+
+
+def test_every_linear_counts_for_the_host(ranks: Any, tmp_path: Path) -> None:
+    # bf16 takes the device 92 us; UP in FP8 the host 2 x 40 + 3, or 2 x 50 + 3.
+    for found in ranks(2).run(one_for_the_host, str(tmp_path)):
+        assert found == [["blocks.0.up.weight", "blocks.1.up.weight"], []]
 
 
 # --- nothing chosen ---
@@ -346,13 +370,17 @@ def pipelines(folder: str) -> dict[str, Any]:
         lopsided = pipeline(measured(filter_fqns=[]))
     with table(f"{folder}/{rank}", {WIDE: SLOWER, NARROW: SLOWER}):
         none = pipeline(measured())
-    return {"some": some, "lopsided": lopsided, "none": none, "stock": pipeline(None)}
+    # By the first stage alone the host would be late, 31 us against 21; by both the device is, 122 against 63.
+    with table(f"{folder}/{rank}", {WIDE: (20, 10, 30), NARROW: (1, 2), HEAD: (100, 200)}):
+        by_all = pipeline(measured(filter_fqns=[]))
+    return {"by_all": by_all, "some": some, "lopsided": lopsided, "none": none, "stock": pipeline(None)}
 
 
 def test_rank_0_decides_for_all_pipeline_stages(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2).run(pipelines, str(tmp_path))
     assert [len(found["some"]["weights"]) for found in (first, second)] == [1, 2]
     assert [len(found["lopsided"]["weights"]) for found in (first, second)] == [0, 1]
+    assert [len(found["by_all"]["weights"]) for found in (first, second)] == [1, 1]
     for found in (first, second):
         assert found["none"]["weights"] is None
         assert found["none"]["losses"] == found["stock"]["losses"]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_ds
 from fp8_ds.config import LinearConfig
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.nn import choice, make_plan, measure
 from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose, worth_fp8
 from fp8_ds.nn.measure import Taken, cuda_clock, make_steps, time_case
@@ -136,9 +136,37 @@ def test_where_the_host_is_late_in_bf16_already_nothing_is_worth_fp8() -> None:
     assert worth_fp8({BIG: 4, SMALL: 4}, known) == set()
 
 
-def test_a_linear_that_the_host_launches_no_later_in_fp8_costs_nothing_to_take_in() -> None:
-    known = {BIG: times(100, 390, 150, 200), SMALL: times(20, 10, 100, 200)}
-    assert worth_fp8({BIG: 4, SMALL: 4}, known) == {BIG}
+def test_linears_that_the_host_launches_no_later_in_fp8_come_in_first() -> None:
+    # BIG costs the host nothing and is enough; with SMALL the host would be the slower one, without BIG the device.
+    known = {BIG: times(100, 390, 150, 200), SMALL: times(10, 300, 900, 200)}
+    assert worth_fp8({BIG: 4, SMALL: 1}, known) == {BIG}
+
+
+def test_every_set_of_a_few_kinds_is_tried() -> None:
+    kinds = [case(n=16 * (i + 1)) for i in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        rows = torch.rand(len(kinds), 5, generator=generator).tolist()
+        known = {
+            c: times(100 * a + 1, 200 * b + 1, 150 * x + 50 * y + 1, 50 * y + 1)
+            for c, (a, b, x, y, _) in zip(kinds, rows, strict=True)
+        }
+        counts = {c: 1 + int(8 * row[4]) for c, row in zip(kinds, rows, strict=True)}
+
+        def step_us(in_fp8: Any, known: Any = known, counts: Any = counts) -> float:
+            device = sum(n * (known[c].fp8_us if c in in_fp8 else known[c].bf16_us) for c, n in counts.items())
+            host = sum(n * (known[c].fp8_host_us if c in in_fp8 else known[c].bf16_host_us) for c, n in counts.items())
+            return max(device, host)
+
+        least = min(step_us({c for i, c in enumerate(kinds) if bits >> i & 1}) for bits in range(16))
+        assert step_us(worth_fp8(counts, known)) == pytest.approx(least)
+
+
+def test_of_many_kinds_those_come_in_that_save_most_for_what_they_cost_the_host() -> None:
+    kinds = [case(n=16 * (i + 1)) for i in range(30)]
+    known = {c: times(50, 60 + i, 110, 10) for i, c in enumerate(kinds)}
+    chosen = worth_fp8(dict.fromkeys(kinds, 1), known)
+    assert chosen == set(kinds[-len(chosen) :]) and 5 < len(chosen) < 25
 
 
 def test_a_layer_that_the_host_keeps_in_bf16_says_so() -> None:
@@ -183,7 +211,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 def test_the_file_is_named_by_device_and_versions_and_lies_in_the_cache_folder(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "layer-table-nvidia-h200-torch2.11.0-cuda13.0-fp8_ds0.1.0.json"
+    name = "layer-table-v2-nvidia-h200-torch2.11.0-cuda13.0-fp8_ds0.1.0.json"
     assert cache_file(H200) == cache / name
     monkeypatch.delenv("FP8_DS_CACHE")
     monkeypatch.setenv("HOME", "/somebody")
@@ -352,10 +380,11 @@ class Simulated:
 
     Args:
         speed: clock rate by the one that `torch.cuda._sleep` is told of.
+        blocks: every launch waits for the device, as with CUDA_LAUNCH_BLOCKING.
     """
 
-    def __init__(self, speed: float) -> None:
-        self.speed = speed
+    def __init__(self, speed: float, blocks: bool = False) -> None:
+        self.speed, self.blocks = speed, blocks
         self.host = self.device = 0.0
         self.num_sleeps = 0
         simulated = self
@@ -381,6 +410,11 @@ class Simulated:
     def sleep(self, cycles: int) -> None:
         self.num_sleeps += 1
         self.device = max(self.host, self.device) + cycles / 2_000 / self.speed
+        self.wait()
+
+    def wait(self) -> None:
+        if self.blocks:
+            self.host = max(self.host, self.device)
 
     def step(self, device_us: float, host_us: float) -> Any:
         """A call that launches half of its work, computes on the host, and launches the rest."""
@@ -389,22 +423,34 @@ class Simulated:
             for _ in range(2):
                 self.host += host_us / 2
                 self.device = max(self.host, self.device) + device_us / 2
+                self.wait()
 
         return call
 
+    def replace_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep, raising=False)
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.host / 1e6)
+
 
 @pytest.mark.parametrize("speed", [0.5, 1.0, 4.0])
-@pytest.mark.parametrize("taken", [[(620.0, 1100.0), (1098.0, 200.0)], [(5.0, 90_000.0), (9000.0, 3.0)]], ids=str)
+@pytest.mark.parametrize("taken", [[(620.0, 1100.0), (1098.0, 200.0)], [(5.0, 9_000.0), (9000.0, 3.0)]], ids=str)
 def test_the_clock_tells_device_from_host_whoever_is_slower(
     taken: list[tuple[float, float]], speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated = Simulated(speed)
-    monkeypatch.setattr(torch.cuda, "Event", simulated.Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", simulated.sleep, raising=False)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: simulated.host / 1e6)
+    simulated.replace_torchs(monkeypatch)
     found = cuda_clock([simulated.step(*one) for one in taken])
     assert [(one.device_us, one.host_us) for one in found] == [pytest.approx(one) for one in taken]
-    assert simulated.num_sleeps <= 4 * 16  # not many in vain
+    assert simulated.num_sleeps <= 4 * 18  # not many in vain
+
+
+def test_a_host_that_waits_at_every_launch_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = Simulated(1.0, blocks=True)
+    simulated.replace_torchs(monkeypatch)
+    with pytest.raises(Fp8DsError, match=r"^layer times: .* unset CUDA_LAUNCH_BLOCKING"):
+        cuda_clock([simulated.step(620.0, 1100.0)])
+    assert simulated.num_sleeps < 12
 
 
 # --- keeping the choice of a checkpoint ---
