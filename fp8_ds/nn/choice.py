@@ -263,7 +263,7 @@ def worth_fp8(counts: Mapping[Case, int], times: Mapping[Case, Times]) -> frozen
     faster = [case for case in counts if times[case].fp8_is_faster]
     faster.sort(key=lambda case: (-gain(case), _order(case)))
     sizes = range(len(faster) + 1)
-    sets: Iterable[tuple[Case, ...]] = (tuple(faster[:num]) for num in sizes)
+    sets: Iterable[Collection[Case]] = (faster[:num] for num in sizes)
     if len(faster) <= _MAX_KINDS:
         sets = chain.from_iterable(combinations(faster, num) for num in sizes)
     return frozenset(min(sets, key=microseconds))  # of equals the smallest
