@@ -266,7 +266,8 @@ def worth_fp8(counts: Mapping[Case, int], times: Mapping[Case, Times]) -> frozen
     sets: Iterable[Collection[Case]] = (faster[:num] for num in sizes)
     if len(faster) <= _MAX_KINDS:
         sets = chain.from_iterable(combinations(faster, num) for num in sizes)
-    return frozenset(min(sets, key=microseconds))  # of equals the smallest
+    best = min(sets, key=microseconds)  # of equals the smallest
+    return frozenset(best)
 
 
 def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times], in_fp8: Collection[Case]) -> Plan:
