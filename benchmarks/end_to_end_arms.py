@@ -271,6 +271,17 @@ PIECES = {
     ),
     # What is left between kernels and before the forward, if the host launches a graph at a time.
     "graphs": Piece("llama-2b", "ours-e4m11-compiled+fused+delayed", ("ours-e4m11-compiled+fused+delayed+cudagraphs",)),
+    # What our own attention and CUDA graphs give beside the best peer. A FlashAttention-3 with its backward is needed.
+    "fastest": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "torchao-tensorwise-adamwfp8-compiled",
+            "ours-e4m11-compiled+fused+delayed",
+            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3",
+            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
+        ),
+    ),
     "peers-more": Piece("llama-2b", "stock-eager", ("stock-compiled", "torchao-tensorwise-compiled", "torch-compiled")),
     "states": Piece(
         "llama-2b",

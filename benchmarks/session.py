@@ -156,6 +156,12 @@ STEPS = (
         "issue 5 G: layers with cuDNN's attention in all arms, Transformer Engine's too",
         gpus=2,
     ),
+    Step(
+        "fastest",
+        _benchmark("end_to_end", "--piece fastest --budget {seconds}"),
+        480,
+        "issue 4 H 1: with FlashAttention-3 and CUDA graphs (a FlashAttention-3 wheel with backward needed)",
+    ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
     Step(
         "graphs", _benchmark("end_to_end", "--piece graphs --budget {seconds}"), 260, "issue 4 C: idle between kernels"
