@@ -9,8 +9,8 @@ Triton's driver (fp8_ds/testing/stand_in_driver.py) and GEMMs that return empty 
 others' ops have no stand-in. What is left then is Python and torch's dispatcher.
 
 Predicted before the first run on an H200, whose layer table of 2026-11-23 has 1,140 us for tensorwise and 220 for
-bf16, by 300 and 130 us on a CPU with stand-ins and 1.6 times as slow a host: 480 us of Python and dispatcher, 150 in
-three `torch._scaled_mm`, 40 in launches by the driver, 50 in allocations and streams, and 420 in changes of thread.
+bf16, by 620 and 230 us on a CPU with stand-ins: 620 us of Python and dispatcher, 150 in three `torch._scaled_mm`, 40 in
+launches by the driver, 50 in allocations and streams, and 280 in changes of thread.
 """
 
 from __future__ import annotations
