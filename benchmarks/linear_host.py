@@ -21,7 +21,6 @@ import io
 import json
 import pstats
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ def stand_in() -> None:
     """From here on this process launches, on CPU tensors, what it would launch on a GPU, and nothing starts."""
     from triton.runtime import driver
 
+    from fp8_ds.ops import gemm
     from fp8_ds.ops.quantize import triton as quantize
     from fp8_ds.ops.transpose import triton as transpose
     from fp8_ds.testing.stand_in_driver import StandInDriver
@@ -61,7 +61,8 @@ def stand_in() -> None:
     def product(a: Tensor, b: Tensor, *scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
         return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
-    sys.modules["fp8_ds.ops.gemm.scaled_mm"]._product = product  # type: ignore[attr-defined]
+    torch_backend: Any = gemm.torch_backend
+    torch_backend._product = product
 
 
 def host_clock(steps: Sequence[Step]) -> list[Taken]:

@@ -129,7 +129,8 @@ def cuda_clock(steps: Sequence[Step]) -> list[Taken]:
     first = [[_sample(step, 2, _FIRST_ASLEEP_US) for _ in range(2)] for step in steps]
     slowest = max(taken.device_us for row in first for taken in row)
     num_calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / slowest)))
-    asleep_us = 1.5 * num_calls * max(min(taken.host_us for taken in row) for row in first)
+    host_us = max(min(taken.host_us for taken in row) for row in first)
+    asleep_us = min(1.5 * num_calls * host_us, _MAX_ASLEEP_US)
     samples = [[_sample(step, num_calls, asleep_us) for step in steps] for _ in range(_NUM_SAMPLES)]
     return [Taken(*map(statistics.median, zip(*column, strict=True))) for column in zip(*samples, strict=True)]
 

@@ -445,6 +445,13 @@ def test_the_clock_tells_device_from_host_whoever_is_slower(
     assert simulated.num_sleeps <= 4 * 18  # not many in vain
 
 
+def test_a_host_that_takes_most_of_the_longest_sleep_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = Simulated(1.0)
+    simulated.replace_torchs(monkeypatch)
+    (found,) = cuda_clock([simulated.step(5.0, 100_000.0)])
+    assert (found.device_us, found.host_us) == (pytest.approx(5.0), pytest.approx(100_000.0))
+
+
 def test_a_host_that_waits_at_every_launch_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = Simulated(1.0, blocks=True)
     simulated.replace_torchs(monkeypatch)
