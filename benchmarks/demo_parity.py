@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fp8_ds.launcher import which_gpus
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ARMS = {"bf16": "ds_zero3_bf16", "fp8": "ds_zero3_fp8"}
@@ -35,7 +37,7 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> tuple[list[floa
     """Losses by step and the held-out loss of one run of examples/deepspeed/train.py."""
     log = args.out / f".parity-{arm}-{seed}.jsonl"
     script = ROOT / "examples/deepspeed/train.py"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.ranks)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(args.ranks)]
     command += ["--master_port", str(free_port()), str(script)]
     command += ["--deepspeed_config", str(ROOT / f"configs/{ARMS[arm]}.json"), "--log", str(log)]
     command += ["--size", args.size, "--steps", str(args.steps), "--seed", str(seed), "--held-out-batches", "32"]

@@ -38,6 +38,9 @@ Llama 2.0 B, one GPU, 8192 tokens a step (ms; tokens/s; peak GiB), stock cross e
   of norms and SwiGLUs in FP8, Liger's loss: 122; 12.5.
 - As CUDA graphs (piece graphs): 118 against 120.5, of which 2.6 were gaps between kernels and before the forward.
 - With FlashAttention-3 (piece fastest): attention 15.5 ms for 17.5, so 118.5 against 120.5; as CUDA graphs 116.5.
+  Measured on 2026-11-23: 121.0 against 123.3, for torch 2.11's graphs had no tables, and 120.2 with none replayed, for
+  delayed scales were written where a CUDA graph may not write. Both mended, predicted: 113 with delayed scales, 116.5
+  tensorwise; 119 without FlashAttention-3; 124 with neither.
 - Liger's cross entropy, all arms: peak -1.5 GiB (no whole logits), time within 2 ms.
 
 Llama-3-8B, 4 GPUs, ZeRO-3, 8192 tokens a step and GPU (tokens/s a GPU; peak GiB): stock-eager 8.0k; 94. FSDP2 bf16
@@ -76,6 +79,8 @@ import torch
 from end_to_end_arms import GRAMMAR, MODELS, PIECES, Arm, Model, Piece, ds_config, parse_arm, predicted_seconds, sized
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
+from fp8_ds.launcher import which_gpus
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")
 ENVIRONMENT = ("FP8_DS_", "NCCL_", "PYTORCH_", "TORCH_", "CUDA_", "TRITON_")
@@ -108,7 +113,7 @@ def launch_command(arm: Arm, model: Model, port: int) -> list[str]:
     """What precedes the worker's own arguments."""
     worker = str(HERE / "end_to_end_worker.py")
     if arm.uses_deepspeed:
-        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(model.gpus), "--master_port", str(port)]
+        launcher = ["-m", "deepspeed.launcher.runner", *which_gpus(model.gpus), "--master_port", str(port)]
     elif model.gpus > 1:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={model.gpus}", f"--master_port={port}"]
     else:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8_ds.build_locks import build_root, remove_abandoned
+from fp8_ds.launcher import which_gpus
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -83,7 +84,7 @@ def free_port() -> int:
 def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
     """Trains once; raises SystemExit with the end of the log when the launcher fails."""
     metrics, log = args.out / f"{name}.jsonl", args.out / f"{name}.log"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(ranks)]
     command += ["--master_port", str(free_port()), str(HERE / "demo_worker.py"), "--deepspeed_config", str(RUNS[name])]
     command += ["--size", args.size, "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
     command += ["--seed", str(args.seed), "--log", str(metrics)]

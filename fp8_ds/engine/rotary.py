@@ -36,8 +36,11 @@ def _is_frequencies(name: str) -> bool:
 
 
 def _keep_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    """A forward hook.
+
+    Of torch.export the flag is read, not `torch.compiler.is_exporting()`, which is True in every graph of torch 2.11.
+    """
+    if not torch.compiler.is_compiling() or torch.compiler._is_exporting_flag:
         return output
     if type(output) is tuple:
         return tuple(map(_kept, output))

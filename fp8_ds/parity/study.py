@@ -19,6 +19,7 @@ from fp8_ds import comparison
 from fp8_ds.comparison import Group, Result
 from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
+from fp8_ds.launcher import which_gpus
 from fp8_ds.parity.arms import BASE, seeded
 from fp8_ds.parity.loop import FIELDS
 from fp8_ds.statistics import Paired
@@ -274,5 +275,5 @@ def launcher(gpus: int, spec: str) -> tuple[list[str], dict[str, str]]:
     if gpus == 1:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         return [sys.executable, "-m", module, spec], {**env, **alone, "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(gpus), "--master_port", str(port)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(gpus), "--master_port", str(port)]
     return [*command, "--module", module, spec], env

@@ -63,7 +63,8 @@ class AmaxHistory:
         self.num_slots = num_slots
         self.history_len = history_len
         self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
-        self.amax_local = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        # Each amax where inductor takes it for aligned: what a graph writes elsewhere keeps it from being a CUDA graph.
+        self.amax_local = scale_vector(num_slots, device).zero_()
         self.scale = scale_vector(num_slots, device)
         self.scale_inv = scale_vector(num_slots, device)
         self.amax_history = torch.zeros(history_len, num_slots, dtype=torch.float32, device=device)

@@ -465,6 +465,17 @@ def test_larger_micro_batch_counts_only_within_stocks_memory(bench: Any) -> None
     assert claim(95, 120).startswith("MISSED")
 
 
+def test_memory_of_replayed_graphs_is_what_is_reserved(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    run = speed_run({"stock-eager": 30e3, "ours-e4m11-compiled+fused+cudagraphs": 73e3})
+    run["results"][1] |= {"peak_allocated_gib": 8.3, "peak_reserved_gib": 17.5}
+    assert any(
+        line.startswith("MISSED: llama-2b: peak <= 16 GiB") and "17.50" in line for line in report.verdicts([run])
+    )
+    assert "| in graphs / 17.50 |" in report.speed_table(run)
+    assert "17.5 GiB" in report.line(run["results"][1])
+
+
 def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) -> None:
     report = bench("end_to_end_report")
     for name, numbers in (("a.json", (1, 2)), ("b.json", (2, 3))):

@@ -135,3 +135,13 @@ def test_wrong_sizes_are_refused():
         AmaxHistory(2, [448.0])
     with pytest.raises(ConfigError, match="history_len"):
         AmaxHistory(1, [448.0], history_len=0)
+
+
+def test_every_slot_is_aligned_for_cuda_graphs():
+    """Inductor takes a graph's input for static, so that it may be written in a CUDA graph, if 16 bytes divide it."""
+    history = AmaxHistory(5, [448.0] * 5)
+    for index in range(5):
+        slot = history.slot(index)
+        assert all(view.data_ptr() % 16 == 0 for view in (slot.amax_local, slot.scale, slot.scale_inv))
+        slot.amax_local.fill_(index)
+    assert history.amax_local.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

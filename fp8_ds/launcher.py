@@ -1,0 +1,28 @@
+"""What DeepSpeed's launcher is told."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fp8_ds.errors import ConfigError
+
+
+def which_gpus(number: int) -> list[str]:
+    """Arguments that start `number` ranks of this host, on GPUs that CUDA_VISIBLE_DEVICES names, if it names any.
+
+    Told a number only, the launcher ignores CUDA_VISIBLE_DEVICES, with a line in its log, and takes the host's first
+    GPUs, whoever computes there (0.19.8, launcher/runner.py line 453).
+
+    Raises:
+        ConfigError: fewer GPUs are named.
+    """
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not named or not torch.cuda.is_available():
+        return ["--num_gpus", str(number)]
+    if len(named) < number:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES: expected {number} GPUs, got {','.join(named)}. Name more, or ask for fewer."
+        )
+    return ["--include", "localhost:" + ",".join(named[:number])]

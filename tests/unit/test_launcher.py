@@ -1,0 +1,46 @@
+"""Which GPUs DeepSpeed's launcher is told to use."""
+
+import pytest
+import torch
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.launcher import which_gpus
+
+
+@pytest.fixture(autouse=True)
+def _on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("named", "number", "expected"),
+    [
+        ("", 2, ["--num_gpus", "2"]),
+        ("1", 1, ["--include", "localhost:1"]),
+        ("4,5,6,7", 2, ["--include", "localhost:4,5"]),
+    ],
+)
+def test_named_gpus_are_used(monkeypatch, named, number, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert which_gpus(number) == expected
+
+
+def test_more_than_are_named_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match=r"expected 2 GPUs, got 3\. Name more"):
+        which_gpus(2)
+
+
+def test_without_a_gpu_the_launcher_counts_for_itself(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert which_gpus(2) == ["--num_gpus", "2"]
+
+
+def test_the_launcher_itself_takes_those(monkeypatch):
+    """What it makes of `--include`: a pool of these slots, where a number gives it the first ones."""
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    _, include = which_gpus(2)
+    assert parse_inclusion_exclusion({"localhost": 4}, include, "") == {"localhost": [2, 3]}
