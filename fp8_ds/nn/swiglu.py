@@ -26,8 +26,20 @@ from fp8_ds.nn.fused import FORMAT, Nonlinear, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
-from fp8_ds.ops.swiglu import Fp8Output, swiglu, swiglu_backward, swiglu_backward_fp8
+from fp8_ds.ops.swiglu import (
+    Fp8Output,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_fp8,
+    swiglu_backward_planes,
+    swiglu_columns,
+)
 from fp8_ds.scaling.delayed import AmaxSlot
+
+WRITES_COLUMNS = False
+"""Whether one scale's columns are written where the values are computed (ops/swiglu: `swiglu_columns`,
+`swiglu_backward_planes`), not transposed from rows: the same bytes. Off, for these kernels have not run on a GPU;
+benchmarks/kernels_producers.py and the option +columns of benchmarks/end_to_end.py are to decide."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -143,6 +155,10 @@ def product(
 def kept_product(gate: Tensor, up: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """What `recipe.kept` would give for the product, made again."""
     takes_fp8 = recipe.needs_grad_columns
+    scaling = recipe.scaling_without_hp()
+    if WRITES_COLUMNS and takes_fp8 and scaling is not None and scaling != "rowwise":
+        columns, scale_inv = swiglu_columns(gate, up, FORMAT, scaling, rounding="twice")
+        return recipe.kept(gate, Quantized(None, columns, scale_inv))
     hp, product_fp8 = product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
     return recipe.kept(gate if hp is None else hp, product_fp8)
 
@@ -172,6 +188,13 @@ def swiglu_grads(
     scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
     with_hp = wanted.gate_bias or wanted.up_bias
     fmt = recipes.gate.grad_format
+    needs_both = wanted.x and wanted.gate and wanted.up and not with_hp
+    if WRITES_COLUMNS and needs_both and scaling != "rowwise":
+        gate_planes, up_planes = swiglu_backward_planes(grad, gate, up, fmt, scaling, rounding="twice")
+        return (Quantized(*gate_planes, slot=_slot(scales[0])), Quantized(*up_planes, slot=_slot(scales[1]))), (
+            None,
+            None,
+        )
     outputs = swiglu_backward_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
     gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
     return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)
@@ -202,7 +225,11 @@ def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wa
 
 def _rows(output: Fp8Output, scaling: Any) -> Quantized:
     """A producer's FP8, made by that scaling."""
-    return Quantized(output.x_fp8, None, output.scale_inv, slot=scaling if isinstance(scaling, AmaxSlot) else None)
+    return Quantized(output.x_fp8, None, output.scale_inv, slot=_slot(scaling))
+
+
+def _slot(scaling: Any) -> AmaxSlot | None:
+    return scaling if isinstance(scaling, AmaxSlot) else None
 
 
 def is_one_function(linears: Sequence[Any]) -> bool:

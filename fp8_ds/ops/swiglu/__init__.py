@@ -14,7 +14,7 @@ gate and up may be halves of one [T, 2F] tensor; of rows only the columns must b
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,30 @@ from fp8_ds.scaling.delayed import AmaxSlot
 
 __all__ = [
     "Fp8Output",
+    "Fp8Planes",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_fp8",
     "swiglu_backward_packed",
     "swiglu_backward_packed_fp8",
+    "swiglu_backward_planes",
+    "swiglu_columns",
 ]
+
+
+class Fp8Planes(NamedTuple):
+    """A matrix in FP8 and its transpose.
+
+    Args:
+        rows: [T, F], contiguous.
+        columns: [F, T], contiguous: the same codes.
+        scale_inv: float32, 0-dim, multiply to leave FP8; NaN where the amax is not finite.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale_inv: Tensor
+
 
 _KEEP: list[torch.library.Library] = []
 """Library handles; the ops live as long as these."""
@@ -173,6 +191,82 @@ _swiglu_backward_fp8, _handle = register(
 _KEEP.append(_handle)
 
 
+def _columns_kernel(
+    gate: Tensor,
+    up: Tensor,
+    scaling: str,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+) -> tuple[Tensor, Tensor]:
+    slot = SlotTensors(scale, scale_inv, None)
+    if _takes_kernel(gate):
+        from fp8_ds.ops.swiglu import triton
+
+        return triton.swiglu_columns(gate, up, scaling, slot, dtype, fp8_max, twice)
+    return reference.swiglu_columns(gate, up, scaling, slot, dtype, fp8_max, twice)
+
+
+def _columns_fake(
+    gate: Tensor, up: Tensor, scaling: str, scale: Any, scale_inv: Any, dtype: torch.dtype, fp8_max: float, twice: bool
+) -> tuple[Tensor, Tensor]:
+    return gate.new_empty((gate.shape[1], gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
+
+
+def _backward_planes_kernel(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scaling: str,
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+) -> _SixTensors:
+    slots = SlotTensors(gate_scale, gate_scale_inv, gate_amax), SlotTensors(up_scale, up_scale_inv, up_amax)
+    if _takes_kernel(gate):
+        from fp8_ds.ops.swiglu import triton
+
+        outputs = triton.swiglu_backward_planes(grad_hidden, gate, up, scaling, slots, dtype, fp8_max, twice)
+    else:
+        outputs = reference.swiglu_backward_planes(grad_hidden, gate, up, scaling, slots, dtype, fp8_max, twice)
+    return _six([list(one) for one in outputs])
+
+
+def _backward_planes_fake(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, scaling: str, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any,
+    up_scale: Any, up_scale_inv: Any, up_amax: Any, dtype: torch.dtype, fp8_max: float, twice: bool,
+) -> _SixTensors:  # fmt: skip
+    num_rows, num_cols = gate.shape
+    shapes = (num_rows, num_cols), (num_cols, num_rows), ()
+    dtypes = dtype, dtype, torch.float32
+    return _six([[gate.new_empty(shape, dtype=one) for shape, one in zip(shapes, dtypes, strict=True)] for _ in "gu"])
+
+
+_swiglu_columns, _handle = register(
+    "swiglu_columns(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, ScalarType dtype, "
+    "float fp8_max, bool twice) -> (Tensor, Tensor)",
+    _columns_kernel,
+    _columns_fake,
+)
+_KEEP.append(_handle)
+_swiglu_backward_planes, _handle = register(
+    "swiglu_backward_planes(Tensor grad_hidden, Tensor gate, Tensor up, str scaling, Tensor? gate_scale, "
+    "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
+    "ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_planes_kernel,
+    _backward_planes_fake,
+)
+_KEEP.append(_handle)
+
+
 def _output(x_fp8: Tensor, scale_inv: Tensor, hp: Tensor, with_hp: bool) -> Fp8Output:
     return Fp8Output(x_fp8, scale_inv, hp if with_hp else None)
 
@@ -269,6 +363,60 @@ def swiglu_backward_fp8(
         with_hp,
     )  # fmt: skip
     return _output(g_fp8, g_scale_inv, g_hp, with_hp), _output(u_fp8, u_scale_inv, u_hp, with_hp)
+
+
+def swiglu_columns(
+    gate: Tensor,
+    up: Tensor,
+    fmt: Float8Format,
+    scaling: AmaxSlot | Literal["tensorwise"],
+    *,
+    rounding: Rounding = "once",
+) -> tuple[Tensor, Tensor]:
+    """The transpose of what `swiglu` makes, and not that: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
+
+    Args: as in `swiglu`; one scale for all.
+    """
+    check_rows("gate", gate)
+    check_rows("up", up, gate)
+    mode, slot = _one_scale(scaling)
+    found: tuple[Tensor, Tensor] = _swiglu_columns(
+        gate, up, mode, slot.scale, slot.scale_inv, fmt.torch_dtype, fmt.max, is_twice(rounding)
+    )
+    return found
+
+
+def swiglu_backward_planes(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: Float8Format,
+    scaling: tuple[AmaxSlot, AmaxSlot] | Literal["tensorwise"],
+    *,
+    rounding: Rounding = "once",
+) -> tuple[Fp8Planes, Fp8Planes]:
+    """`swiglu_backward_fp8` in both layouts, the inputs read once (tensorwise: twice); slots record their amaxes.
+
+    Args: as there; one scale for each.
+    """
+    _check(grad_hidden, gate, up)
+    (mode, gate_slot), (_, up_slot) = [
+        _one_scale(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 2)
+    ]
+    outputs = _swiglu_backward_planes(
+        grad_hidden, gate, up, mode, *gate_slot, *up_slot, fmt.torch_dtype, fmt.max, is_twice(rounding)
+    )
+    return Fp8Planes(*outputs[:3]), Fp8Planes(*outputs[3:])
+
+
+def _one_scale(scaling: AmaxSlot | Literal["tensorwise"]) -> tuple[str, SlotTensors]:
+    mode, slot = mode_of(scaling)
+    if mode == "rowwise":
+        raise ValueError(
+            "scaling: expected an AmaxSlot or 'tensorwise', got 'rowwise'. Columns have scales of their own there: "
+            "quantise the bf16 values by them."
+        )
+    return mode, slot
 
 
 def swiglu_backward_packed_fp8(

@@ -46,7 +46,7 @@ def _place(num_cols, BLOCK: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x, PTX: tl.constexpr):
+def sigmoid(x, PTX: tl.constexpr):
     """`1 / (1 + exp(-x))`, within 2**-17 of it for |x| < 87; of what is below 2**-126, zero."""
     if PTX:
         y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -60,7 +60,7 @@ def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
     """`reference.hidden` of one row's columns."""
     mask = cols < num_cols
     wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
-    silu = wide * _sigmoid(wide, PTX)
+    silu = wide * sigmoid(wide, PTX)
     if TWICE:
         silu = to_float(to_bf16(silu, PTX), PTX)
     return to_bf16(silu * to_float(tl.load(up + cols, mask, 0.0), PTX), PTX)
@@ -72,13 +72,13 @@ def _gradients(grad_hidden, gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: 
     mask = cols < num_cols
     grad = to_float(tl.load(grad_hidden + cols, mask, 0.0), PTX)
     wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
-    sigmoid = _sigmoid(wide, PTX)
-    silu = wide * sigmoid
+    s = sigmoid(wide, PTX)
+    silu = wide * s
     grad_silu = grad * to_float(tl.load(up + cols, mask, 0.0), PTX)
     if TWICE:
         silu = to_float(to_bf16(silu, PTX), PTX)
         grad_silu = to_float(to_bf16(grad_silu, PTX), PTX)
-    grad_gate = (grad_silu * sigmoid) * (1.0 + wide * (1.0 - sigmoid))
+    grad_gate = (grad_silu * s) * (1.0 + wide * (1.0 - s))
     return to_bf16(grad_gate, PTX), to_bf16(grad * silu, PTX)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops._producer import SlotTensors, quantize_by
+from fp8_ds.ops.transpose.reference import transpose
 
 
 def _round(x: Tensor, rounds: bool) -> Tensor:
@@ -35,6 +36,14 @@ def swiglu(
     """(x_fp8, scale_inv, hp)."""
     hp = hidden(gate, up, twice)
     return *quantize_by(hp, mode, slot, record, dtype, fp8_max), hp
+
+
+def swiglu_columns(
+    gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
+) -> tuple[Tensor, Tensor]:
+    """(x_fp8 transposed, scale_inv); nothing is recorded."""
+    x_fp8, scale_inv, _ = swiglu(gate, up, mode, slot, False, dtype, fp8_max, twice)
+    return transpose(x_fp8), scale_inv
 
 
 def gradients(grad_hidden: Tensor, gate: Tensor, up: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
@@ -68,3 +77,18 @@ def swiglu_backward_fp8(
     """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
     hps = swiglu_backward(grad_hidden, gate, up, packed, twice)[: 1 if packed else 2]
     return [(*quantize_by(hp, mode, slot, record, dtype, fp8_max), hp) for hp, slot in zip(hps, slots, strict=False)]
+
+
+def swiglu_backward_planes(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    mode: str,
+    slots: tuple[SlotTensors, SlotTensors],
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x_fp8, x_fp8 transposed, scale_inv) of grad_gate and of grad_up."""
+    outputs = swiglu_backward_fp8(grad_hidden, gate, up, False, mode, slots, True, dtype, fp8_max, twice)
+    return [(x_fp8, transpose(x_fp8), scale_inv) for x_fp8, scale_inv, _ in outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_output
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
+from fp8_ds.ops.swiglu.planes_kernel import swiglu_backward_planes_kernel, swiglu_columns_kernel
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
 _BLOCK = 2048
@@ -19,6 +21,12 @@ _BLOCK = 2048
 
 _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 """A row of up to so many columns stays in registers; a longer one is taken in blocks, twice (again from L2)."""
+
+_VECTORS = 4
+_COLUMNS_WORDS, _COLUMNS_WARPS = 16, 1
+_PLANES_WORDS, _PLANES_WARPS = 32, 2
+"""Of a program that writes columns alone, and both planes: 64 rows, words of a row and warps as the casts have them
+(quantize/triton.py). Not tuned: they have not run on a GPU; for one, sm_90, they compile to 69 and 163 registers."""
 
 
 @dataclass(frozen=True)
@@ -79,24 +87,91 @@ def swiglu(
     """(x_fp8, scale_inv, hp); hp has no elements unless `with_hp`."""
     num_rows, num_cols = gate.shape
     x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, gate)
-    scale, scale_inv, amax = _scales(mode, slot, scale_inv)
+    scales = _scales(mode, slot, scale_inv)
+    records = mode == "given" and record
+    _product(mode, _MODES[mode], gate, up, x_fp8.view(torch.uint8), hp, scales, records, fp8_max, twice, with_hp)
+    return x_fp8, scales[1], hp
+
+
+def swiglu_columns(
+    gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
+) -> tuple[Tensor, Tensor]:
+    """(x_fp8 transposed, scale_inv); nothing is recorded."""
+    num_rows, num_cols = gate.shape
+    columns = torch.empty((num_cols, num_rows), dtype=dtype, device=gate.device)
+    bytes_, none = columns.view(torch.uint8), gate.new_empty(0)
+    scales = _scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device))
+    *passes, last = _MODES[mode]
+    _product(mode, passes, gate, up, bytes_, none, scales, False, fp8_max, twice, False)
+    strides = gate.stride(0), up.stride(0)
+    launch(
+        swiglu_columns_kernel,
+        _num_tiles(num_rows, num_cols, _COLUMNS_WORDS),
+        gate,
+        up,
+        bytes_,
+        *scales,
+        num_rows,
+        num_cols,
+        *strides,
+        MODE=last,
+        WORDS=_COLUMNS_WORDS,
+        num_warps=_COLUMNS_WARPS,
+        **_tile_options((gate, up), num_rows, num_cols, fp8_max, twice),
+    )
+    return columns, scales[1]
+
+
+def _num_tiles(num_rows: int, num_cols: int, words: int) -> int:
+    return ceil_div(num_rows, _VECTORS * 16) * ceil_div(num_cols, words * 4)
+
+
+def _tile_options(
+    inputs: tuple[Tensor, ...], num_rows: int, num_cols: int, fp8_max: float, twice: bool
+) -> dict[str, Any]:
+    """Of a kernel that writes columns. Vectors are read where rows begin at one, and written where columns do."""
+    begins = [size for x in inputs for size in (x.data_ptr(), x.stride(0) * x.element_size())]
+    return {
+        "VECTORS": _VECTORS,
+        "TWICE": twice,
+        "FP8_MAX": fp8_max,
+        "VECTOR_IN": num_cols % 16 == 0 and all(size % 16 == 0 for size in begins),
+        "VECTOR_OUT": num_rows % 16 == 0,
+        "PTX": inputs[0].is_cuda and torch.version.hip is None,
+        "enable_fp_fusion": False,
+    }
+
+
+def _product(
+    mode: str,
+    kernel_modes: list[int],
+    gate: Tensor,
+    up: Tensor,
+    x_fp8: Tensor,
+    hp: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    record: bool,
+    fp8_max: float,
+    twice: bool,
+    with_hp: bool,
+) -> None:
+    """Fills `x_fp8` and `hp`, and what is in `scales`."""
+    num_rows, num_cols = gate.shape
     settings = _launch(mode, num_cols, 64 if with_hp else 40)
-    for kernel_mode in _MODES[mode]:
+    for kernel_mode in kernel_modes:
         launch(
             swiglu_kernel,
             _num_programs(mode, num_rows, num_cols),
             gate,
             up,
-            x_fp8.view(torch.uint8),
+            x_fp8,
             hp,
-            scale,
-            scale_inv,
-            amax,
+            *scales,
             num_cols,
             gate.stride(0),
             up.stride(0),
             MODE=kernel_mode,
-            RECORD=mode == "given" and record,
+            RECORD=record,
             TWICE=twice,
             HAS_HP=with_hp,
             FP8_MAX=fp8_max,
@@ -106,7 +181,6 @@ def swiglu(
             enable_fp_fusion=False,
             **settings.options,
         )
-    return x_fp8, scale_inv, hp
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
@@ -146,6 +220,50 @@ def swiglu_backward_fp8(
         twice, with_hp,
     )  # fmt: skip
     return [(output[0], scale[1], output[2]) for output, scale in zip(outputs, scales, strict=True)]
+
+
+def swiglu_backward_planes(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    mode: str,
+    slots: tuple[SlotTensors, SlotTensors],
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x_fp8, x_fp8 transposed, scale_inv) of grad_gate and of grad_up."""
+    num_rows, num_cols = gate.shape
+    rows, columns = (
+        [torch.empty(shape, dtype=dtype, device=gate.device) for _ in range(2)]
+        for shape in ((num_rows, num_cols), (num_cols, num_rows))
+    )
+    scales = [_scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device)) for slot in slots]
+    bytes_, none = [one.view(torch.uint8) for one in rows], [gate.new_empty(0)] * 2
+    *passes, last = _MODES[mode]
+    _backward(mode, passes, grad_hidden, gate, up, False, bytes_, none, scales, False, fp8_max, twice, False)
+    strides = grad_hidden.stride(0), gate.stride(0), up.stride(0)
+    launch(
+        swiglu_backward_planes_kernel,
+        _num_tiles(num_rows, num_cols, _PLANES_WORDS),
+        grad_hidden,
+        gate,
+        up,
+        bytes_[0],
+        columns[0].view(torch.uint8),
+        bytes_[1],
+        columns[1].view(torch.uint8),
+        *scales[0],
+        *scales[1],
+        num_rows,
+        num_cols,
+        *strides,
+        MODE=last,
+        WORDS=_PLANES_WORDS,
+        num_warps=_PLANES_WARPS,
+        **_tile_options((grad_hidden, gate, up), num_rows, num_cols, fp8_max, twice),
+    )
+    return [(rows[i], columns[i], scales[i][1]) for i in range(2)]
 
 
 def _backward(

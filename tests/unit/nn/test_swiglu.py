@@ -178,6 +178,31 @@ def test_backward_casts_from_bf16_only_what_it_must(recipe, monkeypatch):
     assert calls.names == OPS[recipe]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_columns_written_where_values_are_computed_are_the_bytes_of_transposed_rows(recipe, monkeypatch):
+    (rows, rows_history), (columns, history) = make(recipe), make(recipe)
+    expected, kept = run(rows, rows), kept_by_graph(make(recipe)[0])
+    monkeypatch.setattr("fp8_ds.nn.swiglu.WRITES_COLUMNS", True)
+    with Calls() as calls:
+        got = run(columns, columns)
+    assert_same(expected, got)
+    assert (calls.names["swiglu_columns"], calls.names["swiglu_backward_planes"]) == (1, 1)
+    assert calls.names["swiglu_backward_fp8"] == 0 and calls.names["swiglu"] == 1
+    if history is not None:
+        assert_bitwise(rows_history.amax_local, history.amax_local)
+    assert kept_by_graph(make(recipe)[0]) == kept, "no plane of the product is kept from a graph's forward"
+
+
+@pytest.mark.parametrize(("recipe", "bias"), [("rowwise", False), ("blockwise", False), ("tensorwise", True)])
+def test_columns_are_written_only_by_one_scale_and_without_a_bias(recipe, bias, monkeypatch):
+    expected = run(*[make(recipe, bias=bias)[0]] * 2)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.WRITES_COLUMNS", True)
+    with Calls() as calls:
+        assert_same(expected, run(*[make(recipe, bias=bias)[0]] * 2))
+    assert calls.names["swiglu_backward_planes"] == 0
+    assert calls.names["swiglu_columns"] == (recipe == "tensorwise")
+
+
 def weights_of(mlp):
     return [(name, mlp.get_submodule(name).weight) for name in NAMES]
 
