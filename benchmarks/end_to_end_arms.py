@@ -287,6 +287,18 @@ PIECES = {
             "ours-e4m11-compiled+fused",
         ),
     ),
+    # Columns that SwiGLU writes itself, not yet run on a GPU.
+    "columns": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
+            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs+columns",
+            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+columns",
+            "torchao-tensorwise-adamwfp8-compiled",
+        ),
+    ),
+    "release": Piece("llama-2b", None, ("ours-e4m11-release-compiled+nonlinear+delayed+liger",)),
     "peers-more": Piece("llama-2b", "stock-eager", ("stock-compiled", "torchao-tensorwise-compiled", "torch-compiled")),
     "states": Piece(
         "llama-2b",
@@ -304,10 +316,9 @@ PIECES = {
         "llama-2b",
         "ours-e4m11-compiled",
         (
-            "ours-e4m11-compiled+delayed",
-            "ours-e4m11-compiled+rowwise",
-            "ours-e4m11-compiled+rowwise_with_gw_hp",
             "ours-e4m11-compiled+blockwise",
+            "ours-e4m11-compiled+rowwise_with_gw_hp",
+            "ours-e4m11-compiled+rowwise",
         ),
     ),
     "fused": Piece(

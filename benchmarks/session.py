@@ -162,6 +162,26 @@ STEPS = (
         480,
         "issue 4 H 1: with FlashAttention-3 and CUDA graphs (a FlashAttention-3 wheel with backward needed)",
     ),
+    Step(
+        "columns",
+        _benchmark("end_to_end", "--piece columns --budget {seconds}"),
+        390,
+        "issue 4: columns that SwiGLU writes itself, beside peers (a FlashAttention-3 wheel with backward needed)",
+    ),
+    Step(
+        "kernels-columns",
+        "{python} benchmarks/kernels_producers.py --only swiglu_ --out {out}/kernels-swiglu.json",
+        60,
+        "issue 4 A: the same kernels alone",
+    ),
+    Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
+    Step(
+        "tests-new",
+        "{python} -m pytest -v -m gpu -p no:cacheprovider tests/gpu/test_compile_gpu.py "
+        "tests/gpu/test_producers_gpu.py -k 'replayed or transposed_planes'",
+        180,
+        "CUDA graphs with accumulated gradients; columns that SwiGLU writes itself: never run yet",
+    ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
     Step(
         "graphs", _benchmark("end_to_end", "--piece graphs --budget {seconds}"), 260, "issue 4 C: idle between kernels"
@@ -194,6 +214,13 @@ STEPS = (
         _benchmark("end_to_end", "--piece 8b --layers 8 --gpus 2 --attention cudnn --budget {seconds}"),
         330,
         "issue 4 H 2: 8 layers of 8B beside stock and torchao; predicted ours 165 ms",
+        gpus=2,
+    ),
+    Step(
+        "8b-all-2gpus",
+        _benchmark("end_to_end", "--piece 8b --gpus 2 --attention cudnn --budget {seconds}"),
+        540,
+        "issue 4 H 2: all of Llama-3-8B on two GPUs, where four are not lent; predicted ours 680 ms, 1.62 and 1.29 x",
         gpus=2,
     ),
     Step(

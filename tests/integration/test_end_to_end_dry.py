@@ -27,7 +27,7 @@ def test_every_piece_names_arms_whose_fp8_block_is_valid(bench: Any) -> None:
     seen = 0
     for piece in arms.PIECES.values():
         model = arms.MODELS[piece.model]
-        for name in (piece.reference, *piece.arms):
+        for name in (*filter(None, [piece.reference]), *piece.arms):
             arm = arms.parse_arm(name, model)
             if arm.fp8 is not None:
                 Fp8Config.from_block(arm.fp8).check_stage(model.stage)
@@ -39,7 +39,8 @@ def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
     arms = bench("end_to_end_arms")
     for name, piece in arms.PIECES.items():
         model = arms.MODELS[piece.model]
-        names = [piece.reference, *piece.arms, *([piece.reference] if piece.mode == "speed" else [])]
+        first = [piece.reference] if piece.reference else []
+        names = [*first, *piece.arms, *(first if piece.mode == "speed" else [])]
         steps = 200 if piece.mode == "losses" else 40
         total = sum(arms.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
         assert total <= 570, (name, total)
@@ -115,7 +116,9 @@ def test_arms_of_a_piece_of_8b_have_the_same_loss(bench: Any) -> None:
     arms = bench("end_to_end_arms")
     for name, piece in arms.PIECES.items():
         if name.startswith("8b"):
-            assert piece.cross_entropy and not any("+liger" in arm for arm in (piece.reference, *piece.arms)), name
+            assert piece.cross_entropy and not any("+liger" in arm for arm in (piece.reference or "", *piece.arms)), (
+                name
+            )
 
 
 @pytest.mark.parametrize(
