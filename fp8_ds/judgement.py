@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _STARTERS = ("initialize", "train", "prepare")
 """Calls that may be, or lead to, `deepspeed.initialize`: its own, Trainer's, Accelerate's."""
 
@@ -73,6 +74,8 @@ def judge(config: Mapping[str, Any], script: Path | None = None, found: Sequence
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
     reasons = ["fp8_ds accepts the configuration."]
+    if not any(key in config for key in _BATCH_SIZES):
+        reasons.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
     if device.type == "cpu":
         reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
     on, why = _loaded(script)
@@ -83,9 +86,15 @@ def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> 
     """As a start does on rank 0, as far as that needs no model."""
     from fp8_ds.engine.refusals import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start
+    from fp8_ds.nn.choice import Machine, cache_file
 
     refuse_start(fp8, config, device, rank=0)
     refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
+    if fp8.linear.layer_choice == "measured" and device.type == "cpu" and not cache_file(Machine.of(device)).exists():
+        raise ConfigError(
+            'fp8.linear.layer_choice: expected "all" on cpu, got "measured". Only CUDA devices are measured. Write '
+            '"all", or remove the key.'
+        )
 
 
 def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> dict[str, str]:

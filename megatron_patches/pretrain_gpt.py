@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp8_ds.errors import ConfigError, SeamError
+from fp8_ds.errors import ConfigError, Fp8DsError, SeamError
 from megatron_patches import compat, patches
 
 _SCRIPT = "pretrain_gpt.py"
@@ -123,10 +123,15 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
 
 
 def main() -> None:
-    with ExitStack() as stack:
-        script = prepare(sys.argv[1:], stack)
-        sys.argv[0] = str(script)
-        runpy.run_path(str(script), run_name="__main__")
+    """Refusals are said in one line, the last of a rank, and end it with status 2."""
+    try:
+        with ExitStack() as stack:
+            script = prepare(sys.argv[1:], stack)
+            sys.argv[0] = str(script)
+            runpy.run_path(str(script), run_name="__main__")
+    except Fp8DsError as error:
+        print(f"[rank {os.environ.get('RANK', 0)}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 RUNS = {"FP8": CONFIGS / "ds_zero3_fp8.json", "bf16": CONFIGS / "ds_zero3_bf16.json"}
 # Of everything that a launcher and its ranks print, what the demo shows; the rest goes to the log file.
+LAST = 10
+"""Steps whose mean is the loss of the table."""
 SHOWN = re.compile(r"^(step |held-out)|\bfp8: ")
 
 
@@ -46,7 +48,7 @@ class Result:
     @property
     def final_loss(self) -> float:
         """Mean over the last steps, for one batch is noisy."""
-        return statistics.fmean(self.losses[-10:])
+        return statistics.fmean(self.losses[-LAST:])
 
 
 def parse_args() -> argparse.Namespace:
@@ -124,7 +126,7 @@ def comparison(results: dict[str, Result]) -> Table:
     for heading in ("", "bf16", "FP8", "FP8 / bf16"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     rows = [
-        ("training loss (last 10 steps)", fp8.final_loss, bf16.final_loss, "{:.4f}".format),
+        (f"training loss (last {min(LAST, len(fp8.losses))} steps)", fp8.final_loss, bf16.final_loss, "{:.4f}".format),
         ("held-out loss", fp8.held_out, bf16.held_out, "{:.4f}".format),
         ("gathered per step, per rank", fp8.report["gathered_bytes"], bf16.report["gathered_bytes"], megabytes),
         ("weights between steps, per rank", fp8.report[resident], bf16.report[resident], megabytes),
@@ -167,8 +169,13 @@ def main() -> None:
             args.steps = 20
             console.print("This CPU computes bf16 in software, which stock DeepSpeed needs: 20 steps instead of 100.")
     for lock in remove_abandoned(build_root()):
-        console.print(f"Removed {lock}: a build that was killed had left it, and DeepSpeed would wait for it.")
-    results = {name: run(name, args, ranks) for name in RUNS}
+        line = f"Removed {lock}: a build that was killed had left it, and DeepSpeed would wait for it."
+        console.print(line, soft_wrap=True)
+    console.print("A first start is silent for a minute or more: DeepSpeed compiles an operator.")
+    try:
+        results = {name: run(name, args, ranks) for name in RUNS}
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped; start it again at any time.") from None
     console.print(comparison(results))
     if not num_gpus:
         console.print("On CPU torch emulates FP8 GEMMs: compare losses and bytes here, and tokens/s on a GPU.")

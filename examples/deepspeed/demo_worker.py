@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,3 +54,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Not by the end of Python: while that closes down, a thread of gloo may abort (docs/troubleshooting.md).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -50,7 +50,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def build_engine(args: argparse.Namespace) -> Any:
     config = json.loads(args.deepspeed_config.read_text())
     if "scheduler" in config:  # the learning rate ends where training ends
-        config["scheduler"]["params"]["total_num_steps"] = args.steps
+        params = config["scheduler"]["params"]
+        params["total_num_steps"] = args.steps
+        params["warmup_num_steps"] = min(params["warmup_num_steps"], args.steps)
     deepspeed.init_distributed()
     torch.manual_seed(args.seed)
     stage = config["zero_optimization"]["stage"]
@@ -109,6 +111,8 @@ def train(
             )
         first = client_state["step"]
     leader = dist.get_rank() == 0
+    if leader and args.log:
+        args.log.parent.mkdir(parents=True, exist_ok=True)
     log = args.log.open("a" if first else "w") if leader and args.log else None
     num_tokens = engine.train_batch_size() * args.seq_len
     bar = tqdm(range(first, args.steps), disable=not (leader and sys.stderr.isatty()), unit="step")

@@ -109,7 +109,7 @@ def convert(
         raise ConfigError(f"--tag: expected it with a DeepSpeed checkpoint only, got {kind}. Leave it out.")
     refusal = _REFUSED.get((kind, target))
     if refusal is not None:
-        raise UnsupportedError(f"convert: expected another pair than {kind} to {target}, got it. {refusal}")
+        raise UnsupportedError(f"convert: expected kinds that can be converted, got {kind} to {target}. {refusal}")
     if target == "universal":
         return _to_universal(kind, source, out, tag, stage, trust_pickle)
     tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_deepspeed(source, tag, trust_pickle)

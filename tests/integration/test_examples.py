@@ -42,9 +42,9 @@ def test_splits_share_no_file_and_batches_depend_on_seed_and_index(root: Path, m
 def test_training_resumes_bit_exactly(root: Path, launch: Launch, tmp_path: Path) -> None:
     script, config = root / "examples/deepspeed/train.py", root / "configs/ds_zero3_fp8.json"
     common = ("--deepspeed_config", config, *TINY, "--steps", 4, "--save", tmp_path / "ckpt", "--save-every", 2)
-    output = launch(script, *common, "--log", tmp_path / "whole.jsonl")
+    output = launch(script, *common, "--log", tmp_path / "new" / "whole.jsonl")
     assert "held-out loss" in output
-    whole = read_log(tmp_path / "whole.jsonl")
+    whole = read_log(tmp_path / "new" / "whole.jsonl")
     assert [record["step"] for record in whole] == [0, 1, 2, 3, 4]
     assert {"step", "loss", "lr", "tokens_per_s"} == set(whole[0])
 

@@ -163,3 +163,20 @@ def test_what_will_be_used_is_said(script: Path) -> None:
         "activations": "fused SwiGLUs and norms, kept in fp8",
         "attention": "sdpa",
     }
+
+
+def test_a_layer_choice_that_a_cpu_cannot_make_is_off(
+    monkeypatch: pytest.MonkeyPatch, script: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FP8_DS_CACHE", str(tmp_path / "empty"))
+    config = {**STOCK, "fp8": {"enabled": True, "linear": {"layer_choice": "measured", "tokens": 64}}}
+    verdict = judge(config, script)
+    assert verdict.on == "no" and 'expected "all" on cpu, got "measured"' in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", None])
+def test_a_configuration_without_a_batch_size_is_told_so(script: Path, key: str | None) -> None:
+    config = {name: value for name, value in STOCK.items() if name != "train_micro_batch_size_per_gpu"}
+    config |= {"fp8": {"enabled": True}, **({} if key is None else {key: 8})}
+    told = [reason for reason in judge(config, script).reasons if "of which DeepSpeed needs one to start" in reason]
+    assert len(told) == (key is None)

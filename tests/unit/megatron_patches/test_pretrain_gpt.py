@@ -66,3 +66,15 @@ def test_megatron_imported_from_elsewhere_is_refused(clone: Path, monkeypatch: p
 def test_the_wrappers_own_words_are_read_before_megatrons() -> None:
     own = pretrain_gpt._own_arguments(["--num-layers", "2", "--megatron-path", "x", "--on-cpu", "--spec", "a", "b"])
     assert (own.megatron_path, own.on_cpu) == ("x", True)
+
+
+def test_a_refusal_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt", "--megatron-path", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        pretrain_gpt.main()
+    assert ended.value.code == 2 and ended.value.__suppress_context__
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[rank 1] ConfigError: ") and str(tmp_path) in line
