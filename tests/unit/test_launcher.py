@@ -16,6 +16,7 @@ def _on_gpus(monkeypatch):
     ("named", "number", "expected"),
     [
         ("", 2, ["--num_gpus", "2"]),
+        ("GPU-8932f937", 1, ["--num_gpus", "1"]),
         ("1", 1, ["--include", "localhost:1"]),
         ("4,5,6,7", 2, ["--include", "localhost:4,5"]),
     ],
