@@ -13,8 +13,8 @@ def which_gpus(number: int) -> list[str]:
     """Arguments that start `number` ranks of this host, on GPUs that CUDA_VISIBLE_DEVICES names, if it names any.
 
     Told a number only, the launcher ignores CUDA_VISIBLE_DEVICES, with a line in its log, and takes the host's first
-    GPUs, whoever computes there (0.19.8, launcher/runner.py line 453). It takes numbers only: GPUs that are named by UUID
-    are left to it.
+    GPUs, whoever computes there (0.19.8, launcher/runner.py line 453). It takes numbers only: where GPUs are named by
+    UUID, it chooses as ever.
 
     Raises:
         ConfigError: fewer GPUs are named.
