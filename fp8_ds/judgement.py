@@ -86,15 +86,13 @@ def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> 
     """As a start does on rank 0, as far as that needs no model."""
     from fp8_ds.engine.refusals import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start
-    from fp8_ds.nn.choice import Machine, cache_file
+    from fp8_ds.nn.choice import Machine, cache_file, not_measured
 
     refuse_start(fp8, config, device, rank=0)
     refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
-    if fp8.linear.layer_choice == "measured" and device.type == "cpu" and not cache_file(Machine.of(device)).exists():
-        raise ConfigError(
-            'fp8.linear.layer_choice: expected "all" on cpu, got "measured". Only CUDA devices are measured. Write '
-            '"all", or remove the key.'
-        )
+    machine = Machine.of(device)
+    if fp8.linear.layer_choice == "measured" and device.type == "cpu" and not cache_file(machine).exists():
+        raise not_measured(machine)
 
 
 def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp8_ds.errors import ConfigError, Fp8DsError, SeamError
+from fp8_ds.errors import ConfigError, SeamError, UnsupportedError
 from megatron_patches import compat, patches
 
 _SCRIPT = "pretrain_gpt.py"
@@ -129,7 +129,7 @@ def main() -> None:
             script = prepare(sys.argv[1:], stack)
             sys.argv[0] = str(script)
             runpy.run_path(str(script), run_name="__main__")
-    except Fp8DsError as error:
+    except (ConfigError, UnsupportedError, SeamError) as error:
         print(f"[rank {os.environ.get('RANK', 0)}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 

@@ -191,6 +191,19 @@ def _order(case: Case) -> tuple[str | int, ...]:
     return (case.recipe, case.grad_dtype, case.backend, case.bias, case.frozen, case.k, case.n, case.m)
 
 
+def not_measured(machine: Machine, more: str = "") -> ConfigError:
+    """What is raised where times are wanted that nobody can take.
+
+    Args:
+        machine: there.
+        more: end of the sentence that says so.
+    """
+    return ConfigError(
+        f'fp8.linear.layer_choice: expected "all" on {machine.device}, got "measured". Only CUDA devices are measured'
+        f'{more}. Write "all", or remove the key.'
+    )
+
+
 def cache_file(machine: Machine) -> Path:
     """Where what is measured on `machine` is kept: in $FP8_DS_CACHE, or ~/.cache/fp8_ds.
 
@@ -319,10 +332,8 @@ class Book:
         if not missing:
             return found
         if self._measure is None:
-            raise ConfigError(
-                f'fp8.linear.layer_choice: expected "all" on {self.machine.device}, got "measured". Only CUDA devices '
-                f"are measured, and {self.path} has no row for {missing[0]!r} ({len(missing)} missing). "
-                'Write "all", or remove the key.'
+            raise not_measured(
+                self.machine, f", and {self.path} has no row for {missing[0]!r} ({len(missing)} missing)"
             )
         self._say(
             f"fp8: measuring {len(missing)} kinds of linear at {missing[0].m} tokens on {self.machine.describe()}; "

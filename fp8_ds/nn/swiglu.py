@@ -190,11 +190,9 @@ def swiglu_grads(
     fmt = recipes.gate.grad_format
     needs_both = wanted.x and wanted.gate and wanted.up and not with_hp
     if WRITES_COLUMNS and needs_both and scaling != "rowwise":
-        gate_planes, up_planes = swiglu_backward_planes(grad, gate, up, fmt, scaling, rounding="twice")
-        return (Quantized(*gate_planes, slot=_slot(scales[0])), Quantized(*up_planes, slot=_slot(scales[1]))), (
-            None,
-            None,
-        )
+        planes = swiglu_backward_planes(grad, gate, up, fmt, scaling, rounding="twice")
+        gate_fp8, up_fp8 = (Quantized(*made, slot=_slot(one)) for made, one in zip(planes, scales, strict=True))
+        return (gate_fp8, up_fp8), (None, None)
     outputs = swiglu_backward_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
     gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
     return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)

@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from fp8_ds.engine import rotary
 from fp8_ds.engine.rotary import keep_tables
 
 LENGTH, HEAD_DIM = 32, 16
@@ -145,3 +146,13 @@ def test_tables_with_a_gradient_keep_it() -> None:
     cos, _ = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
     cos.sum().backward()
     assert x.grad is not None and bool(x.grad.abs().sum() > 0)
+
+
+def test_tables_are_kept_where_every_graph_is_said_to_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11, where `torch.compiler.is_exporting()` is True in a graph of torch.compile."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(rotary, "_op", lambda x: kept.append(x) or x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    rotary._keep_outputs(torch.nn.Identity(), (), (torch.ones(2), torch.zeros(2)))
+    assert len(kept) == 2
