@@ -100,7 +100,6 @@ class Arm:
         timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
         leaf: ZeRO-3 gathers a decoder layer as a whole, and it compiles to one graph.
         cuda_graphs: compiled graphs are replayed as CUDA graphs (mode "reduce-overhead").
-        columns: SwiGLU writes columns itself (fp8_ds/nn/swiglu.py, WRITES_COLUMNS).
         zero: what differs from `ZERO`.
     """
 
@@ -114,7 +113,6 @@ class Arm:
     timer_waits: bool = True
     leaf: bool = False
     cuda_graphs: bool = False
-    columns: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -139,7 +137,7 @@ _NAME = re.compile(
 GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+liger (activations.cross_entropy), +columns (SwiGLU writes them), +measured (linear.layer_choice), any "
+    "+liger (activations.cross_entropy), +measured (linear.layer_choice), any "
     "+section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait "
     "(timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
@@ -175,8 +173,6 @@ def parse_arm(name: str, model: Model) -> Arm:
             arm = replace(arm, cuda_graphs=True)
         elif key.startswith("ds.") and value and arm.uses_deepspeed:
             arm = replace(arm, zero={**arm.zero, key.removeprefix("ds."): json.loads(value)})
-        elif key == "columns" and arm.fp8 is not None:
-            arm = replace(arm, columns=True)
         elif arm.fp8 is None:
             raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
         else:
@@ -285,17 +281,6 @@ PIECES = {
             "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fused+cudagraphs",
             "ours-e4m11-compiled+fused",
-        ),
-    ),
-    # Columns that SwiGLU writes itself, not yet run on a GPU.
-    "columns": Piece(
-        "llama-2b",
-        "stock-eager",
-        (
-            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
-            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs+columns",
-            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+columns",
-            "torchao-tensorwise-adamwfp8-compiled",
         ),
     ),
     "release": Piece("llama-2b", None, ("ours-e4m11-release-compiled+nonlinear+delayed+liger",)),

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import memory_profile
 import step_profile
 from end_to_end_arms import MODELS
 from results_io import dated_stem
@@ -170,7 +171,7 @@ def loss_table(run: Mapping[str, Any]) -> str:
 
 def profile_tables(run: Mapping[str, Any]) -> str:
     """Every profiled arm; waits of the host beside stock's."""
-    parts = [step_profile.table(r["arm"], r) for r in good(run)]
+    parts = [step_profile.table(r["arm"], r) + memory_profile.table(r.get("memory")) for r in good(run)]
     parts += [f"{r['arm']}: **{r['error'].splitlines()[0]}**\n" for r in run["results"] if "error" in r]
     stock = next((r for r in good(run) if r["arm"] == "stock-eager"), None)
     if stock:

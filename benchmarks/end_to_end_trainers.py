@@ -33,6 +33,7 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
     AttentionInterface.register("causal", sdpa_attention_forward)
 
@@ -48,11 +49,17 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
         use_cache=False,
     )
     if cross_entropy == "stock":
-        return lambda: LlamaForCausalLM(config)
+
+        class LlamaLoss(LlamaForCausalLM):  # type: ignore[misc]
+            """Hands out no logits, of which a compiled graph would take a gradient of zeros (docs/compile.md)."""
+
+            def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutputWithPast:
+                return CausalLMOutputWithPast(loss=super().forward(input_ids=input_ids, labels=labels).loss)
+
+        return lambda: LlamaLoss(config)
 
     need("liger_kernel")
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    from transformers.modeling_outputs import CausalLMOutputWithPast
 
     class FusedHead(nn.Linear):
         @torch.compiler.disable

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import memory_profile
 import sdpa
 import step_profile
 import torch
@@ -129,7 +130,7 @@ def _trace(activities: list[Any], events: list[Any], kept: Path | None) -> Itera
 def profiled(
     trainer: Trainer, device: Device, step: Callable[[int], Tensor], num_steps: int, traces: Path | None = None
 ) -> dict[str, Any]:
-    """`device` and `host` of step_profile.py; all ranks take the steps.
+    """`device` and `host` of step_profile.py, `memory` of memory_profile.py; all ranks take the steps.
 
     Args:
         traces: a folder for what they were made of, in Chrome's format.
@@ -155,6 +156,8 @@ def profiled(
         result["dispatches_per_linear"] = dispatches_per_linear(trainer, device.device)
     except RuntimeError as error:  # a count that fails must not cost the traces
         result["dispatches_error"] = str(error)[:500]
+    if device.on_cuda:
+        result["memory"] = memory_profile.profile_memory(lambda: step(0))
     return result
 
 

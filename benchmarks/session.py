@@ -163,16 +163,10 @@ STEPS = (
         "issue 4 H 1: with FlashAttention-3 and CUDA graphs (a FlashAttention-3 wheel with backward needed)",
     ),
     Step(
-        "columns",
-        _benchmark("end_to_end", "--piece columns --budget {seconds}"),
-        390,
-        "issue 4: columns that SwiGLU writes itself, beside peers (a FlashAttention-3 wheel with backward needed)",
-    ),
-    Step(
-        "kernels-columns",
-        "{python} benchmarks/kernels_producers.py --only swiglu_ --out {out}/kernels-swiglu.json",
-        60,
-        "issue 4 A: the same kernels alone",
+        "kernels-tune",
+        "{python} benchmarks/kernels_tune.py --budget {seconds} --out {out}/kernels-tune.json",
+        90,
+        "issue 4 A: launch settings against those that ship",
     ),
     Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(

@@ -28,18 +28,12 @@ from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.ops.swiglu import (
     Fp8Output,
-    swiglu,
     swiglu_backward,
     swiglu_backward_fp8,
-    swiglu_backward_planes,
     swiglu_columns,
+    swiglu_with_amax,
 )
 from fp8_ds.scaling.delayed import AmaxSlot
-
-WRITES_COLUMNS = False
-"""Whether one scale's columns are written where the values are computed (ops/swiglu: `swiglu_columns`,
-`swiglu_backward_planes`), not transposed from rows: the same bytes. Off, for these kernels have not run on a GPU;
-benchmarks/kernels_producers.py and the option +columns of benchmarks/end_to_end.py are to decide."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -90,7 +84,7 @@ class _MlpFunction(torch.autograd.Function):
         up_x_fp8 = recipes.up.adopt(x, x_fp8, record=record)
         gate_TF = linear_output(x_fp8, gate_weight, gate_bias, recipes.gate, x.dtype)
         up_TF = linear_output(up_x_fp8, up_weight, up_bias, recipes.up, x.dtype)
-        _, product_fp8 = product(gate_TF, up_TF, recipes.down, with_hp=False, needs_columns=False, record=record)
+        _, product_fp8, amax = product(gate_TF, up_TF, recipes.down, with_hp=False, needs_columns=False, record=record)
         output_TI = linear_output(product_fp8, down_weight, down_bias, recipes.down, x.dtype)
         # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
         ctx.weights = gate_weight, up_weight, down_weight
@@ -99,7 +93,7 @@ class _MlpFunction(torch.autograd.Function):
         kept_x = recipes.gate.kept(x, x_fp8) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            ctx.save_for_backward(*kept_x, *keep(gate_TF, nonlinear), *keep(up_TF, nonlinear))
+            ctx.save_for_backward(*kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
         output: Tensor = torch.ops.aten._unsafe_view(output_TI, (*x.shape[:-1], output_TI.shape[-1]))
         return output
 
@@ -108,13 +102,13 @@ class _MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         wanted = Wanted(*ctx.needs_input_grad[:7])
         recipes: Recipes = ctx.recipes
-        kept_x, gate_TF, up_TF = read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors, ctx.num_kept_x)
         grad_TI = as_matrix(grad_output)
         grad_product, down_grad = linear_grads(
             grad_TI,
             ctx.weights[2],
             recipes.down,
-            kept_product(gate_TF, up_TF, recipes.down) if wanted.down else None,
+            kept_product(gate_TF, up_TF, recipes.down, amax) if wanted.down else None,
             needs_input=wanted.product,
             dtype=grad_output.dtype,
         )
@@ -130,8 +124,8 @@ class _MlpFunction(torch.autograd.Function):
 
 def product(
     gate: Tensor, up: Tensor, recipe: Recipe, *, with_hp: bool, needs_columns: bool, record: bool
-) -> tuple[Tensor | None, Quantized]:
-    """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8).
+) -> tuple[Tensor | None, Quantized, Tensor | None]:
+    """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8, its amax if known).
 
     Args:
         gate: bf16 [T, F].
@@ -144,29 +138,39 @@ def product(
     """
     scaling = recipe.scaling_without_hp()
     with_hp = with_hp or scaling is None
-    output = swiglu(gate, up, FORMAT, scaling or "rowwise", record=record, rounding="twice", with_hp=with_hp)
+    output, amax = swiglu_with_amax(
+        gate, up, FORMAT, scaling or "rowwise", record=record, rounding="twice", with_hp=with_hp
+    )
     if scaling is None:
         assert output.hp is not None
-        return output.hp, recipe.quantize_input(output.hp, needs_columns=needs_columns, record=record)
+        return output.hp, recipe.quantize_input(output.hp, needs_columns=needs_columns, record=record), None
     product_fp8 = _rows(output, scaling)
-    return output.hp, product_fp8.with_columns() if needs_columns else product_fp8
+    return output.hp, product_fp8.with_columns() if needs_columns else product_fp8, amax
 
 
-def kept_product(gate: Tensor, up: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """What `recipe.kept` would give for the product, made again."""
+def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) -> tuple[Tensor, ...]:
+    """What `recipe.kept` would give for the product, made again; `amax` as `read_kept` gives it."""
     takes_fp8 = recipe.needs_grad_columns
     scaling = recipe.scaling_without_hp()
-    if WRITES_COLUMNS and takes_fp8 and scaling is not None and scaling != "rowwise":
-        columns, scale_inv = swiglu_columns(gate, up, FORMAT, scaling, rounding="twice")
+    if takes_fp8 and scaling is not None and scaling != "rowwise":
+        columns, scale_inv = swiglu_columns(gate, up, FORMAT, scaling, rounding="twice", amax=amax)
         return recipe.kept(gate, Quantized(None, columns, scale_inv))
-    hp, product_fp8 = product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
+    hp, product_fp8, _ = product(gate, up, recipe, with_hp=not takes_fp8, needs_columns=takes_fp8, record=False)
     return recipe.kept(gate if hp is None else hp, product_fp8)
 
 
-def read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(x as `Recipe.kept` gave it, gate and up in bf16 [T, F])"""
-    half = (len(saved) - num_x) // 2
-    return saved[:num_x], recover(saved[num_x : num_x + half]), recover(saved[num_x + half :])
+def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | None) -> tuple[Tensor, ...]:
+    """gate and up as they are saved for backward, and the amax of their product if theirs is still that one then."""
+    known = () if amax is None or nonlinear != "bf16" else (amax,)
+    return *keep(gate, nonlinear), *keep(up, nonlinear), *known
+
+
+def read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor | None]:
+    """(x as `Recipe.kept` gave it, gate and up in bf16 [T, F], the amax of their product if it is known)"""
+    factors = saved[num_x:]
+    amax = factors[-1] if len(factors) % 2 else None
+    half = len(factors) // 2
+    return saved[:num_x], recover(factors[:half]), recover(factors[half : 2 * half]), amax
 
 
 _Grad = Tensor | Quantized
@@ -188,11 +192,6 @@ def swiglu_grads(
     scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
     with_hp = wanted.gate_bias or wanted.up_bias
     fmt = recipes.gate.grad_format
-    needs_both = wanted.x and wanted.gate and wanted.up and not with_hp
-    if WRITES_COLUMNS and needs_both and scaling != "rowwise":
-        planes = swiglu_backward_planes(grad, gate, up, fmt, scaling, rounding="twice")
-        gate_fp8, up_fp8 = (Quantized(*made, slot=_slot(one)) for made, one in zip(planes, scales, strict=True))
-        return (gate_fp8, up_fp8), (None, None)
     outputs = swiglu_backward_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
     gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
     return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)

@@ -101,3 +101,14 @@ def decode(code, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
         bits = tl.where(mag > TOP, beyond, number)
         value = (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
     return value
+
+
+@triton.jit
+def encode_bytes(x, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Codes of a tensor, uint8."""
+    if PTX:
+        ENCODE: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
+        code = tl.inline_asm_elementwise(ENCODE, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        code = code_of(x, IS_E4M3).to(tl.uint8)
+    return code

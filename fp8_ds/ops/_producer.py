@@ -84,6 +84,11 @@ def empty_output(rows: int, cols: int, mode: str, dtype: torch.dtype, with_hp: b
     ]
 
 
+def empty_amax(mode: str, like: Tensor) -> Tensor:
+    """float32 of unknown content for an amax that the op measures for all: 0-dim if "tensorwise", else none."""
+    return torch.empty(() if mode == "tensorwise" else (0,), dtype=torch.float32, device=like.device)
+
+
 def quantize_by(
     hp: Tensor, mode: str, slot: SlotTensors, record: bool, dtype: torch.dtype, fp8_max: float
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
 from fp8_ds.optim.recent import Recent
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
-from fp8_ds.scaling.predicted import PredictedScales, check_betas, update_bound
+from fp8_ds.scaling.predicted import PredictedScales, bound_of_powers, check_betas
 
 _NUM_CONSTANTS = 5
 
@@ -142,16 +142,18 @@ class AdamCore:
         constants = constants.index_select(0, self._row_groups)
         lr, beta1, beta2, eps, weight_decay = constants.unbind(1)
         t = self.step_count.clamp(min=1).double()
+        # Each operator on these few numbers is one that the device waits for: one power of three bases.
+        corrections = 1 - torch.stack([beta1, beta2, beta1 * beta1 / beta2]) ** t
         columns = {
             Hyper.LR: lr,
             Hyper.BETA1: beta1,
             Hyper.BETA2: beta2,
             Hyper.ONE_MINUS_BETA1: 1 - beta1,
             Hyper.ONE_MINUS_BETA2: 1 - beta2,
-            Hyper.EPS: eps * (1 - beta1**t),
+            Hyper.EPS: eps * corrections[0],
             Hyper.DECAY: 1 - lr * weight_decay if self.decoupled else weight_decay,
-            Hyper.ROOT_FACTOR: (1 - beta1**t) * (1 - beta2**t).rsqrt(),
-            Hyper.BOUND: update_bound(t, beta1, beta2),
+            Hyper.ROOT_FACTOR: corrections[0] * corrections[1].rsqrt(),
+            Hyper.BOUND: bound_of_powers(beta1, beta2, *corrections),
         }
         unused = [torch.zeros_like(lr)] * (Hyper.WIDTH - len(columns))
         return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()

@@ -19,8 +19,12 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3
 from fp8_ds.scaling.current import scale_vector
+from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
 _MAX_EXPONENT = 100
+_CARRY, _SHIFT = exponent_rule(E4M3.max)
+_BIASED_RANGE = 127 + _SHIFT - _MAX_EXPONENT, 127 + _SHIFT + _MAX_EXPONENT
+"""Exponents of an amax, as float32 stores them, whose scale_inv is within 2**-100 to 2**100."""
 
 
 def check_betas(beta1: float, beta2: float) -> None:
@@ -48,8 +52,15 @@ def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> 
     """
     t = step.double()
     ratio = beta1 * beta1 / beta2
-    spread = ((1 - ratio**t) / (1 - ratio)).sqrt()
-    corrections = (1 - beta2**t).sqrt() / (1 - beta1**t)
+    return bound_of_powers(beta1, beta2, 1 - beta1**t, 1 - beta2**t, 1 - ratio**t)
+
+
+def bound_of_powers(
+    beta1: float | Tensor, beta2: float | Tensor, correction1: Tensor, correction2: Tensor, ratio_correction: Tensor
+) -> Tensor:
+    """`update_bound` from what is 1 less the step's power of beta1, of beta2, and of beta1**2 / beta2."""
+    spread = (ratio_correction / (1 - beta1 * beta1 / beta2)).sqrt()
+    corrections = correction2.sqrt() / correction1
     return (1 - beta1) / (1 - beta2) ** 0.5 * spread * corrections
 
 
@@ -62,11 +73,12 @@ def pow2_scale_inv(amax: Tensor) -> Tensor:
     Returns:
         float32 of that shape; multiply to leave FP8. Its inverse is exact.
     """
-    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, E4M3.max))
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-    scale_inv = torch.ldexp(torch.ones_like(amax), exponent)
-    scale_inv = torch.where(amax > 0, scale_inv, torch.ones_like(amax))
-    return torch.where(torch.isfinite(amax), scale_inv, torch.full_like(amax, float("nan")))
+    # By integers: between two steps every operator on a few numbers costs the device as much as one on many.
+    bits = amax.view(torch.int32)
+    rounded_up = ((bits + _CARRY) >> MANTISSA_BITS).clamp(*_BIASED_RANGE)
+    scale_inv = ((rounded_up << MANTISSA_BITS) - (_SHIFT << MANTISSA_BITS)).view(torch.float32)
+    scale_inv = torch.where(amax > 0, scale_inv, 1.0)
+    return torch.where(amax < torch.inf, scale_inv, torch.nan)
 
 
 class PredictedScales:
@@ -146,7 +158,7 @@ class PredictedScales:
         """The weights (of `indices`: int64) are stored with their next scales from now on."""
         if indices is None:
             self.scale_inv.copy_(self.next_scale_inv)
-            self.scale.copy_(self.next_scale_inv.reciprocal())
+            torch.reciprocal(self.next_scale_inv, out=self.scale)
         else:
             chosen = self.next_scale_inv[indices]
             self.scale_inv[indices] = chosen

@@ -21,11 +21,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8_ds.nn.fused import Nonlinear, keep
+from fp8_ds.nn.fused import Nonlinear
 from fp8_ds.nn.linear import check_width, linear_grads, linear_output, read_weight
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import as_matrix
-from fp8_ds.nn.swiglu import Recipes, Wanted, bias_grads, kept_product, product, read_kept, swiglu_grads
+from fp8_ds.nn.swiglu import (
+    Recipes,
+    Wanted,
+    bias_grads,
+    keep_factors,
+    kept_product,
+    product,
+    read_kept,
+    swiglu_grads,
+)
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.graph import traced_where_possible
 from fp8_ds.tp.products import column_output, gather_shard, row_grads
@@ -66,7 +75,7 @@ class _ParallelMlp(torch.autograd.Function):
         gate_TF = column_output(rules.gate, gathered, gate_weight, gate_bias, x.dtype)
         up_TF = column_output(rules.up, gathered, up_weight, up_bias, x.dtype)
         down = rules.down.recipe
-        _, product_fp8 = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
+        _, product_fp8, amax = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
         output = start_reduction(tp, linear_output(product_fp8, down_weight, None, down, x.dtype))
         # On ctx and not in save_for_backward, and no view as output: as in nn/linear.py.
         ctx.weights = gate_weight, up_weight, down_weight
@@ -76,7 +85,7 @@ class _ParallelMlp(torch.autograd.Function):
         kept_x = rules.gate.keep_input(gathered) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            ctx.save_for_backward(*kept_x, *keep(gate_TF, nonlinear), *keep(up_TF, nonlinear))
+            ctx.save_for_backward(*kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
         own_SI = output()
         result: Tensor = torch.ops.aten._unsafe_view.default(own_SI, (1, *own_SI.shape))
         return result
@@ -90,14 +99,14 @@ class _ParallelMlp(torch.autograd.Function):
         dtype = grad_output.dtype
         gathered = gather_shard(rules.down.send_grad(as_matrix(grad_output)), ctx.tp)
         # Until it is there: what the GEMMs read beside it.
-        kept_x, gate_TF, up_TF = read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors, ctx.num_kept_x)
         down_fp8 = rules.down.prepared(read_weight(down_weight, rules.down.recipe)) if wanted.product else None
         weights_fp8 = [
             rule.prepared(read_weight(weight, rule.recipe))
             for rule, weight in ((rules.gate, gate_weight), (rules.up, up_weight))
             if wanted.x
         ]
-        product_TF: Any = kept_product(gate_TF, up_TF, rules.down.recipe) if wanted.down else None
+        product_TF: Any = kept_product(gate_TF, up_TF, rules.down.recipe, amax) if wanted.down else None
         grad_product, down_grad = row_grads(rules.down, gathered, down_fp8, product_TF, (dtype, down_weight.dtype))
         if grad_product is None:
             return None, None, None, down_grad, None, None, None, None, None, None

@@ -37,6 +37,11 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     return total.sqrt()
 
 
+def overflow_flag(norm: Tensor) -> Tensor:
+    """int32, 0-dim: 1 if a norm (float32, 0-dim) is infinite or NaN, else 0."""
+    return (~(norm < torch.inf)).int()
+
+
 def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
     """What gradients are multiplied with: clipping and un-scaling in one; float32, 0-dim.
 

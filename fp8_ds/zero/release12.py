@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.norm import overflow_flag
 from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
 from fp8_ds.zero.states12 import Fp8StatesStage12
 
@@ -106,7 +106,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self.timers(_STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
-        self._fp8_flag.send((~torch.isfinite(norm)).int())
+        self._fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
         self.timers(_STEP_TIMER).stop()
         self.timers(_GATHER_TIMER).start()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.norm import overflow_flag
 from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
 from fp8_ds.zero.states3 import Fp8StatesStage3
 
@@ -60,7 +60,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         self.timers(_STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
         self.zero_grad(set_to_none=True)
-        self._fp8_flag.send((~torch.isfinite(norm)).int())
+        self._fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None

@@ -26,7 +26,7 @@ from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, 
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.norm import clip_factor, global_norm
+from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage12 import Fp8ZeroStage12, KindBuffer
 from fp8_ds.zero.states import Fp8States
@@ -185,7 +185,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         grads, params = self._fp8_gradients()
         self.timers(_STEP_TIMER).start()
         norm = global_norm(self, grads, params)
-        skip = (~torch.isfinite(norm)).int()
+        skip = overflow_flag(norm)
         self._fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._fp8_end_step(norm)

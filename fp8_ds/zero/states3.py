@@ -23,7 +23,7 @@ from fp8_ds.optim.masters import BF16_8, FP32
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.norm import clip_factor, global_norm
+from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
@@ -241,7 +241,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self.timers(_STEP_TIMER).start()
         grads, params = self._fp8_gradients()
         norm = global_norm(self, grads, params)
-        skip = (~torch.isfinite(norm)).int()
+        skip = overflow_flag(norm)
         self._fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._partition_all_parameters()

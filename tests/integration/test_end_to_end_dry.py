@@ -350,6 +350,34 @@ def test_kernels_of_hooks_epilogue_and_update_are_the_engines(bench: Any) -> Non
     assert f"**{idle + 0.77 + 5.001:.1f} ms**" in text and "| adamw_kernel" not in text and "`adamw_kernel`" in text
 
 
+def test_memory_at_the_peak_is_what_lives_then_by_the_line_that_asked_for_it(bench: Any) -> None:
+    memory = bench("memory_profile")
+
+    def event(action: str, addr: int, mib: float, line: int = 1) -> dict[str, Any]:
+        frames = [{"filename": "/x/torch/nn/y.py", "line": 9}, {"filename": "/x/ours.py", "line": line}]
+        return {"action": action, "addr": addr, "size": int(mib * 2**20), "frames": frames}
+
+    events = [
+        event("alloc", 1, 100, line=1),
+        event("alloc", 2, 50, line=2),
+        event("free_requested", 1, 100),
+        event("free_completed", 1, 100),
+        event("alloc", 1, 70, line=3),
+        event("alloc", 3, 30, line=3),
+        event("alloc", 4, 2, line=4),
+        event("free_completed", 3, 30),
+        event("alloc", 5, 29, line=5),
+    ]
+    found = memory.live_at_peak(events)
+    assert found["step_mib"] == 152
+    assert found["blocks"] == [(100.0, 2, "ours.py:3 "), (50.0, 1, "ours.py:2 "), (2.0, 1, "all others")]
+    text = memory.table({"before_mib": 1024.0, **found})
+    assert (
+        "1.15 GiB are allocated, 1.00 of them when the step begins" in text and "| 100.0 | 2 | `ours.py:3 ` |" in text
+    )
+    assert memory.table(None) == ""
+
+
 def test_dispatches_of_a_bf16_linear_are_counted_without_its_gradient_hooks(bench: Any) -> None:
     linear = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     calls: list[int] = []

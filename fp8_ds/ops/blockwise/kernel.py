@@ -1,8 +1,6 @@
 """The device code of `triton`; the same bits as `reference`.
 
-A program takes a tile of 4 * QUARTER rows and 128 columns as four tensors [QUARTER, 128], of the rows 4 j, 4 j + 1,
-4 j + 2 and 4 j + 3. A thread so holds four codes of a column side by side and packs them into one 32-bit word: the
-transpose moves words, not bytes, through shared memory, and both sides of it are read and written 16 bytes at a time.
+Tiles, and how they are transposed: ops/_tiles.py.
 
 PTX is true on NVIDIA's GPUs, where a conversion is one instruction for two elements; the plain formula beside it is run
 by Triton's interpreter, whose own cast to FP8 does not carry into the exponent, and by other GPUs.
@@ -14,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import ENCODE_E4M3, ENCODE_E5M2, INFINITY, NAN, code_of, decode, encode_four, magnitude
+from fp8_ds.ops._device import INFINITY, NAN, decode, encode_bytes, encode_four, magnitude
+from fp8_ds.ops._tiles import load_rows, store_transposed
 from fp8_ds.ops.blockwise.reference import BLOCK, MAX_EXPONENT
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -43,36 +42,6 @@ def _scales(amax, MAX_BITS: tl.constexpr):
 
 
 @triton.jit
-def _encode(x, IS_E4M3: tl.constexpr, PTX: tl.constexpr):
-    """Codes as uint8."""
-    if PTX:
-        asm: tl.constexpr = ENCODE_E4M3 if IS_E4M3 else ENCODE_E5M2
-        code = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
-    else:
-        code = code_of(x, IS_E4M3).to(tl.uint8)
-    return code
-
-
-@triton.jit
-def _store_transposed(word, x_t, first_row, first_col, num_rows, num_cols, EVEN: tl.constexpr, WORDS: tl.constexpr):
-    """[32, 128] words of four rows each, as 128 rows of 128 bytes of the transpose. WORDS: x_t is int32, not uint8."""
-    word = tl.trans(word)
-    cols = tl.arange(0, _BLOCK)[:, None]
-    quads = tl.arange(0, _BLOCK // 4)[None, :]
-    in_cols = cols < num_cols - first_col
-    if WORDS:
-        # num_rows is a multiple of 16: no word, and no vector of four, crosses the end of a row.
-        stride = tl.multiple_of(num_rows // 4, 4)
-        quad = tl.multiple_of(first_row // 4, 4)
-        at = x_t + tl.multiple_of(first_col.to(tl.int64) * stride + quad, 4) + cols * stride + quads
-        tl.store(at, word, None if EVEN else in_cols & (quads < tl.multiple_of(stride - quad, 4)))
-    else:
-        at = x_t + first_col.to(tl.int64) * num_rows + first_row + cols * num_rows + quads * 4
-        for i in tl.static_range(4):
-            tl.store(at + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), in_cols & (first_row + quads * 4 + i < num_rows))
-
-
-@triton.jit
 def _store_scale(at, scale_inv, mask, PTX: tl.constexpr):
     """By all threads that hold the row, the same value: tl.store would pass it through shared memory."""
     if PTX:
@@ -81,12 +50,6 @@ def _store_scale(at, scale_inv, mask, PTX: tl.constexpr):
         tl.inline_asm_elementwise(_STORE_SCALE, "=r,l,f,r", args, tl.int32, is_pure=False, pack=1)
     else:
         tl.store(at, scale_inv, mask)
-
-
-@triton.jit
-def _load(x, rows, cols, stride, mask, EVEN: tl.constexpr):
-    at = x + rows[:, None] * stride + cols[None, :]
-    return tl.load(at) if EVEN else tl.load(at, mask, 0.0)
 
 
 @triton.jit
@@ -128,10 +91,10 @@ def quantize_kernel(
     mask2 = (rows + 2 < left)[:, None] & in_cols
     mask3 = (rows + 3 < left)[:, None] & in_cols
     corner = x + first_row.to(tl.int64) * stride + first_col
-    x0 = _load(corner, rows, cols, stride, mask0, EVEN)
-    x1 = _load(corner, rows + 1, cols, stride, mask1, EVEN)
-    x2 = _load(corner, rows + 2, cols, stride, mask2, EVEN)
-    x3 = _load(corner, rows + 3, cols, stride, mask3, EVEN)
+    x0 = load_rows(corner, rows, cols, stride, mask0, EVEN)
+    x1 = load_rows(corner, rows + 1, cols, stride, mask1, EVEN)
+    x2 = load_rows(corner, rows + 2, cols, stride, mask2, EVEN)
+    x3 = load_rows(corner, rows + 3, cols, stride, mask3, EVEN)
     x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     mag0, mag1, mag2, mag3 = magnitude(x0), magnitude(x1), magnitude(x2), magnitude(x3)
 
@@ -164,15 +127,15 @@ def quantize_kernel(
             _store_scale(at + 2, inverse2, rows + 2 < left, PTX)
             _store_scale(at + 3, inverse3, rows + 3 < left, PTX)
         at = x_fp8 + first_row.to(tl.int64) * num_cols + first_col + rows[:, None] * num_cols + cols[None, :]
-        tl.store(at, _encode(x0 * scale0, IS_E4M3, PTX), None if EVEN else mask0)
-        tl.store(at + num_cols, _encode(x1 * scale1, IS_E4M3, PTX), None if EVEN else mask1)
-        tl.store(at + 2 * num_cols, _encode(x2 * scale2, IS_E4M3, PTX), None if EVEN else mask2)
-        tl.store(at + 3 * num_cols, _encode(x3 * scale3, IS_E4M3, PTX), None if EVEN else mask3)
+        tl.store(at, encode_bytes(x0 * scale0, IS_E4M3, PTX), None if EVEN else mask0)
+        tl.store(at + num_cols, encode_bytes(x1 * scale1, IS_E4M3, PTX), None if EVEN else mask1)
+        tl.store(at + 2 * num_cols, encode_bytes(x2 * scale2, IS_E4M3, PTX), None if EVEN else mask2)
+        tl.store(at + 3 * num_cols, encode_bytes(x3 * scale3, IS_E4M3, PTX), None if EVEN else mask3)
 
     if COL:
         s = scale if SQUARE else col_scale
         word = encode_four(x0 * s, x1 * s, x2 * s, x3 * s, IS_E4M3, PTX)
-        _store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+        store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
 
 
 @triton.jit
@@ -229,10 +192,10 @@ def transpose_kernel(
     left = num_rows - first_row
     in_cols = (cols < num_cols - first_col)[None, :]
     corner = x_fp8 + first_row.to(tl.int64) * num_cols + first_col
-    x0 = _load(corner, rows, cols, num_cols, (rows < left)[:, None] & in_cols, EVEN)
-    x1 = _load(corner, rows + 1, cols, num_cols, (rows + 1 < left)[:, None] & in_cols, EVEN)
-    x2 = _load(corner, rows + 2, cols, num_cols, (rows + 2 < left)[:, None] & in_cols, EVEN)
-    x3 = _load(corner, rows + 3, cols, num_cols, (rows + 3 < left)[:, None] & in_cols, EVEN)
+    x0 = load_rows(corner, rows, cols, num_cols, (rows < left)[:, None] & in_cols, EVEN)
+    x1 = load_rows(corner, rows + 1, cols, num_cols, (rows + 1 < left)[:, None] & in_cols, EVEN)
+    x2 = load_rows(corner, rows + 2, cols, num_cols, (rows + 2 < left)[:, None] & in_cols, EVEN)
+    x3 = load_rows(corner, rows + 3, cols, num_cols, (rows + 3 < left)[:, None] & in_cols, EVEN)
     at = scale_inv + first_row.to(tl.int64) * scale_row_stride + col_tile.to(tl.int64) * scale_col_stride
     at += rows * scale_row_stride
     scale0 = tl.load(at, rows < left, 0.0)
@@ -257,7 +220,7 @@ def transpose_kernel(
         IS_E4M3,
         PTX,
     )
-    _store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+    store_transposed(word, x_fp8_t, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
 
 
 @triton.jit(do_not_specialize=["first_tile"])

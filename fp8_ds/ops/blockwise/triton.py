@@ -9,21 +9,21 @@ import triton
 from torch import Tensor
 
 from fp8_ds.ops._launch import ceil_div, launch
+from fp8_ds.ops._tiles import as_words, is_even
 from fp8_ds.ops.blockwise import empty_planes, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
 
-WARPS = {"row": 2, "tile": 8, "amax": 8}
-"""Per program, by what it makes. 16 elements a thread and row are one vector of FP8: 8 warps hold a 128x128 tile in 64
-elements a thread, 2 warps a 32x128 one. `benchmarks/kernels_blockwise.py --warps` tries others."""
+WARPS = {"row": 2, "tile": 4, "amax": 8}
+"""Per program, by what it makes. 16 elements a thread and row are one vector of FP8: 4 warps hold a 128x128 tile in 128
+elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on an H200."""
 
-_TILE_REGISTERS = 128
-"""Most per thread where a program makes transposed planes: two programs share a processor. Only ragged tiles spill."""
+_TILE_REGISTERS = 168
+"""Most per thread where a program makes transposed planes: three programs share a processor."""
 
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
 _AMAX_ROWS = 32
-_ALIGNMENT = 16
 
 
 def _check_device(x: Tensor) -> bool:
@@ -41,15 +41,6 @@ def _bits(number: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
-def _is_even(rows: int, cols: int, tile_rows: int) -> bool:
-    return rows % tile_rows == 0 and cols % BLOCK == 0
-
-
-def _words(x_fp8_t: Tensor) -> Tensor:
-    """As int32 where every row starts on a vector, else as bytes."""
-    return x_fp8_t.view(torch.int32 if x_fp8_t.shape[1] % _ALIGNMENT == 0 else torch.uint8)
-
-
 def quantize_blockwise(
     x: Tensor, dtype: torch.dtype, fp8_max: float, block_rows: int, row: bool, col: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -64,7 +55,7 @@ def quantize_blockwise(
     if x.numel() == 0:
         return x_fp8, scale_inv, x_fp8_t, scale_inv_t
     kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
-    words = _words(x_fp8_t) if col else None
+    words = as_words(x_fp8_t) if col else None
     options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
     launch(
         quantize_kernel,
@@ -80,7 +71,7 @@ def quantize_blockwise(
         SQUARE=square,
         ROW=row,
         COL=col,
-        EVEN=_is_even(num_rows, num_cols, 4 * quarter),
+        EVEN=is_even(num_rows, num_cols, quarter),
         WORDS=words is not None and words.dtype == torch.int32,
         QUARTER=quarter,
         MAX_BITS=_bits(fp8_max),
@@ -100,7 +91,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
     x_fp8_t, scale_inv_t = empty_planes(x_fp8.t(), x_fp8.dtype, 1)
     if x_fp8.numel() == 0:
         return x_fp8_t, scale_inv_t
-    words = _words(x_fp8_t)
+    words = as_words(x_fp8_t)
     launch(
         transpose_kernel,
         num_blocks(num_rows) * num_blocks(num_cols),
@@ -112,7 +103,7 @@ def transpose_blockwise(x_fp8: Tensor, scale_inv: Tensor, fp8_max: float) -> tup
         scale_inv_t,
         num_rows,
         num_cols,
-        EVEN=_is_even(num_rows, num_cols, BLOCK),
+        EVEN=is_even(num_rows, num_cols, _TILE_QUARTER),
         WORDS=words.dtype == torch.int32,
         IS_E4M3=x_fp8.dtype == torch.float8_e4m3fn,
         PTX=ptx,
@@ -140,7 +131,7 @@ def block_amax(x: Tensor, start: int, num_rows: int, num_cols: int, block_rows: 
         first_tile,
         amax,
         num_cols,
-        EVEN=is_whole and _is_even(num_rows, num_cols, tile_rows),
+        EVEN=is_whole and is_even(num_rows, num_cols, tile_rows // 4),
         SQUARE=square,
         ROWS=tile_rows,
         num_warps=WARPS["amax"],

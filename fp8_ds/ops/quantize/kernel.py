@@ -1,7 +1,7 @@
 """The device code of `triton`; the same bits as `reference`.
 
-Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here are tensors of words: so every thread
-loads and stores 16 bytes at a time, and planes are transposed in registers (`ops/transpose/triton.py`).
+Four neighbouring elements make one int32 word of FP8 bytes, and all tensors here but those of planes are tensors of
+words: so every thread loads and stores 16 bytes at a time. Planes are transposed as `ops/_tiles.py` says.
 
 Nothing is fused (`enable_fp_fusion=False`), quotients are correctly rounded, subnormals are kept. Magnitudes are
 compared as integers: the bits of an infinity are above those of every number, a NaN's above those of an infinity.
@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.ops._device import INFINITY, encode_four, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, scale_from_amax
+from fp8_ds.ops._tiles import load_rows, store_rows, store_transposed, tile_corner, tile_masks
 from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
-from fp8_ds.ops.quantize.words import larger_magnitude, largest_magnitude, load_folded, load_words
-from fp8_ds.ops.transpose.triton import store_columns, store_word, transpose_words
+from fp8_ds.ops.quantize.words import largest_magnitude, load_folded, load_words
+from fp8_ds.ops.transpose.triton import store_word
 from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(E4M3.max), tl.constexpr(E5M2.max)
@@ -221,102 +222,48 @@ def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.c
 
 
 @triton.jit
-def _row(
-    x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-    WORDS: tl.constexpr, MODE: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
-    VECTOR: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """One row of each 16 in a tile, cast, and stored if ROW_PLANE: (its words, the largest magnitudes so far)."""
-    word = tl.arange(0, WORDS)[None, :]
-    at = row.to(tl.int64) * num_cols + first_col
-    left = tl.where(row < num_rows, num_cols - first_col, 0)
-    x0, x1, x2, x3 = load_words(x + at, word, left, VECTOR, PTX)
-    if MODE == DELAYED:
-        largest = larger_magnitude(largest, x0, x1, x2, x3, PTX)
-    if HAS_FOLD:
-        factor = tl.load(fold + row, row < num_rows, 0.0)
-        x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
-    code = encode_four(x0 * scale0, x1 * scale1, x2 * scale2, x3 * scale3, IS_E4M3, PTX)
-    if ROW_PLANE:
-        store_word(row_plane + at, word, code, left, VECTOR)
-    return code, largest
-
-
-@triton.jit
-def _four_rows(
-    x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-    WORDS: tl.constexpr, MODE: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
-    VECTOR: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`_row` of `row` to `row + 3`: their words transposed by 4 x 4, and the largest magnitudes so far."""
-    a, largest = _row(
-        x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
-    )  # fmt: skip
-    b, largest = _row(
-        x, row_plane, fold, row + 1, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
-    )  # fmt: skip
-    c, largest = _row(
-        x, row_plane, fold, row + 2, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
-    )  # fmt: skip
-    d, largest = _row(
-        x, row_plane, fold, row + 3, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR, PTX,
-    )  # fmt: skip
-    a, b, c, d = transpose_words(a, b, c, d, PTX)
-    return a, b, c, d, largest
-
-
-@triton.jit
 def planes_kernel(
     x, row_plane, col_plane, scale, partials, num_partials, amax_cols, fold, scale_inv, amax_local, num_rows, num_cols,
-    VECTORS: tl.constexpr, WORDS: tl.constexpr, MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr,
-    HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr, PTX: tl.constexpr,
+    MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
+    QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plane, and the plain one if ROW_PLANE; a program for 16 * VECTORS rows and 4 * WORDS columns.
+    """The transposed plane, and the plain one if ROW_PLANE; a program for a tile (ops/_tiles.py).
 
     Args: as `quantize_kernel`, and
         amax_cols: int32 [num_cols], bits of the amaxes; mode COLUMNS, which stores all of scale_inv [num_cols].
         fold: float32 [num_rows], multiplied in first, if HAS_FOLD.
+        WORDS: col_plane is int32, not uint8.
     """
-    tiles_per_row = tl.maximum(tl.cdiv(num_cols, WORDS * 4), 1)
-    first_row = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
-    first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
+    first_row, first_col = tile_corner(num_cols, QUARTER)
+    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
+    corner = first_row.to(tl.int64) * num_cols + first_col
+    # Before the scale: its way from memory is waited for along with theirs.
+    x0 = load_rows(x + corner, rows, cols, num_cols, mask0, EVEN).to(tl.float32)
+    x1 = load_rows(x + corner, rows + 1, cols, num_cols, mask1, EVEN).to(tl.float32)
+    x2 = load_rows(x + corner, rows + 2, cols, num_cols, mask2, EVEN).to(tl.float32)
+    x3 = load_rows(x + corner, rows + 3, cols, num_cols, mask3, EVEN).to(tl.float32)
     if MODE == COLUMNS:
-        col = first_col + tl.arange(0, WORDS)[None, :] * 4
-        scale0 = _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3)
-        scale1 = _column_scales(amax_cols, scale_inv, col + 1, num_cols, first_row, IS_E4M3)
-        scale2 = _column_scales(amax_cols, scale_inv, col + 2, num_cols, first_row, IS_E4M3)
-        scale3 = _column_scales(amax_cols, scale_inv, col + 3, num_cols, first_row, IS_E4M3)
+        factor = _column_scales(amax_cols, scale_inv, first_col + cols, num_cols, first_row, IS_E4M3)[None, :]
     else:
-        scale0 = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
-        scale1, scale2, scale3 = scale0, scale0, scale0
-    row = first_row + tl.arange(0, VECTORS)[:, None] * 16
-    largest = tl.zeros([VECTORS, WORDS], tl.int32)
-    a0, a1, a2, a3, largest = _four_rows(
-        x, row_plane, fold, row, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
-    )  # fmt: skip
-    b0, b1, b2, b3, largest = _four_rows(
-        x, row_plane, fold, row + 4, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
-    )  # fmt: skip
-    c0, c1, c2, c3, largest = _four_rows(
-        x, row_plane, fold, row + 8, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
-    )  # fmt: skip
-    d0, d1, d2, d3, largest = _four_rows(
-        x, row_plane, fold, row + 12, first_col, num_rows, num_cols, scale0, scale1, scale2, scale3, largest,
-        WORDS, MODE, ROW_PLANE, HAS_FOLD, IS_E4M3, VECTOR_IN, PTX,
-    )  # fmt: skip
-    store_columns(
-        col_plane, first_row, first_col, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3,
-        num_rows, num_cols, VECTOR_OUT, PTX,
-    )  # fmt: skip
+        factor = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
     if MODE == DELAYED:
-        _record(tl.max(tl.max(largest, 1), 0), scale_inv, amax_local, RECORD)
+        _record(tl.max(tl.max(largest_magnitude(x0, x1, x2, x3), 1), 0), scale_inv, amax_local, RECORD)
+    if HAS_FOLD:
+        left = num_rows - first_row
+        fold += first_row
+        x0 *= tl.load(fold + rows, rows < left, 0.0)[:, None]
+        x1 *= tl.load(fold + rows + 1, rows + 1 < left, 0.0)[:, None]
+        x2 *= tl.load(fold + rows + 2, rows + 2 < left, 0.0)[:, None]
+        x3 *= tl.load(fold + rows + 3, rows + 3 < left, 0.0)[:, None]
+    x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
+    if ROW_PLANE:
+        row_plane += corner
+        store_rows(row_plane, rows, cols, num_cols, encode_bytes(x0, IS_E4M3, PTX), mask0, EVEN)
+        store_rows(row_plane, rows + 1, cols, num_cols, encode_bytes(x1, IS_E4M3, PTX), mask1, EVEN)
+        store_rows(row_plane, rows + 2, cols, num_cols, encode_bytes(x2, IS_E4M3, PTX), mask2, EVEN)
+        store_rows(row_plane, rows + 3, cols, num_cols, encode_bytes(x3, IS_E4M3, PTX), mask3, EVEN)
+    word = encode_four(x0, x1, x2, x3, IS_E4M3, PTX)
+    store_transposed(word, col_plane, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.ops._launch import ceil_div, launch
+from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.quantize import kernel
 from fp8_ds.ops.quantize.parts import PROGRAM
 from fp8_ds.ops.transpose.triton import runs_ptx
@@ -29,13 +30,11 @@ bf16 on their way; one long program on each leaves few maxima for the cast to re
 CAST_WORDS, CAST_WARPS = PROGRAM // 4, 4
 """Of a cast without transpose: words and warps of a program."""
 
-PLANES_VECTORS = 4
-PLANES_WORDS, PLANES_WARPS = {True: 32, False: 16}, {True: 2, False: 1}
-"""Of a cast with transpose: 64 rows; words of a row and warps of a program, by whether the plain plane is stored as
-well. Tried by hand on an H200, of VECTORS 2 to 16, WORDS 8 to 64, 1 to 4 warps."""
+PLANES_QUARTER, PLANES_WARPS = 16, 4
+"""Of a cast with transpose: a quarter of a program's rows (ops/_tiles.py), and its warps."""
 
-COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 8, 8, 2, 128, 8
-"""Of the amaxes of columns: a program for 512 columns, each of its 8 warps for 16 rows of them."""
+COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 4, 8, 4, 64, 8
+"""Of the amaxes of columns: a program for 128 rows and 256 columns."""
 
 ROW_WORDS, MAX_ROW_WORDS, WORDS_PER_THREAD = 2048, 4096, 16
 """Of a cast by rows: words of a program, most words of a row that stays in registers, words of a thread."""
@@ -242,20 +241,19 @@ def _cast_planes(
     has_row_plane = planes == "both"
     row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
     col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
-    words = PLANES_WORDS[has_row_plane]
-    num_programs = ceil_div(num_rows, PLANES_VECTORS * 16) * ceil_div(num_cols, words * 4)
-    if num_programs == 0:
+    if x.numel() == 0:
         # Nothing to cast, but scales of nothing are 1.
         if mode == kernel.CURRENT.value or mode == kernel.COLUMNS.value:
             assert scale_inv is not None
             scale_inv.fill_(1.0)
         return row_plane, col_plane
+    columns = as_words(col_plane)
     launch(
         kernel.planes_kernel,
-        num_programs,
+        num_tiles(num_rows, num_cols, PLANES_QUARTER),
         x,
         row_plane.view(torch.uint8),
-        col_plane.view(torch.uint8),
+        columns,
         scale,
         partials,
         0 if partials is None else partials.numel(),
@@ -265,15 +263,12 @@ def _cast_planes(
         amax_local,
         num_rows,
         num_cols,
-        VECTORS=PLANES_VECTORS,
-        WORDS=words,
         MODE=mode,
         RECORD=amax_local is not None,
         ROW_PLANE=has_row_plane,
         HAS_FOLD=fold is not None,
-        VECTOR_IN=_is_vector(num_cols, at=(x,)),
-        VECTOR_OUT=_is_vector(num_rows, at=()),
-        num_warps=PLANES_WARPS[has_row_plane],
+        num_warps=PLANES_WARPS,
+        **tile_options(PLANES_QUARTER, num_rows, num_cols, columns),
         **_options(x, dtype),
     )
     return row_plane, col_plane

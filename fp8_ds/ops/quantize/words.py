@@ -22,22 +22,7 @@ mov.f32 $3, 0f00000000;
 }"""
 """Four floats of one thread into four tensors: `tl.load` gives one, and to part it passes it through shared memory."""
 
-MAGNITUDE = """{
-.reg .b32 a, b, c, d;
-and.b32 a, $1, 0x7fffffff;
-and.b32 b, $2, 0x7fffffff;
-and.b32 c, $3, 0x7fffffff;
-and.b32 d, $4, 0x7fffffff;
-max.s32 a, a, b;
-max.s32 c, c, d;
-max.s32 a, a, c;
-max.s32 $0, a, $5;
-}"""
-"""Not pure where it is used, although it is: LLVM puts off all maxima of a tile to its end, and every element of the
-tile stays in a register until then (255 of them, and spills)."""
-
 _LOAD_16_BYTES = tl.constexpr(LOAD_16_BYTES)
-_MAGNITUDE = tl.constexpr(MAGNITUDE)
 
 
 @triton.jit
@@ -95,16 +80,6 @@ def _pair(bits, ELEMENT: tl.constexpr):
 def largest_magnitude(x0, x1, x2, x3):
     """Bits of the largest magnitude in each word."""
     return tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-
-
-@triton.jit
-def larger_magnitude(largest, x0, x1, x2, x3, PTX: tl.constexpr):
-    """`largest` and the bits of the largest magnitude in each word: the larger one."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _MAGNITUDE, "=r,f,f,f,f,r", [x0, x1, x2, x3, largest], tl.int32, is_pure=False, pack=1
-        )
-    return tl.maximum(largest, largest_magnitude(x0, x1, x2, x3))
 
 
 @triton.jit

@@ -14,25 +14,36 @@ from torch import Tensor
 
 from fp8_ds.ops.adamw.triton import Addresses
 
-BLOCK, NUM_WARPS = 16384, 8
-"""Elements and warps of a program: 64 elements a thread."""
+BLOCK, SPAN, NUM_WARPS = 16384, 16, 8
+"""Elements that a program has in flight, 64 a thread; how many such blocks it adds up; its warps."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def squares_kernel(addresses, numels, first_blocks, block_tensors, partials, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program `i` adds the squares of one block of tensor `block_tensors[i]` into `partials[i]`."""
-    tensor = tl.load(block_tensors + tl.program_id(0))
-    start = (tl.program_id(0) - tl.load(first_blocks + tensor)).to(tl.int64) * BLOCK
-    left = tl.load(numels + tensor) - start
-    x = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE)) + start
+def squares_kernel(
+    addresses, numels, first_programs, program_tensors, partials,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Program `i` adds the squares of SPAN blocks of tensor `program_tensors[i]` into `partials[i]`."""
+    tensor = tl.load(program_tensors + tl.program_id(0))
+    start = (tl.program_id(0) - tl.load(first_programs + tensor)).to(tl.int64) * (BLOCK * SPAN)
+    left = tl.minimum(tl.load(numels + tensor) - start, BLOCK * SPAN).to(tl.int32)
+    address = tl.load(addresses + tensor)
+    x = address.to(tl.pointer_type(DTYPE)) + start
     at = tl.arange(0, BLOCK)
-    if (tl.load(addresses + tensor) % 16 == 0) & (left >= BLOCK):
-        value = tl.load(tl.multiple_of(x, 16) + at).to(tl.float32)
-    else:
-        value = tl.load(x + at, at < left, 0.0).to(tl.float32)
-    tl.store(partials + tl.program_id(0), tl.sum(value * value, 0))
+    total = tl.zeros([BLOCK], tl.float32)
+    whole = tl.where(address % 16 == 0, left // BLOCK * BLOCK, 0)
+    done = 0
+    while done < whole:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        value = tl.load(tl.multiple_of(x + done, 16) + at).to(tl.float32)
+        total += value * value
+        done += BLOCK
+    while done < left:
+        value = tl.load(x + done + at, at < left - done, 0.0).to(tl.float32)
+        total += value * value
+        done += BLOCK
+    tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 
 class _Launch:
@@ -40,23 +51,24 @@ class _Launch:
 
     def __init__(self, numels: list[int], device: torch.device) -> None:
         self.numels = numels
-        num_blocks = [-(-numel // BLOCK) for numel in numels]
+        num_programs = [-(-numel // (BLOCK * SPAN)) for numel in numels]
         self.sizes = torch.tensor(numels, dtype=torch.int64).to(device)
-        self.first_blocks = torch.tensor([0, *itertools.accumulate(num_blocks)], dtype=torch.int64).to(device)
+        self.first_programs = torch.tensor([0, *itertools.accumulate(num_programs)], dtype=torch.int64).to(device)
         tensors = torch.arange(len(numels), dtype=torch.int32)
-        self.block_tensors = torch.repeat_interleave(tensors, torch.tensor(num_blocks)).to(device)
+        self.program_tensors = torch.repeat_interleave(tensors, torch.tensor(num_programs)).to(device)
         self.addresses = Addresses(len(numels), device)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        partials = torch.empty(len(self.block_tensors), device=tensors[0].device)
+        partials = torch.empty(len(self.program_tensors), device=tensors[0].device)
         squares_kernel[(len(partials),)](
             self.addresses.update([x.data_ptr() for x in tensors]),
             self.sizes,
-            self.first_blocks,
-            self.block_tensors,
+            self.first_programs,
+            self.program_tensors,
             partials,
             DTYPE=_TRITON_DTYPES[tensors[0].dtype],
             BLOCK=BLOCK,
+            SPAN=SPAN,
             num_warps=NUM_WARPS,
         )
         return partials.sum()
@@ -75,4 +87,4 @@ def sum_of_squares(tensors: Sequence[Tensor], launches: dict[Any, Any]) -> Tenso
         if dtype not in launches or launches[dtype].numels != numels:
             launches[dtype] = _Launch(numels, some[0].device)
         sums.append(launches[dtype](some))
-    return torch.stack(sums).sum()
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

@@ -14,7 +14,7 @@ gate and up may be halves of one [T, 2F] tensor; of rows only the columns must b
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fp8_ds.ops._producer import (
     Scaling,
     SlotTensors,
     check_rows,
+    empty_amax,
     empty_output,
     is_twice,
     mode_of,
@@ -36,29 +37,14 @@ from fp8_ds.scaling.delayed import AmaxSlot
 
 __all__ = [
     "Fp8Output",
-    "Fp8Planes",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_fp8",
     "swiglu_backward_packed",
     "swiglu_backward_packed_fp8",
-    "swiglu_backward_planes",
     "swiglu_columns",
+    "swiglu_with_amax",
 ]
-
-
-class Fp8Planes(NamedTuple):
-    """A matrix in FP8 and its transpose.
-
-    Args:
-        rows: [T, F], contiguous.
-        columns: [F, T], contiguous: the same codes.
-        scale_inv: float32, 0-dim, multiply to leave FP8; NaN where the amax is not finite.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    scale_inv: Tensor
 
 
 _KEEP: list[torch.library.Library] = []
@@ -82,22 +68,22 @@ def _kernel(
     fp8_max: float,
     twice: bool,
     with_hp: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slot = SlotTensors(scale, scale_inv, amax_local)
     if _takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton  # the package is missing where there is no GPU
 
         return triton.swiglu(gate, up, scaling, slot, record, dtype, fp8_max, twice, with_hp)
-    x_fp8, out_scale_inv, hp = reference.swiglu(gate, up, scaling, slot, record, dtype, fp8_max, twice)
-    return x_fp8, out_scale_inv, hp if with_hp else hp.new_empty(0)
+    x_fp8, out_scale_inv, hp, amax = reference.swiglu(gate, up, scaling, slot, record, dtype, fp8_max, twice)
+    return x_fp8, out_scale_inv, hp if with_hp else hp.new_empty(0), amax
 
 
 def _fake(
     gate: Tensor, up: Tensor, scaling: str, scale: Any, scale_inv: Any, amax_local: Any, record: bool,
     dtype: torch.dtype, fp8_max: float, twice: bool, with_hp: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x_fp8, out_scale_inv, hp = empty_output(gate.shape[0], gate.shape[1], scaling, dtype, with_hp, gate)
-    return x_fp8, out_scale_inv, hp
+    return x_fp8, out_scale_inv, hp, empty_amax(scaling, gate)
 
 
 def _backward_kernel(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
@@ -169,7 +155,7 @@ def _backward_fp8_fake(
 
 _swiglu, _handle = register(
     "swiglu(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor(a!)? amax_local, "
-    "bool record, ScalarType dtype, float fp8_max, bool twice, bool with_hp) -> (Tensor, Tensor, Tensor)",
+    "bool record, ScalarType dtype, float fp8_max, bool twice, bool with_hp) -> (Tensor, Tensor, Tensor, Tensor)",
     _kernel,
     _fake,
 )
@@ -197,6 +183,7 @@ def _columns_kernel(
     scaling: str,
     scale: Tensor | None,
     scale_inv: Tensor | None,
+    amax: Tensor | None,
     dtype: torch.dtype,
     fp8_max: float,
     twice: bool,
@@ -205,64 +192,22 @@ def _columns_kernel(
     if _takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
-        return triton.swiglu_columns(gate, up, scaling, slot, dtype, fp8_max, twice)
+        return triton.swiglu_columns(gate, up, scaling, slot, amax, dtype, fp8_max, twice)
     return reference.swiglu_columns(gate, up, scaling, slot, dtype, fp8_max, twice)
 
 
 def _columns_fake(
-    gate: Tensor, up: Tensor, scaling: str, scale: Any, scale_inv: Any, dtype: torch.dtype, fp8_max: float, twice: bool
-) -> tuple[Tensor, Tensor]:
+    gate: Tensor, up: Tensor, scaling: str, scale: Any, scale_inv: Any, amax: Any, dtype: torch.dtype, fp8_max: float,
+    twice: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return gate.new_empty((gate.shape[1], gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
 
 
-def _backward_planes_kernel(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    scaling: str,
-    gate_scale: Tensor | None,
-    gate_scale_inv: Tensor | None,
-    gate_amax: Tensor | None,
-    up_scale: Tensor | None,
-    up_scale_inv: Tensor | None,
-    up_amax: Tensor | None,
-    dtype: torch.dtype,
-    fp8_max: float,
-    twice: bool,
-) -> _SixTensors:
-    slots = SlotTensors(gate_scale, gate_scale_inv, gate_amax), SlotTensors(up_scale, up_scale_inv, up_amax)
-    if _takes_kernel(gate):
-        from fp8_ds.ops.swiglu import triton
-
-        outputs = triton.swiglu_backward_planes(grad_hidden, gate, up, scaling, slots, dtype, fp8_max, twice)
-    else:
-        outputs = reference.swiglu_backward_planes(grad_hidden, gate, up, scaling, slots, dtype, fp8_max, twice)
-    return _six([list(one) for one in outputs])
-
-
-def _backward_planes_fake(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor, scaling: str, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any,
-    up_scale: Any, up_scale_inv: Any, up_amax: Any, dtype: torch.dtype, fp8_max: float, twice: bool,
-) -> _SixTensors:  # fmt: skip
-    num_rows, num_cols = gate.shape
-    shapes = (num_rows, num_cols), (num_cols, num_rows), ()
-    dtypes = dtype, dtype, torch.float32
-    return _six([[gate.new_empty(shape, dtype=one) for shape, one in zip(shapes, dtypes, strict=True)] for _ in "gu"])
-
-
 _swiglu_columns, _handle = register(
-    "swiglu_columns(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, ScalarType dtype, "
-    "float fp8_max, bool twice) -> (Tensor, Tensor)",
+    "swiglu_columns(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, "
+    "ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor)",
     _columns_kernel,
     _columns_fake,
-)
-_KEEP.append(_handle)
-_swiglu_backward_planes, _handle = register(
-    "swiglu_backward_planes(Tensor grad_hidden, Tensor gate, Tensor up, str scaling, Tensor? gate_scale, "
-    "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
-    "ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_planes_kernel,
-    _backward_planes_fake,
 )
 _KEEP.append(_handle)
 
@@ -301,14 +246,31 @@ def swiglu(
     Raises:
         ValueError: another dtype, shape, layout, format, scaling or rounding.
     """
+    return swiglu_with_amax(gate, up, fmt, scaling, record=record, rounding=rounding, with_hp=with_hp)[0]
+
+
+def swiglu_with_amax(
+    gate: Tensor,
+    up: Tensor,
+    fmt: Float8Format,
+    scaling: Scaling,
+    *,
+    record: bool = True,
+    rounding: Rounding = "once",
+    with_hp: bool = False,
+) -> tuple[Fp8Output, Tensor | None]:
+    """`swiglu`, and float32, 0-dim, its amax where that was measured: "tensorwise" (else None).
+
+    Args: as there.
+    """
     check_rows("gate", gate)
     check_rows("up", up, gate)
     mode, slot = mode_of(scaling)
     if not record:  # what is not written must not be an argument that a graph takes for written
         slot = slot._replace(amax_local=None)
     dtype, twice = fmt.torch_dtype, is_twice(rounding)
-    x_fp8, scale_inv, hp = _swiglu(gate, up, mode, *slot, record, dtype, fmt.max, twice, with_hp)
-    return _output(x_fp8, scale_inv, hp, with_hp)
+    x_fp8, scale_inv, hp, amax = _swiglu(gate, up, mode, *slot, record, dtype, fmt.max, twice, with_hp)
+    return _output(x_fp8, scale_inv, hp, with_hp), amax if mode == "tensorwise" else None
 
 
 def swiglu_backward(
@@ -372,51 +334,25 @@ def swiglu_columns(
     scaling: AmaxSlot | Literal["tensorwise"],
     *,
     rounding: Rounding = "once",
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The transpose of what `swiglu` makes, and not that: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
 
-    Args: as in `swiglu`; one scale for all.
+    Args: as in `swiglu`; one scale for all, and
+        amax: float32, 0-dim, what `swiglu` measured of the same tensors: "tensorwise" reads them once then, not twice.
     """
     check_rows("gate", gate)
     check_rows("up", up, gate)
-    mode, slot = _one_scale(scaling)
-    found: tuple[Tensor, Tensor] = _swiglu_columns(
-        gate, up, mode, slot.scale, slot.scale_inv, fmt.torch_dtype, fmt.max, is_twice(rounding)
-    )
-    return found
-
-
-def swiglu_backward_planes(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    fmt: Float8Format,
-    scaling: tuple[AmaxSlot, AmaxSlot] | Literal["tensorwise"],
-    *,
-    rounding: Rounding = "once",
-) -> tuple[Fp8Planes, Fp8Planes]:
-    """`swiglu_backward_fp8` in both layouts, the inputs read once (tensorwise: twice); slots record their amaxes.
-
-    Args: as there; one scale for each.
-    """
-    _check(grad_hidden, gate, up)
-    (mode, gate_slot), (_, up_slot) = [
-        _one_scale(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 2)
-    ]
-    outputs = _swiglu_backward_planes(
-        grad_hidden, gate, up, mode, *gate_slot, *up_slot, fmt.torch_dtype, fmt.max, is_twice(rounding)
-    )
-    return Fp8Planes(*outputs[:3]), Fp8Planes(*outputs[3:])
-
-
-def _one_scale(scaling: AmaxSlot | Literal["tensorwise"]) -> tuple[str, SlotTensors]:
     mode, slot = mode_of(scaling)
     if mode == "rowwise":
         raise ValueError(
             "scaling: expected an AmaxSlot or 'tensorwise', got 'rowwise'. Columns have scales of their own there: "
             "quantise the bf16 values by them."
         )
-    return mode, slot
+    found: tuple[Tensor, Tensor] = _swiglu_columns(
+        gate, up, mode, slot.scale, slot.scale_inv, amax, fmt.torch_dtype, fmt.max, is_twice(rounding)
+    )
+    return found
 
 
 def swiglu_backward_packed_fp8(

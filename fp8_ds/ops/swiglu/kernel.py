@@ -56,14 +56,20 @@ def sigmoid(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
-    """`reference.hidden` of one row's columns."""
-    mask = cols < num_cols
-    wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
+def hidden(gate, up, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """`reference.hidden`."""
+    wide = to_float(gate, PTX)
     silu = wide * sigmoid(wide, PTX)
     if TWICE:
         silu = to_float(to_bf16(silu, PTX), PTX)
-    return to_bf16(silu * to_float(tl.load(up + cols, mask, 0.0), PTX), PTX)
+    return to_bf16(silu * to_float(up, PTX), PTX)
+
+
+@triton.jit
+def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """Of one row's columns."""
+    mask = cols < num_cols
+    return hidden(tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), TWICE, PTX)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.ops._producer import SlotTensors, quantize_by
+from fp8_ds.ops._producer import SlotTensors, empty_amax, quantize_by
 from fp8_ds.ops.transpose.reference import transpose
 
 
@@ -32,17 +32,20 @@ def swiglu(
     dtype: torch.dtype,
     fp8_max: float,
     twice: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x_fp8, scale_inv, hp, amax); the last is of no elements unless the mode is tensorwise."""
     hp = hidden(gate, up, twice)
-    return *quantize_by(hp, mode, slot, record, dtype, fp8_max), hp
+    amax = empty_amax(mode, hp)
+    if mode == "tensorwise":
+        amax.copy_(hp.abs().amax() if hp.numel() else amax.new_zeros(()))
+    return *quantize_by(hp, mode, slot, record, dtype, fp8_max), hp, amax
 
 
 def swiglu_columns(
     gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
 ) -> tuple[Tensor, Tensor]:
     """(x_fp8 transposed, scale_inv); nothing is recorded."""
-    x_fp8, scale_inv, _ = swiglu(gate, up, mode, slot, False, dtype, fp8_max, twice)
+    x_fp8, scale_inv, _, _ = swiglu(gate, up, mode, slot, False, dtype, fp8_max, twice)
     return transpose(x_fp8), scale_inv
 
 
@@ -77,18 +80,3 @@ def swiglu_backward_fp8(
     """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
     hps = swiglu_backward(grad_hidden, gate, up, packed, twice)[: 1 if packed else 2]
     return [(*quantize_by(hp, mode, slot, record, dtype, fp8_max), hp) for hp, slot in zip(hps, slots, strict=False)]
-
-
-def swiglu_backward_planes(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    mode: str,
-    slots: tuple[SlotTensors, SlotTensors],
-    dtype: torch.dtype,
-    fp8_max: float,
-    twice: bool,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(x_fp8, x_fp8 transposed, scale_inv) of grad_gate and of grad_up."""
-    outputs = swiglu_backward_fp8(grad_hidden, gate, up, False, mode, slots, True, dtype, fp8_max, twice)
-    return [(x_fp8, transpose(x_fp8), scale_inv) for x_fp8, scale_inv, _ in outputs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch
-from fp8_ds.ops._producer import SlotTensors, empty_output
+from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
+from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
+from fp8_ds.ops.swiglu.columns_kernel import swiglu_columns_kernel
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
-from fp8_ds.ops.swiglu.planes_kernel import swiglu_backward_planes_kernel, swiglu_columns_kernel
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
 _BLOCK = 2048
@@ -22,11 +22,9 @@ _BLOCK = 2048
 _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 """A row of up to so many columns stays in registers; a longer one is taken in blocks, twice (again from L2)."""
 
-_VECTORS = 4
-_COLUMNS_WORDS, _COLUMNS_WARPS = 16, 1
-_PLANES_WORDS, _PLANES_WARPS = 32, 2
-"""Of a program that writes columns alone, and both planes: 64 rows, words of a row and warps as the casts have them
-(quantize/triton.py). Not tuned: they have not run on a GPU; for one, sm_90, they compile to 69 and 163 registers."""
+_COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
+"""Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
+from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
 
 
 @dataclass(frozen=True)
@@ -83,63 +81,58 @@ def swiglu(
     fp8_max: float,
     twice: bool,
     with_hp: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x_fp8, scale_inv, hp); hp has no elements unless `with_hp`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x_fp8, scale_inv, hp, amax); hp has no elements unless `with_hp`, amax none unless the mode is tensorwise."""
     num_rows, num_cols = gate.shape
     x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, gate)
     scales = _scales(mode, slot, scale_inv)
     records = mode == "given" and record
     _product(mode, _MODES[mode], gate, up, x_fp8.view(torch.uint8), hp, scales, records, fp8_max, twice, with_hp)
-    return x_fp8, scales[1], hp
+    return x_fp8, scales[1], hp, scales[2] if mode == "tensorwise" else empty_amax(mode, gate)
 
 
 def swiglu_columns(
-    gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
+    gate: Tensor,
+    up: Tensor,
+    mode: str,
+    slot: SlotTensors,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    twice: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(x_fp8 transposed, scale_inv); nothing is recorded."""
+    """(x_fp8 transposed, scale_inv); nothing is recorded. Tensorwise, a pass finds the amax if it is not known."""
     num_rows, num_cols = gate.shape
     columns = torch.empty((num_cols, num_rows), dtype=dtype, device=gate.device)
     bytes_, none = columns.view(torch.uint8), gate.new_empty(0)
-    scales = _scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device))
     *passes, last = _MODES[mode]
+    found = torch.empty((), dtype=torch.float32, device=gate.device)
+    if mode == "tensorwise" and amax is not None:
+        scales, passes = (found, found, amax), []
+    else:
+        scales = _scales(mode, slot, found)
     _product(mode, passes, gate, up, bytes_, none, scales, False, fp8_max, twice, False)
     strides = gate.stride(0), up.stride(0)
+    words = as_words(columns)
     launch(
         swiglu_columns_kernel,
-        _num_tiles(num_rows, num_cols, _COLUMNS_WORDS),
+        num_tiles(num_rows, num_cols, _COLUMNS_QUARTER),
         gate,
         up,
-        bytes_,
+        words,
         *scales,
         num_rows,
         num_cols,
         *strides,
         MODE=last,
-        WORDS=_COLUMNS_WORDS,
+        TWICE=twice,
+        FP8_MAX=fp8_max,
+        PTX=gate.is_cuda and torch.version.hip is None,
         num_warps=_COLUMNS_WARPS,
-        **_tile_options((gate, up), num_rows, num_cols, fp8_max, twice),
+        enable_fp_fusion=False,
+        **tile_options(_COLUMNS_QUARTER, num_rows, num_cols, words),
     )
     return columns, scales[1]
-
-
-def _num_tiles(num_rows: int, num_cols: int, words: int) -> int:
-    return ceil_div(num_rows, _VECTORS * 16) * ceil_div(num_cols, words * 4)
-
-
-def _tile_options(
-    inputs: tuple[Tensor, ...], num_rows: int, num_cols: int, fp8_max: float, twice: bool
-) -> dict[str, Any]:
-    """Of a kernel that writes columns. Vectors are read where rows begin at one, and written where columns do."""
-    begins = [size for x in inputs for size in (x.data_ptr(), x.stride(0) * x.element_size())]
-    return {
-        "VECTORS": _VECTORS,
-        "TWICE": twice,
-        "FP8_MAX": fp8_max,
-        "VECTOR_IN": num_cols % 16 == 0 and all(size % 16 == 0 for size in begins),
-        "VECTOR_OUT": num_rows % 16 == 0,
-        "PTX": inputs[0].is_cuda and torch.version.hip is None,
-        "enable_fp_fusion": False,
-    }
 
 
 def _product(
@@ -220,50 +213,6 @@ def swiglu_backward_fp8(
         twice, with_hp,
     )  # fmt: skip
     return [(output[0], scale[1], output[2]) for output, scale in zip(outputs, scales, strict=True)]
-
-
-def swiglu_backward_planes(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    mode: str,
-    slots: tuple[SlotTensors, SlotTensors],
-    dtype: torch.dtype,
-    fp8_max: float,
-    twice: bool,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(x_fp8, x_fp8 transposed, scale_inv) of grad_gate and of grad_up."""
-    num_rows, num_cols = gate.shape
-    rows, columns = (
-        [torch.empty(shape, dtype=dtype, device=gate.device) for _ in range(2)]
-        for shape in ((num_rows, num_cols), (num_cols, num_rows))
-    )
-    scales = [_scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device)) for slot in slots]
-    bytes_, none = [one.view(torch.uint8) for one in rows], [gate.new_empty(0)] * 2
-    *passes, last = _MODES[mode]
-    _backward(mode, passes, grad_hidden, gate, up, False, bytes_, none, scales, False, fp8_max, twice, False)
-    strides = grad_hidden.stride(0), gate.stride(0), up.stride(0)
-    launch(
-        swiglu_backward_planes_kernel,
-        _num_tiles(num_rows, num_cols, _PLANES_WORDS),
-        grad_hidden,
-        gate,
-        up,
-        bytes_[0],
-        columns[0].view(torch.uint8),
-        bytes_[1],
-        columns[1].view(torch.uint8),
-        *scales[0],
-        *scales[1],
-        num_rows,
-        num_cols,
-        *strides,
-        MODE=last,
-        WORDS=_PLANES_WORDS,
-        num_warps=_PLANES_WARPS,
-        **_tile_options((grad_hidden, gate, up), num_rows, num_cols, fp8_max, twice),
-    )
-    return [(rows[i], columns[i], scales[i][1]) for i in range(2)]
 
 
 def _backward(

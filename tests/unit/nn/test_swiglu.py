@@ -18,6 +18,8 @@ from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.ops.swiglu import swiglu, swiglu_columns, swiglu_with_amax
+from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
@@ -156,14 +158,14 @@ def test_kept_in_fp8_the_output_is_the_same_and_gradients_are_within_its_error(r
 
 
 OPS = {
-    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 1 + 3},
-    "delayed": {"quantize_delayed_planes": 1, "swiglu": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 1 + 3},
+    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_columns": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 3},
+    "delayed": {"quantize_delayed_planes": 1, "swiglu_columns": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 3},
     "rowwise": {"quantize_rowwise": 3, "quantize_colwise_t": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 1 + 3},
     "rowwise_with_gw_hp": {"quantize_rowwise": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
     "blockwise": {"quantize_blockwise": 4, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
 }
 """Of a backward with weights in FP8: what is cast from bf16 (grad_output, the two other gradients where their scales
-hang on weights, blockwise the product too), the product again, columns from rows, and the three weights transposed."""
+hang on weights, blockwise the product too), the product or its columns again, columns from rows, weights transposed."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -179,28 +181,46 @@ def test_backward_casts_from_bf16_only_what_it_must(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_columns_written_where_values_are_computed_are_the_bytes_of_transposed_rows(recipe, monkeypatch):
+def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, monkeypatch):
+    """And nothing of it is recorded twice."""
     (rows, rows_history), (columns, history) = make(recipe), make(recipe)
-    expected, kept = run(rows, rows), kept_by_graph(make(recipe)[0])
-    monkeypatch.setattr("fp8_ds.nn.swiglu.WRITES_COLUMNS", True)
-    with Calls() as calls:
-        got = run(columns, columns)
-    assert_same(expected, got)
-    assert (calls.names["swiglu_columns"], calls.names["swiglu_backward_planes"]) == (1, 1)
-    assert calls.names["swiglu_backward_fp8"] == 0 and calls.names["swiglu"] == 1
+
+    def from_rows(gate, up, fmt, scaling, *, rounding, amax):
+        found = swiglu(gate, up, fmt, scaling, record=False, rounding=rounding)
+        return transpose(found.x_fp8), found.scale_inv
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fp8_ds.nn.swiglu.swiglu_columns", from_rows)
+        expected = run(rows, rows)
+    assert_same(expected, run(columns, columns))
     if history is not None:
         assert_bitwise(rows_history.amax_local, history.amax_local)
-    assert kept_by_graph(make(recipe)[0]) == kept, "no plane of the product is kept from a graph's forward"
 
 
-@pytest.mark.parametrize(("recipe", "bias"), [("rowwise", False), ("blockwise", False), ("tensorwise", True)])
-def test_columns_are_written_only_by_one_scale_and_without_a_bias(recipe, bias, monkeypatch):
-    expected = run(*[make(recipe, bias=bias)[0]] * 2)
-    monkeypatch.setattr("fp8_ds.nn.swiglu.WRITES_COLUMNS", True)
-    with Calls() as calls:
-        assert_same(expected, run(*[make(recipe, bias=bias)[0]] * 2))
-    assert calls.names["swiglu_backward_planes"] == 0
-    assert calls.names["swiglu_columns"] == (recipe == "tensorwise")
+@pytest.mark.parametrize(
+    ("recipe", "nonlinear", "is_known"),
+    [("tensorwise", "bf16", True), ("tensorwise", "fp8", False), ("delayed", "bf16", False)],
+)
+def test_the_products_amax_is_measured_once_where_gate_and_up_come_back_as_they_were(
+    recipe, nonlinear, is_known, monkeypatch
+):
+    measured, used = [], []
+
+    def forward(*args, **kwargs):
+        measured.append(swiglu_with_amax(*args, **kwargs))
+        return measured[-1]
+
+    def columns(*args, amax, **kwargs):
+        used.append(amax)
+        return swiglu_columns(*args, amax=amax, **kwargs)
+
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", columns)
+    run(*[make(recipe, nonlinear)[0]] * 2)
+    assert len(measured) == len(used) == 1
+    assert (used[0] is not None) == is_known
+    if is_known:
+        assert_bitwise(measured[0][1], used[0])
 
 
 def weights_of(mlp):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_ds.ops.squares.triton import BLOCK, sum_of_squares
+from fp8_ds.ops.squares.triton import BLOCK, SPAN, sum_of_squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 
@@ -14,8 +14,9 @@ def exact(tensors):
 
 def test_tensors_of_any_size_and_alignment():
     torch.manual_seed(0)
-    memory = torch.randn(3 * BLOCK).bfloat16()
-    tensors = [memory[:1], memory[1 : BLOCK + 1], memory[: 2 * BLOCK], memory[7 : BLOCK + 300], torch.randn(5)]
+    memory = torch.randn((SPAN + 2) * BLOCK).bfloat16()
+    ends = [memory[:1], memory[1 : BLOCK + 1], memory[: 2 * BLOCK], memory[7 : BLOCK + 300], memory[: SPAN * BLOCK + 5]]
+    tensors = [*ends, memory[3:], torch.randn(5)]
     launches = {}
     for _ in range(2):
         assert float(sum_of_squares(tensors, launches)) == pytest.approx(exact(tensors), rel=1e-6)
@@ -28,8 +29,8 @@ def test_tensors_of_any_size_and_alignment():
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan"), 1e30])
-@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK + 4])
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK + 4, SPAN * BLOCK + 4])
 def test_one_broken_element_is_never_hidden(broken, at):
-    x = torch.zeros(BLOCK + 5)
+    x = torch.zeros(max(at, BLOCK) + 5)
     x[at] = broken
     assert not torch.isfinite(sum_of_squares([torch.ones(3), x], {}))

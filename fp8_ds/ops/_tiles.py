@@ -1,0 +1,99 @@
+"""Device code of kernels that write a matrix's transpose where they compute it.
+
+A program takes a tile of 4 * QUARTER rows and 128 columns as four tensors [QUARTER, 128], of the rows 4 j, 4 j + 1,
+4 j + 2 and 4 j + 3. A thread so holds four codes of a column side by side and packs them into one 32-bit word: the
+transpose moves words, not bytes, through shared memory, and both sides of it are read and written 16 bytes at a time.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8_ds.ops._launch import ceil_div
+
+TILE_COLS = 128
+_ALIGNMENT = 16
+_COLS = tl.constexpr(TILE_COLS)
+
+
+def num_tiles(num_rows: int, num_cols: int, quarter: int) -> int:
+    """Programs for a matrix."""
+    return ceil_div(num_rows, 4 * quarter) * ceil_div(num_cols, TILE_COLS)
+
+
+def is_even(num_rows: int, num_cols: int, quarter: int) -> bool:
+    """Whether no tile is cut off."""
+    return num_rows % (4 * quarter) == 0 and num_cols % TILE_COLS == 0
+
+
+def as_words(x_fp8_t: Tensor) -> Tensor:
+    """A transposed plane as int32 where every row of it begins at a vector, else as bytes."""
+    return x_fp8_t.view(torch.int32 if x_fp8_t.shape[1] % _ALIGNMENT == 0 else torch.uint8)
+
+
+def tile_options(quarter: int, num_rows: int, num_cols: int, columns: Tensor) -> dict[str, Any]:
+    """Constants of a kernel that takes such tiles and writes `columns`, made by `as_words`."""
+    return {
+        "QUARTER": quarter,
+        "EVEN": is_even(num_rows, num_cols, quarter),
+        "WORDS": columns.dtype == torch.int32,
+    }
+
+
+@triton.jit
+def tile_corner(num_cols, QUARTER: tl.constexpr):
+    """(first row, first column) of this program's tile."""
+    col_tiles = tl.cdiv(num_cols, _COLS)
+    return tl.program_id(0) // col_tiles * (4 * QUARTER), tl.program_id(0) % col_tiles * _COLS
+
+
+@triton.jit
+def tile_masks(first_row, first_col, num_rows, num_cols, QUARTER: tl.constexpr):
+    """(row numbers, of the first of each four, and column numbers in the tile; what of the four tensors exists)."""
+    rows = tl.arange(0, QUARTER) * 4
+    cols = tl.arange(0, _COLS)
+    left = num_rows - first_row
+    in_cols = (cols < num_cols - first_col)[None, :]
+    mask0 = (rows < left)[:, None] & in_cols
+    mask1 = (rows + 1 < left)[:, None] & in_cols
+    mask2 = (rows + 2 < left)[:, None] & in_cols
+    mask3 = (rows + 3 < left)[:, None] & in_cols
+    return rows, cols, mask0, mask1, mask2, mask3
+
+
+@triton.jit
+def load_rows(x, rows, cols, stride, mask, EVEN: tl.constexpr):
+    """One of the four tensors; zeros where there is nothing. `x` points at the tile's corner."""
+    at = x + rows[:, None] * stride + cols[None, :]
+    return tl.load(at) if EVEN else tl.load(at, mask, 0.0)
+
+
+@triton.jit
+def store_rows(out, rows, cols, stride, value, mask, EVEN: tl.constexpr):
+    """The reverse of `load_rows`."""
+    tl.store(out + rows[:, None] * stride + cols[None, :], value, None if EVEN else mask)
+
+
+@triton.jit
+def store_transposed(word, x_t, first_row, first_col, num_rows, num_cols, EVEN: tl.constexpr, WORDS: tl.constexpr):
+    """[QUARTER, 128] words of four rows each, as 128 rows of the transpose. WORDS: x_t is int32, not uint8."""
+    word = tl.trans(word)
+    cols = tl.arange(0, word.shape[0])[:, None]
+    quads = tl.arange(0, word.shape[1])[None, :]
+    in_cols = cols < num_cols - first_col
+    if WORDS:
+        # num_rows is a multiple of 16: no word, and no vector of four, crosses the end of a row.
+        stride = tl.multiple_of(num_rows // 4, 4)
+        quad = tl.multiple_of(first_row // 4, 4)
+        at = x_t + tl.multiple_of(first_col.to(tl.int64) * stride + quad, 4) + cols * stride + quads
+        tl.store(at, word, None if EVEN else in_cols & (quads < tl.multiple_of(stride - quad, 4)))
+    else:
+        at = x_t + first_col.to(tl.int64) * num_rows + first_row + cols * num_rows + quads * 4
+        for i in tl.static_range(4):
+            tl.store(at + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), in_cols & (first_row + quads * 4 + i < num_rows))
