@@ -276,10 +276,9 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
             "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
-            "ours-e4m11-compiled+fused+cudagraphs",
+            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
             "ours-e4m11-compiled+fused",
         ),
     ),
@@ -300,11 +299,7 @@ PIECES = {
     "recipes": Piece(
         "llama-2b",
         "ours-e4m11-compiled",
-        (
-            "ours-e4m11-compiled+blockwise",
-            "ours-e4m11-compiled+rowwise_with_gw_hp",
-            "ours-e4m11-compiled+rowwise",
-        ),
+        ("ours-e4m11-compiled+blockwise", "ours-e4m11-compiled+rowwise_with_gw_hp"),
     ),
     "fused": Piece(
         "llama-2b",

@@ -129,7 +129,7 @@ STEPS = (
         "issue 6 D: latency and accuracy of the backends (fa3-fwd wheel needed)",
     ),
     Step("states", _benchmark("end_to_end", "--piece states --budget {seconds}"), 420, "issue 4 H 1: states, release"),
-    Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 300, "issue 4 B, H 1: recipes"),
+    Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 340, "issue 4 B, H 1: recipes"),
     Step("losses", _benchmark("end_to_end", "--piece losses --budget {seconds}"), 400, "issue 4 H: losses on text"),
     Step(
         "losses-more", _benchmark("end_to_end", "--piece losses-more --budget {seconds}"), 400, "the same, other arms"
@@ -171,10 +171,19 @@ STEPS = (
     Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(
         "tests-new",
-        "{python} -m pytest -v -m gpu -p no:cacheprovider tests/gpu/test_compile_gpu.py "
-        "tests/gpu/test_producers_gpu.py -k 'replayed or transposed_planes'",
-        180,
-        "CUDA graphs with accumulated gradients; columns that SwiGLU writes itself: never run yet",
+        "OMP_NUM_THREADS=2 {python} -m pytest -q -m gpu -p no:cacheprovider -n 12 tests/gpu/test_producers_gpu.py "
+        "tests/gpu/test_quantize_gpu.py tests/gpu/test_blockwise_gpu.py tests/gpu/test_squares_gpu.py",
+        110,
+        "kernels whose tiles or launches changed on 2026-11-23, beside their references",
+    ),
+    Step(
+        "profile-tensorwise",
+        _benchmark(
+            "end_to_end",
+            "--model llama-2b --profile ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs --budget {seconds}",
+        ),
+        125,
+        "issue 4 H 1: where the headline's recipe spends its time",
     ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
     Step(
@@ -212,8 +221,8 @@ STEPS = (
     ),
     Step(
         "8b-all-2gpus",
-        _benchmark("end_to_end", "--piece 8b --gpus 2 --attention cudnn --budget {seconds}"),
-        540,
+        _benchmark("end_to_end", "--piece 8b --gpus 2 --attention cudnn --warm-up 5 --steps 5 --budget {seconds}"),
+        470,
         "issue 4 H 2: all of Llama-3-8B on two GPUs, where four are not lent; predicted ours 680 ms, 1.62 and 1.29 x",
         gpus=2,
     ),
