@@ -279,7 +279,6 @@ PIECES = {
             "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
-            "ours-e4m11-compiled+fused",
         ),
     ),
     "release": Piece("llama-2b", None, ("ours-e4m11-release-compiled+nonlinear+delayed+liger",)),
@@ -298,8 +297,8 @@ PIECES = {
     ),
     "recipes": Piece(
         "llama-2b",
-        "ours-e4m11-compiled",
-        ("ours-e4m11-compiled+blockwise", "ours-e4m11-compiled+rowwise_with_gw_hp"),
+        "ours-e4m11-compiled+fused",
+        ("ours-e4m11-compiled+blockwise+fused", "ours-e4m11-compiled+rowwise_with_gw_hp+fused"),
     ),
     "fused": Piece(
         "llama-2b",

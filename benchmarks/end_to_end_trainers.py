@@ -165,9 +165,7 @@ class EngineTrainer(Trainer):
         import deepspeed
 
         if arm.system == "ours":
-            import fp8_ds.nn.swiglu
-
-            fp8_ds.nn.swiglu.WRITES_COLUMNS = arm.columns
+            import fp8_ds  # noqa: F401 (installs)
 
         super().__init__(m)
         config, make = spec["ds_config"], factory(m, spec["cross_entropy"], spec["attention"])

@@ -171,7 +171,7 @@ STEPS = (
     Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(
         "tests-new",
-        "OMP_NUM_THREADS=2 {python} -m pytest -q -m gpu -p no:cacheprovider -n 12 tests/gpu/test_producers_gpu.py "
+        "{python} -m pytest -q -m gpu -p no:cacheprovider -n 12 tests/gpu/test_producers_gpu.py "
         "tests/gpu/test_quantize_gpu.py tests/gpu/test_blockwise_gpu.py tests/gpu/test_squares_gpu.py",
         110,
         "kernels whose tiles or launches changed on 2026-11-23, beside their references",
