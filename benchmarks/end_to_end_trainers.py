@@ -28,8 +28,9 @@ def need(package: str) -> None:
 def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
     """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
 
-    That one predicts the same tokens; its logits are never whole in memory. Attention is "sdpa", as the library has it,
-    or "causal": the same, but never given a mask, which compiled graphs otherwise get (docs/compile.md).
+    "stock" hands out the loss alone; "untouched" is transformers' own class; "liger" predicts the same tokens, and its
+    logits are never whole in memory. Attention is "sdpa", as the library has it, or "causal": the same, but never given
+    a mask, which compiled graphs otherwise get (docs/compile.md).
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -48,6 +49,8 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
         attn_implementation=attention,
         use_cache=False,
     )
+    if cross_entropy == "untouched":
+        return lambda: LlamaForCausalLM(config)
     if cross_entropy == "stock":
 
         class LlamaLoss(LlamaForCausalLM):  # type: ignore[misc]
@@ -105,6 +108,12 @@ def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Mod
         demand_cudnn()
         attention = "causal"
     return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention)
+
+
+def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
+    """Which loss the model is made with: where the fp8 block names one, transformers' class is for it to change."""
+    by_key = (arm.fp8 or {}).get("activations", {}).get("cross_entropy", "stock")
+    return "untouched" if by_key != "stock" else spec["cross_entropy"]
 
 
 def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -168,7 +177,7 @@ class EngineTrainer(Trainer):
             import fp8_ds  # noqa: F401 (installs)
 
         super().__init__(m)
-        config, make = spec["ds_config"], factory(m, spec["cross_entropy"], spec["attention"])
+        config, make = spec["ds_config"], factory(m, loss_of_model(arm, spec), spec["attention"])
         if m.stage == 3:
             # The weights are torch's initial ones: Hugging Face's initialisation does not see partitioned tensors.
             with deepspeed.zero.Init(config_dict_or_path=config):
