@@ -90,6 +90,8 @@ def _megatron(piece: str) -> str:
     return f"{{python}} benchmarks/megatron_pretrain.py --piece {piece} --budget {{seconds}} {own}"
 
 
+_FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
+
 _LAYERS_WHY = "issue 5 E, G: what 8B's layers at 8192 tokens wait for"
 
 
@@ -106,6 +108,20 @@ STEPS = (
     Step("parity-8gpus", _parity(""), 900, "issue 3 H: three pairs of each arm, regime 2 twice", 8, "parity-first"),
     Step("parity-4gpus", _parity(""), 1200, "issue 3 H: the same without regime 2", gpus=4, after="parity-first"),
     Step("parity-1gpu", _parity("", "3", "6", "stock e4m11 fp8 e4m19"), 1560, "issue 3 H: a pair of each arm, alone"),
+    Step(
+        "parity-delayed-first",
+        _parity(f"--only-first-weights {_FEWER_FIRST_STEPS}"),
+        290,
+        "issue 4 H: text and first weights, for the next one",
+    ),
+    Step(
+        "parity-delayed",
+        _parity(_FEWER_FIRST_STEPS, "3", "7 8 9", "stock e4m11-delayed"),
+        860,
+        "issue 4 H: does parity hold for the fastest recipe? Three pairs, 100.7 M tokens a run",
+        gpus=2,
+        after="parity-delayed-first",
+    ),
     *(
         Step(
             f"parity-recipes-{k}",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Fp8DsError(Exception):
     """Base of every error this package raises on purpose."""
@@ -25,3 +30,19 @@ class SeamError(Fp8DsError, RuntimeError):
 
 class CheckpointError(Fp8DsError, RuntimeError):
     """A checkpoint could not be written whole, or the one to be loaded is torn, damaged, or of another run."""
+
+
+@contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """What is refused inside is the last line of a rank, which ends with status 2.
+
+    Under a launcher every rank is refused alike: as many tracebacks would bury what to do. Other errors have theirs.
+
+    Raises:
+        SystemExit: in place of ConfigError, UnsupportedError and SeamError.
+    """
+    try:
+        yield
+    except (ConfigError, UnsupportedError, SeamError) as error:
+        print(f"[rank {os.environ.get('RANK', 0)}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

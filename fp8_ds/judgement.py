@@ -38,13 +38,16 @@ class Verdict:
     used: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge(config: Mapping[str, Any], script: Path | None = None, found: Sequence[Check] = ()) -> Verdict:
+def judge(
+    config: Mapping[str, Any], script: Path | None = None, found: Sequence[Check] = (), world: int | None = None
+) -> Verdict:
     """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
 
     Args:
         config: DeepSpeed's.
         script: the training script, read for an import of fp8_ds; None: it is not known.
         found: what `diagnosis.checks` has found on this machine.
+        world: ranks of the run; None: it is not known.
 
     Raises:
         ConfigError: the script is no Python.
@@ -73,6 +76,8 @@ def judge(config: Mapping[str, Any], script: Path | None = None, found: Sequence
         _refuse(fp8, config, device)
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
+    if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
+        return Verdict("no", (mismatch,))
     reasons = ["fp8_ds accepts the configuration."]
     if not any(key in config for key in _BATCH_SIZES):
         reasons.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
@@ -80,6 +85,32 @@ def judge(config: Mapping[str, Any], script: Path | None = None, found: Sequence
         reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
     on, why = _loaded(script)
     return Verdict(on, (*reasons, why), _used(fp8, config, device))
+
+
+def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
+    """Why DeepSpeed's own start fails on so many ranks; None: its batch sizes fit, or are somebody's "auto".
+
+    Source: `DeepSpeedConfig._set_batch_related_parameters` and `_batch_assertion` of deepspeed 0.19.8; ranks of tensor
+    parallelism share a batch.
+    """
+    autotp = config.get("tensor_parallel", {}).get("autotp_size", 1) or 1
+    ranks, left = divmod(world, autotp)
+    if left:
+        return f"tensor_parallel.autotp_size: expected a divisor of {world} ranks, got {autotp}. Use such a one."
+    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, "gradient_accumulation_steps"))
+    if any(isinstance(size, str) for size in (total, micro, steps)) or total is None:
+        return None
+    if micro is None:
+        steps = 1 if steps is None else steps
+        micro = total // ranks // steps
+    elif steps is None:
+        steps = total // micro // ranks
+    if min(micro, steps) >= 1 and total == micro * steps * ranks:
+        return None
+    return (
+        f"train_batch_size: expected {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) "
+        f"x {ranks} (ranks of data parallelism), got {total}. DeepSpeed refuses that: change one, or leave one out."
+    )
 
 
 def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> None:

@@ -43,6 +43,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def main() -> None:
     script, arguments = split_arguments(sys.argv[1:])
     import fp8_ds  # noqa: F401  (installs)
+    from fp8_ds.errors import refusals_in_one_line
 
     sys.argv = [script, *arguments]
     # As `python SCRIPT.py` has it: the script's folder comes first, in place of the folder that `-m` put there.
@@ -51,7 +52,8 @@ def main() -> None:
         sys.path[0] = folder
     else:
         sys.path.insert(0, folder)
-    runpy.run_path(script, run_name="__main__")
+    with refusals_in_one_line():
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

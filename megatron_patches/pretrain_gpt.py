@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp8_ds.errors import ConfigError, SeamError, UnsupportedError
+from fp8_ds.errors import ConfigError, SeamError, refusals_in_one_line
 from megatron_patches import compat, patches
 
 _SCRIPT = "pretrain_gpt.py"
@@ -124,14 +124,10 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
 
 def main() -> None:
     """Refusals are said in one line, the last of a rank, and end it with status 2."""
-    try:
-        with ExitStack() as stack:
-            script = prepare(sys.argv[1:], stack)
-            sys.argv[0] = str(script)
-            runpy.run_path(str(script), run_name="__main__")
-    except (ConfigError, UnsupportedError, SeamError) as error:
-        print(f"[rank {os.environ.get('RANK', 0)}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    with refusals_in_one_line(), ExitStack() as stack:
+        script = prepare(sys.argv[1:], stack)
+        sys.argv[0] = str(script)
+        runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ PAIRS = {
         ("e4m11-nearest", "e4m11"),
         ("bf16-nearest", "stock"),
     ),
-    3: (*_TO_STOCK, *_TO_FP8, *_LAST),
+    3: (*_TO_STOCK, ("e4m11-delayed", "stock"), ("e4m11-delayed", "e4m11"), *_TO_FP8, *_LAST),
 }
 """(arm, what it is compared with), by regime."""
 TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
-_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred", "teal")
+_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred", "teal", "purple")
 COLORS = dict(zip(ARMS, _PALETTE, strict=True))
 
 

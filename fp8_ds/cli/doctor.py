@@ -24,6 +24,9 @@ def doctor(
     script: Annotated[
         Path | None, typer.Option("--script", help="The training script, read for an import of fp8_ds.")
     ] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="Ranks of the run: do the batch sizes fit them?")
+    ] = None,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Multiply a matrix by each recipe.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,13 +40,14 @@ def doctor(
     from fp8_ds.judgement import judge
 
     with failures(as_json):
-        if script is not None and config is None:
-            raise ConfigError(f"--script: expected --config beside it, got {script} alone. Name both.")
+        for option, value in (("--script", script), ("--world", world)):
+            if value is not None and config is None:
+                raise ConfigError(f"{option}: expected --config beside it, got {value} alone. Name both.")
         block = None if config is None else read_config(config)
         found = diagnosis.checks()
         products = diagnosis.probes() if probe else []
         with argument("--script"):
-            verdict = None if block is None else judge(block, script, found)
+            verdict = None if block is None else judge(block, script, found, world)
     good = diagnosis.can_train(found) if verdict is None else verdict.on == "yes"
     if as_json:
         show(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp8_ds import diagnosis
+from fp8_ds import diagnosis, judgement
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine import initialize as starting
 from fp8_ds.errors import Fp8DsError
@@ -180,3 +181,50 @@ def test_a_configuration_without_a_batch_size_is_told_so(script: Path, key: str 
     config |= {"fp8": {"enabled": True}, **({} if key is None else {key: 8})}
     told = [reason for reason in judge(config, script).reasons if "of which DeepSpeed needs one to start" in reason]
     assert len(told) == (key is None)
+
+
+# --- so many ranks ---
+
+
+def stock_refuses(sizes: dict[str, int], ranks: int) -> bool:
+    """DeepSpeed's own arithmetic, without its process group."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    bare = object.__new__(DeepSpeedConfig)
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        setattr(bare, key, sizes.get(key))
+    bare.world_size = ranks
+    try:
+        bare._configure_train_batch_size()
+    except (AssertionError, ZeroDivisionError):
+        return True
+    return not (bare.train_micro_batch_size_per_gpu and bare.gradient_accumulation_steps)
+
+
+def test_batch_sizes_fit_where_deepspeeds_own_arithmetic_lets_them() -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    seen = set()
+    for values in itertools.product((None, 6, 8, 16), (None, 1, 2, 3), (None, 1, 2)):
+        sizes = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+        if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(sizes):
+            continue
+        for ranks in (1, 2, 3, 8, 16):
+            refused = judgement.batch_mismatch(sizes, ranks) is not None
+            assert refused == stock_refuses(sizes, ranks), (sizes, ranks)
+            seen.add(refused)
+    assert seen == {True, False}
+
+
+def test_ranks_that_do_not_fit_turn_it_off_and_say_what_would(script: Path) -> None:
+    config = {**STOCK, "fp8": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 3}
+    assert judge(config, script, world=4).on == "yes"
+    verdict = judge(config, script, world=8)
+    assert (
+        verdict.on == "no" and "train_batch_size: expected 1 " in verdict.reasons[0] and "got 12" in verdict.reasons[0]
+    )
+    assert judge(config, script).on == "yes"
+    auto = {**config, "train_batch_size": "auto"}
+    assert judge(auto, script, world=8).on == "yes"
+    cut = {**config, "tensor_parallel": {"autotp_size": 2}}
+    assert judgement.batch_mismatch(cut, 8) is None
+    assert "divisor of 9 ranks" in str(judgement.batch_mismatch(cut, 9))

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,21 @@ def test_the_script_runs_as_main_beside_its_modules(script: str, tmp_path: Path)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "__main__ ['--local_rank=0', '--lr', '1'] 7 True"
+
+
+def test_a_refusal_is_the_last_line_of_a_rank_and_other_errors_have_their_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "refused.py"
+    for raised, status, lines in (
+        ("errors.ConfigError('fp8.x: expected 1, got 2. Write 1.')", 2, 1),
+        ("errors.UnsupportedError('fp8: expected no MiCS, got it. Leave it.')", 2, 1),
+        ("errors.NumericsError('loss: expected a number, got nan. Look at it.')", 1, 5),
+        ("ZeroDivisionError('of the script itself')", 1, 5),
+    ):
+        path.write_text(f"from fp8_ds import errors\nraise {raised}\n")
+        environment = {**os.environ, "RANK": "3"}
+        command = [sys.executable, "-m", "fp8_ds.run", str(path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert result.returncode == status, result.stderr
+        told = result.stderr.splitlines()
+        assert told[-1].startswith("[rank 3] " if lines == 1 else ("fp8_ds.errors", "ZeroDivisionError"))
+        assert ("Traceback" in result.stderr) == (lines > 1)
