@@ -223,6 +223,11 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
+    def num_threads(self) -> int:
+        """Most threads that one of the ranks has; 0 where none runs, or where the system has no /proc."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self._processes]
+        return max((len(os.listdir(folder)) for folder in folders if folder.exists()), default=0)
+
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
         for process in self._processes:

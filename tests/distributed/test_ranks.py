@@ -147,6 +147,16 @@ def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_a
     assert pool.run(sum_in_the_kept_group) == [2, 2]
 
 
+def test_threads_of_the_ranks_are_counted(pool: RankPool) -> None:
+    pool.close()
+    assert pool.num_threads() == 0
+    pool.run(number)
+    before = pool.num_threads()
+    pool.run(make_groups, 2)
+    pool.run(number)  # what is left of the call before has ended
+    assert pool.num_threads() >= before + 2 * 2
+
+
 class Interrupted(Exception):
     """As pytest's time-out raises in the middle of a call."""
 

@@ -77,6 +77,41 @@ def test_kernel_benchmarks_run_dry(part: str, run_main: Callable[..., str]) -> N
 # --- moments on real gradients ---
 
 
+def test_launch_settings_are_constants_that_exist_and_come_back(bench: Any, run_main: Callable[..., str]) -> None:
+    pytest.importorskip("triton")
+    tune = bench("kernels_tune")
+    for kernel in tune.KERNELS:
+        first = tune.shipped(kernel)
+        assert set(first) == set(kernel.tries)
+        other = next((setting for setting in kernel.settings() if setting != first), first)
+        with tune.applied(kernel.module, other):
+            assert tune.shipped(kernel) == other
+        assert tune.shipped(kernel) == first
+    assert f"{len(tune.KERNELS)} kernels called" in run_main("kernels_tune", "--dry-run")
+
+
+def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
+    tune = bench("kernels_tune")
+
+    def row(words: int, shape: str, us: float, **more: Any) -> dict[str, Any]:
+        told = {"shipped": words == 8, "same_bits": True, "share_of_copy": 0.5, **more}
+        return {"kernel": "cast", "shape": shape, "setting": {"WORDS": words}, "us": us, **told}
+
+    rows = [
+        row(8, "a", 3.0),
+        row(16, "a", 2.0),
+        row(32, "a", 1.0, same_bits=False),
+        row(8, "b", 3.0),
+        row(16, "b", 1.0),
+    ]
+    lines = tune.table(rows).splitlines()[2:]
+    assert lines == [
+        "| cast | **ships** WORDS=8 | a: 3.0 (50%), b: 3.0 (50%) |",
+        "| cast | WORDS=16 | a: 2.0 (50%), b: 1.0 (50%) |",
+    ]
+    assert "OTHER BITS" in tune.table([row(8, "a", 3.0), row(32, "a", 1.0, same_bits=False)])
+
+
 def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:
     run_main("smooth_gradients", "--steps", 2, "--out", tmp_path)
     rows = json.loads(next(tmp_path.glob("*smooth-gradients.json")).read_text())["rows"]
