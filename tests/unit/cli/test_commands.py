@@ -44,7 +44,7 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
         if name != "autoload"
     }
     assert found == {
-        "doctor": ["--config", "--json", "--probe", "--script"],
+        "doctor": ["--config", "--json", "--probe", "--script", "--world"],
         "plan": ["--config", "--json", "--seq", "--set", "--world"],
         "estimate": [
             *("--checkpointing", "--config", "--json", "--largest", "--memory", "--micro-batch", "--seq", "--set"),
