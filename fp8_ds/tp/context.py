@@ -32,7 +32,7 @@ class TensorParallel:
         size, rank: of the group, in the group.
         config: see `set_config`.
         inputs: gathered inputs that are being read.
-        full_shape: (batch, sequence) of the current forward, where `parallelize` shards tokens.
+        full_shape: (batch, sequence) of the last forward, where `parallelize` shards tokens.
         cut_weight: one of the weights that are cut.
         num_bytes_gathered: in FP8 by the linears, so far; this rank's own share included. Gathers inside graphs of
             torch.compile are not counted.
@@ -51,6 +51,7 @@ class TensorParallel:
         self.set_config(config or TensorParallelConfig())
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
+        self._full_shapes: dict[int, set[tuple[int, int]]] = {}
         self.cut_weight: weakref.ref[Tensor] | None = None
         self.num_bytes_gathered = 0
         self._compare_batches = BatchCheck(group)
@@ -124,8 +125,40 @@ class TensorParallel:
         )
         self._is_checked = True
 
+    def set_full_shape(self, batch: int, length: int) -> None:
+        """Of the forward that begins."""
+        self.full_shape = batch, length
+        self._full_shapes.setdefault(batch * length, set()).add(self.full_shape)
+
+    def shape_of(self, num_tokens: int) -> tuple[int, int]:
+        """(batch, sequence) of the forward that a block with `num_tokens` tokens belongs to; one sequence where only
+        blocks have been called.
+
+        Raises:
+            ValueError: the block is computed again in a backward, and there have been forwards of several such shapes;
+                or no forward has had as many tokens.
+        """
+        if self.full_shape is None:
+            return 1, num_tokens
+        if math.prod(self.full_shape) == num_tokens and not _is_in_backward():
+            return self.full_shape
+        shapes = self._full_shapes.get(num_tokens, set())
+        if len(shapes) != 1:
+            raise ValueError(
+                f"input: expected tokens of one shape (batch, sequence) that is known, got {num_tokens} tokens of "
+                f"{sorted(shapes) or 'none'}. Give the blocks `position_embeddings`, or keep to one shape of batches."
+            )
+        return next(iter(shapes))
+
     def __deepcopy__(self, memo: Any) -> TensorParallel:
-        return self  # process groups cannot be copied, and copies of a model talk to the same ranks
+        raise ConfigError(
+            "model: expected no copy of a model that fp8_ds.tp.parallelize has cut, got one. It would lose the hooks "
+            "that sum gradients, and what says that a weight is cut. Copy the model before it is cut."
+        )
+
+
+def _is_in_backward() -> bool:
+    return not is_tracing() and torch._C._current_graph_task_id() != -1
 
 
 class GatheredInputs:
@@ -140,7 +173,7 @@ class GatheredInputs:
 
     def __init__(self) -> None:
         self.traced: tuple[Tensor, Gathered] | None = None
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Gathered]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Size, Gathered]] = {}
 
     def nominal(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(shape)
@@ -153,17 +186,29 @@ class GatheredInputs:
             if key in self._known and self._known[key][0] is reference:
                 del self._known[key]
 
-        self._known[key] = (weakref.ref(storage, forget), gathered)
+        self._known[key] = (weakref.ref(storage, forget), nominal.shape, gathered)
 
     def find(self, x: Tensor) -> Gathered | None:
-        """What `x` stands for; None for any other tensor."""
+        """What `x` stands for; None for any other tensor.
+
+        Raises:
+            ValueError: `x` is a view of it with tokens in other places, or of some of them.
+        """
         if self.traced is not None and x is self.traced[0]:
             return self.traced[1]
         if not self._known:
             return None
         storage = x.untyped_storage()
-        reference, gathered = self._known.get(storage.data_ptr(), (None, None))
-        return gathered if reference is not None and reference() is storage else None
+        known = self._known.get(storage.data_ptr())
+        if known is None or known[0]() is not storage:
+            return None
+        _, shape, gathered = known
+        if x.shape != shape and x.shape not in (gathered.shape, (1, *gathered.shape)):
+            raise ValueError(
+                f"input: expected what its block was called with, {tuple(shape)}, got a view {tuple(x.shape)}. A "
+                "block's column-parallel linears read its first argument as it is, and nothing else does."
+            )
+        return gathered
 
     def __len__(self) -> int:
         return len(self._known)

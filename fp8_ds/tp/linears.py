@@ -5,6 +5,9 @@ Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I input fea
 Column-parallel: a rank has rows of the weight, [O / n, I]; it reads all of x and gives its features of the output.
 Row-parallel: a rank has columns of the weight, [O, I / n]; it reads its features of x and gives an addend of
 the output.
+
+Ranks bring as many tokens each. Models that `parallelize` has cut compare them at every forward; called otherwise,
+these layers compare the first batch only.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear import Fp8Linear, bias_grad, linear_grads, linear_output, read_weight
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output, read_weight
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered
@@ -248,6 +251,7 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
 
 @traced_where_possible
 def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear) -> Tensor:
+    check_width(x, layer.weight)
     gathered, rule = tp.inputs.find(x), layer.tp_rule
     if gathered is None and layer.gathers_input and tp.sequence_parallel and rule is not None:
         x, gathered = gather_input(x, tp, rule)
@@ -361,6 +365,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
 
 @traced_where_possible
 def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> Tensor:
+    check_width(x, layer.weight)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     layer.check_input(x)

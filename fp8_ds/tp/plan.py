@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
@@ -39,7 +42,8 @@ class TensorParallelPlan:
         row: row-parallel.
         row_heads: row-parallel, cut between heads.
         blocks: modules whose first argument all column-parallel linears inside read, and nothing else does: it is
-            gathered (without sequence parallelism: its gradient summed) once for all of them.
+            gathered (without sequence parallelism: its gradient summed) once for all of them. They read it as it is,
+            and row-parallel ones give tokens in the same order.
         first: the module at whose input tokens are sharded.
         last: the module at whose output they are gathered.
         in_shards: modules that compute token by token between the two and have replicated Parameters; their
@@ -113,9 +117,11 @@ def parallelize(
     blocks = _matching(model, plan.blocks)
     borders = _borders(model, plan, sequence_parallel)
     summed = _matching(model, plan.in_heads)
-    _check_blocks(blocks, [cut.module for cut in cuts], summed)
+    _check_named("inside its blocks", "in_heads", blocks, [*(cut.module for cut in cuts), *summed.values()])
     if sequence_parallel:
         summed |= _matching(model, plan.in_shards)
+        around = {name: model.get_submodule(name) for block in blocks if (name := block.rpartition(".")[0])}
+        _check_named("beside its blocks", "in_shards", around, [*(cut.module for cut in cuts), *summed.values()])
     first_block = next((name for name, _ in model.named_modules() if name in blocks), "")
     sharded = _cut_all(cuts, tp)
     _replicate(model, sharded, tp)
@@ -154,6 +160,34 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
         )
     for tp in contexts.values():
         tp.set_config(config)
+
+
+def check_mpu(model: nn.Module, mpu: Any) -> None:
+    """DeepSpeed takes the ranks that share a cut model for such. Where the model has not been cut nothing is checked.
+
+    Args:
+        model: any; of a PipelineModule its own `mpu` counts.
+        mpu: what deepspeed.initialize is given.
+
+    Raises:
+        ConfigError: ZeRO would average different parts of a weight, or leave out ranks that have the same.
+    """
+    contexts = {id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}
+    own = dist.get_rank() if contexts else 0
+    if contexts and isinstance(model, PipelineModule):
+        mpu = model.mpu()
+    for tp in contexts.values():
+        cut_over = dist.get_process_group_ranks(tp.group)
+        shared, replicas = [own], list(range(dist.get_world_size()))
+        if mpu is not None:
+            shared = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
+            replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
+        if sorted(shared) != sorted(cut_over) or set(replicas) & set(cut_over) != {own}:
+            found = "none" if mpu is None else f"ranks {shared} with replicas on ranks {replicas}"
+            raise ConfigError(
+                f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
+                f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
+            )
 
 
 @dataclass(frozen=True)
@@ -209,6 +243,11 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
             unit = int(getattr(model.get_submodule(fqn.rpartition(".")[0]), "head_dim", 1)) if is_heads else 1
             cuts.append(_Cut(fqn, module, kind, unit))  # type: ignore[arg-type]
     problems = [problem for cut in cuts if (problem := _problem(cut, tp.size))]
+    owners: dict[int, str] = {}
+    for cut in cuts:
+        for p in cut.module.parameters():
+            if (owner := owners.setdefault(id(p), cut.fqn)) != cut.fqn:
+                problems.append(f"{cut.fqn}: a Parameter that {owner} has too")
     if problems:
         lines = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"model: expected linears that divide over {tp.size} ranks, got\n{lines}\nUse fewer ranks.")
@@ -237,19 +276,22 @@ def _borders(model: nn.Module, plan: TensorParallelPlan, is_needed: bool) -> tup
     return next(iter(first.values())), next(iter(last.values()))
 
 
-def _check_blocks(blocks: dict[str, nn.Module], cut: Sequence[nn.Module], in_heads: dict[str, nn.Module]) -> None:
-    """Parameters inside blocks are cut, or the plan says what becomes of their gradients.
+def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: Sequence[nn.Module]) -> None:
+    """Parameters inside `modules` are those of `known`: cut, or the plan says what becomes of their gradients.
 
     Raises:
         ConfigError: naming those of which a rank would have its own part of the gradient only.
     """
-    known = {id(p) for module in (*cut, *in_heads.values()) for p in module.parameters()}
-    left = [
-        f"{fqn}.{name}" for fqn, block in blocks.items() for name, p in block.named_parameters() if id(p) not in known
-    ]
+    ids = {id(p) for module in known for p in module.parameters()}
+    left = {
+        f"{fqn}.{name}": None
+        for fqn, module in modules.items()
+        for name, p in module.named_parameters()
+        if id(p) not in ids
+    }
     if left:
         raise ConfigError(
-            f"plan: expected every Parameter inside its blocks to be cut or named in `in_heads`, got {left[0]} and "
+            f"plan: expected every Parameter {where} to be cut or named in `{field}`, got {next(iter(left))} and "
             f"{len(left) - 1} more. Each rank would have another gradient of it. Use a plan of this model (QWEN3?)."
         )
 
@@ -278,7 +320,7 @@ def _gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
     columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
     for column in columns:
         column.gathers_input = False
-    block.register_forward_pre_hook(_Entry(tp, columns, is_first), with_kwargs=True)
+    block.register_forward_pre_hook(_Entry(tp, _Argument(block), columns, is_first), with_kwargs=True)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         tp.inputs.traced = None
@@ -287,9 +329,13 @@ def _gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
 
 
 def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
+    argument = _Argument(first)
+
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, put = _first_argument(args, kwargs)
-        tp.full_shape = (x.shape[0], x.shape[1])
+        x, put = argument(args, kwargs)
+        if x.dim() != 3:
+            raise ValueError(f"input of the first block: expected [batch, sequence, channels], got {tuple(x.shape)}.")
+        tp.set_full_shape(x.shape[0], x.shape[1])
         return put(split_tokens(x, tp))
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -300,12 +346,22 @@ def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None
     last.register_forward_hook(gather)
 
 
-def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """(the tensor that a module computes with, function that puts another in its place)."""
-    if args:
-        return args[0], lambda new: ((new, *args[1:]), kwargs)
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return kwargs[name], lambda new: (args, {**kwargs, name: new})
+class _Argument:
+    """Finds the tensor that a module computes with: its first argument, by place or by name.
+
+    Args:
+        module: whose `forward` names its arguments.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = tuple(inspect.signature(module.forward).parameters)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """(the tensor, function that puts another in its place)."""
+        if args:
+            return args[0], lambda new: ((new, *args[1:]), kwargs)
+        name = next(name for name in (*self._names, *kwargs) if isinstance(kwargs.get(name), Tensor))
+        return kwargs[name], lambda new: (args, {**kwargs, name: new})
 
 
 class _Entry:
@@ -315,17 +371,21 @@ class _Entry:
 
     Args:
         tp: the group.
+        argument: the block's.
         columns: the linears.
         is_first: of the model's blocks; where tokens are not split, ranks compare their batches there.
     """
 
-    def __init__(self, tp: TensorParallel, columns: list[ColumnParallelLinear], is_first: bool) -> None:
+    def __init__(
+        self, tp: TensorParallel, argument: _Argument, columns: list[ColumnParallelLinear], is_first: bool
+    ) -> None:
         self.tp = tp
+        self.argument = argument
         self.columns = columns
         self.check = tp.check_batch if is_first else partial(tp.check_first, is_replicated=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, put = _first_argument(args, kwargs)
+        x, put = self.argument(args, kwargs)
         if not self.tp.sequence_parallel:
             self.check(x, is_full=False)
             return put(copy_to_ranks(x, self.tp))
@@ -339,10 +399,11 @@ class _Entry:
         return put(nominal)
 
     def _full_shape(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """(batch, sequence, C): attention needs to know where sequences begin."""
+        """(batch, sequence, C): attention needs to know where sequences begin. transformers' blocks get it with their
+        positions, those that a backward computes again with theirs."""
         num_tokens = self.tp.size * x[..., 0].numel()
         positions = kwargs.get("position_embeddings")
         if positions is None:
-            return 1, num_tokens, x.shape[-1]
+            return *self.tp.shape_of(num_tokens), x.shape[-1]
         length = positions[0].shape[-2]
         return num_tokens // length, length, x.shape[-1]

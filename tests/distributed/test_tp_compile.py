@@ -152,7 +152,7 @@ def test_ranks_are_compared_at_the_first_batch_of_a_compiled_model_too(ranks: An
 
 
 def in_an_engine(stage: int, backend: str | None) -> Any:
-    engine = base.tp_engine(training.ds_config(stage, {}), 2)
+    engine = base.tp_engine(training.ds_config(stage, {}), 2, num_layers=1)
     if backend is not None:
         torch._dynamo.reset()
         engine.compile(backend=backend)

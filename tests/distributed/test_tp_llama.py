@@ -30,7 +30,7 @@ LAYERS = 2
 class Llama(nn.Module):
     """transformers' Llama under the interface of the training loop; heads and features divide by 4."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, bias: bool = False, num_layers: int = LAYERS) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
 
@@ -38,7 +38,7 @@ class Llama(nn.Module):
             vocab_size=training.VOCABULARY,
             hidden_size=64,
             intermediate_size=192,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=num_layers,
             num_attention_heads=8,
             num_key_value_heads=4,
             max_position_embeddings=64,
@@ -52,9 +52,9 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def llama(dtype: torch.dtype = torch.float32, bias: bool = False, seed: int = 0) -> Llama:
+def llama(dtype: torch.dtype = torch.float32, bias: bool = False, seed: int = 0, num_layers: int = LAYERS) -> Llama:
     torch.manual_seed(seed)
-    model = Llama(bias)
+    model = Llama(bias, num_layers)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:  # norms and biases that do something
@@ -196,13 +196,13 @@ def test_in_high_precision_and_without_sequence_parallelism_it_is_what_others_do
 # --- in DeepSpeed's engine ---
 
 
-def tp_engine(config: dict[str, Any], tp_size: int, seed: int = 0, **options: Any) -> Any:
+def tp_engine(config: dict[str, Any], tp_size: int, seed: int = 0, num_layers: int = LAYERS, **options: Any) -> Any:
     """An engine over a Llama that is cut over groups of `tp_size`; 1: not cut."""
     import deepspeed
 
     import fp8_ds  # noqa: F401
 
-    model = llama(seed=seed)
+    model = llama(seed=seed, num_layers=num_layers)
     mpu = None
     if tp_size > 1:
         mpu = tpar.groups(tp_size)

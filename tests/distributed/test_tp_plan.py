@@ -1,0 +1,226 @@
+"""Models of another kind than LLAMA's, copies, and DeepSpeed's groups: what works, and what is an error because numbers
+would be wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tensor_parallel as tpar
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_tp_llama import destroy, engine_config, llama, message, to_fp8, whole
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_ds.testing.metrics import sqnr_db
+from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
+from fp8_ds.tp.batch import fingerprint
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, HIDDEN, LENGTH = 32, 64, 8
+
+
+class Mixer(nn.Module):
+    """Tokens of a sequence read each other, causally, by features; `turned` calls its linears by other dims first."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = self.up(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.up(x)
+        h = F.silu(h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None])
+        return self.down(h if scale is None else h * scale)
+
+
+class Layer(nn.Module):
+    def __init__(self, turned: bool, recomputes: bool, after: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer(turned)
+        self.norm_after = nn.LayerNorm(WIDTH) if after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes:
+            return x + self.norm_after(checkpoint(self.mixer, self.norm(x), use_reentrant=False))
+        return x + self.norm_after(self.mixer(scale=torch.ones(()), x=self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, turned: bool = False, recomputes: bool = False, after: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(turned, recomputes, after) for _ in range(2))
+        self.last = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x)).square().mean()
+
+
+PLAN = TensorParallelPlan(
+    heads=(),
+    column=("layers.*.mixer.up",),
+    row=("layers.*.mixer.down",),
+    row_heads=(),
+    blocks=("layers.*.mixer",),
+    first="layers.0",
+    last="last",
+    in_shards=("layers.*.norm", "last"),
+)
+
+
+def group() -> Any:
+    return tpar.groups(dist.get_world_size()).tp_group
+
+
+def batch(num: int, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randn(num, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(num: int, fp8: bool, recomputes: bool) -> dict[str, float]:
+    """SQNR of the loss and all gradients to those of the whole model, both in FP8 if `fp8`."""
+    reference, model = Model(recomputes=recomputes), Model(recomputes=recomputes)
+    tp = parallelize(model, PLAN, group())
+    if fp8:
+        to_fp8(reference)
+        to_fp8(model)
+    losses = [one(batch(num)) for one in (reference, model)]
+    for loss in losses:
+        loss.backward()
+    found = {"loss": sqnr_db(losses[0], losses[1])}
+    for name, p in reference.named_parameters():
+        found[name] = sqnr_db(p.grad, whole(model, name, model.get_parameter(name).grad, tp))
+    return found
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_sequences_of_a_batch_stay_apart_in_a_model_of_ones_own(ranks: Any, recomputes: bool) -> None:
+    for found in ranks(2).run(trained, 3, False, recomputes):
+        assert min(found.values()) > 85, found
+
+
+def test_in_fp8_they_do_too(ranks: Any) -> None:
+    for found in ranks(2).run(trained, 3, True, False):
+        assert found["loss"] > 40 and min(found.values()) > 14, found  # two roundings of everything
+
+
+def recomputed_after_others(*shapes: tuple[int, int]) -> str:
+    """The error of a backward that computes blocks again, where forwards of `shapes` followed its own."""
+    model = Model(recomputes=True)
+    parallelize(model, PLAN, group())
+    loss = model(batch(2))
+    for num, length in shapes:
+        model(batch(num, length))
+    return message(loss.backward)
+
+
+def test_a_block_that_is_computed_again_knows_its_sequences_or_raises(ranks: Any) -> None:
+    assert ranks(2).run(recomputed_after_others, (3, LENGTH), (2, 2 * LENGTH)) == ["", ""]
+    for found in ranks(2).run(recomputed_after_others, (1, 2 * LENGTH)):  # as many tokens
+        assert "got 16 tokens of [(1, 16), (2, 8)]" in found, found
+
+
+def turned(num: int) -> str:
+    model = Model(turned=True)
+    parallelize(model, PLAN, group())
+    to_fp8(model)
+    return message(model, batch(num))
+
+
+def test_a_view_with_tokens_in_other_places_is_an_error(ranks: Any) -> None:
+    for found in ranks(2).run(turned, 2):
+        assert "expected what its block was called with, (2, 8, 32), got a view (8, 2, 32)" in found, found
+
+
+def refused(case: str) -> str:
+    model = Model(after=case == "a norm beside the block")
+    if case == "a weight twice":
+        model.layers[1].mixer.up.weight = model.layers[0].mixer.up.weight
+    if case == "tokens in another dim":
+        parallelize(model, PLAN, group())
+        return message(model, batch(1)[0])
+    if case == "a copy":
+        parallelize(model, PLAN, group())
+        return message(copy.deepcopy, model)
+    return message(parallelize, model, PLAN, group())
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (
+            "a norm beside the block",
+            "beside its blocks to be cut or named in `in_shards`, got layers.0.norm_after.weight",
+        ),
+        ("a weight twice", "layers.1.mixer.up: a Parameter that layers.0.mixer.up has too"),
+        ("tokens in another dim", "expected [batch, sequence, channels], got (8, 32)"),
+        ("a copy", "expected no copy of a model that fp8_ds.tp.parallelize has cut"),
+    ],
+)
+def test_what_would_train_otherwise_without_a_word_is_an_error(ranks: Any, case: str, expected: str) -> None:
+    for found in ranks(2).run(refused, case):
+        assert expected in found, found
+
+
+def gemma2() -> str:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    return message(parallelize, model, LLAMA, group())
+
+
+def test_a_neighbour_of_llama_with_norms_of_its_own_is_an_error(ranks: Any) -> None:
+    for found in ranks(2).run(gemma2):
+        assert "model.layers.0.pre_feedforward_layernorm.weight and 1 more" in found, found
+
+
+def wrong_mpu(cut_over: int, mpu_size: int, stage: int) -> str:
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    model = llama()
+    parallelize(model, LLAMA, tpar.groups(cut_over).tp_group)
+    mpu = tpar.groups(mpu_size) if mpu_size else None
+    config = engine_config(stage, {}, max(mpu_size, 1))
+
+    def start() -> None:
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters(), mpu=mpu)[0]
+        destroy(engine)
+
+    return message(start)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("cut_over", "mpu_size", "stage"), [(2, 0, 2), (2, 0, 3), (2, 4, 2), (4, 2, 2)])
+def test_groups_that_are_not_those_of_the_model_are_an_error(
+    ranks: Any, cut_over: int, mpu_size: int, stage: int
+) -> None:
+    for found in ranks(4).run(wrong_mpu, cut_over, mpu_size, stage):
+        assert found.startswith("ConfigError: mpu: expected the groups that the model has been cut over"), found
+        assert f"ParallelGroups({cut_over})" in found
+
+
+def test_the_groups_of_the_model_are_none(ranks: Any) -> None:
+    assert ranks(4).run(wrong_mpu, 2, 2, 2) == [""] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_token_of_a_large_batch_may_differ(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8192, 16, dtype=dtype)
+    before = fingerprint(x)
+    assert fingerprint(x.clone()) == before
+    for token in (0, 1, 4097, 8191):
+        other = x.clone()
+        other[1, token, 7] += 1
+        assert fingerprint(other) != before
+    assert fingerprint(x.flip(1)) != before
