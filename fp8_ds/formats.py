@@ -22,7 +22,7 @@ class Float8Format:
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the mantissa field.
         bias: subtracted from the exponent field.
-        max: largest finite value; a saturating cast clamps to +-max.
+        largest: the largest finite value.
         smallest_normal: smallest value with the full mantissa.
         smallest_subnormal: smallest value above zero.
     """
@@ -32,9 +32,15 @@ class Float8Format:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float
+    largest: float
     smallest_normal: float
     smallest_subnormal: float
+
+    @property
+    def max(self) -> float:
+        """Largest finite value; a saturating cast clamps to +-max. A number to torch.compile even with `dynamic=True`,
+        by which floats of objects are symbols."""
+        return self.largest if self.dtype is None else torch.finfo(self.dtype).max
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,7 +75,7 @@ def _derive(
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
         bias=bias,
-        max=2.0 ** (top_exponent - bias) * (1 + top_mantissa / 2**mantissa_bits),
+        largest=2.0 ** (top_exponent - bias) * (1 + top_mantissa / 2**mantissa_bits),
         smallest_normal=2.0 ** (1 - bias),
         smallest_subnormal=2.0 ** (1 - bias - mantissa_bits),
     )

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, RowwiseRecipe, TensorwiseRecipe
+from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.testing import assert_bitwise
@@ -113,6 +114,25 @@ def test_linears_of_several_widths_compile_one_by_one(recipe):
         x = torch.randn(2, 3, widths[0])
         expected = run(linear, linear, x)
         assert_all_bitwise(run(torch.compile(linear, backend="aot_eager", fullgraph=True), linear, x), expected)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
+    """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand from one autograd function to the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+    config = LinearConfig(recipe=recipe)
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    for num_tokens in (5, 7):
+        x = torch.randn(num_tokens, 32)
+        gradients = []
+        for run_model in (model, compiled):
+            model.zero_grad()
+            run_model(x).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        assert_all_bitwise(*gradients)
 
 
 def test_an_input_of_another_width_is_named():
