@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,6 +31,7 @@ _IN_PLACE_DUNDERS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
 _ACCESSORS = ("__get__", "__set__")
+_has_warned: list[bool] = []
 # Attributes that carry values; every other attribute is metadata.
 _VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -154,6 +156,7 @@ def _as_kept_value(x: Any) -> Any:
 def _set_data(weight: Any, value: Tensor) -> None:
     """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
     if value.shape == weight.shape:
+        _warn_of_loss(weight)
         _write(weight, value)
         return
     weight._fp8.data = None
@@ -194,8 +197,21 @@ def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> An
     with torch.no_grad():
         result = func(*args, **kwargs)
     for weight in weights:
+        _warn_of_loss(weight)
         _write(weight, values[id(weight)])
     return tree_map(lambda x: owners.get(id(x), x), result)
+
+
+def _warn_of_loss(weight: Any) -> None:
+    """Once: a value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
+    payload = weight._fp8
+    if not payload.has_master and not _has_warned:
+        _has_warned.append(True)
+        logger.warning(
+            f"fp8: the frozen weight {payload.name} was written: it is rounded to FP8 again, and nothing keeps it in "
+            "more bits. Merging adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a "
+            'bf16 shard of them, or "frozen": "bf16".'
+        )
 
 
 def _write(weight: Any, value: Tensor) -> None:

@@ -31,6 +31,7 @@ class Fp8Payload:
         placeholder: one NaN element of `dtype`, a storage of its own; the Parameter's nominal data expands it, so
             that whatever reads past the hooks reads NaN.
         write: called with a hp tensor of full shape when somebody writes into the Parameter (`copy_`, `data = `).
+        has_master: whether what is written is kept in more bits somewhere; a frozen weight's is not in ZeRO-1/2.
         export: while set, readers get this tensor (bf16 of the master) instead of de-quantised bytes.
         hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape. Readers get a
             copy of it.
@@ -42,6 +43,7 @@ class Fp8Payload:
         "_is_here",
         "dtype",
         "export",
+        "has_master",
         "hp",
         "name",
         "placeholder",
@@ -63,6 +65,7 @@ class Fp8Payload:
         self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device or scale.device)
         self.write: Callable[[Tensor], None] | None = None
         self.export: Tensor | None = None
+        self.has_master = True
         self.hp: Tensor | None = None
         self.quiet = False
 

@@ -515,7 +515,7 @@ def _freeze(name: str, p: Any, granularity: Granularity) -> None:
         assert payload.data is not None
         payload.data.copy_(payload.quantize(value))
 
-    payload.write = write
+    payload.write, payload.has_master = write, False
     p._fp8 = payload
     p.data = payload.nominal(p.shape)
     p.__class__ = Fp8Parameter

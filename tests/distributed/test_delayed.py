@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -131,3 +132,42 @@ def test_frozen_layers_stay_bf16_or_become_fp8_as_asked(ranks: Any, stage: int) 
     for result in (bf16, fp8s[0]):
         assert result["losses"][-1] < result["losses"][0]
         assert max(abs(a - b) for a, b in zip(result["losses"], stock["losses"], strict=True)) < 0.03
+
+
+def merged(stage: int) -> tuple[float, list[str]]:
+    """How far an adapter that is merged into a frozen weight and taken out again moves it; what is said."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    from fp8_ds.zero import parameter
+
+    parameter._has_warned.clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = training.build(training.ds_config(stage, {"linear": {"frozen": "fp8"}}), {"frozen": "blocks.1"})
+    weight = engine.module.blocks[1].up.weight
+    delta = 0.03 * torch.randn(
+        weight.shape if stage < 3 else weight.ds_shape, generator=torch.Generator().manual_seed(0)
+    )
+    values = []
+    for change in (0, 1, -1):
+        with deepspeed.zero.GatheredParameters([weight] if stage == 3 else [], modifier_rank=0):
+            if change:
+                weight.data += change * delta.to(weight.dtype)
+            values.append(weight.detach().float().clone())
+    training.destroy(engine)
+    logger.removeHandler(handler)
+    return float((values[2] - values[0]).norm() / values[0].norm()), [line for line in said if "frozen weight" in line]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_merged_and_taken_out_again_changes_a_weight_that_is_fp8_alone_and_says_so(
+    ranks: Any, stage: int
+) -> None:
+    for moved, said in ranks(2).run(merged, stage):
+        if stage == 3:
+            assert moved < 0.004 and said == []
+        else:
+            assert 0.01 < moved < 0.1 and len(said) == 1 and "blocks.1.up.weight" in said[0]
