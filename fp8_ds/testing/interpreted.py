@@ -1,11 +1,13 @@
-"""Kernels in Triton's interpreter, in a process of their own."""
+"""Kernels in Triton's interpreter, in a process of their own, where this module is a plugin of pytest too."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fp8_ds.testing import HANG
 
@@ -22,9 +24,38 @@ def run_interpreted(tests: Path, *more: str) -> None:
     Raises:
         AssertionError: one fails or is skipped, or there is none; with the end of the output.
     """
-    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", __name__]
     command = [sys.executable, "-m", "pytest", "-q", *options, *more, str(tests)]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
     if result.returncode or " passed" not in result.stdout or "skipped" in result.stdout:
         raise AssertionError(result.stdout[-6000:])
+
+
+def pytest_configure() -> None:
+    """Half the time of the interpreter, which for every call of a function within a kernel goes through all of
+    `triton.language` to replace what is replaced already, and for every integer sum computes in 64 bits whether it
+    overflows, to say so in debug mode alone."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    replaced: set[int] = set()
+    run = interpreter.GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced.clear()  # a launch undoes what it has replaced
+        return run(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = self.fn.__globals__
+        if id(names) not in replaced:
+            interpreter._patch_lang(self.fn)
+            replaced.add(id(names))
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launch
+    interpreter.InterpretedFunction.__call__ = call

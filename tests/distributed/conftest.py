@@ -6,9 +6,10 @@ import pytest
 
 from fp8_ds.testing.ranks import RankPool
 
-MAX_THREADS = 120
-"""Of a rank that the next test still gets. Engines leave process groups that something keeps, each with three threads
-of gloo, which wake up all the time: after half an hour ranks had a thousand, and every test took twice as long."""
+MAX_THREADS = 45
+"""Of a rank that the next test still gets. A pipeline's engine leaves its ten process groups (DeepSpeed's p2p module
+keeps the last grid, autograd's hooks the others), each with three threads of gloo that wake up a hundred times a
+second: a rank with 120 takes 5 % of a core at rest. To start ranks anew takes a second."""
 
 
 @pytest.fixture(scope="session")
