@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -221,6 +223,36 @@ def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all
     for found in ranks(2).run(bad_shards, name):
         assert found["zeros"] == [True, True, True]
         assert found["nan"] == found["infinity"] == [True, False, False]
+
+
+WAYS: list[dict[str, Any]] = [{}, {"scales": "shared"}, {"chunks": 4}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
+
+
+def broken(name: str, way: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
+    """(layer, tensor with one number that is not finite, the number, whether all that hangs on it shows it)."""
+    tp = tpar.context(**way)
+    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
+    found = []
+    for kind in KINDS:
+        make, run = tpar.RUN[kind]
+        for where, value in itertools.product(("x", "grad"), (math.nan, math.inf, -math.inf)):
+            x, grad = operands(torch.bfloat16)
+            (x if where == "x" else grad)[-3, 5] = value
+            results = run(make(layer, tp, name, **grads_of(name)), x, grad)
+            token = (results["output" if where == "x" else "grad_input"][-3], results["grad_weight"])
+            found.append((kind, where, value, not any(bool(one.isfinite().all()) for one in token)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name in RECIPES for way in WAYS if name == "tensorwise" or way != {"scales": "shared"}],
+    ids=str,
+)
+def test_what_is_not_finite_is_seen_whatever_travels_how(ranks: Any, name: str, way: dict[str, Any]) -> None:
+    for found in ranks(2).run(broken, name, way):
+        assert len(found) == 12
+        assert all(seen for *_, seen in found), [row for row in found if not row[-1]]
 
 
 # --- in pieces ---

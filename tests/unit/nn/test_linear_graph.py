@@ -118,7 +118,7 @@ def test_linears_of_several_widths_compile_one_by_one(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
-    """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand from one autograd function to the next."""
+    """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand to a second autograd function."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
     config = LinearConfig(recipe=recipe)
