@@ -146,6 +146,8 @@ def _verdict(
         return False, "weight is no Parameter of its own"
     if any(pattern in fqn for pattern in linear_config.filter_fqns for fqn in fqns):
         return False, "filter_fqns"
+    if "forward" in vars(module):
+        return False, "its forward was replaced"
     if uses[id(weight)] > 1:
         return False, "tied weight"
     if not weight.is_floating_point() or weight.element_size() < 2:
@@ -176,8 +178,8 @@ def make_plan(
 ) -> Plan:
     """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
 
-    Converted is what is exactly an nn.Linear, has no name that contains one of `filter_fqns`, shares its weight with
-    no other module, and trains (or `frozen` is "fp8").
+    Converted is what is exactly an nn.Linear with its class's forward, has no name that contains one of `filter_fqns`,
+    shares its weight with no other module, and trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -207,8 +209,8 @@ def make_plan(
         found += _others(model)
         raise ConfigError(
             f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. "
-            'Shorten "linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, or '
-            'turn "fp8.enabled" off.'
+            'Shorten "linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+            'wrap forwards after the conversion, or turn "fp8.enabled" off.'
         )
     return plan
 
@@ -234,7 +236,8 @@ def apply_plan(
         For the others None.
 
     Raises:
-        ConfigError: a layer of the plan is missing, is of another shape, or is converted already; nothing is changed.
+        ConfigError: a layer of the plan is missing, is of another shape, has a forward of its own, or is converted
+            already; nothing is changed.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     chosen = [layer for layer in plan.layers if layer.converted]
@@ -252,6 +255,11 @@ def apply_plan(
             raise ConfigError(
                 f"layer plan: expected {layer.fqn!r} of shape {(layer.out_features, layer.in_features)}, got {shape}. "
                 "Use the plan of this model."
+            )
+        if "forward" in vars(module):
+            raise ConfigError(
+                f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced. "
+                "Wrap it after the conversion."
             )
         targets.append((module, fp8_class))
     shared = SharedInput()

@@ -58,7 +58,7 @@ def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: t
     assert output.hp is not None
     # Not a view: what a custom autograd function returns as a view cannot be written in place.
     hp: Tensor = torch.ops.aten._unsafe_view.default(output.hp, shape)
-    if scaling is not None and not hp.is_inference():
+    if scaling is not None:
         slot = scaling if isinstance(scaling, AmaxSlot) else None
         recipe.offer(hp, Quantized(output.x_fp8, None, output.scale_inv, slot=slot), record=record)
     return hp

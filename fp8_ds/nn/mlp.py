@@ -30,15 +30,22 @@ from fp8_ds.nn.swiglu import function_of_cut, is_one_function, swiglu_mlp
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
 
 _OTHER_FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
+_TRANSFORMERS_SILU = ("transformers.activations", "SiLUActivation")
+"""Module and name: transformers is not imported for it."""
 
 
 @dataclass(frozen=True)
 class SwigluParts:
-    """Names of an MLP's linears: of its gate, of the other factor, of its output."""
+    """Names of an MLP's linears: of its gate, of the other factor, of its output; and where its activation is.
+
+    Args:
+        activation: attributes on the way to it from the MLP; empty: it is a name in the source.
+    """
 
     gate: str
     up: str
     down: str
+    activation: tuple[str, ...]
 
 
 class _ProductFunction(torch.autograd.Function):
@@ -68,7 +75,8 @@ class FusedSwiglu(FusedModule):
     It is one function of its input and weights (nn/swiglu.py), in eager and in a graph of torch.compile; its linears
     and its activation are not called as modules then. Where that would leave something out (see `is_one_function`) the
     linears are called and the activation is not, or in a graph the stock module is. It is the stock module too under
-    autocast, where its last linear is not in FP8, and with anything but one bf16 tensor.
+    autocast, where its last linear is not in FP8, where its activation is no SiLU any more, and with anything but one
+    bf16 tensor.
 
     Attributes:
         fp8_parts: which attributes are what.
@@ -85,14 +93,21 @@ class FusedSwiglu(FusedModule):
 
     def fp8_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
         """What computes all of it at once, if it is called with these; None: its linears are called."""
-        return None if _argument(args, kwargs) is None else _function_of(self._linears())
+        return None if self._argument(args, kwargs) is None else _function_of(self._linears())
+
+    def _argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        x = bf16_argument(args, kwargs)
+        path = self.fp8_parts.activation
+        if x is None or torch.is_autocast_enabled(x.device.type) or (path and not _is_silu(_attribute(self, path))):
+            return None
+        return x
 
     def _linears(self) -> list[Any]:
         parts = self.fp8_parts
         return [getattr(self, name) for name in (parts.gate, parts.up, parts.down)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = _argument(args, kwargs)
+        x = self._argument(args, kwargs)
         if x is None:
             return super().forward(*args, **kwargs)
         linears = self._linears()
@@ -108,11 +123,6 @@ class FusedSwiglu(FusedModule):
         return linears[2](hidden)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    x = bf16_argument(args, kwargs)
-    return None if x is None or torch.is_autocast_enabled(x.device.type) else x
-
-
 def _function_of(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
     return swiglu_mlp if is_one_function(linears) else function_of_cut(linears)
 
@@ -121,6 +131,8 @@ def parts_of(module: nn.Module) -> SwigluParts | str:
     """Its linears, if the source of its forward is `down(silu(gate(x)) * up(x))`; or why it is not seen to be."""
     if "forward" in vars(module):
         return "its forward was replaced"
+    if hasattr(type(module).forward, "__wrapped__"):
+        return "its forward is decorated"
     function = forward_of(module)
     tree = parse(function)
     if tree is None or function is None:
@@ -141,9 +153,13 @@ def parts_of(module: nn.Module) -> SwigluParts | str:
         names = gate[0], up[0], down
         if not all(isinstance(module._modules.get(name), nn.Linear) for name in names) or len(set(names)) != 3:
             return "its factors are no linears"
-        if not _is_silu(_resolve(activated.func, module, tree, function)):
-            return "its activation is not SiLU"
-        return SwigluParts(*names)
+        path = _path(activated.func, tree)
+        activation = _resolve(activated.func, function) if path is None else _attribute(module, path)
+        if not _is_silu(activation):
+            return "its activation is not known to be SiLU"
+        if _has_hooks(activation):
+            return "its activation has hooks"
+        return SwigluParts(*names, path or ())
     return _OTHER_FORM
 
 
@@ -181,23 +197,40 @@ def _is_name(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _resolve(node: ast.expr, module: nn.Module, tree: ast.FunctionDef, function: Callable[..., Any]) -> Any:
-    """The object that `self.name`, `name` or `name.name` is; None if it is not there."""
+def _path(node: ast.expr, tree: ast.FunctionDef) -> tuple[str, ...] | None:
+    """("a", "b") of `self.a.b`; None if it is no attribute of self."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return tuple(names) if names and _is_name(node, tree.args.args[0].arg) else None
+
+
+def _attribute(owner: Any, path: Sequence[str]) -> Any:
+    """None if it is not there."""
+    for name in path:
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _resolve(node: ast.expr, function: Callable[..., Any]) -> Any:
+    """The object that `name` or `name.name` is in the source of `function`; None if it is not there."""
     if isinstance(node, ast.Attribute):
-        return getattr(_resolve(node.value, module, tree, function), node.attr, None)
-    if not isinstance(node, ast.Name):
-        return None
-    return module if node.id == tree.args.args[0].arg else getattr(function, "__globals__", {}).get(node.id)
+        return getattr(_resolve(node.value, function), node.attr, None)
+    return getattr(function, "__globals__", {}).get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _is_silu(activation: Any) -> bool:
+    """Whether it is SiLU whatever its state: by identity or class, for another's values may change with a buffer, or
+    with `training`."""
     if not isinstance(activation, nn.Module):
         return activation is silu
-    if any(True for _ in activation.parameters()):
-        return False
-    x = torch.linspace(-20, 20, 999).bfloat16()
-    try:
-        with torch.no_grad():
-            return torch.equal(activation.forward(x), silu(x))
-    except Exception:  # whatever another class's code raises
-        return False
+    kind = type(activation)
+    is_known = kind is nn.SiLU or (kind.__module__, kind.__qualname__) == _TRANSFORMERS_SILU
+    return is_known and "forward" not in vars(activation)
+
+
+def _has_hooks(activation: Any) -> bool:
+    return isinstance(activation, nn.Module) and any(
+        hooks for name, hooks in vars(activation).items() if name.endswith("_hooks")
+    )

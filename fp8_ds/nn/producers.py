@@ -64,7 +64,8 @@ def fuse_producers(model: nn.Module, activations: ActivationsConfig) -> Fusion:
     """RMSNorms and SwiGLUs that FP8 linears read are fused with the cast afterwards; all else is untouched.
 
     Args:
-        model: whose linears are converted; before DeepSpeed has put its hooks on it or after.
+        model: whose linears are converted; before DeepSpeed has put its hooks on it, one of which would leave a SwiGLU
+            alone.
         activations: the "activations" block, with `fused`.
 
     Returns:

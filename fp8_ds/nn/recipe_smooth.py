@@ -35,7 +35,9 @@ _MAX_EXPONENT = 8
 
 
 def channel_scale(x: Tensor) -> Tensor:
-    """float32 [F], powers of two from 1 to 256: c of the module's text, for x [T, F]."""
+    """float32 [F], powers of two from 1 to 256: c of the module's text, for x [T, F]; ones if T is 0."""
+    if x.shape[0] == 0:
+        return x.new_ones(x.shape[1], dtype=torch.float32)
     amax = x.abs().amax(dim=0).float()
     exponent = (0.5 * torch.log2(amax / amax.median())).floor().nan_to_num(0.0).clamp(0, _MAX_EXPONENT)
     return torch.exp2(exponent)

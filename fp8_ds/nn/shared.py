@@ -16,8 +16,9 @@ class SharedInput:
 
     A layer that is given the same tensor, unchanged, gets the same planes; so it does for an alias of the same shape
     and strides, for ZeRO-3's hooks hand each module one of its own. Another tensor, one written in place, another
-    stream, a plane that was not made, a tensor that autograd has not computed (a parameter, a batch, anything without
-    gradients): it is quantised. As for autograd, a write past the version counter (`.data`, a collective) is not seen.
+    stream, a plane that was not made, inference mode, a tensor that autograd has not computed (a parameter, a batch,
+    anything without gradients): it is quantised. As for autograd, a write past the version counter (`.data`, a
+    collective) is not seen.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class SharedInput:
             complete: makes the transposed plane of the other one; None: x is quantised again for it.
             epoch: planes of another epoch do not count.
         """
-        if torch.compiler.is_compiling() or x.is_inference():  # a trace removes repetitions itself; no version counter
+        if torch.compiler.is_compiling() or _is_inference(x):  # a trace removes repetitions itself
             return quantize(x, needs_columns)
         known = self._known(x, epoch)
         if known is None and not _is_computed(x):
@@ -54,7 +55,9 @@ class SharedInput:
         return planes
 
     def offer(self, x: Tensor, planes: Quantized, epoch: object = None) -> None:
-        """Layers that are given this tensor, unchanged, get these planes; `x` is not of inference mode."""
+        """Layers that are given this tensor, unchanged, get these planes; in inference mode they do not."""
+        if _is_inference(x):
+            return
         self._planes, self._key = planes, _key(x, epoch)
         self._storage = weakref.ref(x.untyped_storage(), self._forget)
 
@@ -69,6 +72,11 @@ class SharedInput:
 
     def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
         return SharedInput, ()  # copies and pickles of a model start with nothing remembered
+
+
+def _is_inference(x: Tensor) -> bool:
+    """Whether x has no version counter, or planes made now could not be kept for a backward."""
+    return x.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _is_computed(x: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,19 @@ class AmaxSlot:
     """One tensor's entries of an AmaxHistory: 0-dim float32 views with version counters of their own.
 
     With a shared counter, one linear recording its amax would invalidate what another has kept for backward.
+
+    Args:
+        origin: the history and the index in it, from which copies and pickles take their views: plain pickle cuts
+            tensors off their common storage. None: a slot of no history.
     """
 
     amax_local: Tensor
     scale: Tensor
     scale_inv: Tensor
+    origin: tuple[AmaxHistory, int] | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self.origin is None else (AmaxHistory.slot, self.origin)
 
 
 class AmaxHistory:
@@ -73,7 +81,9 @@ class AmaxHistory:
 
     def slot(self, index: int) -> AmaxSlot:
         """The entries of tensor `index`; good for the life of this object."""
-        return AmaxSlot(self.amax_local.data[index], self.scale.data[index], self.scale_inv.data[index])
+        return AmaxSlot(
+            self.amax_local.data[index], self.scale.data[index], self.scale_inv.data[index], origin=(self, index)
+        )
 
     @torch.no_grad()
     def update(self, amax_global: Tensor) -> None:

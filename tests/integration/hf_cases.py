@@ -185,6 +185,7 @@ def models(out: Path, stage: int) -> dict[str, Any]:
             "plan": trainer.deepspeed.fp8_report()["plan"],
             "saved_differ": differing(saved, expected),
             "missing": sorted(expected.keys() - saved.keys()),
+            "more": sorted(saved.keys() - expected.keys()),
         }
         end(trainer.deepspeed)
     return found

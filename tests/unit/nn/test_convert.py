@@ -108,6 +108,32 @@ def test_subclasses_of_linear_are_left_alone_and_named():
     assert "c.out_proj" in reasons(plan)
 
 
+def wrap_forward(module):
+    stock = module.forward
+    module.forward = lambda x: stock(x)
+
+
+def add_accelerate_hook(module):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+
+
+@pytest.mark.parametrize("wrap", [wrap_forward, add_accelerate_hook])
+def test_a_linear_whose_forward_was_replaced_is_left_alone_and_named(wrap):
+    """What replaced it is, or goes on with, nn.Linear's: no class would change that."""
+    model = Model()
+    wrap(model.blocks[1].up)
+    plan = make_plan(model, LinearConfig())
+    assert converted(plan) == ["blocks.0.up", "blocks.0.down", "blocks.1.down"]
+    assert reasons(plan)["blocks.1.up"] == "its forward was replaced"
+    apply_plan(model, plan, LinearConfig(), "cpu")
+    assert type(model.blocks[1].up) is nn.Linear
+    model = nn.Sequential(nn.Linear(16, 16))
+    wrap(model[0])
+    with pytest.raises(ConfigError, match=r"0 \(its forward was replaced\)"):
+        make_plan(model, LinearConfig())
+
+
 def test_empty_weights_and_integer_weights_are_left_alone():
     model = nn.ModuleDict(
         {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 16), "d": nn.Linear(4, 4)}
@@ -172,12 +198,14 @@ def test_applying_twice_raises():
         make_plan(model, LinearConfig())
 
 
-@pytest.mark.parametrize("break_it", ["shape", "missing"])
+@pytest.mark.parametrize("break_it", ["shape", "missing", "forward"])
 def test_a_plan_of_another_model_changes_nothing(break_it):
     plan = make_plan(Model(), LinearConfig())
     other = Model()
     if break_it == "shape":
         other.blocks[1].down = nn.Linear(64, 48)
+    elif break_it == "forward":
+        wrap_forward(other.blocks[1].down)
     else:
         del other.blocks[1]
     with pytest.raises(ConfigError, match=r"blocks\.1"):

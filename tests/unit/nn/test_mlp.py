@@ -1,6 +1,8 @@
 """SwiGLU MLPs: which are recognised, and that a fused one is the module it was."""
 
 import copy
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.testing.producers import assert_within_steps
 
 WIDTH, HIDDEN = 64, 160
-NAMES = SwigluParts("gate_proj", "up_proj", "down_proj")
+NAMES = SwigluParts("gate_proj", "up_proj", "down_proj", ("act_fn",))
+WITH_FUNCTION = replace(NAMES, activation=())
+NOT_SILU = "its activation is not known to be SiLU"
 FORM = "its forward is not seen to be down(silu(gate(x)) * up(x))"
 
 
@@ -100,6 +104,60 @@ class NoLinear(Mlp):
         self.up_proj = nn.Identity()
 
 
+def doubled(forward):
+    @functools.wraps(forward)
+    def wrapped(self, x):
+        return 2 * forward(self, x)
+
+    return wrapped
+
+
+class Decorated(Mlp):
+    forward = doubled(Mlp.forward)
+
+
+class NoGrad(Mlp):
+    forward = torch.no_grad()(Mlp.forward)
+
+
+class DroppingSilu(nn.Module):
+    def forward(self, x):
+        return F.dropout(silu(x), 0.5, self.training)
+
+
+class SiluWithBeta(nn.Module):
+    """Swish with a beta, 1 as yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("beta", torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Nested(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.Module()
+        self.act_fn.inner = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn.inner(self.gate_proj(x)) * self.up_proj(x))
+
+
+def silu_with_its_own_forward():
+    activation = nn.SiLU()
+    activation.forward = lambda x: 2 * silu(x)
+    return activation
+
+
+def hooked_silu():
+    activation = nn.SiLU()
+    activation.register_forward_hook(lambda module, args, output: 2 * output)
+    return activation
+
+
 def replaced():
     module = Mlp()
     module.forward = lambda x: x
@@ -111,11 +169,20 @@ def replaced():
     [
         (Mlp(), NAMES),
         (StepByStep(), NAMES),
-        (Functional(), NAMES),
-        (Bare(), NAMES),
-        (Mlp(nn.GELU()), "its activation is not SiLU"),
-        (Mlp(nn.Linear(4, 4)), "its activation is not SiLU"),
-        (Gelu(), "its activation is not SiLU"),
+        (Nested(), replace(NAMES, activation=("act_fn", "inner"))),
+        (Mlp(F.silu), NAMES),
+        (Functional(), WITH_FUNCTION),
+        (Bare(), WITH_FUNCTION),
+        (Mlp(nn.GELU()), NOT_SILU),
+        (Mlp(nn.Linear(4, 4)), NOT_SILU),
+        (Mlp(DroppingSilu().eval()), NOT_SILU),
+        (Mlp(SiluWithBeta()), NOT_SILU),
+        (Mlp(type("Subclass", (nn.SiLU,), {})()), NOT_SILU),
+        (Mlp(silu_with_its_own_forward()), NOT_SILU),
+        (Mlp(hooked_silu()), "its activation has hooks"),
+        (Gelu(), NOT_SILU),
+        (Decorated(), "its forward is decorated"),
+        (NoGrad(), "its forward is decorated"),
         (NoLinear(), "its factors are no linears"),
         (SameTwice(), "its factors are no linears"),
         (Plus(), FORM),
@@ -131,7 +198,9 @@ def test_an_mlp_is_known_by_its_source(mlp, expected):
     assert parts_of(mlp) == expected
 
 
-@pytest.mark.parametrize(("module", "name"), [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3")]
+)
 def test_mlps_of_the_llama_family_are_recognised(module, name):
     pytest.importorskip("transformers")
     models = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=["x"])
@@ -154,8 +223,13 @@ def inputs(seed=0):
 
 
 def run(mlp, x, grad):
+    return run_of(mlp, mlp, x, grad)
+
+
+def run_of(function, mlp, x, grad):
+    """Of a function that computes with the Parameters of `mlp`."""
     x = x.clone().requires_grad_()
-    output = mlp(x * 1)
+    output = function(x * 1)
     output.backward(grad)
     grads = [x.grad, *(p.grad for p in mlp.parameters())]
     mlp.zero_grad()
@@ -249,6 +323,45 @@ def test_with_no_reader_in_fp8_it_is_the_stock_module():
     x, grad = inputs(), inputs(1)
     for a, b in zip(run(stock, x, grad), run(fused, x, grad), strict=True):
         assert_bitwise(a, b)
+
+
+def relu(mlp):
+    mlp.act_fn = nn.ReLU()
+
+
+def own_forward(mlp):
+    mlp.act_fn.forward = torch.relu
+
+
+def function(mlp):
+    del mlp.act_fn
+    mlp.act_fn = torch.relu
+
+
+@pytest.mark.parametrize("change", [relu, own_forward, function])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_with_its_activation_replaced_it_is_the_stock_module(change, compiled):
+    torch._dynamo.reset()
+    fused, stock = make(), make(fused=False)
+    run_fused = torch.compile(fused, backend="aot_eager", fullgraph=True) if compiled else fused
+    assert_bitwise(fused(inputs()), run_fused(inputs()))  # a graph is traced anew
+    for mlp in (fused, stock):
+        change(mlp)
+    assert fused.fp8_function((inputs(),), {}) is None
+    x, grad = inputs(), inputs(1)
+    for a, b in zip(run(stock, x, grad), run_of(run_fused, fused, x, grad), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_with_transformers_silu_it_is_fused_still_in_a_graph_too():
+    torch._dynamo.reset()
+    mlp, other = make(), make()
+    other.act_fn = pytest.importorskip("transformers.activations").ACT2FN["silu"]
+    assert type(other.act_fn) is not nn.SiLU and other.fp8_function((inputs(),), {}) is not None
+    expected = run(mlp, inputs(), inputs(1))
+    for function in (other, torch.compile(other, backend="aot_eager", fullgraph=True)):
+        for a, b in zip(expected, run_of(function, other, inputs(), inputs(1)), strict=True):
+            assert_bitwise(a, b)
 
 
 def test_copies_read_their_own_linears():

@@ -288,8 +288,9 @@ def test_gemmas_norms_are_left_with_the_reason_and_its_gelu_too():
     model = gemma.GemmaForCausalLM(gemma.GemmaConfig(**shape, head_dim=32, num_key_value_heads=1, vocab_size=64))
     convert(model.bfloat16())
     assert fuse_producers(model, FUSED).describe() == (
-        "fp8: fused 0 norms and 0 SwiGLUs; left: model.layers.0.mlp and 1 more (its activation is not SiLU), "
-        "model.layers.0.input_layernorm and 3 more (other arithmetic), model.norm (no FP8 linear is seen to read it)"
+        "fp8: fused 0 norms and 0 SwiGLUs; left: model.layers.0.mlp and 1 more (its activation is not known to be "
+        "SiLU), model.layers.0.input_layernorm and 3 more (other arithmetic), model.norm (no FP8 linear is seen to "
+        "read it)"
     )
 
 

@@ -127,6 +127,19 @@ def test_a_fused_mlp_is_smooth_too() -> None:
     assert torch.equal(plain[0], fused_out[0]) and torch.equal(plain[1], fused_out[1])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(fused: bool) -> None:
+    mlp = build(30)
+    apply_plan(mlp, make_plan(mlp, CONFIG), CONFIG, "cpu")
+    smooth_swiglus(mlp, CONFIG)
+    if fused:
+        fuse_producers(mlp, ActivationsConfig(fused=True))
+    empty = torch.empty(0, 128).bfloat16()
+    out, weight_grad, x_grad = run(mlp, empty, empty)
+    assert out.shape == x_grad.shape == (0, 128) and not weight_grad.any()
+    assert torch.equal(channel_scale(torch.empty(0, 6)), torch.ones(6))
+
+
 def test_a_model_without_such_an_mlp_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
     apply_plan(model, make_plan(model, CONFIG), CONFIG, "cpu")

@@ -14,10 +14,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.config import LinearConfig
+from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.nn.convert import revert
+from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
@@ -344,6 +345,48 @@ def test_inference_tensors_have_no_version_and_are_quantised_each_time():
         first(x)
         x.mul_(2)
         assert not torch.equal(second(x), expected)
+
+
+class Probing(nn.Module):
+    """As for a look at q: nothing of it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.q, self.k = (nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        h = self.norm(x)
+        with torch.inference_mode():
+            self.q(h)
+        return self.k(h)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_planes_made_in_inference_mode_are_kept_for_no_backward(recipe, fused):
+    torch.manual_seed(0)
+    model, config = Probing().bfloat16(), LinearConfig(recipe=recipe)
+    apply_plan(model, make_plan(model, config), config, "cpu")
+    expected = copy.deepcopy(model)
+    if fused:
+        for one in (model, expected):
+            fuse_producers(one, ActivationsConfig(fused=True))
+    x = torch.randn(16, 32).bfloat16()
+    output = model(x.clone().requires_grad_())
+    output.sum().backward()
+    other = expected.k(expected.norm(x.clone().requires_grad_()))
+    other.sum().backward()
+    assert_bitwise(output, other)
+    assert_bitwise(model.k.weight.grad, expected.k.weight.grad)
+
+
+def test_what_is_offered_in_inference_mode_is_not_remembered():
+    shared, x = SharedInput(), computed(16, 32)
+    (linear,) = layers(1, shared)
+    with torch.inference_mode():
+        shared.offer(x, linear.fp8_recipe._quantize_input(x, False, False))
+    assert shared._planes is None
 
 
 def test_copies_and_pickles_of_a_model_start_with_nothing_remembered():

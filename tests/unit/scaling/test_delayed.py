@@ -1,11 +1,16 @@
 """AmaxHistory: which step's amax sets the scale, and what a NaN does."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.scaling import AmaxHistory
 
 NAN, INF = float("nan"), float("inf")
@@ -145,3 +150,57 @@ def test_every_slot_is_aligned_for_cuda_graphs():
         assert all(view.data_ptr() % 16 == 0 for view in (slot.amax_local, slot.scale, slot.scale_inv))
         slot.amax_local.fill_(index)
     assert history.amax_local.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def saved_and_loaded(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing)), saved_and_loaded]
+COPY_NAMES = ["deepcopy", "pickle", "torch.save"]
+
+
+@pytest.mark.parametrize("duplicate", COPIES, ids=COPY_NAMES)
+def test_slots_of_a_copy_are_views_of_its_own_history(duplicate):
+    history = make(3)
+    slots = [history.slot(2), history.slot(0)]
+    feed(history, [1.0, 2.0, 4.0])
+    other, (last, first), (same, _) = duplicate((history, slots, slots))
+    assert same is last
+    assert last.scale == history.scale[2] and first.scale == history.scale[0]
+    last.amax_local.fill_(8.0)
+    assert other.amax_local.tolist() == [0.0, 0.0, 8.0] and not history.amax_local.any()
+    feed(other, [1.0, 1.0, 8.0])
+    assert last.scale.item() == 56.0 and last.scale_inv == other.scale_inv[2]
+    assert last.scale.data_ptr() == other.scale[2].data_ptr() and last.scale.data_ptr() % 16 == 0
+
+
+class Readers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.q(h) + self.k(h)
+
+
+@pytest.mark.parametrize("duplicate", COPIES, ids=COPY_NAMES)
+def test_a_copied_model_records_what_its_history_scales_by(duplicate):
+    torch.manual_seed(0)
+    model, config = Readers(), LinearConfig(recipe="delayed")
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    x = torch.randn(8, 16)
+    model(x).sum().backward()
+    history.update(history.amax_local.clone())
+    other = duplicate(model)
+    recipe, reader = other.q.fp8_recipe, other.k.fp8_recipe
+    assert recipe.history is reader.history is not history
+    assert reader.leader is recipe.leader is recipe.slot_x
+    for one in (model, other):
+        one(3 * x).square().sum().backward()
+    assert history.amax_local.all() and torch.equal(history.amax_local, recipe.history.amax_local)
