@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8_ds.curves import Curve, read_curve, smooth
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, t_quantile
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, mean, t_quantile
 
 _MIN_STEPS = 2
 
@@ -33,10 +33,11 @@ class Result:
 
     Attributes:
         group: its name.
-        base_loss, loss: means over runs and the compared steps.
+        base_loss, loss: means over runs and the compared steps; the latter is not finite where a run diverged in these.
         paired: relative differences in per cent.
-        verdict: by the bounds of `Paired.verdict`; undecided where `ends_early`.
+        verdict: by the bounds of `Paired.verdict`; worse where `diverged_at`, else undecided where `ends_early`.
         ends_early: one of these runs goes on after the last compared step, for more than a logging interval.
+        diverged_at: the first step in which a run of the group has no finite loss, up to the one that was asked for.
     """
 
     group: str
@@ -45,6 +46,7 @@ class Result:
     paired: Paired
     verdict: Verdict
     ends_early: bool = False
+    diverged_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,20 @@ def read_group(text: str, column: str | None) -> Group:
     """`[NAME=]PATH[,PATH...]`: one run or several seeds.
 
     Raises:
-        ConfigError: a path has no curve.
+        ConfigError: a path has no curve, or two have the same.
         OSError: it cannot be read.
     """
     name, equals, paths = text.partition("=")
     if not equals:
         name, paths = Path(text.split(",")[0]).name, text
-    return Group(name, tuple(read_curve(Path(path), column) for path in paths.split(",")))
+    curves = tuple(read_curve(Path(path), column) for path in paths.split(","))
+    for one, other in itertools.combinations(curves, 2):
+        if one.name == other.name or (one.steps, one.losses) == (other.steps, other.losses):
+            raise ConfigError(
+                f"{name}: expected a run of its own for each seed, got {one.name} and {other.name} with the same "
+                "losses. Their interval would be that of copies: name each run once."
+            )
+    return Group(name, curves)
 
 
 def pair(losses: Sequence[float], base: Sequence[float]) -> Paired:
@@ -111,8 +120,38 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
             more than the interval between such steps, leave the verdict undecided.
 
     Raises:
-        ConfigError: less than two groups, runs without a pair, or too few steps in common.
+        ConfigError: less than two groups, runs without a pair, too few steps in common, or a base that has diverged or
+            whose loss is not above 0.
     """
+    _refuse_unpaired(groups)
+    base = groups[0]
+    steps = _common_steps(groups, until)
+    last = max(1, round(fraction * len(steps)))
+    compared = steps[-last:]
+    latest = steps[-1] + statistics.median(after - before for before, after in itertools.pairwise(steps))
+    theirs = [_base_mean(curve, compared, until) for curve in base.curves]
+    results = []
+    for group in groups[1:]:
+        ours = [mean(curve.at(compared)) for curve in group.curves]
+        ends = [curve.steps[-1] for curve in (*base.curves, *group.curves)]
+        ends_early = any(end > latest for end in ends) and (until is None or until > latest)
+        diverged = [step for curve in group.curves if (step := curve.diverged_at(until)) is not None]
+        results.append(_result(group.name, ours, theirs, ends_early, min(diverged, default=None)))
+    noise = 100 * statistics.stdev(theirs) / statistics.fmean(theirs) if len(theirs) > 1 else None
+    return Comparison(tuple(groups), tuple(steps), last, noise, tuple(results))
+
+
+def _result(
+    name: str, ours: Sequence[float], theirs: Sequence[float], ends_early: bool, diverged_at: int | None
+) -> Result:
+    paired = pair(ours, theirs)
+    verdict: Verdict = "undecided" if ends_early else paired.verdict()
+    if diverged_at is not None:
+        verdict = "worse"
+    return Result(name, mean(theirs), mean(ours), paired, verdict, ends_early, diverged_at)
+
+
+def _refuse_unpaired(groups: Sequence[Group]) -> None:
     if len(groups) < 2:
         raise ConfigError(f"runs: expected a base and another, got {len(groups)}. Name both.")
     base = groups[0]
@@ -122,36 +161,32 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
             f"{unpaired.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
             f"{len(unpaired.curves)}. Runs are paired in the order they are named."
         )
+
+
+def _common_steps(groups: Sequence[Group], until: int | None) -> list[int]:
     common = set.intersection(*(set(curve.steps) for group in groups for curve in group.curves))
     steps = sorted(step for step in common if until is None or step <= until)
-    last = max(1, round(fraction * len(steps)))
     if len(steps) < _MIN_STEPS:
         limit = "" if until is None else f" until {until}"
         raise ConfigError(
             f"runs: expected at least {_MIN_STEPS} steps that all have{limit}, got {len(steps)}. Log the same steps."
         )
-    compared = steps[-last:]
-    latest = steps[-1] + statistics.median(after - before for before, after in itertools.pairwise(steps))
-    theirs = [_mean(curve, compared) for curve in base.curves]
-    results = []
-    for group in groups[1:]:
-        ours = [_mean(curve, compared) for curve in group.curves]
-        paired = pair(ours, theirs)
-        ends = [curve.steps[-1] for curve in (*base.curves, *group.curves)]
-        ends_early = any(end > latest for end in ends) and (until is None or until > latest)
-        verdict: Verdict = "undecided" if ends_early else paired.verdict()
-        results.append(
-            Result(group.name, statistics.fmean(theirs), statistics.fmean(ours), paired, verdict, ends_early)
+    return steps
+
+
+def _base_mean(curve: Curve, steps: Sequence[int], until: int | None) -> float:
+    if (diverged := curve.diverged_at(until)) is not None:
+        raise ConfigError(
+            f"{curve.name}: expected a base with finite losses, got {curve.at([diverged])[0]} in step {diverged}: it "
+            "has diverged. Name another base, or compare the steps before by --until."
         )
-    noise = 100 * statistics.stdev(theirs) / statistics.fmean(theirs) if len(theirs) > 1 else None
-    return Comparison(tuple(groups), tuple(steps), last, noise, tuple(results))
-
-
-def _mean(curve: Curve, steps: Sequence[int]) -> float:
-    mean = statistics.fmean(curve.at(steps))
-    if mean == 0:
-        raise ConfigError(f"{curve.name}: expected losses other than 0, got a mean of 0. Differences are relative.")
-    return mean
+    loss = mean(curve.at(steps))
+    if loss <= 0:
+        raise ConfigError(
+            f"{curve.name}: expected a base whose mean loss is above 0, got {loss:.6g}. Differences are relative to "
+            "it: name a --column of losses above 0."
+        )
+    return loss
 
 
 def describe_steps(found: Comparison) -> str:
@@ -175,6 +210,8 @@ def describe_mean(paired: Paired) -> str:
 def describe(result: Result) -> str:
     """One sentence for a person."""
     paired = result.paired
+    if result.diverged_at is not None:
+        return f"{result.group}: diverged at step {result.diverged_at}: worse. Its loss is not finite there."
     if result.ends_early:
         return (
             f"{result.group}: {paired.mean:+.3f} %: undecided. A run goes on where another has ended: let it go on "
@@ -212,17 +249,17 @@ def plot(found: Comparison, path: Path, window: int) -> None:
     base: list[float] = []
     for number, group in enumerate(found.groups):
         curves = [smooth(curve.at(found.steps), window) for curve in group.curves]
-        mean = [statistics.fmean(column) for column in zip(*curves, strict=True)]
-        above.plot(found.steps, mean, label=group.name, color=f"C{number}")
+        center = [mean(column) for column in zip(*curves, strict=True)]
+        above.plot(found.steps, center, label=group.name, color=f"C{number}")
         if number == 0:
-            base = mean
-            band = _noise_band(group, found.steps, curves, mean)
-            pairs = list(zip(mean, band, strict=True))
+            base = center
+            band = _noise_band(group, found.steps, curves, center)
+            pairs = list(zip(center, band, strict=True))
             above.fill_between(found.steps, [m - b for m, b in pairs], [m + b for m, b in pairs], alpha=0.2)
-            relative = [100 * b / m for m, b in pairs]
+            relative = [_percent(b, m) for m, b in pairs]
             below.fill_between(found.steps, [-r for r in relative], relative, alpha=0.2)
         else:
-            difference = [100 * (mine / other - 1) for mine, other in zip(mean, base, strict=True)]
+            difference = [_percent(mine - other, other) for mine, other in zip(center, base, strict=True)]
             below.plot(found.steps, difference, color=f"C{number}")
     below.axhline(0, color="gray", linewidth=0.8)
     below.axhline(UPPER_BOUND, color="gray", linestyle=":")
@@ -231,25 +268,30 @@ def plot(found: Comparison, path: Path, window: int) -> None:
     below.set(xlabel="step", ylabel=f"difference to {found.groups[0].name}, %")
     above.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
 
+def _percent(part: float, whole: float) -> float:
+    """NaN where it says nothing: early losses may be 0 or less."""
+    return 100 * part / whole if whole > 0 else math.nan
+
+
 def _noise_band(
-    group: Group, steps: Sequence[int], smoothed: Sequence[Sequence[float]], mean: Sequence[float]
+    group: Group, steps: Sequence[int], smoothed: Sequence[Sequence[float]], center: Sequence[float]
 ) -> list[float]:
     """Deviation between runs where there are several, else that of the one from its smoothed self."""
     if len(smoothed) > 1:
         return [statistics.stdev(column) for column in zip(*smoothed, strict=True)]
-    residuals = [value - m for value, m in zip(group.curves[0].at(steps), mean, strict=True)]
-    return [statistics.pstdev(residuals)] * len(mean)
+    residuals = [value - m for value, m in zip(group.curves[0].at(steps), center, strict=True)]
+    return [statistics.pstdev(residuals)] * len(center)
 
 
 def page(found: Comparison, picture: Path) -> str:
     """HTML that needs no other file: the picture, a table, the verdicts."""
     rows = "".join(
         f"<tr><td>{html.escape(one.group)}</td><td>{one.base_loss:.4f}</td><td>{one.loss:.4f}</td>"
-        f"<td>{', '.join(f'{value:+.3f}' for value in one.paired.by_pair)}</td><td>{one.verdict}</td></tr>"
+        f"<td>{', '.join(_signed(value) for value in one.paired.by_pair)}</td><td>{one.verdict}</td></tr>"
         for one in found.results
     )
     lines = "".join(f"<li>{html.escape(describe(one))}</li>" for one in found.results)
@@ -271,6 +313,10 @@ def page(found: Comparison, picture: Path) -> str:
     )
 
 
+def _signed(percent: float) -> str:
+    return f"{percent:+.3f}" if math.isfinite(percent) else "diverged"
+
+
 def as_data(found: Comparison) -> dict[str, Any]:
     """For JSON."""
     return {
@@ -286,14 +332,19 @@ def as_data(found: Comparison) -> dict[str, Any]:
 
 
 def result_as_data(one: Result) -> dict[str, Any]:
-    """For JSON; an interval that is not known is null."""
+    """For JSON; an interval that is not known is null, and so is what a diverged run makes of a number."""
     return {
         "run": one.group,
         "base_loss": one.base_loss,
-        "loss": one.loss,
-        "percent_by_pair": list(one.paired.by_pair),
-        "percent": one.paired.mean,
-        "half_width": one.paired.half_width if len(one.paired.by_pair) > 1 else None,
+        "loss": _finite(one.loss),
+        "percent_by_pair": [_finite(value) for value in one.paired.by_pair],
+        "percent": _finite(one.paired.mean),
+        "half_width": _finite(one.paired.half_width),
         "verdict": one.verdict,
         "ends_early": one.ends_early,
+        "diverged_at": one.diverged_at,
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

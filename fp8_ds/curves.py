@@ -19,7 +19,7 @@ _LOSS = "loss"
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss by step, steps ascending."""
+    """A loss by step, steps ascending; NaN or infinite where a run has diverged."""
 
     name: str
     steps: tuple[int, ...]
@@ -29,6 +29,12 @@ class Curve:
         """Losses of these steps, all of which it has."""
         by_step = dict(zip(self.steps, self.losses, strict=True))
         return [by_step[step] for step in steps]
+
+    def diverged_at(self, until: int | None = None) -> int | None:
+        """The first step without a finite loss; None: there is none, or later than `until` only."""
+        pairs = zip(self.steps, self.losses, strict=True)
+        found = next((step for step, loss in pairs if not math.isfinite(loss)), None)
+        return None if found is None or (until is not None and found > until) else found
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
@@ -47,7 +53,7 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
         column: name of the loss; by default the one whose name has "loss" in it, not "eval" or "held".
 
     Raises:
-        ConfigError: there is no curve, there are several, or a loss is not finite.
+        ConfigError: there is no curve, there are several, or a step is no whole number.
         OSError: it cannot be read.
     """
     if path.is_dir():
@@ -61,9 +67,6 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
         names = sorted({key for _, row in rows for key in row})
         raise ConfigError(f"--column: expected a column of {path}, one of {names}, got {name!r}. Name another.")
     steps = tuple(sorted(points))
-    bad = next((step for step in steps if not math.isfinite(points[step])), None)
-    if bad is not None:
-        raise ConfigError(f"{path}: expected finite losses, got {points[bad]} in step {bad}. The run has diverged.")
     return Curve(str(path), steps, tuple(points[step] for step in steps))
 
 
@@ -113,7 +116,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield from _json_rows(path)
     elif path.suffix == ".csv":
         try:
-            with path.open(newline="", encoding="utf-8") as file:
+            with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
                 rows = list(csv.DictReader(file, skipinitialspace=True))
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"{path}: expected a CSV in UTF-8, got {error}. Name another.") from error
@@ -133,9 +136,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         else:
-            rows = list(json.loads(path.read_text(encoding="utf-8"))["log_history"])
+            rows = list(json.loads(path.read_text(encoding="utf-8-sig"))["log_history"])
     except (ValueError, KeyError, TypeError) as error:  # of JSON, of UTF-8, of what it holds
         raise ConfigError(f"{path}: expected JSON, got {error!r}. Name a file of JSON lines.") from error
     for row in rows:
@@ -151,8 +154,8 @@ def _step_of(row: Mapping[str, Any], path: Path) -> int:
     if name is None:
         raise ConfigError(f"{path}: expected one of {', '.join(_STEP_NAMES)} in each row, got {list(row)}. Add it.")
     step = _number(row[name], path)
-    if not math.isfinite(step):
-        raise ConfigError(f"{path}: expected finite steps, got {row[name]!r}. Repair the file.")
+    if not step.is_integer():
+        raise ConfigError(f"{path}: expected whole numbers as steps, got {row[name]!r}. Repair the file.")
     return int(step)
 
 

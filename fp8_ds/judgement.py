@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_STEPS = "gradient_accumulation_steps"
+_BLOCKS = {
+    "zero_optimization": '{"stage": 2}',
+    "bf16": '{"enabled": true}',
+    "bfloat16": '{"enabled": true}',
+    "fp16": '{"enabled": false}',
+    "optimizer": '{"type": "AdamW", "params": {"lr": 1e-4}}',
+    "scheduler": '{"type": "WarmupLR", "params": {}}',
+    "tensor_parallel": '{"autotp_size": 1}',
+    "data_types": '{"grad_accum_dtype": "fp32"}',
+}
+"""DeepSpeed's, which are objects, and one of each."""
 _STARTERS = ("initialize", "train", "prepare")
 """Calls that may be, or lead to, `deepspeed.initialize`: its own, Trainer's, Accelerate's."""
 
@@ -29,12 +42,14 @@ class Verdict:
 
     Attributes:
         on: yes, no, or "if": only if the script activates fp8_ds.
-        reasons: one sentence each.
+        reasons: one or two sentences each.
+        remedies: what would change it, one sentence each; errors of a start have theirs in the reason.
         used: of what is accepted, what it trains with, by name.
     """
 
     on: Literal["yes", "no", "if"]
     reasons: tuple[str, ...]
+    remedies: tuple[str, ...] = ()
     used: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,7 +59,7 @@ def judge(
     """Whether `deepspeed SCRIPT` with this configuration would train in FP8, here.
 
     Args:
-        config: DeepSpeed's.
+        config: DeepSpeed's, as `json.load` returns it.
         script: the training script, read for an import of fp8_ds; None: it is not known.
         found: what `diagnosis.checks` has found on this machine.
         world: ranks of the run; None: it is not known.
@@ -55,36 +70,86 @@ def judge(
     """
     missing = [check for check in found if check.status == "missing" and check.name in _NEEDED]
     if missing:
-        return Verdict("no", tuple(f"{check.name}: {check.found}. To do: {check.remedy}." for check in missing))
+        reasons = tuple(f"{check.name}: {check.found}." for check in missing)
+        return Verdict("no", reasons, tuple(f"{check.name}: {check.remedy}." for check in missing))
+    return _judge(config, script, world)
+
+
+def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) -> Verdict:
     from fp8_ds.engine.initialize import refuse_misplaced_block
+    from fp8_ds.engine.refusals import REFUSALS
 
     try:
         refuse_misplaced_block(config)
     except Fp8DsError as error:
         return Verdict("no", (str(error),))
     if config.get("fp8") is None:
-        return Verdict(
-            "no", ('The configuration has no "fp8" block: it trains in bf16. Add "fp8": {"enabled": true}.',)
-        )
+        reason = 'The configuration has no "fp8" block: it trains in bf16.'
+        return Verdict("no", (reason,), ('Add "fp8": {"enabled": true}.',))
     import torch
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         fp8 = Fp8Config.from_block(config["fp8"])
         if not fp8.enabled:
-            return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',))
+            return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',), ('Set "fp8.enabled" to true.',))
+        if (problem := malformed(config)) is not None:
+            return Verdict("no", (problem,))
+        if rows := [row for row in REFUSALS if row.applies(config)]:
+            reasons = tuple(f"It is refused at start: {row.key}: {row.reason}." for row in rows)
+            return Verdict("no", reasons, tuple(row.remedy for row in rows))
         _refuse(fp8, config, device)
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
         return Verdict("no", (mismatch,))
-    reasons = ["fp8_ds accepts the configuration."]
+    notes, remedies = ["fp8_ds accepts the configuration."], []
     if not any(key in config for key in _BATCH_SIZES):
-        reasons.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
+        notes.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
+        remedies.append(f'Add "{_BATCH_SIZES[1]}".')
     if device.type == "cpu":
-        reasons.append("No GPU here: the numbers would be those of FP8, computed slowly.")
-    on, why = _loaded(script)
-    return Verdict(on, (*reasons, why), _used(fp8, config, device))
+        notes.append("No GPU here: the numbers would be those of FP8, computed slowly.")
+    on, why, remedy = _loaded(script)
+    remedies += [remedy] if remedy else []
+    return Verdict(on, (*notes, why), tuple(remedies), _used(fp8, config, device))
+
+
+def malformed(config: Mapping[str, Any]) -> str | None:
+    """What DeepSpeed's own start cannot read, of what is counted with here; None: nothing.
+
+    Blocks are objects, except `"zero_optimization": true` and `"bf16": null`; sizes are integers or somebody's "auto".
+    """
+    for key, example in _BLOCKS.items():
+        value = config.get(key, {})
+        allowed = isinstance(value, bool) if key == "zero_optimization" else value is None and key == "bf16"
+        if not allowed and not isinstance(value, Mapping):
+            return f'{key}: expected an object, got {json.dumps(value)}. Write "{key}": {example}, or remove the key.'
+    for key in (*_BATCH_SIZES, _STEPS):
+        size = config.get(key)
+        if size not in (None, "auto") and (type(size) is not int or size < 1):
+            return f'{key}: expected an integer from 1 on, or "auto", got {json.dumps(size)}. Write the number.'
+    stage = _block(config, "zero_optimization").get("stage", 0)
+    if stage != "auto" and _whole(stage) not in range(4):
+        return f"zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}. Write the number."
+    if _whole(size := _block(config, "tensor_parallel").get("autotp_size", 0)) is None:
+        return f"tensor_parallel.autotp_size: expected an integer, got {json.dumps(size)}. Write the number."
+    if (kind := _block(config, "optimizer").get("type")) is not None and not isinstance(kind, str):
+        return f'optimizer.type: expected a name, got {json.dumps(kind)}. Write "AdamW".'
+    return None
+
+
+def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _whole(value: Any) -> int | None:
+    """As DeepSpeed's pydantic models read an integer, from 0 on; None: they do not, or it is below."""
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found >= 0 and (isinstance(value, str) or found == value) else None
 
 
 def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
@@ -93,11 +158,11 @@ def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
     Source: `DeepSpeedConfig._set_batch_related_parameters` and `_batch_assertion` of deepspeed 0.19.8; ranks of tensor
     parallelism share a batch.
     """
-    autotp = config.get("tensor_parallel", {}).get("autotp_size", 1) or 1
+    autotp = _whole(_block(config, "tensor_parallel").get("autotp_size", 1)) or 1
     ranks, left = divmod(world, autotp)
     if left:
         return f"tensor_parallel.autotp_size: expected a divisor of {world} ranks, got {autotp}. Use such a one."
-    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, "gradient_accumulation_steps"))
+    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, _STEPS))
     if any(isinstance(size, str) for size in (total, micro, steps)) or total is None:
         return None
     if micro is None:
@@ -174,22 +239,24 @@ def _activations(activations: ActivationsConfig) -> str:
 # --- what loads fp8_ds ---
 
 
-def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str]:
-    """Whether something loads fp8_ds before the engine is made, as far as it can be seen from here; and what."""
+def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str, str]:
+    """Whether something loads fp8_ds before the engine is made, as far as can be seen from here; what; what would."""
     if diagnosis.autoload_check().status == "ok":
-        return "yes", "autoload is on in this environment."
+        return "yes", "autoload is on in this environment.", ""
     place = "nowhere" if script is None else _import_in(_parsed(script))
     if place == "first":
-        return "yes", f"{script} imports fp8_ds."
+        return "yes", f"{script} imports fp8_ds.", ""
     detail = {
         "nowhere": "" if script is None else f", and {script} does not import it",
         "elsewhere": f", and {script} imports it in a function, under a condition, or after what may call "
         "deepspeed.initialize(): that this comes first cannot be seen from here",
     }[place]
-    return "no" if place == "nowhere" and script is not None else "if", (
+    return (
+        "no" if place == "nowhere" and script is not None else "if",
         f"Nothing is sure to load fp8_ds: autoload is off{detail}. DeepSpeed alone ignores the block and trains in "
-        "bf16 without a word. `import fp8_ds` at the top of the script, start it by `deepspeed --module fp8_ds.run "
-        "SCRIPT`, or run `fp8-ds autoload on`."
+        "bf16 without a word.",
+        "`import fp8_ds` at the top of the script, start it by `deepspeed --module fp8_ds.run SCRIPT`, or run `fp8-ds "
+        "autoload on`.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import sys
@@ -144,15 +145,15 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         settings: "key=value" pairs that replace entries of the configuration; values are JSON, else strings.
 
     Raises:
-        ConfigError: it is none of these, or a setting is not a pair.
+        ConfigError: it is none of these, or a setting is not a pair of a known key and a value.
         OSError: a file cannot be read.
     """
     if text in FAMILIES:
-        return ModelSpec(text, {**FAMILIES[text], **_pairs(settings)})
+        return ModelSpec(text, _replaced(text, FAMILIES[text], settings))
     path = Path(text)
     if path.is_dir():
         path /= "config.json"
-    if path.is_file():
+    if path.is_file() or path.suffix == ".json":
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:  # of JSON or of UTF-8
@@ -162,7 +163,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
                 f'model: expected a configuration of transformers with "model_type" in {path}, got none. '
                 "Use a config.json as save_pretrained writes it."
             )
-        return ModelSpec(text, {**config, **_pairs(settings)})
+        return ModelSpec(text, _replaced(text, config, settings))
     module, _, function = text.partition(":")
     if module and function and not settings:
         return ModelSpec(text, function=_function(module, function))
@@ -190,11 +191,40 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
     return function
 
 
+def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """`config` with the entries of `settings`, each under the name that the configuration has for it."""
+    pairs = _pairs(settings)
+    if not pairs:
+        return dict(config)
+    known, names = _keys(str(pairs.get("model_type", config["model_type"])))
+    result = dict(config)
+    for key, value in pairs.items():
+        if known and key not in known | config.keys() | names.keys():
+            near = difflib.get_close_matches(key, sorted(known | config.keys() | names.keys()), n=1)
+            raise ConfigError(
+                f"--set: expected a key of {name}'s configuration, got {key!r}. "
+                + (f"Did you mean {near[0]}?" if near else "Its class in transformers has no such key.")
+            )
+        result[key if key in config else names.get(key, key)] = value
+    return result
+
+
+def _keys(model_type: str) -> tuple[set[str], Mapping[str, str]]:
+    """The keys of a configuration, and its own name for each other one; empty where transformers does not know it."""
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(model_type)
+    except Exception:  # of any kind; `build` says what is wrong
+        return set(), {}
+    return set(config.to_dict()), config.attribute_map
+
+
 def _pairs(settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if not equals:
+        if not equals or not key:
             raise ConfigError(f"--set: expected key=value, got {setting!r}. Write num_hidden_layers=2, for example.")
         try:
             found[key] = json.loads(value)

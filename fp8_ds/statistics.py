@@ -22,8 +22,15 @@ def t_quantile(degrees: int) -> float:
     return math.inf if degrees < 1 else T_975[min(degrees, len(T_975)) - 1]
 
 
+def mean(values: Sequence[float]) -> float:
+    """NaN where one is not finite."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval of their mean by Student's t; infinite for one value."""
+    """Of the 95 % interval of their mean by Student's t; infinite for one value, NaN where one is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
     if len(values) < 2:
         return math.inf
     return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -41,7 +48,7 @@ class Paired:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.by_pair)
+        return mean(self.by_pair)
 
     @property
     def half_width(self) -> float:

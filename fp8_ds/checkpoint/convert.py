@@ -31,6 +31,7 @@ Kind = Literal["deepspeed", "universal", "safetensors"]
 
 _SHARD_BYTES = 5 * 10**9
 _NUM_SHOWN = 3
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def convert(
         raise ConfigError(f"out: expected an empty folder, got {out} with files. Name another.")
     if target == "universal" and model is not None:
         raise ConfigError("--model: expected it with safetensors only, got universal. Leave it out.")
+    if model is not None and not (model / _CONFIG).is_file():  # said before the weights are written, not after
+        raise ConfigError(f"--model: expected a folder with {_CONFIG}, got {model}. Name the model's folder.")
     if target == "safetensors" and stage is not None:
         raise ConfigError("--stage: expected it with universal only, got safetensors. Leave it out.")
     if tag is not None and kind != "deepspeed":
@@ -206,9 +209,10 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
         if manifest is None and _own_state(folder / tag):
             problems = [manifests.lacks_manifest(folder / tag)]
     if problems:
+        others = [one for one in folders.complete_tags(folder) if one != tag]
         raise CheckpointError(
             f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. Complete in "
-            f"{str(folder)!r}: {folders.complete_tags(folder)}."
+            f"{str(folder)!r}: {others or 'none else'}."
         )
     if not trust_pickle:
         _refuse_code(folder / tag)
@@ -319,8 +323,6 @@ def _copy_model_files(model: Path | None, out: Path) -> list[str]:
         if not file.name.endswith(".index.json") and file.name != "trainer_state.json":
             shutil.copyfile(file, out / file.name)
             copied.append(file.name)
-    if "config.json" not in copied:
-        raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
     return copied
 
 

@@ -33,8 +33,11 @@ def compare(
     Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error, 4 a defect.
     """
     from fp8_ds import comparison
+    from fp8_ds.errors import ConfigError
 
     with failures(as_json):
+        if png is not None and png.suffix.lower() != ".png":
+            raise ConfigError(f"--png: expected a file that ends in .png, got {png}. Name one.")
         with argument("RUNS"):
             groups = [comparison.read_group(run, column) for run in runs]
         found = comparison.compare(groups, last, until)
@@ -64,4 +67,4 @@ def _write(found: object, png: Path | None, report: Path | None, window: int) ->
         picture = png or Path(folder, "curves.png")
         plot(found, picture, window)
         if report is not None:
-            report.write_text(page(found, picture))
+            report.write_text(page(found, picture), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from fp8_ds.judgement import Verdict
 
 _MARKS = {"ok": "ok", "warning": "look", "missing": "MISSING", "optional": "-"}
+_WORDS = {
+    "yes": "FP8 would be ON.",
+    "no": "FP8 would be OFF.",
+    "if": "FP8 would be OFF, unless the script loads it.",
+}
 
 
 def doctor(
@@ -52,6 +58,7 @@ def doctor(
     if as_json:
         show(
             {
+                "verdict": _verdict_line(found, verdict),
                 "checks": [asdict(check) for check in found],
                 "probes": [asdict(product) for product in products],
                 "can_train": diagnosis.can_train(found),
@@ -79,19 +86,28 @@ def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -
             numbers = [f"{value:.0f}" if value is not None else "-" for value in (one.teraflops, one.bf16_teraflops)]
             table.add_row(one.recipe, _against_reference(one), *numbers)
         out.print(table)
-    if verdict is None:
-        missing = [check.name for check in found if check.status == "missing"]
-        lacks = f"FP8 training on this machine lacks: {', '.join(missing)}."
-        out.print(lacks if missing else "All that FP8 training needs is here.")
-    else:
-        words = {
-            "yes": "FP8 would be ON.",
-            "no": "FP8 would be OFF.",
-            "if": "FP8 would be OFF, unless the script loads it.",
-        }
-        out.print(" ".join([words[verdict.on], *map(escape, verdict.reasons)]))
-        for name, what in verdict.used.items():
-            out.print(f"  {name}: {escape(what)}")
+    for line in _end(found, verdict):
+        out.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _end(found: Sequence[Check], verdict: Verdict | None) -> Iterator[str]:
+    """What the tables are for: what would be used, the verdict, a line for each reason and for each remedy."""
+    reasons: Sequence[str] = ()
+    remedies: Sequence[str] = [f"{check.name}: {check.remedy}." for check in found if check.status == "missing"]
+    if verdict is not None:
+        reasons, remedies = verdict.reasons, verdict.remedies
+        yield from (f"  {name}: {what}" for name, what in verdict.used.items())
+    yield _verdict_line(found, verdict)
+    yield from (f"  {line.strip()}" for reason in reasons for line in reason.splitlines())
+    yield from (f"  to do: {remedy}" for remedy in remedies)
+
+
+def _verdict_line(found: Sequence[Check], verdict: Verdict | None) -> str:
+    if verdict is not None:
+        return _WORDS[verdict.on]
+    missing = [check.name for check in found if check.status == "missing"]
+    lacks = f"FP8 training on this machine lacks: {', '.join(missing)}."
+    return lacks if missing else "All that FP8 training needs is here."
 
 
 def _against_reference(one: Probe) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,8 @@ def estimate(
     with failures(as_json):
         if largest and memory is None:
             raise ConfigError("--largest: expected --memory beside it, got none. Name the GiB of a GPU.")
+        if memory is not None and not math.isfinite(memory * 2**30):
+            raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
         from fp8_ds import footprint
         from fp8_ds.model_spec import read_spec
 

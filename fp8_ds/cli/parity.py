@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,16 +63,19 @@ def parity(
     from fp8_ds.parity import archive as archives
 
     with failures(as_json):
-        if archive is not None and archive.exists() and not out.exists():
+        if archive is not None:
             with argument("--archive"):
-                archives.unpack(archive, out)
+                archives.refuse_unwritable(archive)  # said before hours of runs, not after them
+                if archive.exists() and not out.exists():
+                    archives.unpack(archive, out)
         texts = _Texts(data, held_out or [], tokenizer)
         options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
         if gpus is not None and gpus > 1 and _num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
         study = _study(model, read_config(config), out, settings or [], texts, options)
         study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
-        study.write()
+        with argument("--out"):
+            study.write()
         if archive is not None:
             with argument("--archive"):
                 archives.pack(out, archive)
@@ -125,7 +130,7 @@ def _study(
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
     gpus = options.gpus or max(1, _num_gpus())
-    with argument("--data"):
+    with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
         tokens = text.prepare(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size, options.seq)
     stock = {key: value for key, value in config.items() if key != "fp8"}
     shared = Settings(
@@ -139,7 +144,20 @@ def _study(
         compile=options.compile,
         digest=tokens.digest,
     )
-    return Study(out, shared, chosen, range(options.seeds))
+    with argument("--out"):
+        return Study(out, shared, chosen, range(options.seeds))
+
+
+@contextmanager
+def _named_by_path(options: Mapping[str, Sequence[Path]], other: str) -> Iterator[None]:
+    """Within `failures`: as `argument` of the option that has named the file, or a folder that it is in."""
+    try:
+        yield
+    except OSError as error:
+        file = Path(str(error.filename or ""))
+        found = (name for name, paths in options.items() if any(file.is_relative_to(path) for path in paths))
+        with argument(next(found, other)):
+            raise
 
 
 def _check(config: dict[str, Any], blocks: dict[str, dict[str, Any]]) -> None:

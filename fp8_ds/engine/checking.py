@@ -87,7 +87,8 @@ def check_whole(
     if choice.tag is None:
         return None
     find_problems = _found(lambda: _problems(engine, request, choice, readers))
-    _refuse(request.folder, [problem for found in all_do("load_checkpoint", find_problems, say) for problem in found])
+    problems = [problem for found in all_do("load_checkpoint", find_problems, say) for problem in found]
+    _refuse(request.folder, problems, choice.tag)
     if choice.manifest is None:
         say(
             f"fp8: {request.folder / choice.tag} has no {manifests.MANIFEST}: not written by fp8_ds. Its pickles hold "
@@ -98,16 +99,17 @@ def check_whole(
     return choice.tag
 
 
-def _refuse(folder: Path, found: list[str]) -> None:
-    """An error of all ranks, if anything has been found."""
+def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
+    """An error of all ranks, if anything has been found; of the save `tag`, which is not named as complete then."""
     if not found:
         return
     shown = list(dict.fromkeys(found))
     reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
+    others = [one for one in folders.complete_tags(folder) if one != tag]
     more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
     raise CheckpointError(
         f"load_checkpoint: expected a whole checkpoint that this run can load, got: {reasons}{more}. "
-        f"Complete in {str(folder)!r}: {folders.complete_tags(folder)}."
+        f"Complete in {str(folder)!r}: {others or 'none else'}."
     )
 
 
@@ -145,7 +147,7 @@ def _agree(engine: Any, request: _Request, say: Say) -> _Choice:
     told: list[tuple[list[str], str, str | None]] = all_do(
         "load_checkpoint", lambda: (examine(), str(choice), choice.tag), say
     )
-    _refuse(request.folder, [problem for found, _, _ in told for problem in found])
+    _refuse(request.folder, [problem for found, _, _ in told for problem in found], _asked(request))
     different = sorted({seen for _, seen, _ in told})
     if len(different) == 1:
         return choice
@@ -179,14 +181,11 @@ def _choose(request: _Request) -> _Choice:
     Raises:
         CheckpointError: there is no such checkpoint, or its save did not end.
     """
-    tag = request.tag
+    tag = _asked(request)
     if tag is None:
-        latest = request.folder / (folders.LATEST_UNIVERSAL if request.is_universal else folders.LATEST)
-        tag = _named_by(latest)
-        if tag is None:
-            return _Choice(None)
-        if not tag:
-            raise CheckpointError(f"{latest} is empty")
+        return _Choice(None)
+    if not tag and request.tag is None:
+        raise CheckpointError(f"{_latest(request)} is empty")
     tag = folders.find(request.folder, tag)
     path = request.folder / tag
     if not path.is_dir():
@@ -194,6 +193,14 @@ def _choose(request: _Request) -> _Choice:
     if path.name.endswith(folders.INCOMPLETE):
         raise CheckpointError(f"{path} is of a save that did not end")
     return _Choice(tag, manifests.read_manifest(path))
+
+
+def _asked(request: _Request) -> str | None:
+    return _named_by(_latest(request)) if request.tag is None else request.tag
+
+
+def _latest(request: _Request) -> Path:
+    return request.folder / (folders.LATEST_UNIVERSAL if request.is_universal else folders.LATEST)
 
 
 def _named_by(latest: Path) -> str | None:

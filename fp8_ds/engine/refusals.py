@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
@@ -504,17 +505,31 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
 
     Args:
         sink: fp8.monitor.sink.
-        rank: of this process; rank 0 alone writes to DeepSpeed's monitor.
+        rank: of this process; rank 0 alone writes to DeepSpeed's monitor, and to the path itself.
 
     Raises:
-        ConfigError: they go to DeepSpeed's monitor, and none is on.
+        ConfigError: they go to DeepSpeed's monitor, and none is on, or to a path that cannot be written.
     """
+    if rank == 0 and sink != "deepspeed":
+        _refuse_unwritable(sink)
     if sink != "deepspeed" or rank != 0 or any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
         return
     raise ConfigError(
         f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) enabled, '
         'got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
     )
+
+
+def _refuse_unwritable(sink: str) -> None:
+    from fp8_ds.monitor.sinks import refuse_unwritable
+
+    try:
+        refuse_unwritable(Path(sink))
+    except OSError as error:
+        raise ConfigError(
+            f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
+            f"({error.strerror or error}). Name a file in a folder of yours."
+        ) from error
 
 
 def refuse_model(model: Any) -> None:

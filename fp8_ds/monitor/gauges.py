@@ -26,7 +26,7 @@ _GROUP = 128
 
 
 class Gauge(ABC):
-    """`attach` before a sampled step, `detach` after it, `read` one step later."""
+    """`attach` before a sampled step, `detach` after it, `read` one step later, when the next may be attached."""
 
     name: str
 
@@ -60,6 +60,7 @@ class GatherTimer(Gauge):
         self.method = method
         self.waits = waits
         self._spans: list[tuple[Any, Any]] = []
+        self._finished: list[tuple[Any, Any]] = []
 
     def attach(self) -> None:
         self._spans = []
@@ -68,9 +69,10 @@ class GatherTimer(Gauge):
 
     def detach(self) -> None:
         delattr(self.owner, self.method)  # the class has it
+        self._finished = self._spans  # of the step that is read while the next may be sampled already
 
     def read(self) -> float | None:
-        return sum(map(_milliseconds, self._spans)) if self._spans else None
+        return sum(map(_milliseconds, self._finished)) if self._finished else None
 
     def _timed(self, stock: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -192,10 +193,13 @@ class HealthMonitor:
         if self._stop_sampling():
             self.table.discard()
 
-    def _ages(self, layers: LayerStatistics, step: int) -> dict[tuple[str, str], int]:
-        ages: dict[tuple[str, str], int] = {}
+    def _ages(self, layers: LayerStatistics, step: int) -> dict[tuple[str, str], int | None]:
+        ages: dict[tuple[str, str], int | None] = {}
         for name, kinds in layers.items():
             for kind, one in kinds.items():
+                if not math.isfinite(one.scale):
+                    ages[name, kind] = None
+                    continue
                 scale, since = self._scales.get((name, kind), (None, step))
                 if one.scale != scale:
                     since = step

@@ -11,13 +11,18 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.statistics import KINDS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 STATISTICS = ("underflow", "saturation", "amax", "scale", "scale_age")
 _LOGARITHMIC = ("amax", "scale")
+_NOT_FINITE = "red"
+"""Of no value in viridis."""
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
@@ -31,8 +36,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             report = json.loads(line)
-            if not isinstance(report["layers"], dict):
-                raise TypeError("layers")
+            _check_layers(report["layers"])
             reports[int(report["step"])] = report
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -43,11 +47,30 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{path}: expected at least one report, got none. Train for monitor.every steps and one more."
         )
+    if not any(report["layers"] for report in reports.values()):
+        raise ConfigError(
+            f"{path}: expected FP8 layers in its reports, got none. Give the file of a run that has some."
+        )
     return [reports[step] for step in sorted(reports)]
 
 
+def _check_layers(layers: Any) -> None:
+    """Raises: TypeError: they are not what `Report.to_json` writes."""
+    for name, kinds in _entries(layers, "layers").items():
+        for kind, one in _entries(kinds, name).items():
+            for key, value in _entries(one, kind).items():
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                    raise TypeError(key)
+
+
+def _entries(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(name)
+    return value
+
+
 def matrix(reports: list[dict[str, Any]], kind: str, statistic: str) -> tuple[list[str], list[list[float]]]:
-    """Names of the layers, and a row for each with a number per report; NaN where it was in bf16."""
+    """Names of the layers, and a row for each with a number per report; NaN where it was in bf16 or is not known."""
     names = list(dict.fromkeys(name for report in reports for name in report["layers"]))
     rows = []
     for name in names:
@@ -56,8 +79,27 @@ def matrix(reports: list[dict[str, Any]], kind: str, statistic: str) -> tuple[li
     return names, rows
 
 
+def not_finite(reports: list[dict[str, Any]], kind: str) -> list[list[bool]]:
+    """As `matrix`: where the tensor had an infinity or NaN, whatever its statistics say."""
+    names = matrix(reports, kind, "amax")[0]
+    found = [[report["layers"].get(name, {}).get(kind) for report in reports] for name in names]
+    return [[one is not None and one.get("amax") is None for one in row] for row in found]
+
+
 def plot(reports: list[dict[str, Any]], statistic: str, out: Path) -> None:
-    """A PNG: one heat map for inputs, weights and output gradients; layers downwards, steps to the right.
+    """A PNG of `draw`.
+
+    Raises:
+        ConfigError: as `draw`, or `out` has another suffix.
+        OSError: it cannot be written.
+    """
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"out: expected a file that ends in .png, got {out}. Name one.")
+    draw(reports, statistic).savefig(out, dpi=120, format="png")
+
+
+def draw(reports: list[dict[str, Any]], statistic: str) -> Figure:
+    """One heat map for inputs, weights and output gradients; layers downwards, steps to the right.
 
     Raises:
         ConfigError: matplotlib is missing, or the statistic is none.
@@ -65,8 +107,9 @@ def plot(reports: list[dict[str, Any]], statistic: str, out: Path) -> None:
     if statistic not in STATISTICS:
         raise ConfigError(f"statistic: expected one of {', '.join(STATISTICS)}, got {statistic}. Use one of these.")
     try:
-        from matplotlib.colors import LogNorm
+        from matplotlib.colors import ListedColormap, LogNorm
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ConfigError("matplotlib: expected the package, got none. Run: pip install matplotlib") from error
     tables = [matrix(reports, kind, statistic) for kind in KINDS]
@@ -83,8 +126,13 @@ def plot(reports: list[dict[str, Any]], statistic: str, out: Path) -> None:
         axis.set_title(f"{kind}: {statistic}")
         axis.set_xlabel("step")
         figure.colorbar(image, ax=axis)
+        marks = [[1.0 if is_bad else math.nan for is_bad in row] for row in not_finite(reports, kind)]
+        axis.imshow(marks, aspect="auto", interpolation="nearest", cmap=ListedColormap([_NOT_FINITE]))
     axes[0].set_yticks(range(len(names)), names, fontsize=6)
-    figure.savefig(out, dpi=120)
+    legend = {"had an infinity or NaN": _NOT_FINITE, "in bf16, or not known": "white"}
+    patches = [Patch(facecolor=color, edgecolor="black", label=text) for text, color in legend.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from fp8_ds.monitor.statistics import LayerStatistics
@@ -43,7 +45,8 @@ class Report:
         step: optimizer steps taken when it ended (1 after the first).
         samples: DeepSpeed's count of samples then, the x axis of its monitors.
         layers: what was quantised; layers in bf16 are missing.
-        ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps.
+        ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps. None: it
+            has no scale in this one.
         numbers: by name: coverage, layers_in_bf16, skipped_steps, step_skipped (1 or 0), gathered_bytes,
             gathered_fp8_bytes, gather_ms, clamp_rate. None: not known.
         changes: by the guard, since the report before.
@@ -52,7 +55,7 @@ class Report:
     step: int
     samples: int
     layers: LayerStatistics
-    ages: dict[tuple[str, str], int]
+    ages: dict[tuple[str, str], int | None]
     numbers: dict[str, float | None] = field(default_factory=dict)
     changes: Sequence[Change] = ()
 
@@ -81,7 +84,8 @@ class Report:
                 prefix = f"fp8/{name}/{kind}"
                 for key in ("amax", "scale", "saturation", "underflow"):
                     yield f"{prefix}/{key}", float(getattr(one, key)), self.samples
-                yield f"{prefix}/scale_age", float(self.ages[name, kind]), self.samples
+                age = self.ages[name, kind]
+                yield f"{prefix}/scale_age", math.nan if age is None else float(age), self.samples
 
 
 def _finite(value: float | int | None) -> float | int | None:
@@ -117,6 +121,21 @@ class JsonLines:
 
     def __repr__(self) -> str:
         return f"JsonLines({str(self.path)!r})"
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Nothing happens, and nothing is left, if `JsonLines` can append to `path`, as far as that is known before.
+
+    Raises:
+        OSError: it is a folder, or it or the folder that it is to be made in cannot be written.
+    """
+    if not path.exists():
+        with TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())):
+            return
+    if path.is_file() or path.is_dir():
+        path.open("ab").close()
+    elif not os.access(path, os.W_OK):  # a pipe or a device: opening it may wait for somebody
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 class DeepSpeedEvents:

@@ -9,10 +9,14 @@ Definitions, of all elements that were quantised in a sampled step, on all ranks
   do not exist, those at the largest code are counted, some too many.
 - underflow: share of elements that became zero or subnormal, of those that were not zero before. Elements that were
   exactly zero count in neither number where the high-precision tensor was there to see them (else they do count).
+
+A tensor with an infinity or NaN has no scale of its own: then scale and both shares are NaN. With a scale from
+elsewhere it has all of them, and its infinities and NaN are saturated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -30,7 +34,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """See the module's definitions; shares are in [0, 1].
+    """See the module's definitions; shares are in [0, 1], or NaN.
 
     Args:
         num: elements counted; 0: the tensor did not occur, and the rest says nothing.
@@ -51,11 +55,14 @@ def from_counts(counts: Tensor) -> TensorStatistics:
     """What float64 [NUM_COUNTS] on the host means."""
     amax_codes, scale_inv, num, saturated, small, zeros, amax_hp = counts.tolist()[:7]
     num_nonzero = max(num - zeros, 0.0)
+    saturation = saturated / num if num else 0.0
+    underflow = max(small - zeros, 0.0) / num_nonzero if num_nonzero else 0.0
+    has_scale = math.isfinite(scale_inv)
     return TensorStatistics(
         amax=amax_hp or amax_codes,
-        scale=1.0 / scale_inv if scale_inv > 0 else float("nan"),
-        saturation=saturated / num if num else 0.0,
-        underflow=max(small - zeros, 0.0) / num_nonzero if num_nonzero else 0.0,
+        scale=1.0 / scale_inv if has_scale and scale_inv > 0 else math.nan,
+        saturation=saturation if has_scale else math.nan,
+        underflow=underflow if has_scale else math.nan,
         num=int(num),
     )
 
@@ -91,6 +98,7 @@ class StatisticsTable:
         """
         if self.group is not None and dist.get_world_size(self.group) > 1:
             maxima = self._counts.index_select(-1, self._maxima)
+            maxima.nan_to_num_(nan=math.inf, posinf=math.inf)  # backends differ in the maximum of a NaN and a number
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
             dist.all_reduce(self._counts, group=self.group)
             self._counts.index_copy_(-1, self._maxima, maxima)

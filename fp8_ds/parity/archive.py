@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryFile
 
 from fp8_ds.errors import ConfigError
 
@@ -29,6 +31,18 @@ def pack(folder: Path, file: Path, keep: Callable[[Path], bool] = lambda path: T
                 tar.add(path, arcname=str(relative))
     os.replace(part, file)
     return file.stat().st_size
+
+
+def refuse_unwritable(file: Path) -> None:
+    """Nothing happens, and nothing is left, if `pack` can write `file`, as far as that is known before it does.
+
+    Raises:
+        OSError: it is a folder, or its folder is not there or cannot be written.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    with TemporaryFile(dir=file.absolute().parent):
+        pass
 
 
 def unpack(file: Path, folder: Path) -> None:

@@ -94,8 +94,8 @@ def prepare(
         _check_windows((known.num_train, known.num_held_out), seq_len)
         return known
     encode, end = _encoder(tokenizer)
-    documents = list(_documents(data, encode, end))
-    others = list(_documents(held_out, encode, end))
+    documents = list(_documents(data, "--data", encode, end))
+    others = list(_documents(held_out, "--held-out", encode, end))
     train, rest = (documents, others) if others else _split(documents)
     streams = [_joined(train, vocab_size, "--data"), _joined(rest, vocab_size, "--held-out")]
     _check_windows([len(stream) for stream in streams], seq_len)
@@ -110,21 +110,21 @@ def prepare(
 
 
 def _documents(
-    paths: Iterable[Path], encode: Callable[[str], Sequence[int]], end: Sequence[int]
+    paths: Iterable[Path], option: str, encode: Callable[[str], Sequence[int]], end: Sequence[int]
 ) -> Iterator[np.ndarray]:
-    """Tokens of each document, `end` after it; .npy files as they are."""
+    """Tokens of each document, `end` after it; .npy files as they are. `option` has named the paths."""
     for path in paths:
         for file in _files(path):
             if file.suffix == ".npy":
                 array = np.load(file)
                 if array.ndim != 1 or array.dtype.kind not in "iu":
                     raise ConfigError(
-                        f"--data: expected one row of integers in {file}, got {array.dtype} {list(array.shape)}. "
+                        f"{option}: expected one row of integers in {file}, got {array.dtype} {list(array.shape)}. "
                         "Save the tokens of the whole text as one row."
                     )
                 yield array
                 continue
-            for text in _texts(file):
+            for text in _texts(file, option):
                 yield np.array([*encode(text), *end], dtype=np.int64)
 
 
@@ -139,7 +139,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (*SUFFIXES, ".npy") and file.is_file())
 
 
-def _texts(file: Path) -> Iterator[str]:
+def _texts(file: Path, option: str) -> Iterator[str]:
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix != ".jsonl":
@@ -149,7 +149,7 @@ def _texts(file: Path) -> Iterator[str]:
             yield str(json.loads(line)["text"])
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'--data: expected UTF-8 text, or JSON lines with a "text" each, in {file}, got {error!r}. Convert it.'
+            f'{option}: expected UTF-8 text, or JSON lines with a "text" each, in {file}, got {error!r}. Convert it.'
         ) from error
 
 

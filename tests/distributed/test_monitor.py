@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,32 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
             for one in kinds.values():
                 assert one["amax"] > 0 and one["scale"] > 0 and 0 <= one["underflow"] < 0.5
                 assert one["saturation"] < 0.01
+
+
+def table_of(bad: int) -> dict[str, Any]:
+    """What a table says of a tensor that has a NaN on rank `bad` alone, and of one that has none."""
+    import torch.distributed as dist
+
+    from fp8_ds.monitor.statistics import StatisticsTable
+    from fp8_ds.ops.observe import observe_codes, observe_hp
+
+    table = StatisticsTable(("a",), "cpu", dist.group.WORLD)
+    for kind in ("input", "weight"):
+        x, scale_inv = torch.ones(4, 4), torch.ones(())
+        if kind == "input" and dist.get_rank() == bad:
+            x[0, 0] = scale_inv = torch.tensor(math.nan)
+        observe_hp(x, table.slot(0, kind))
+        observe_codes(x.to(torch.float8_e4m3fn), scale_inv, table.slot(0, kind), can_saturate=False)
+    table.send()
+    return {kind: asdict(one) for kind, one in (table.receive() or {})["a"].items()}
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_on_one_rank_is_known_on_all(ranks: Any, bad: int) -> None:
+    for found in ranks(2).run(table_of, bad):
+        assert found["weight"] == {"amax": 1.0, "scale": 1.0, "saturation": 0.0, "underflow": 0.0, "num": 32}
+        assert found["input"]["num"] == 32
+        assert not any(math.isfinite(value) for key, value in found["input"].items() if key != "num")
 
 
 @pytest.mark.slow

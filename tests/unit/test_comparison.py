@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.comparison import Group, compare, describe, describe_steps
+from fp8_ds.comparison import Group, as_data, compare, describe, describe_steps, read_group
 from fp8_ds.curves import Curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.statistics import Paired, half_width, t_quantile
@@ -88,7 +88,8 @@ def test_other_groups_are_judged_by_the_steps_that_are_compared() -> None:
     """The run that died leaves nothing but its own steps to all of them."""
     steps = tuple(range(100))
     whole, dead = (
-        tuple(Curve(name, steps[:n], (2.0,) * n) for _ in "ab") for name, n in (("whole", 100), ("dead", 50))
+        tuple(Curve(name, steps[:n], (level,) * n) for level in (2.0, 3.0))
+        for name, n in (("whole", 100), ("dead", 50))
     )
     found = compare([Group("base", whole), Group("same", whole), Group("dead", dead)], 0.1)
     assert [one.verdict for one in found.results] == ["undecided", "undecided"]
@@ -105,10 +106,63 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare([group("base", 1.0), apart], 0.1)
 
 
+@pytest.mark.parametrize("levels", [(-2.0, -3.0), (0.0, 0.0), (2.0, -3.0)])
+def test_a_base_that_is_not_above_0_is_refused_for_differences_are_relative_to_it(levels: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="base: expected a base whose mean loss is above 0, got "):
+        compare([group("base", *levels), group("fp8", 1.0, 1.0)], 0.1)
+    assert compare([group("base", 1.0, 1.0), group("fp8", *levels)], 0.1).results[0].loss == sum(levels) / 2
+
+
+def diverged(name: str, step: int, value: float = math.nan) -> Curve:
+    return Curve(name, tuple(range(100)), (2.0,) * step + (value,) * (100 - step))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_run_that_diverged_is_worse_and_the_other_groups_are_judged(value: float) -> None:
+    base, same = group("base", 2.0, 2.5), group("same", 2.0, 2.5)
+    bad = Group("bad", (diverged("bad0", 97, value), diverged("bad1", 50, value)))
+    found = compare([base, bad, same], 0.1)
+    assert [one.verdict for one in found.results] == ["worse", "parity"]
+    assert describe(found.results[0]) == "bad: diverged at step 50: worse. Its loss is not finite there."
+    data = json.loads(json.dumps(as_data(found)), parse_constant=pytest.fail)["results"]
+    assert (data[0]["diverged_at"], data[0]["percent"], data[0]["half_width"], data[0]["loss"]) == (50, *[None] * 3)
+    assert data[1]["diverged_at"] is None and data[1]["percent"] == 0.0
+
+
+def test_a_run_is_whole_until_the_step_that_is_meant() -> None:
+    bad = Group("bad", (diverged("bad", 50),))
+    base = Group("base", (diverged("base", 100),))
+    assert compare([base, bad], 0.1, 49).results[0].diverged_at is None
+    assert compare([base, bad], 0.1, 50).results[0].diverged_at == 50
+    assert compare([bad, base], 0.1, 49).results[0].paired.mean == 0.0
+    with pytest.raises(ConfigError, match="bad: expected a base with finite losses, got nan in step 50"):
+        compare([bad, base], 0.1)
+
+
 def write(folder: Path, name: str, level: float) -> str:
     path = folder / f"{name}.csv"
     path.write_text("step,loss\n" + "".join(f"{step},{level + 1 / (step + 1)}\n" for step in range(60)))
     return str(path)
+
+
+def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
+    one, copy, other = (write(tmp_path, name, level) for name, level in (("a", 2.0), ("copy", 2.0), ("b", 2.1)))
+    for text in (f"fp8={one},{one}", f"fp8={one},{other},{copy}"):
+        with pytest.raises(ConfigError, match=r"fp8: expected a run of its own for each seed, got .*a\.csv and "):
+            read_group(text, None)
+    assert len(read_group(f"fp8={one},{other}", None).curves) == 2
+
+
+def test_a_picture_and_a_page_show_where_a_run_diverged(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("step,loss\n" + "".join(f"{step},{'nan' if step > 40 else 2.0}\n" for step in range(60)))
+    base, page = write(tmp_path, "base", 2.0), tmp_path / "out.html"
+    result = CliRunner().invoke(app, ["compare", base, str(bad), "--html", str(page)])
+    assert result.exit_code == 1 and "bad.csv: diverged at step 41: worse." in result.stdout
+    assert "<td>diverged</td><td>worse</td>" in page.read_text()
+    assert CliRunner().invoke(app, ["compare", str(bad), base]).exit_code == 2
+    assert CliRunner().invoke(app, ["compare", str(bad), base, "--until", "40"]).exit_code == 1  # one pair
 
 
 def test_the_command_writes_a_picture_and_a_page_of_its_own(tmp_path: Path) -> None:

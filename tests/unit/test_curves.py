@@ -81,14 +81,29 @@ def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
     with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):
         read_curve(tmp_path / "a.csv")
-    (tmp_path / "b.csv").write_text("step,loss\n1,nan\n")
-    with pytest.raises(ConfigError, match="got nan in step 1"):
+    (tmp_path / "b.csv").write_text("step,loss\n0.5,2\n1.0,1\n")
+    with pytest.raises(ConfigError, match=r"expected whole numbers as steps, got '0\.5'"):
         read_curve(tmp_path / "b.csv")
     with pytest.raises(ConfigError, match="expected one file with a loss, got 0"):
         read_curve(tmp_path)
     (tmp_path / "c.csv").write_text("when,loss\n1,2\n")
     with pytest.raises(ConfigError, match="expected one of step"):
         read_curve(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.csv", "step,loss\n1.0,3\n2,2\n"), ("a.jsonl", '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}')],
+)
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_curve(tmp_path / name) == Curve(str(tmp_path / name), (1, 2), (3.0, 2.0))
+
+
+def test_a_curve_says_where_it_diverged(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,2\n2,inf\n3,nan\n")
+    curve = read_curve(tmp_path / "a.csv")
+    assert (curve.diverged_at(), curve.diverged_at(2), curve.diverged_at(1)) == (2, 2, None)
 
 
 def test_smoothing_is_centred_and_shorter_at_the_ends() -> None:

@@ -200,3 +200,19 @@ def test_the_page_of_promises_names_tests_that_there_are() -> None:
             if not any(name in one if dots else one.startswith(name) for one in known):
                 missing.append(name)
     assert missing == [] and num_named > 60
+
+
+def test_the_heads_that_the_page_names_are_in_fp8_until_they_are_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    from fp8_ds.config import LinearConfig
+    from fp8_ds.nn.convert import make_plan
+
+    block = next(code for code in fenced(ROOT / "docs/huggingface.md", "json") if "score" in code)
+    named = LinearConfig(filter_fqns=json.loads(f"{{{block}}}")["fp8"]["linear"]["filter_fqns"])
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for family, head in (("llama", "score"), ("roberta", "classifier.out_proj")):
+        config = transformers.AutoConfig.for_model(family, **small, vocab_size=64)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        for linear, is_fp8 in ((LinearConfig(), True), (named, False)):
+            converted = [one.fqn for one in make_plan(model, linear).layers if one.converted]
+            assert (head in converted) == is_fp8 and any("layer" in fqn for fqn in converted)

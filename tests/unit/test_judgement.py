@@ -54,6 +54,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
     ("fp8", "more", "word"),
     [
         ({"monitor": {"every": 10}}, {}, "fp8.monitor.sink"),
+        ({"monitor": {"every": 10, "sink": "/"}}, {}, "fp8.monitor.sink: expected a path that can be written"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {}, "fp8.schedule.total_steps"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {"scheduler": {"type": "OneCycle"}}, "fp8.schedule.total_steps"),
         ({"attention": {"backend": "fa3"}}, {}, "fp8.attention.backend"),
@@ -75,7 +76,12 @@ def test_what_a_start_refuses_is_off(
         starts(config, monkeypatch)
     verdict = judge(config, script)
     assert verdict.on == "no" and not verdict.used
-    assert word in str(caught.value) and verdict.reasons == (f"It is refused at start: {caught.value}",)
+    assert word in str(caught.value)
+    assert all(part in str(caught.value) for part in verdict.remedies)
+    assert [reason.removeprefix("It is refused at start: ") in str(caught.value) for reason in verdict.reasons] == [
+        True
+    ]
+    assert word in verdict.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,8 @@ def test_what_starts_in_bf16_is_off(monkeypatch: pytest.MonkeyPatch, script: Pat
 def test_a_run_that_lacks_what_all_runs_need_is_off(script: Path, name: str) -> None:
     found = [Check("python", "ok", "3.12"), Check(name, "missing", "not there", "pip install it")]
     verdict = judge({**STOCK, "fp8": {"enabled": True}}, script, found)
-    assert verdict.on == "no" and verdict.reasons == (f"{name}: not there. To do: pip install it.",)
+    assert verdict.on == "no" and verdict.reasons == (f"{name}: not there.",)
+    assert verdict.remedies == (f"{name}: pip install it.",)
     without_gpu = [Check("GPU", "missing", "none"), Check("CUDA", "missing", "a CPU build")]
     assert judge({**STOCK, "fp8": {"enabled": True}}, script, without_gpu).on == "yes"
 
@@ -156,7 +163,8 @@ def test_what_will_be_used_is_said(script: Path) -> None:
         "attention": {"backend": "sdpa"},
         "schedule": {"fp32_states_from_step": 70},
     }
-    assert judge({**STOCK, "optimizer": None, "fp8": fp8}, script).used == {
+    without_optimizer = {key: value for key, value in STOCK.items() if key != "optimizer"}
+    assert judge({**without_optimizer, "fp8": fp8}, script).used == {
         "recipe": "rowwise, output gradients in e5m2",
         "GEMM backend": "reference, which is slow",
         "optimizer states": "fp8 moments, e4m11 masters, ZeRO stage 2; fp32 from step 70",
@@ -181,6 +189,75 @@ def test_a_configuration_without_a_batch_size_is_told_so(script: Path, key: str 
     config |= {"fp8": {"enabled": True}, **({} if key is None else {key: 8})}
     told = [reason for reason in judge(config, script).reasons if "of which DeepSpeed needs one to start" in reason]
     assert len(told) == (key is None)
+
+
+# --- what DeepSpeed cannot read ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tensor_parallel": None}, "tensor_parallel: expected an object, got null."),
+        ({"tensor_parallel": 5}, "tensor_parallel: expected an object, got 5."),
+        ({"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size: expected an integer, got null."),
+        ({"optimizer": "AdamW"}, 'optimizer: expected an object, got "AdamW". Write "optimizer": {"type": "AdamW", '),
+        ({"optimizer": None}, "optimizer: expected an object, got null."),
+        ({"optimizer": {"type": 5}}, "optimizer.type: expected a name, got 5."),
+        ({"scheduler": 5}, "scheduler: expected an object, got 5."),
+        ({"bf16": True}, 'bf16: expected an object, got true. Write "bf16": {"enabled": true}'),
+        ({"zero_optimization": 2}, "zero_optimization: expected an object, got 2."),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage: expected 1, 2 or 3, got "two".'),
+        ({"zero_optimization": {"stage": None}}, "zero_optimization.stage: expected 1, 2 or 3, got null."),
+        ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage: expected 1, 2 or 3, got 2.5."),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: expected an integer from 1 on"),
+        ({"train_micro_batch_size_per_gpu": "x"}, 'integer from 1 on, or "auto", got "x". Write the number.'),
+        ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: expected an integer from 1 on"),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: expected an"),
+        ({"train_batch_size": 8.5}, "train_batch_size: expected an integer from 1 on"),
+        ({"train_batch_size": -8}, "train_batch_size: expected an integer from 1 on"),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer"),
+        ({"gradient_accumulation_steps": "x"}, 'gradient_accumulation_steps: expected an integer from 1 on, or "auto"'),
+    ],
+)
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_deepspeed_cannot_read_is_off_and_says_what_was_got(
+    script: Path, changes: dict[str, Any], reason: str, world: int | None
+) -> None:
+    verdict = judge({**STOCK, **changes, "fp8": {"enabled": True}}, script, world=world)
+    assert verdict.on == "no" and len(verdict.reasons) == 1 and reason in verdict.reasons[0]
+
+
+VALUES = (None, True, 5, "x", [], {})
+BLOCK_VALUES = {
+    "zero_optimization": (*VALUES, {"stage": "two"}, {"stage": "2"}, {"stage": 2.0}, {"stage": 2.5}, {"stage": 7}),
+    "bf16": VALUES,
+    "tensor_parallel": (*VALUES, {"autotp_size": None}, {"autotp_size": "2"}, {"autotp_size": 0}, {"autotp_size": "x"}),
+    "optimizer": VALUES,
+    "scheduler": VALUES,
+}
+
+
+def test_deepspeeds_own_readers_stop_at_the_same_blocks() -> None:
+    from deepspeed.runtime import config as stock
+    from deepspeed.runtime.precision_config import get_bfloat16_config
+    from deepspeed.runtime.tensor_parallel import get_tensor_parallel_config
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    readers = {
+        "zero_optimization": get_zero_config,
+        "bf16": get_bfloat16_config,
+        "tensor_parallel": get_tensor_parallel_config,
+        "optimizer": stock.get_optimizer_name,
+        "scheduler": stock.get_scheduler_name,
+    }
+    for key, values in BLOCK_VALUES.items():
+        for value in values:
+            try:
+                readers[key]({key: value})
+                is_read = True
+            except Exception:  # TypeError, AttributeError, pydantic's: whatever the user would see
+                is_read = False
+            assert (judgement.malformed({key: value}) is None) == is_read, (key, value)
 
 
 # --- so many ranks ---

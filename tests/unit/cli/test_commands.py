@@ -95,6 +95,15 @@ def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8() -
     assert all(row["flops"] == 2 * numel[row["fqn"]] // 4 for row in experts)  # a token visits 2 of 8
 
 
+def test_plan_takes_every_key_that_the_class_of_the_configuration_has() -> None:
+    pytest.importorskip("transformers")
+    for setting in ("attention_bias=true", "tie_word_embeddings=true", "rope_theta=1e4"):
+        code, found = run("plan", "llama-8b", "--config", CONFIG, *SMALL, "--set", setting)
+        assert code == 0 and found["num_layers"] == 22
+    code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "num_hidden_layers=2")  # its other name for n_layer
+    assert [row["reason"] for row in found["layers"]].count("a Conv1D, not an nn.Linear") == 8
+
+
 def test_plan_joins_rows_that_differ_in_numbers_only() -> None:
     pytest.importorskip("transformers")
     result = CliRunner().invoke(app, ["plan", "llama-8b", "--config", str(CONFIG), *SMALL])
@@ -136,6 +145,8 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
     [
         (("plan", "llama-8b", "--config", "gone.json"), "--config"),
         (("estimate", "llama-8b", "--config", "gone.json"), "--config"),
+        (("plan", "gone.json", "--config", CONFIG), "MODEL"),
+        (("estimate", "gone/config.json", "--config", CONFIG), "MODEL"),
         (("doctor", "--no-probe", "--config", CONFIG, "--script", "gone.py"), "--script"),
         (("compare", "gone.csv", "other.csv"), "RUNS"),
     ],
@@ -321,12 +332,46 @@ def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
     monkeypatch.setattr(diagnosis, "_installed", lambda name: None if name == "deepspeed" else installed(name))
     code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
     assert code == 1 and found["config"]["on"] == "no"
-    assert found["config"]["reasons"] == ["deepspeed: not installed. To do: pip install deepspeed."]
+    assert found["config"]["reasons"] == ["deepspeed: not installed."]
+    assert found["config"]["remedies"] == ["deepspeed: pip install deepspeed."]
 
 
 def test_doctor_says_what_will_be_used(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["doctor", "--no-probe", "--config", str(written(tmp_path))]).stdout.splitlines()
     assert "  recipe: tensorwise, output gradients in e5m2" in lines and "  attention: the model's own" in lines
+
+
+def test_doctor_ends_with_what_is_used_then_the_verdict_then_reasons_and_what_to_do(
+    tmp_path: Path, autoload_is: Any
+) -> None:
+    autoload_is(False)
+    (tmp_path / "train.py").write_text("import deepspeed\n")
+    refused = written(tmp_path, fp16={"enabled": True}).rename(tmp_path / "refused.json")
+    common = ["doctor", "--no-probe", "--config"]
+    words = [*common, str(written(tmp_path)), "--script", str(tmp_path / "train.py")]
+    lines = CliRunner().invoke(app, words).stdout.splitlines()
+    end = lines[lines.index("FP8 would be OFF.") - 1 :]
+    assert end[0].startswith("  attention: ")
+    assert end[2] == "  fp8_ds accepts the configuration." and end[-2].endswith("trains in bf16 without a word.")
+    assert end[-1].startswith("  to do: `import fp8_ds` at the top of the script") and end[-1].endswith("autoload on`.")
+    lines = CliRunner().invoke(app, [*common, str(refused)]).stdout.splitlines()
+    end = lines[lines.index("FP8 would be OFF.") :]
+    assert len(end) == 3 and end[1].startswith("  It is refused at start: fp16.enabled: true: ")
+    assert end[2].startswith("  to do: ")
+    code, found = run(*words)
+    assert code == 1 and list(found) == ["verdict", "checks", "probes", "can_train", "config"]
+    assert found["verdict"] == "FP8 would be OFF."
+
+
+def test_doctor_without_a_configuration_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Check("python", "ok", "3.12"),
+        Check("GPU", "missing", "none", "use one"),
+        Check("peft", "optional", "", "x"),
+    ]
+    monkeypatch.setattr(diagnosis, "checks", lambda: found)
+    lines = CliRunner().invoke(app, ["doctor", "--no-probe"]).stdout.splitlines()
+    assert lines[-2:] == ["FP8 training on this machine lacks: GPU.", "  to do: GPU: use one."]
 
 
 def test_autoload_alone_turns_it_on(tmp_path: Path, autoload_is: Any) -> None:

@@ -50,10 +50,15 @@ FILES: dict[str, str | bytes] = {
     "fp8_ds_autoload.pth": b"\xff\xfe\x00",
     "cut.jsonl": '{"step": 1, "lay',
     "step.jsonl": '{"step": 1}\n',
+    "kinds.jsonl": '{"step": 1, "layers": {"a": 3}}\n',
+    "word.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": "x"}}}}\n',
+    "bf16.jsonl": '{"step": 1, "layers": {}}\n',
+    "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
 DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
+COMPARE = ("compare", "good.csv", "good.csv")
 PARITY = ("parity", "ours_a8:other_forward", "--config", "ds.json", "--data")
 
 
@@ -73,6 +78,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*DOCTOR, "syntax.py"), 2, "--script: expected Python"),
         ((*DOCTOR, "binary.py"), 2, "--script: expected Python"),
         ((*PLAN, "--set", "num_hidden_layers=abc"), 2, "expected the configuration of a causal language model"),
+        ((*PLAN, "--set", "num_hidden_layer=1"), 2, "got 'num_hidden_layer'. Did you mean num_hidden_layers?"),
+        ((*PLAN, "--set", "xyzzy=1"), 2, "got 'xyzzy'. Its class in transformers has no such key."),
+        ((*PLAN, "--set", "=1"), 2, "--set: expected key=value, got '=1'"),
+        ((*PLAN, "--set", "model_type=nothing"), 2, "expected the configuration of a causal language model"),
+        ((*ESTIMATE, "llama-8b", "--set", "n_layers=1"), 2, "--set: expected a key of llama-8b's configuration"),
         ((*PLAN, "--set", "hidden_size=4095"), 2, "expected the configuration of a causal language model"),
         (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
@@ -82,6 +92,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
         (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
+        ((*ESTIMATE, "llama-8b", "--memory", "inf", "--largest"), 2, "--memory: expected the GiB of a GPU, got inf"),
+        (
+            (*ESTIMATE, "llama-8b", "--memory", "1e300", "--largest"),
+            2,
+            "--memory: expected the GiB of a GPU, got 1e+300",
+        ),
+        ((*ESTIMATE, "llama-8b", "--memory", "nan"), 2, "--memory"),
+        ((*COMPARE, "--png", "x.foo"), 2, "--png: expected a file that ends in .png, got x.foo"),
+        ((*COMPARE, "--png", "name", "--html", "h.html"), 2, "--png: expected a file that ends in .png, got name"),
+        ((*COMPARE, "--png", "p.pdf", "--html", "h.html"), 2, "--png: expected a file that ends in .png, got p.pdf"),
+        ((*COMPARE, "--png", "."), 2, "--png: expected a file that ends in .png, got ."),
         (("compare", "good.csv", "word.csv"), 2, "word.csv: expected numbers, got 'abc'"),
         (("compare", "good.csv", "step.csv"), 2, "step.csv: expected numbers, got 'x'"),
         (("compare", "good.csv", "ragged.csv"), 2, "ragged.csv: expected as many values as names"),
@@ -90,7 +111,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("compare", "good.csv", "list.jsonl"), 2, "expected JSON objects, got [1, 2]"),
         (("compare", "good.csv", "null.jsonl"), 2, "null.jsonl: expected numbers, got None"),
         (("compare", "good.csv", "trainer_state.json"), 2, "trainer_state.json: expected JSON"),
-        (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected losses other than 0"),
+        (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0, got 0"),
+        (("compare", "zero.csv,zero.csv", "good.csv,good.csv"), 2, "zero.csv: expected a run of its own"),
         ((*PARITY, "short.txt", "--seq", 128), 2, "--data: expected at least 129 tokens"),
         (("doctor", "--no-such-option"), 2, "--no-such-option"),
         (("plan", "llama-8b"), 2, "--config"),
@@ -104,6 +126,7 @@ def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, 
     found = json.loads(result.stdout)
     assert result.exit_code == code and list(found) == ["error"] and words in found["error"]
     assert ("Traceback" in result.stderr) == (code == 4)
+    assert {path.name for path in Path().iterdir()} - {"__pycache__"} == set(FILES)
 
 
 def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +156,9 @@ def test_an_autoload_file_of_somebody_else_is_outdated(folder: Path) -> None:
         ("binary.csv", 2, "expected a report"),
         ("cut.jsonl", 2, "may have left half a line"),
         ("step.jsonl", 2, "expected a report"),
+        ("kinds.jsonl", 2, "kinds.jsonl:1: expected a report"),
+        ("word.jsonl", 2, "word.jsonl:1: expected a report"),
+        ("bf16.jsonl", 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
     ],
 )
 def test_the_plot_of_a_file_without_reports_says_so(
@@ -141,6 +167,17 @@ def test_the_plot_of_a_file_without_reports_says_so(
     with pytest.raises(SystemExit) as caught:
         plot([file, "out.png"])
     assert caught.value.code == code and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["out.foo", "out.pdf", "out"])
+def test_the_plot_writes_a_png_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as caught:
+        plot(["health.jsonl", out])
+    assert caught.value.code == 2 and "out: expected a file that ends in .png" in capsys.readouterr().err
+    assert not list(folder.glob("out*"))
+    plot(["health.jsonl", "out.png"])
+    assert (folder / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,9 +118,11 @@ def test_what_draws_the_curves_is_missed_before_the_runs(
     assert code == 2 and "pip install matplotlib" in found["error"] and not blocks
 
 
-def test_a_missing_file_is_named_with_its_argument(folder: Path) -> None:
+def test_a_missing_file_is_named_with_its_argument(folder: Path, blocks: dict[str, Any]) -> None:
     for more, argument in (
         (("--data", "gone.txt"), "--data"),
+        (("--held-out", "gone.txt"), "--held-out"),
+        (("--archive", "gone/study.tar"), "--archive"),
         (("--arms", "bf16,mine=gone.json"), "--arms"),
         (("--config", "gone.json"), "--config"),
     ):
@@ -130,3 +132,18 @@ def test_a_missing_file_is_named_with_its_argument(folder: Path) -> None:
             and found["error"].startswith(f"{argument}: expected a file or folder to work with, got ")
             and "gone" in found["error"]
         )
+        assert not blocks
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--out", "text.txt"), ("--out", "text.txt/study"), ("--archive", "folder"), ("--held-out", "b")],
+)
+def test_what_cannot_be_written_or_read_is_named_with_its_argument(
+    folder: Path, blocks: dict[str, Any], option: str, name: str
+) -> None:
+    (folder / "folder").mkdir()
+    (folder / "b").mkdir()
+    (folder / "b/binary.txt").write_bytes(b"\xff")
+    code, found = run(option, name)
+    assert (code, found["error"].split(":")[0]) == (2 if name == "b" else 3, option) and not blocks

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from fp8_ds.engine.refusals import (
     refuse_config,
     refuse_device,
     refuse_model,
+    refuse_unread_reports,
     zero_stage,
 )
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.errors import ConfigError, UnsupportedError
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
 
@@ -290,3 +292,23 @@ def test_the_page_shows_exactly_the_rows() -> None:
     page = (Path(__file__).parents[3] / "docs/refusals.md").read_text()
     shown = [block for block in page.strip().split("\n\n") if block.startswith("|")]
     assert shown == list(markdown_tables())
+
+
+@pytest.mark.parametrize("sink", ["", "file/health.jsonl", "file/a/health.jsonl", "/proc/fp8_ds/health.jsonl"])
+def test_a_sink_that_cannot_be_written_is_refused_by_the_rank_that_writes(tmp_path: Path, sink: str) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / sink)
+    with pytest.raises(ConfigError, match=f'fp8.monitor.sink: expected a path that can be written.* got "{path}" '):
+        refuse_unread_reports(path, GOOD, 0)
+    refuse_unread_reports(path, GOOD, 1)  # its host may have no such folder, and it writes nothing there
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_sink_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.jsonl").write_text("a line\n")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    for sink in ("old.jsonl", "new.jsonl", "a/b/new.jsonl", "pipe", "/dev/null", "/dev/full", "deepspeed"):
+        refuse_unread_reports(sink, GOOD | {"csv_monitor": {"enabled": True}}, 0)
+    assert (tmp_path / "old.jsonl").read_text() == "a line\n"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["old.jsonl", "pipe"]

@@ -7,6 +7,7 @@ import math
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.gauges import Gauge, clamped
+from fp8_ds.monitor.gauges import GatherTimer, Gauge, clamped
 from fp8_ds.monitor.health import HealthMonitor
 from fp8_ds.monitor.observe import ObservedRecipe, Observers, layers
-from fp8_ds.monitor.plot import main, matrix, read_reports
+from fp8_ds.monitor.plot import draw, main, matrix, read_reports
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
 from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics
 from fp8_ds.nn.convert import apply_plan, make_plan
@@ -81,6 +82,45 @@ def test_every_third_step_is_sampled_and_reported_one_step_later() -> None:
     assert [report.step for report in reports] == [3, 6, 9, 12]
 
 
+class Gathers:
+    """Gathers of so many seconds on a clock of its own; in stage 3 it is the handle that waits."""
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+        self.clock = 0.0
+
+    def gather(self, seconds: float) -> Any:
+        def pass_by() -> None:
+            self.clock += seconds
+
+        if not self.waits:
+            pass_by()
+        return SimpleNamespace(wait=pass_by)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
+    monkeypatch: pytest.MonkeyPatch, every: int, waits: bool
+) -> None:
+    _, health, reports, gauge = build(every)
+    owner = Gathers(waits)
+    monkeypatch.setattr("fp8_ds.monitor.gauges._now", lambda: owner.clock)
+    health.remove(gauge)
+    health.gauges.append(GatherTimer(owner, "gather", waits))
+    health.start(0)
+    for step in range(1, 5):
+        for _ in range(2):
+            handle = owner.gather(float(step))
+            if waits:
+                handle.wait()
+        health.after_step(step, step)
+    health.flush()
+    assert [(report.step, report.numbers["gather_ms"]) for report in reports] == [
+        (step, 2000.0 * step) for step in range(every, 5, every)
+    ]
+
+
 def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
     model, health, written, _ = build(2)
     acted: list[Report] = []
@@ -100,6 +140,24 @@ def test_the_age_of_a_scale_counts_from_the_last_sample_that_saw_it_change() -> 
     assert ages == [0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4]
     assert sum(report.ages["0", "input"] == 0 for report in reports) > 6  # new data; in bf16 amaxes may coincide
     assert [report.ages["1", "weight"] for report in reports] == list(range(12))
+
+
+def test_a_tensor_with_a_nan_has_no_shares_and_no_age_and_the_scale_is_as_old_as_it_is_afterwards() -> None:
+    model, health, reports, _ = build(1)
+    health.start(0)
+    gradient = torch.ones(64, 16).bfloat16()
+    for step in range(1, 5):
+        factor = math.nan if step == 3 else 1.0
+        model(torch.ones(64, 32).bfloat16()).backward(gradient * factor)
+        health.after_step(step, step)
+    health.flush()
+    found = [report.to_json()["layers"]["1"] for report in reports]
+    unknown = {"amax": None, "scale": None, "saturation": None, "underflow": None, "num": 64 * 16, "scale_age": None}
+    assert found[2]["grad_output"] == unknown
+    assert found[2]["input"]["scale_age"] == 2 and found[2]["input"]["underflow"] is not None
+    assert [one["grad_output"]["scale_age"] for one in found] == [0, 1, None, 3]
+    events = {label: value for label, value, _ in reports[2].events()}
+    assert math.isnan(events["fp8/1/grad_output/scale_age"]) and math.isnan(events["fp8/1/grad_output/underflow"])
 
 
 def report(step: int, underflow: float = 0.25) -> Report:
@@ -176,6 +234,21 @@ def test_a_heat_map_is_drawn_of_each_statistic(tmp_path: Path) -> None:
         out = tmp_path / f"{statistic}.png"
         main([str(tmp_path / "health.jsonl"), str(out), "--statistic", statistic])
         assert out.read_bytes()[:4] == b"\x89PNG" and out.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("statistic", ["underflow", "amax", "scale_age"])
+def test_what_was_not_finite_stands_out_of_the_heat_map(statistic: str) -> None:
+    pytest.importorskip("matplotlib")
+    good = {"amax": 1.0, "scale": 448.0, "saturation": 0.0, "underflow": 0.0, "num": 8, "scale_age": 0}
+    bad = {**good, "amax": None, "scale": None}  # earlier reports have shares and an age of 0 there
+    layers = {"a": {"input": good, "grad_output": bad}, "b": {"input": good}}
+    figure = draw([{"step": 1, "layers": layers}, {"step": 2, "layers": {"a": {"grad_output": good}}}], statistic)
+    marked = {
+        axis.get_title().split(":")[0]: axis.images[1].get_array().filled(0.0).tolist() for axis in figure.axes[:3]
+    }
+    assert marked == {"input": [[0, 0]] * 2, "weight": [[0, 0]] * 2, "grad_output": [[1, 0], [0, 0]]}
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["had an infinity or NaN", "in bf16, or not known"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

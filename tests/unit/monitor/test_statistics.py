@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,27 @@ def test_zeros_of_a_cast_that_no_gemm_read_count_for_nothing() -> None:
 def test_nan_counts_as_saturated() -> None:
     found = count(torch.tensor([[float("nan"), 1.0]]), 1.0, E4M3)
     assert found.saturation == 0.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tensor_without_a_finite_amax_has_neither_scale_nor_shares(recipe: str, value: float) -> None:
+    model = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+    config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
+    history = apply_plan(model, make_plan(model, config), config, "cpu")
+    table = StatisticsTable(tuple(layers(model)), "cpu")
+    observers = Observers(layers(model), table)
+    grad = torch.randn(128, 128).bfloat16()
+    grad[3, 4] = value
+    observers.attach()
+    step(model, history, torch.randn(128, 256).bfloat16().requires_grad_(), grad)
+    observers.detach()
+    table.send()
+    found = (table.receive() or {})["0"]
+    one = found["grad_output"]
+    assert one.num == grad.numel() and not math.isfinite(one.amax)
+    assert all(math.isnan(number) for number in (one.scale, one.saturation, one.underflow))
+    assert math.isfinite(found["input"].underflow) and math.isfinite(found["weight"].scale)
 
 
 def step(model: nn.Module, history: AmaxHistory | None, x: Tensor, grad: Tensor) -> None:
