@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fp8_ds.attention import heads, reference
 from fp8_ds.attention.packages import call_by_name, find_fa3
@@ -214,6 +215,7 @@ class _FlashFunction(torch.autograd.Function):
         return out if out.dtype == ctx.dtype else out.to(ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, descales = ctx.saved_tensors
         how, flat = ctx.how, _flat(ctx.geometry)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 
+_NUM_SHOWN = 8
 UNLIMITED = -1
 """A side of a window that has no end."""
 
@@ -129,18 +130,21 @@ def _check_packing(packing: Packing, num_q: int, num_k: int) -> None:
                 f"packing.{name}: expected int32 [sequences + 1], got {ends.dtype} {tuple(ends.shape)}. "
                 "Queries and keys have the same number of sequences."
             )
-    _check_end("cu_seqlens_q", packing.cu_seqlens_q, num_q)
+    _check_ends("cu_seqlens_q", packing.cu_seqlens_q, num_q)
     if packing.cu_seqlens_k is not packing.cu_seqlens_q or num_k != num_q:
-        _check_end("cu_seqlens_k", packing.cu_seqlens_k, num_k)
+        _check_ends("cu_seqlens_k", packing.cu_seqlens_k, num_k)
 
 
-def _check_end(name: str, ends: Tensor, num_tokens: int) -> None:
-    """Tokens behind the last sequence would have outputs that nobody computes. On a GPU the device stops, as reading
-    the number here would wait for it."""
+def _check_ends(name: str, ends: Tensor, num_tokens: int) -> None:
+    """Tokens of no sequence would have outputs that nobody computes. On a GPU the device stops, as reading the numbers
+    here would wait for it."""
     if ends.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(ends[-1] == num_tokens, f"packing.{name} must end at the number of tokens")
-    elif int(ends[-1]) != num_tokens:
+        return
+    found = ends.tolist()
+    if found[0] != 0 or found[-1] != num_tokens or found != sorted(found):
+        shown = found if len(found) <= _NUM_SHOWN else f"[{found[0]}, {found[1]}, ..., {found[-1]}]"
         raise UnsupportedError(
-            f"packing.{name}: expected its last entry to be the number of tokens, {num_tokens}, got {int(ends[-1])}. "
-            "Cut the tokens after the last sequence off, or make them a sequence of their own."
+            f"packing.{name}: expected numbers that rise from 0 to the number of tokens, {num_tokens}, got {shown}. "
+            "Cut tokens of no sequence off, or make them a sequence of their own."
         )

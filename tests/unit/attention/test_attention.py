@@ -262,13 +262,30 @@ def test_packed_sequences_that_end_elsewhere_are_refused(backend: Any, name: str
     num = int(ends[name][-1])
     ends[name][-1] = num - 1
     packing = Packing(ends["cu_seqlens_q"], ends["cu_seqlens_k"], 32, 32)
-    with pytest.raises(UnsupportedError, match=rf"packing.{name}: .* the number of tokens, {num}, got {num - 1}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"packing.{name}: .* the number of tokens, {num}, got \[.*, {num - 1}\]"
+    ):
         attention(*packed()[:3], backend=backend, packing=packing)
     q, k, v, _ = packed()
-    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 61, got 62"):
+    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 61, got \[.*, 62\]"):
         attention(q, k[:-1], v[:-1], backend=backend, packing=PACKING)
-    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 62, got 50"):
+    with pytest.raises(UnsupportedError, match=r"packing.cu_seqlens_k: .* 62, got \[.*, 50\]"):
         attention(q, k, v, backend=backend, packing=Packing.of(ENDS_Q, 32))
+
+
+@pytest.mark.parametrize("ends", [[3, 17, 18, 50], [0, 18, 17, 50], [0, 17, 60, 50]])
+def test_packed_sequences_that_begin_elsewhere_or_overlap_are_refused(ends: list[int]) -> None:
+    packing = Packing(torch.tensor(ends, dtype=torch.int32), ENDS_K, 32, 32)
+    with pytest.raises(UnsupportedError, match=r"packing\.cu_seqlens_q: expected numbers that rise from 0"):
+        attention(*packed()[:3], backend="reference", packing=packing)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fa3_fp8_emulated"])
+def test_a_gradient_of_the_gradient_is_an_error_and_not_a_number(backend: Any) -> None:
+    q, k, v = (x.float().requires_grad_() for x in batch()[:3])
+    (grad,) = torch.autograd.grad(attention(q, k, v, backend=backend).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
 
 
 def test_every_backend_runs_or_says_what_is_missing() -> None:
