@@ -8,6 +8,7 @@ plain values are put into the arguments: Megatron writes them into checkpoints.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,15 @@ from megatron_patches.recipes import GRAD_DTYPES, OURS, Fp8Settings, settings
 
 SPEC = ("megatron_patches.layer_specs", "gpt")
 _RECIPE = "fp8_recipe"
+_DEFAULT_RECIPE = "delayed"
+_OF_ENGINES_FP8 = {
+    "fp8_param_gather": "FP8 parameters are its own",
+    "fp8_param": "FP8 parameters are its own",
+    "fp8_output_proj": "The head stays in high precision",
+    "moe_router_padding_for_fp8": "GEMMs of fp8_ds pad by themselves",
+    "moe_router_padding_for_quantization": "GEMMs of fp8_ds pad by themselves",
+}
+"""Arguments that ask for FP8 of Transformer Engine's, and why linears of fp8_ds do without."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -99,7 +109,8 @@ def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
         _take_over(args)
     else:
         _check_stock_fp8(args)
-    if args.fp8_linear_recipe is None and args.fp8_attention_backend is None:
+    _check_health(args)
+    if not _needs_spec(args):
         return args
     if args.spec is not None:
         raise ConfigError(
@@ -108,6 +119,43 @@ def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
         )
     args.spec = list(SPEC)
     return args
+
+
+def _needs_spec(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name, None) is not None for name in ("fp8_linear_recipe", "fp8_attention_backend"))
+
+
+def check_spec(args: argparse.Namespace) -> None:
+    """Final arguments, from which the model is built next, still have our spec where it is needed.
+
+    Raises:
+        ConfigError: --use-checkpoint-args has put another in its place, or the model is built without one.
+    """
+    if not _needs_spec(args):
+        return
+    if list(args.spec or ()) != list(SPEC):
+        raise ConfigError(
+            f"--use-checkpoint-args: expected a checkpoint without --spec, or with --spec {' '.join(SPEC)}, got "
+            f"{' '.join(args.spec or ('none',))}. The model would have no FP8 linears or attention of fp8_ds: remove "
+            "--use-checkpoint-args, and pass the model's arguments."
+        )
+    if getattr(args, "use_legacy_models", False):
+        raise ConfigError(
+            "--use-legacy-models: expected off with --fp8-recipe of fp8_ds or --fp8-attention-backend, got on. Legacy "
+            "models are built without a layer spec: remove the flag."
+        )
+
+
+def wrap_setup_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For patches.apply, of `setup_model_and_optimizer`: `check_spec`, then Megatron's own."""
+
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import global_vars
+
+        check_spec(global_vars.get_args())
+        return stock(*args, **kwargs)
+
+    return setup_model_and_optimizer
 
 
 def settings_from(args: argparse.Namespace) -> Fp8Settings | None:
@@ -140,14 +188,15 @@ def _take_over(args: argparse.Namespace) -> None:
                     f"{flag}: expected it left out without --sequence-parallel, got {value}. All-reduces are in bf16: "
                     "remove it, or add --sequence-parallel."
                 )
-    if getattr(args, "fp8_param_gather", False) or getattr(args, "fp8_param", False):
-        raise UnsupportedError(
-            "--fp8-param-gather: expected off without Transformer Engine, got on. FP8 parameters are its own: remove "
-            "the flag."
-        )
+    for name, reason in _OF_ENGINES_FP8.items():
+        if getattr(args, name, False):
+            flag = "--fp8-param-gather" if name == "fp8_param" else f"--{name.replace('_', '-')}"
+            raise UnsupportedError(
+                f"{flag}: expected off without Transformer Engine, got on. {reason}: remove the flag."
+            )
     args.fp8_linear_format, args.fp8_linear_recipe = args.fp8, args.fp8_recipe
     settings_from(args)  # refused now, not when the model is built
-    args.fp8, args.fp8_recipe = None, "delayed"
+    args.fp8, args.fp8_recipe = None, _DEFAULT_RECIPE
 
 
 def check_masks(args: argparse.Namespace, backend: str | None) -> None:
@@ -184,6 +233,39 @@ def _check_attention(args: argparse.Namespace) -> None:
         )
 
 
+def check_recipe(args: argparse.Namespace) -> None:
+    """A recipe that somebody named is not left without FP8.
+
+    Args:
+        args: parsed, of the wrapper or of the stock script.
+
+    Raises:
+        ConfigError: --fp8-recipe without --fp8-format.
+    """
+    if args.fp8 is not None or getattr(args, "fp8_linear_recipe", None) is not None:
+        return
+    recipe = getattr(args, _RECIPE, _DEFAULT_RECIPE)
+    # Parsed arguments do not tell the default from the same that was named.
+    if recipe != _DEFAULT_RECIPE or any(word.partition("=")[0] == "--fp8-recipe" for word in sys.argv[1:]):
+        raise ConfigError(
+            f"--fp8-recipe: expected --fp8-format with it, got {recipe} and no format. Everything would stay in high "
+            f"precision: add --fp8-format {' or '.join(GRAD_DTYPES)}, or remove --fp8-recipe."
+        )
+
+
+def _check_health(args: argparse.Namespace) -> None:
+    interval = args.fp8_health_interval
+    if interval < 0:
+        raise ConfigError(
+            f"--fp8-health-interval: expected 0 or more iterations, got {interval}. Pass 0 for coverage and bytes only."
+        )
+    if interval and args.fp8_linear_recipe is None:
+        raise ConfigError(
+            f"--fp8-health-interval: expected 0 without FP8 linears of fp8_ds, got {interval}. There are no others to "
+            "sample: remove it, or pass --transformer-impl local, --fp8-format and --fp8-recipe."
+        )
+
+
 def _check_stock_fp8(args: argparse.Namespace) -> None:
     """FP8 that only Transformer Engine computes is there, and nothing is asked of linears of fp8_ds."""
     if args.fp8_recipe in OURS:
@@ -197,6 +279,7 @@ def _check_stock_fp8(args: argparse.Namespace) -> None:
                 f"{flag}: expected it left out without FP8 linears of fp8_ds, got {value}. Remove it, or pass "
                 "--transformer-impl local and --fp8-format."
             )
+    check_recipe(args)
     if args.fp8 is None:
         return
     engine = compat.transformer_engine()

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -114,15 +115,20 @@ class MegatronFp8Attention:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...]."""
+        """[s, b, heads x dim] of query [s, b, heads, dim], key and value with fewer heads; packed: [t, ...].
+
+        In evaluation the stock class computes it, but for packed sequences where that is Megatron's own, which refuses
+        them.
+        """
         settings, mask = self.fp8_attention, attn_mask_type or self._fp8_mask
+        refuses_packed = packed_seq_params is not None and isinstance(self, DotProductAttention)
         needs_stock = (
             settings is None
             or attention_bias is not None
             or any(extra is not None for extra in kwargs.values())
             or mask not in (*_CAUSAL, AttnMaskType.no_mask)
             or (mask == AttnMaskType.padding_causal and packed_seq_params is None)
-            or not cast(Any, self).training
+            or not (cast(Any, self).training or refuses_packed)
         )
         if needs_stock:
             stock: Any = super()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches import patches
+from megatron_patches.dataset_helpers import copy_helper
 
 _CPU = torch.device("cpu")
 _NAMELESS: dict[str, Any] = {
@@ -106,6 +108,17 @@ def _torch_attributes() -> list[tuple[Any, str, Any]]:
     return found
 
 
+def _provide_dataset_helper() -> None:
+    """What _compile_dependencies does, without its kernels for GPUs; without a compiler where megatron-core is
+    installed. On all ranks."""
+    if torch.distributed.get_rank() == 0:
+        from megatron.core.datasets import utils
+
+        if not copy_helper(Path(utils.__file__).parent):
+            utils.compile_helpers()
+    torch.distributed.barrier()
+
+
 def _replacements(training: bool) -> dict[str, Callable[[Any], Any]]:
     found: dict[str, Callable[[Any], Any]] = {
         "megatron.core.tensor_parallel.random._get_cuda_rng_state": lambda stock: (
@@ -119,7 +132,7 @@ def _replacements(training: bool) -> dict[str, Callable[[Any], Any]]:
         found["megatron.training.training.initialize_megatron"] = lambda stock: (
             lambda *args, **kwargs: stock(*args, **{**kwargs, "allow_no_cuda": True})
         )
-        found["megatron.training.initialize._compile_dependencies"] = lambda stock: _constant(None)
+        found["megatron.training.initialize._compile_dependencies"] = lambda stock: _provide_dataset_helper
     return found
 
 

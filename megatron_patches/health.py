@@ -2,9 +2,11 @@
 
 - coverage: share of the FLOPs of all matrix products of an iteration that run in FP8: linears, experts by the tokens
   they get on average, the head, and attention's products (causal: half of them). Of FP8 attention only the forward is.
-- gathered: bytes that FP8 all-gathers delivered to a rank in one iteration.
+- gathered: bytes that FP8 all-gathers delivered to a rank in one training iteration.
 - amax, saturation, underflow: see fp8_ds/monitor/statistics.py; of linears of fp8_ds, every --fp8-health-interval
   iterations. Transformer Engine's own are in its debug tool.
+
+Evaluation, which comes between two iterations, counts nowhere.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class Health:
         self.args, self.registry = args, registry
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._num_bytes = self._last_num_bytes = 0
+        self._num_bytes = self._bytes_before = 0
+        self._waiting: list[Any] = []
         self._statistics: LayerStatistics = {}
         self._observers: Observers | None = None
         self._is_sampling, self._sampled = False, 0
@@ -151,20 +154,36 @@ class Health:
         return total
 
     def after_iteration(self, iteration: int) -> None:
-        """Ends a sample and begins the next. On all ranks."""
-        if self.registry.fp8 is not None:
-            total = self.registry.fp8.num_bytes_gathered
-            self._num_bytes, self._last_num_bytes = total - self._last_num_bytes, total
-        if self._observers is None:
+        """Ends a sample; the next begins with the next forward in training. On all ranks."""
+        if self.registry.fp8 is None:
             return
-        if self._is_sampling:
-            self._observers.detach()
-            self._is_sampling = False
-            self._table.send()
-            self._statistics, self._sampled = self._table.receive() or {}, iteration
-        if (iteration + 1) % self._every == 0:
+        total = self.registry.fp8.num_bytes_gathered
+        self._num_bytes, self._bytes_before = total - self._bytes_before, total
+        if self._observers is not None:
+            if self._is_sampling:
+                self._observers.detach()
+                self._table.send()
+                self._statistics, self._sampled = self._table.receive() or {}, iteration
+            self._is_sampling = (iteration + 1) % self._every == 0
+        self._wait_for_training()
+
+    def _wait_for_training(self) -> None:
+        self._stop_waiting()
+        self._waiting = [layer.register_forward_pre_hook(self._before_layer) for layer in self.registry.layers()]
+
+    def _stop_waiting(self) -> None:
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = []
+
+    def _before_layer(self, layer: Any, inputs: Any) -> None:
+        """The first layer in training begins an iteration, and ends the wait of all."""
+        if not layer.training:
+            return
+        self._stop_waiting()
+        self._bytes_before = self.registry.fp8.num_bytes_gathered
+        if self._is_sampling and self._observers is not None:
             self._observers.attach()
-            self._is_sampling = True
 
     def report(self) -> tuple[str, dict[str, float]]:
         """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""

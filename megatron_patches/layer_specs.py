@@ -30,7 +30,7 @@ from megatron.core.utils import log_single_rank
 from fp8_ds.attention import BACKENDS
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, patches
-from megatron_patches.arguments import check_masks, settings_from
+from megatron_patches.arguments import check_masks, check_recipe, settings_from
 from megatron_patches.attention import AttentionSettings, attention_class, left_to_stock
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
@@ -203,6 +203,26 @@ def _alternates(config: Any) -> bool:
     return bool(config.num_moe_experts) and config.moe_layer_freq not in (1, [1] * config.num_layers)
 
 
+# Field of a TransformerConfig, and its flag: layers that gpt_builders.py makes by another function.
+_OTHER_LAYERS = {
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "use_kitchen": "--kitchen-config-file, --kitchen-recipe-number",
+    "use_kitchen_attention": "--use-kitchen-attention",
+    "transformer_impl": "--transformer-impl",
+}
+
+
+def _refuse_other_layers(config: Any) -> None:
+    for name, flag in _OTHER_LAYERS.items():
+        value = getattr(config, name, None)
+        if value and (name != "transformer_impl" or value == "inference_optimized"):
+            raise UnsupportedError(
+                f"{flag}: expected it left out with a layer spec of megatron_patches, got {value}. Another model would "
+                "be trained: remove it, or leave out --fp8-attention-backend, --spec and --fp8-format."
+            )
+
+
 def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
     """What Megatron builds its layers from: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
 
@@ -212,9 +232,11 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
         vp_stage: the virtual pipeline stage, where Megatron says which.
 
     Raises:
-        UnsupportedError: dense and MoE layers alternate, and a virtual pipeline stage is not known: a spec is of one.
+        UnsupportedError: Megatron builds these layers only where it has no --spec; or dense and MoE layers alternate,
+            and a virtual pipeline stage is not known: a spec is of one.
     """
     patches.check("core")
+    _refuse_other_layers(config)
     if _alternates(config):
         if config.virtual_pipeline_model_parallel_size and vp_stage is None:
             raise UnsupportedError(
@@ -267,19 +289,10 @@ def layer_spec(
     Raises:
         ConfigError, UnsupportedError: something in it cannot take effect.
     """
-    spec = stock_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
     if use_transformer_engine:
-        if fp8 is not None:
-            raise ConfigError(
-                f"--fp8-recipe: expected one of Megatron's with --transformer-impl transformer_engine, got "
-                f"{fp8.linear.recipe}. Pass --transformer-impl local."
-            )
-        if config.fp8 and not compat.transformer_engine().found:
-            raise UnsupportedError(
-                f"--transformer-impl: expected Transformer Engine, got none ({compat.transformer_engine().detail}). "
-                "Install it, or pass --transformer-impl local for FP8 linears of fp8_ds."
-            )
-    else:
+        _require_engine(fp8)
+    spec = stock_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
+    if not use_transformer_engine:
         if config.sequence_parallel:
             spec = with_sequence_parallel_norms(spec)
         if config.fp8 and config.recompute_granularity == "full":
@@ -291,12 +304,39 @@ def layer_spec(
             fp8 = settings_of(config)
         if fp8 is not None:
             spec = with_fp8_linears(spec, fp8)
+    if fp8 is not None or config.fp8:
+        _refuse_bf16_alone(config)
     if attention is not None:
         spec = with_attention(spec, attention)
         _say_what_stays_stock(config, attention)
     registry = registry or LayerRegistry()
     registry.fp8 = fp8
     return with_registry(spec, registry)
+
+
+def _require_engine(fp8: Fp8Settings | None) -> None:
+    if fp8 is not None:
+        raise ConfigError(
+            f"--fp8-recipe: expected one of Megatron's with --transformer-impl transformer_engine, got "
+            f"{fp8.linear.recipe}. Pass --transformer-impl local."
+        )
+    engine = compat.transformer_engine()
+    if not engine.found:
+        raise UnsupportedError(
+            f"--transformer-impl: expected Transformer Engine, got none ({engine.detail}). Install it, or pass "
+            "--transformer-impl local, with which FP8 linears are those of fp8_ds."
+        )
+
+
+def _refuse_bf16_alone(config: Any) -> None:
+    """--first-last-layers-bf16 leaves a layer in FP8."""
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    if config.first_last_layers_bf16 and (min(first, last) < 0 or first + last >= config.num_layers):
+        raise ConfigError(
+            f"--first-last-layers-bf16: expected fewer than {config.num_layers} layers in bf16, and no negative number "
+            f"of them, got {first} at the start and {last} at the end. No layer would be in FP8: change "
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16, or remove --fp8-format."
+        )
 
 
 def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
@@ -351,6 +391,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
         )
     backend = backend or getattr(args, "fp8_attention_backend", None)
     check_masks(args, backend)
+    check_recipe(args)
     attention = None
     if backend is not None:
         attention = AttentionSettings(cast(Any, backend), getattr(args, "fp8_attention_hadamard", False))

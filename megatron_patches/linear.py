@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear, _LinearFunction
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.tp.context import TensorParallel
@@ -70,6 +70,19 @@ class MegatronFp8Linear:
                     f"--fp8-tp-gather: expected bf16 with --fp8-recipe {self.fp8_recipe.name} and --sequence-parallel, "
                     "got fp8. Add --fp8-tp-gather bf16, or set another recipe."
                 ) from error
+
+    def finish_init(self, quant_config: Any) -> None:
+        """Megatron's hook of --te-precision-config-file.
+
+        Raises:
+            UnsupportedError: the file has something for this layer.
+        """
+        if quant_config is not None:
+            raise UnsupportedError(
+                "--te-precision-config-file: expected no matcher that takes in linears of fp8_ds, got config "
+                f"{quant_config.config_key} for {quant_config.match_input.module_path}. It is for Transformer "
+                "Engine's: match *core_attention alone, or remove the flag."
+            )
 
     def keep_bf16(self, reason: str) -> None:
         """From now on Megatron computes it."""

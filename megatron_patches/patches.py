@@ -49,6 +49,14 @@ PATCHES = (
     ),
     Patch(
         "megatron.training.training",
+        "setup_model_and_optimizer",
+        (),
+        "wrap",
+        "arguments.py: a spec that --use-checkpoint-args has replaced is refused before the model is built",
+        "parse_args: Megatron reads the checkpoint's arguments after it",
+    ),
+    Patch(
+        "megatron.training.training",
         "training_log",
         ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
         "wrap",

@@ -115,6 +115,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
             "megatron.training.arguments.add_megatron_arguments": ours.wrap_add_arguments,
             "megatron.training.arguments.parse_args": parse,
             "megatron.training.initialize.parse_args": parse,
+            "megatron.training.training.setup_model_and_optimizer": ours.wrap_setup_model,
             "megatron.training.training.training_log": health.wrap_training_log,
         }
     )

@@ -17,8 +17,6 @@ OUTPUT=${OUTPUT:-$(mktemp -d)}
 PYTHON=${PYTHON:-python3}
 STEPS=${STEPS:-40}
 
-# Megatron compiles this helper where it is missing; the wheel of megatron-core has it.
-"$PYTHON" "$here/dataset_helpers.py" "$MEGATRON_LM_PATH"
 [ -e "$OUTPUT/train.idx" ] || "$PYTHON" "$here/prepare_data.py" "$OUTPUT"
 
 MODEL=(
@@ -29,7 +27,7 @@ MODEL=(
 )
 DATA=(
     --train-data-path "$OUTPUT/train" --valid-data-path "$OUTPUT/held_out" --data-cache-path "$OUTPUT/cache"
-    --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0
+    --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0
 )
 TRAINING=(
     --micro-batch-size 4 --global-batch-size 16 --train-iters "$STEPS" --lr 2e-3 --min-lr 2e-3

@@ -7,6 +7,7 @@
 # ENGINE=te (default): Transformer Engine's FP8 linears. ENGINE=fp8_ds: those of fp8_ds, where there is none.
 # ATTENTION (fa3; fa3_fp8 from about 32k tokens; none is Megatron's own): needs FlashAttention-3, see docs/attention.md.
 # STATES=1: Adam's moments and masters in FP8 and bf16 + 8 bits: 5 instead of 14 bytes a parameter (docs/megatron.md).
+# It is 1 with ENGINE=fp8_ds, else 0: without Transformer Engine and Apex, Megatron's own optimizer cannot resume.
 set -euo pipefail
 : "${MEGATRON_LM_PATH:?is not set. Clone Megatron-LM, check out core_v0.16.1, and set it to the folder}"
 : "${TOKENIZER:?is not set. It is the folder, or the name, of a Hugging Face tokenizer}"
@@ -38,7 +39,7 @@ case ${ENGINE:-te} in
     te) FP8=(--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise) ;;
     fp8_ds) FP8=(
         --transformer-impl local --fp8-format hybrid --fp8-recipe tensorwise --fp8-health-interval 100
-        --no-persist-layer-norm
+        --no-rope-fusion --no-persist-layer-norm
     ) ;;
     *) echo "ENGINE: expected te or fp8_ds, got ${ENGINE}." >&2; exit 2 ;;
 esac
@@ -47,7 +48,7 @@ if [ "${ENGINE:-te}" = fp8_ds ] || ! "$PYTHON" -c "import torch, fused_weight_gr
     FP8+=(--no-gradient-accumulation-fusion)
 fi
 [ "${ATTENTION:-fa3}" = none ] || FP8+=(--fp8-attention-backend "${ATTENTION:-fa3}")
-[ "${STATES:-0}" = 0 ] || FP8+=(--fp8-optimizer-states)
+[ "${STATES:-$([ "${ENGINE:-te}" = fp8_ds ] && echo 1 || echo 0)}" = 0 ] || FP8+=(--fp8-optimizer-states)
 LOGGING=(
     --log-interval 10 --log-throughput --tensorboard-dir "$OUTPUT/tensorboard"
     --save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval 1000 --ckpt-format torch_dist

@@ -2,8 +2,9 @@
 
     python examples/megatron/prepare_data.py OUTPUT_FOLDER [--megatron-path CLONE]
 
-Tokens are bytes. OUTPUT_FOLDER/{train,held_out}.{bin,idx} are for `--train-data-path` and `--valid-data-path`, with
-`--tokenizer-type NullTokenizer --vocab-size 256`. For text of your own use tools/preprocess_data.py of your clone.
+Tokens are bytes, and 256 after a document. OUTPUT_FOLDER/{train,held_out}.{bin,idx} are for `--train-data-path` and
+`--valid-data-path`, with `--tokenizer-type NullTokenizer --vocab-size 257` (core 0.16 adds one for the end by itself,
+0.19 does not). For text of your own use tools/preprocess_data.py of your clone.
 """
 
 from __future__ import annotations

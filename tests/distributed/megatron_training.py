@@ -189,22 +189,32 @@ class Training:
 
     def step(self, data: Iterator[Tensor]) -> float | None:
         """The mean loss, on the last stage."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
+        losses = self._micro_batches(data, forward_only=False)
+        successful, self.grad_norm, _ = self.optimizer.step()
+        assert successful
+        return sum(float(one["lm loss"]) for one in losses) / len(losses) if losses else None
+
+    @torch.no_grad()
+    def evaluate(self, data: Iterator[Tensor]) -> None:
+        """As megatron.training's `evaluate`."""
+        self.model.eval()
+        self._micro_batches(data, forward_only=True)
+        self.model.train()
+
+    def _micro_batches(self, data: Iterator[Tensor], forward_only: bool) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data,
             model=[self.model],
             num_microbatches=NUM_MICRO,
             seq_length=LENGTH,
             micro_batch_size=MICRO_BATCH,
-            forward_only=False,
+            forward_only=forward_only,
         )
-        successful, self.grad_norm, _ = self.optimizer.step()
-        assert successful
-        return sum(float(one["lm loss"]) for one in losses) / len(losses) if losses else None
 
 
 def train(layout: Layout, num_steps: int = 6, **kwargs: Any) -> dict[str, Any]:

@@ -246,8 +246,8 @@ def test_running_megatron_on_cpu_is_undone(ranks: Ranks) -> None:
     ranks(2).run(nothing_is_left)
 
 
-def health(layout: Layout) -> dict[str, Any]:
-    """Two iterations, of which the second is sampled."""
+def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
+    """Two iterations, of which the second is sampled; evaluation of other text comes before it and after it."""
     from types import SimpleNamespace
 
     from megatron_patches.health import Health
@@ -267,6 +267,8 @@ def health(layout: Layout) -> dict[str, Any]:
         for iteration in (1, 2):
             training.step(data)
             watched.after_iteration(iteration)
+            if evaluates:
+                training.evaluate(iter(torch.zeros(mt.NUM_MICRO, mt.MICRO_BATCH, mt.LENGTH + 1, dtype=torch.long)))
         line, scalars = watched.report()
         module = training.module
         weights = {name: float(p.detach().abs().max()) for name, p in module.named_parameters() if "linear_" in name}
@@ -298,3 +300,9 @@ def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     attention, head = mt.WIDTH * mt.LENGTH, mt.WIDTH * mt.VOCABULARY
     share = mt.NUM_LAYERS * per_layer / (mt.NUM_LAYERS * (per_layer + attention) + head)
     assert scalars["fp8/coverage"] == pytest.approx(100 * share)
+
+
+def test_health_is_not_of_evaluation(ranks: Ranks) -> None:
+    plain = ranks(2).run(health, LAYOUTS["tp2_sp"])
+    evaluated = ranks(2).run(health, LAYOUTS["tp2_sp"], evaluates=True)
+    assert evaluated == plain

@@ -78,18 +78,67 @@ def test_8b_has_the_attention_that_8192_tokens_are_advised(root: Path, tmp_path:
     assert "fa3_fp8" in words_of_8b(root, tmp_path, True, ATTENTION="fa3_fp8")
 
 
-def test_text_comes_back_from_megatrons_format(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["te", "fp8_ds"])
+def test_8b_asks_for_no_kernel_that_its_engine_lacks(root: Path, tmp_path: Path, engine: str) -> None:
+    """Megatron's RoPE is fused by Transformer Engine, its persistent norm by Apex."""
+    words = words_of_8b(root, tmp_path, True, ENGINE=engine)
+    for flag in ("--no-rope-fusion", "--no-persist-layer-norm"):
+        assert words.count(flag) == int(engine == "fp8_ds"), flag
+
+
+@pytest.mark.parametrize(
+    ("env", "has_states"),
+    [
+        ({"ENGINE": "te"}, False),
+        ({"ENGINE": "fp8_ds"}, True),
+        ({"ENGINE": "te", "STATES": "1"}, True),
+        ({"ENGINE": "fp8_ds", "STATES": "0"}, False),
+    ],
+)
+def test_8b_has_an_optimizer_that_resumes(root: Path, tmp_path: Path, env: dict[str, str], has_states: bool) -> None:
+    """Megatron's distributed one does not without Transformer Engine and Apex."""
+    assert words_of_8b(root, tmp_path, True, **env).count("--fp8-optimizer-states") == int(has_states)
+
+
+def test_the_quick_starts_row_without_transformer_engine_is_the_scripts(root: Path, tmp_path: Path) -> None:
+    text = (root / "docs/quickstart-megatron.md").read_text()
+    (row,) = re.findall(r"^\| no Transformer Engine \| `(.*?)`", text, re.MULTILINE)
+    words = " ".join(words_of_8b(root, tmp_path, False, ENGINE="fp8_ds"))
+    assert [part for part in re.findall(r"--\S+(?: [^-]\S*)?", row) if part not in words] == []
+    assert {"--no-rope-fusion", "--no-persist-layer-norm", "--fp8-optimizer-states"} <= set(row.split())
+
+
+@pytest.fixture(scope="module")
+def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prepare_data.py has written."""
+    folder = tmp_path_factory.mktemp("text")
+    script = root / "examples/megatron/prepare_data.py"
+    subprocess.run([sys.executable, script, folder], check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize(("version", "added"), [("0.16", 1), ("0.19", 0)])
+@pytest.mark.parametrize("name", ["cpu_trial.sh", "prepare_data.py"])
+def test_the_trials_vocabulary_has_every_token(root: Path, prepared: Path, name: str, version: str, added: int) -> None:
+    """NullTokenizer of core 0.16 adds one for the end of a document to --vocab-size; that of 0.19 does not."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    script = root / "examples/megatron/prepare_data.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True, timeout=120)
+    (size,) = re.findall(r"--vocab-size (\d+)", (root / "examples/megatron" / name).read_text())
+    for split in ("train", "held_out"):
+        largest = max(int(document.max()) for document in IndexedDataset(str(prepared / split)))
+        assert largest < int(size) + added, version
+
+
+def test_text_comes_back_from_megatrons_format(root: Path, prepared: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
     sys.path.insert(0, str(root / "examples/deepspeed"))
     try:
         from data import read_stdlib
     finally:
         sys.path.pop(0)
     text = read_stdlib("held_out")
-    dataset = IndexedDataset(str(tmp_path / "held_out"))
+    dataset = IndexedDataset(str(prepared / "held_out"))
     assert bytes(dataset[1][:-1].astype("uint8")) == bytes(text[1 << 16 : 2 << 16].numpy())
     assert dataset[0][-1] == 256
     assert sum(len(document) - 1 for document in dataset) == len(text)

@@ -6,6 +6,9 @@ tests/integration/test_megatron_clone.py has the same with Megatron's own parser
 from __future__ import annotations
 
 import argparse
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from megatron_patches import arguments
 
 LOCAL = ["--transformer-impl", "local"]
 FP8 = [*LOCAL, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+PADDING = ("moe-router-padding-for-fp8", "moe-router-padding-for-quantization")
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
@@ -32,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--spec", nargs="*")
     found.add_argument("--attention-backend", default="auto")
     found.add_argument("--seed", type=int, default=1)
-    found.add_argument("--reset-attention-mask", action="store_true")
+    for flag in ("reset-attention-mask", "use-legacy-models", *PADDING, "fp8-output-proj"):
+        found.add_argument(f"--{flag}", action="store_true")
     return arguments.add_arguments(found)
 
 
@@ -111,6 +116,12 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         ([*SP, "--fp8-tp-gather", "fp8"], ConfigError, r"without FP8 linears"),
         (["--fp8-gemm-backend", "reference"], ConfigError, r"--fp8-gemm-backend: expected it left out"),
         ([*FP8, "--fp8-param-gather"], UnsupportedError, r"--fp8-param-gather: expected off"),
+        *(([*FP8, f"--{flag}"], UnsupportedError, rf"--{flag}: expected off .* GEMMs of fp8_ds") for flag in PADDING),
+        ([*FP8, "--fp8-output-proj"], UnsupportedError, r"--fp8-output-proj: expected off .* The head stays"),
+        (["--fp8-recipe", "tensorwise"], ConfigError, r"--fp8-format with it, got tensorwise and no format"),
+        ([*LOCAL, "--fp8-recipe", "mxfp8"], ConfigError, r"--fp8-format with it, got mxfp8 and no format"),
+        ([*FP8, "--fp8-health-interval", "-1"], ConfigError, r"--fp8-health-interval: expected 0 or more .*, got -1"),
+        (["--fp8-health-interval", "5"], ConfigError, r"expected 0 without FP8 linears of fp8_ds, got 5"),
         (["--fp8-attention-hadamard"], ConfigError, r"expected --fp8-attention-backend fa3_fp8"),
         ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
         (["--attention-backend", "local", "--fp8-attention-backend", "sdpa"], ConfigError, r"got local"),
@@ -125,6 +136,59 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
 def test_what_cannot_take_effect_is_refused(words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         digest(*words)
+
+
+@pytest.mark.parametrize("words", [("--fp8-recipe", "delayed"), ("--fp8-recipe=delayed",)])
+def test_the_default_recipe_is_refused_where_it_was_named(monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    with pytest.raises(ConfigError, match=r"--fp8-recipe: expected --fp8-format with it, got delayed and no format"):
+        digest(*words)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--seed", "1"])
+    assert digest("--seed", "1").fp8_recipe == "delayed"
+
+
+def test_padding_is_megatrons_own_affair_without_our_linears() -> None:
+    assert digest(*(f"--{flag}" for flag in PADDING)).fp8_linear_recipe is None
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of the model, by our wrapper, from arguments that Megatron has then."""
+    variables, training = ModuleType("megatron.training.global_vars"), ModuleType("megatron.training")
+    training.global_vars = variables  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+
+    def run(args: Any) -> str:
+        variables.get_args = lambda: args  # type: ignore[attr-defined]
+        found: str = arguments.wrap_setup_model(lambda model, kind=None: f"{model} {kind}")("model", kind="built")
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("words", [FP8, ["--fp8-attention-backend", "sdpa"]])
+def test_a_spec_that_the_checkpoint_has_put_in_place_of_ours_is_refused(setup: Any, words: list[str]) -> None:
+    """--use-checkpoint-args: Megatron reads them after it has parsed its own."""
+    args = digest(*words)
+    assert setup(args) == "model built"
+    for spec in (["userspec", "plain"], ["megatron_patches.layer_specs", "gpt_fa3"], None):
+        args.spec = spec
+        with pytest.raises(
+            ConfigError, match=r"--use-checkpoint-args: expected .* got (userspec plain|.*gpt_fa3|none)"
+        ):
+            setup(args)
+
+
+def test_a_spec_is_the_users_affair_where_nothing_of_ours_was_asked_for(setup: Any) -> None:
+    for args in (digest("--spec", "userspec", "plain"), SimpleNamespace(spec=None)):
+        assert setup(args) == "model built"
+
+
+def test_legacy_models_which_have_no_spec_are_refused(setup: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--use-legacy-models: expected off"):
+        setup(digest(*FP8, "--use-legacy-models"))
+    assert setup(digest("--use-legacy-models")) == "model built"
 
 
 def test_masks_are_megatrons_own_affair_with_its_own_attention() -> None:

@@ -113,6 +113,68 @@ def test_one_line_says_what_computes_what() -> None:
     assert health.describe([Layer()]) == "linears: Megatron's own | attention: Megatron's own"
 
 
+class Watch:
+    """Stands for Observers and for their table; `events` is what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.events.append(name)
+
+
+class Gathering(nn.Module):
+    """A layer whose forward gathers as many bytes as its input says."""
+
+    def __init__(self, fp8: Any) -> None:
+        super().__init__()
+        self.fp8 = fp8
+
+    def forward(self, num_bytes: int) -> None:
+        self.fp8.num_bytes_gathered += num_bytes
+
+
+def test_what_is_reported_is_of_training() -> None:
+    """Evaluation before a sampled iteration, after it, and before the next one."""
+    fp8 = SimpleNamespace(num_bytes_gathered=0)
+    layers = nn.ModuleList(Gathering(fp8) for _ in range(2))
+    watched = watching(fp8, list(layers), every=2)
+    found, events = [], []
+    for iteration in (1, 2, 3):
+        for layer in layers.train():
+            layer(10 * iteration)
+        events.append(list(watched._table.events))
+        watched.after_iteration(iteration)
+        found.append(watched._num_bytes)
+        for layer in layers.eval():
+            layer(1)
+        events.append(list(watched._table.events))
+    assert found == [20, 40, 60]
+    sampled = ["attach", "detach", "send", "receive"]
+    assert events == [[], [], sampled[:1], sampled, sampled, sampled]
+
+
+def test_no_layer_is_hooked_in_an_iteration() -> None:
+    fp8 = SimpleNamespace(num_bytes_gathered=0)
+    layers = nn.ModuleList(Gathering(fp8) for _ in range(2))
+    watched = watching(fp8, list(layers), every=1)
+    for iteration in (1, 2):
+        watched.after_iteration(iteration)
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [1, 1]
+    layers[1](1)  # the first of a virtual stage need not be the first built
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 0]
+
+
+def watching(fp8: Any, layers: list[Any], every: int) -> Any:
+    """A Health of these layers without groups."""
+    watched: Any = health.Health.__new__(health.Health)
+    watched.registry = SimpleNamespace(fp8=fp8, layers=lambda: layers)
+    watched._observers = watched._table = Watch()
+    watched._every, watched._is_sampling, watched._waiting = every, False, []
+    watched._num_bytes = watched._bytes_before = 0
+    return watched
+
+
 def test_nothing_is_added_without_our_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(spec=None)
     megatron_training, variables = ModuleType("megatron.training"), ModuleType("megatron.training.global_vars")

@@ -7,6 +7,7 @@ classes are empty.
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from fp8_ds.errors import ConfigError, UnsupportedError
-from megatron_patches import layer_specs
+from megatron_patches import compat, layer_specs
 from megatron_patches.attention import AttentionSettings
 from megatron_patches.layer_specs import RegisteredLayer, layer_spec, registry_of, with_attention, with_fp8_linears
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
@@ -157,6 +158,44 @@ def test_alternating_experts_under_virtual_stages_are_refused() -> None:
         layer_specs.stock_layer_spec(fake, use_transformer_engine=False)
 
 
+@pytest.mark.parametrize("use_transformer_engine", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("experimental_attention_variant", "dsa", "--experimental-attention-variant"),
+        ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),
+        ("use_kitchen", True, "--kitchen-config-file, --kitchen-recipe-number"),
+        ("use_kitchen_attention", True, "--use-kitchen-attention"),
+        ("transformer_impl", "inference_optimized", "--transformer-impl"),
+    ],
+)
+def test_layers_that_megatron_builds_only_without_a_spec_are_refused(
+    field: str, value: Any, flag: str, use_transformer_engine: bool
+) -> None:
+    """They would be left out in silence: another model."""
+    other = config()
+    setattr(other, field, value)
+    with pytest.raises(UnsupportedError, match=rf"{flag}: expected it left out with a layer spec .*, got {value}\."):
+        layer_specs.stock_layer_spec(other, use_transformer_engine=use_transformer_engine)
+
+
+def test_attention_for_transformer_engines_layers_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "transformer_engine", lambda: compat.TransformerEngine(False, "not installed"))
+    with pytest.raises(UnsupportedError, match=r"--transformer-impl: expected Transformer Engine, got none \(not inst"):
+        layer_spec(config(attention_dropout=0.0), use_transformer_engine=True, attention=SDPA)
+
+
+@pytest.mark.parametrize(("first", "last"), [(5, 1), (2, 2), (4, 0), (-1, 1)])
+def test_bf16_layers_alone_are_no_fp8(first: int, last: int) -> None:
+    values = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    with pytest.raises(ConfigError, match=rf"--first-last-layers-bf16: .* got {first} at the start and {last} at the"):
+        layer_spec(config(first_last_layers_bf16=True, **values), use_transformer_engine=False, fp8=FP8)
+    layer_spec(config(first_last_layers_bf16=True, **values), use_transformer_engine=False)
+    layer_spec(config(**values), use_transformer_engine=False, fp8=FP8)
+    one_left = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    layer_spec(config(first_last_layers_bf16=True, **one_left), use_transformer_engine=False, fp8=FP8)
+
+
 def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_specs, "stock_layer_spec", lambda *args, **kwargs: te_spec())
     fp8 = config(fp8="hybrid", fp8_recipe="tensorwise")
@@ -192,16 +231,32 @@ def test_a_backend_that_no_layer_gets_is_said(
         assert "--attention-dropout 0" in said[0]
 
 
-def test_the_stock_scripts_mask_of_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+@pytest.fixture
+def stock_script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its arguments, with --spec megatron_patches.layer_specs gpt_sdpa."""
     args = SimpleNamespace(
-        spec=["megatron_patches.layer_specs", "gpt_sdpa"], transformer_impl="local", fp8=None, reset_attention_mask=True
+        spec=["megatron_patches.layer_specs", "gpt_sdpa"], transformer_impl="local", fp8=None, fp8_recipe="delayed"
     )
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", SimpleNamespace(
         core_transformer_config_from_args=lambda args: config(attention_dropout=0.0)
     ))  # fmt: skip
+    return args
+
+
+def test_the_stock_scripts_recipe_without_a_format_is_refused(
+    stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recipe, words in (("tensorwise", []), ("delayed", ["--fp8-recipe", "delayed"])):
+        stock_script.fp8_recipe = recipe
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        with pytest.raises(ConfigError, match=rf"expected --fp8-format with it, got {recipe} and no format"):
+            layer_specs._objects()
+
+
+def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleNamespace) -> None:
+    args = stock_script
+    args.reset_attention_mask = True
     with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(sdpa"):
         layer_specs._objects()
     args.reset_attention_mask = False
@@ -215,8 +270,6 @@ def test_without_fp8_or_attention_linears_are_stock() -> None:
 
 
 def test_an_object_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     args = SimpleNamespace(spec=["megatron_patches.layer_specs", "gpt_fa4"])
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     with pytest.raises(ConfigError, match=r"expected one of gpt, gpt_fa3, .* got gpt_fa4"):

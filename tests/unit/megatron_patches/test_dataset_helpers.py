@@ -1,0 +1,77 @@
+"""Megatron's compiled dataset helper in a fresh clone: where it is from, and that a run on CPU asks for it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
+
+import torch.distributed as dist
+from megatron.core import datasets
+
+from megatron_patches import cpu
+from megatron_patches.dataset_helpers import copy_helper
+
+NAME = f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+
+
+def folder(tmp_path: Path, name: str, helper: str | None = None) -> Path:
+    found = tmp_path / name / "megatron" / "core" / "datasets"
+    found.mkdir(parents=True)
+    if helper is not None:
+        (found / NAME).write_text(helper)
+    return found
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A megatron-core with the helper, behind the clone."""
+    found = folder(tmp_path, "site", "installed")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), "", str(tmp_path / "site")])
+    return found
+
+
+def test_a_fresh_clone_gets_that_of_the_installed_one(tmp_path: Path, installed: Path) -> None:
+    clone = folder(tmp_path, "clone")
+    assert copy_helper(clone)
+    assert (clone / NAME).read_text() == "installed"
+
+
+def test_its_own_is_kept(tmp_path: Path, installed: Path) -> None:
+    clone = folder(tmp_path, "clone", "own")
+    assert copy_helper(clone)
+    assert (clone / NAME).read_text() == "own"
+
+
+def test_without_an_installed_one_nothing_is_there(tmp_path: Path, installed: Path) -> None:
+    (installed / NAME).unlink()
+    clone = folder(tmp_path, "clone")
+    assert not copy_helper(clone) and not list(clone.iterdir())
+
+
+@pytest.mark.parametrize(("rank", "is_installed", "num_compiled"), [(0, True, 0), (0, False, 1), (1, False, 0)])
+def test_on_cpu_megatron_has_it_before_it_builds_data(
+    tmp_path: Path,
+    installed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    is_installed: bool,
+    num_compiled: int,
+) -> None:
+    if not is_installed:
+        (installed / NAME).unlink()
+    clone, calls = folder(tmp_path, "clone"), []
+    utils: Any = ModuleType("megatron.core.datasets.utils")
+    utils.__file__, utils.compile_helpers = str(clone / "utils.py"), lambda: calls.append("compile")
+    monkeypatch.setattr(datasets, "utils", utils, raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    cpu._replacements(training=True)["megatron.training.initialize._compile_dependencies"](object())()
+    assert calls == [*["compile"] * num_compiled, "barrier"]
+    assert (clone / NAME).exists() is (rank == 0 and is_installed)
