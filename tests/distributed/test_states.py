@@ -311,7 +311,7 @@ def compare_options(stage: int, options: list[str], masters: list[str]) -> dict[
     }
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_every_option_of_the_optimizer_means_what_it_means_with_fp32_states(ranks: Any, stage: int) -> None:
     masters = {1: ["e4m19"], 2: ["fp32"], 3: ["e4m11"]}[stage]
     options = [option for option in OPTIONS if stage in STAGES_OF.get(option, (1, 2, 3))]

@@ -94,7 +94,7 @@ CASES = [
     pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
     ("tensorwise", {}, {"sequence_parallel": False}),
     pytest.param(None, {}, {}, marks=pytest.mark.slow),
-    ("tensorwise", {"nonlinear": "fp8"}, {}),
+    pytest.param("tensorwise", {"nonlinear": "fp8"}, {}, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"nonlinear": "bf16"}, {}, marks=pytest.mark.slow),
 ]
 
@@ -162,7 +162,8 @@ def in_an_engine(stage: int, backend: str | None) -> Any:
     return losses, norms, state
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_compiled_engine_trains_to_the_bits_of_eager(ranks: Any, stage: int) -> None:
     eager, compiled = ranks(2).run(in_an_engine, stage, None), ranks(2).run(in_an_engine, stage, "aot_eager")
     for (losses, norms, state), expected in zip(compiled, eager, strict=True):
