@@ -122,6 +122,13 @@ STEPS = (
         gpus=2,
         after="parity-delayed-first",
     ),
+    Step(
+        "parity-delayed-1gpu",
+        _parity(f"{_FEWER_FIRST_STEPS} --per-gpu 2", "3", "7 8 9", "stock e4m11-delayed"),
+        1600,
+        "the same on one GPU, two runs at a time: one compiles and evaluates while the other trains",
+        after="parity-delayed-first",
+    ),
     *(
         Step(
             f"parity-recipes-{k}",

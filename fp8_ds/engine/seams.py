@@ -141,6 +141,7 @@ SEAMS = (
         "override",
         "a norm is not measured twice in a step",
     ),
+    Seam(_S12, f"{_Z12}.backward_epilogue", ("self",), "override", "gradients that wait leave CUDA graphs"),
     Seam(_S12, f"{_Z12}.update_lp_params", ("self",), "rely", "gathers after a universal load"),
     Seam(_S12, f"{_Z12}._update_model_bit16_weights", ("self", "group_index"), "override", "nothing to re-point"),
     Seam(_S12, f"{_Z12}._link_all_hp_params", ("self",), "override", "fragments without a bf16 copy"),
