@@ -34,10 +34,11 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.groupwise import quantize_groupwise
 from fp8_ds.ops.quantize import amax, quantize_colwise_t, quantize_delayed_planes, quantize_planes
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_fp8, swiglu_columns
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_columns
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling import AmaxHistory
 
@@ -93,6 +94,17 @@ def _scaled(rows: int, cols: int, device: str) -> tuple[Tensor, Any]:
 
 def _three(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor, Any]:
     return *(_matrix(rows, cols, device) for _ in range(3)), AmaxHistory(2, [E4M3.max, E5M2.max], device=device)
+
+
+def _kept(rows: int, cols: int, device: str) -> Any:
+    gate, up, grad, history = _three(rows, cols, device)
+    return quantize_groupwise(gate), quantize_groupwise(up), grad, history
+
+
+def _beside(x: Any) -> Any:
+    gate, up = (one if isinstance(one, tuple) else (one,) for one in x[:2])
+    slots = x[3].slot(0), x[3].slot(1), x[3].slot(1)
+    return swiglu_backward_columns(x[2], gate, up, (E4M3, E5M2), slots, rounding="twice")
 
 
 def _delayed(x: tuple[Tensor, Any], planes: Any) -> Any:
@@ -225,6 +237,18 @@ KERNELS = (
         lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
         (WIDE,),
         _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
+    ),
+    *(
+        Kernel(
+            f"swiglu_backward_columns{', kept in FP8' if is_kept else ''}",
+            "swiglu.triton",
+            {"_BOTH_QUARTER": (8, 16, 32), "_BOTH_WARPS": (4, 8)},
+            2 + 2 * (1 if is_kept else 2) + 3,
+            _kept if is_kept else _three,
+            _beside,
+            (WIDE,),
+        )
+        for is_kept in (False, True)
     ),
     Kernel(
         "swiglu_columns by a transpose",

@@ -51,7 +51,7 @@ def linear_grads(
     grad: Tensor | Quantized,
     weight: Tensor,
     recipe: Recipe,
-    kept: tuple[Tensor, ...] | None,
+    kept: tuple[Tensor, ...] | Callable[[Tensor | None], tuple[Tensor, ...]] | None,
     *,
     needs_input: bool,
     dtype: torch.dtype,
@@ -63,7 +63,8 @@ def linear_grads(
         grad: grad_output [T, O], contiguous; or its rows, already quantised as `recipe.grad_scaling` says.
         weight: [O, I], see `read_weight`.
         recipe: of the layer.
-        kept: from `recipe.kept`; None: the weight's gradient is not wanted.
+        kept: from `recipe.kept`; None: the weight's gradient is not wanted. Or what makes it, given grad_input: of a
+            recipe that needs no scale of it to quantise `grad`.
         needs_input: whether the input's is.
         dtype: of the input's gradient.
         send: called with grad_input [T, I] before the weight's gradient is computed, which a collective may overlap.
@@ -78,13 +79,16 @@ def linear_grads(
     if isinstance(grad, Quantized):
         grad_fp8, grad_TO = grad, None
     else:
-        grad_fp8 = recipe.quantize_grad_output(grad, weight_fp8, kept if recipe.needs_grad_columns else None)
+        needed: Any = kept if recipe.needs_grad_columns else None
+        grad_fp8 = recipe.quantize_grad_output(grad, weight_fp8, needed)
         grad_TO = grad
     if weight_fp8 is not None:
         grad_input = recipe.grad_input(grad_fp8, weight_fp8, dtype)
         if send is not None:
             send(grad_input)
     if kept is not None:
+        if not isinstance(kept, tuple):
+            kept = kept(grad_input)
         if grad_TO is None:
             grad_fp8 = grad_fp8.with_columns()
         grad_weight = recipe.grad_weight(grad_fp8, grad_TO, kept, weight.dtype)

@@ -44,11 +44,33 @@ class _RMSNormFunction(torch.autograd.Function):
         return grad_x.view(grad_output.shape), grad_weight.to(weight.dtype), None, None, None
 
 
+class _TracedFunction(torch.autograd.Function):
+    """The same in operators that a graph fuses with those around them, its output in bf16; x is kept in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, twice: bool) -> Tensor:
+        rows = as_rows(x)
+        rstd = torch.rsqrt(rows.float().pow(2).mean(1) + eps)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(weight, rstd, *keep(rows, "fp8"))
+        output: Tensor = torch.ops.aten._unsafe_view.default(reference.normalize(rows, weight, rstd, twice), x.shape)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        weight, rstd, *kept = ctx.saved_tensors
+        normed, grad = recover(kept).float() * rstd[:, None], as_rows(grad_output).float()
+        grad_normed = grad * weight.float()
+        grad_x = (grad_normed - normed * (grad_normed * normed).mean(1, keepdim=True)) * rstd[:, None]
+        return grad_x.bfloat16().view(grad_output.shape), (grad * normed).sum(0).to(weight.dtype), None, None
+
+
 class FusedRMSNorm(FusedModule):
     """Mix-in before the class of an RMSNorm.
 
-    It is the stock module under torch.compile, which fuses it by itself, where none of its readers is in FP8, and with
-    anything but one bf16 tensor and a bf16 weight.
+    It is the stock module where none of its readers is in FP8, and with anything but one bf16 tensor and a bf16 weight.
+    Under torch.compile, which fuses it by itself, too, unless its input is to be kept in FP8.
 
     Attributes:
         fp8_eps: added to the mean of the squares.
@@ -66,13 +88,16 @@ class FusedRMSNorm(FusedModule):
         module.fp8_eps, module.fp8_rounding, module.fp8_producer = eps, rounding, producer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (self.fp8_producer.nonlinear == "bf16" or not torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
         x, recipe = bf16_argument(args, kwargs), self.fp8_producer.recipe()
         weight: Any = self.weight
         if x is None or recipe is None or weight.dtype != torch.bfloat16:
             return super().forward(*args, **kwargs)
-        apply: Any = _RMSNormFunction.apply  # untyped in torch
+        apply: Any = (_TracedFunction if is_traced else _RMSNormFunction).apply  # untyped in torch
+        if is_traced:
+            return apply(x, weight, self.fp8_eps, self.fp8_rounding == "twice")
         return apply(x, weight, self, recipe, torch.is_grad_enabled())
 
 

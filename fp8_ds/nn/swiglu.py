@@ -9,26 +9,28 @@ Shape suffixes: T tokens (all leading dims), I the MLP's width, F that of its pr
 
 The product's columns, which the gradient of `down`'s weight contracts, are made again from gate and up: the bytes of
 the forward where these are kept in bf16 (and, delayed, no update of the history lies in between), those of the values
-that came back where they are kept in FP8.
+that came back where they are kept in FP8. Where every scale is one for a tensor, one op makes them beside the gradients
+of gate and up, in one read, and FP8 gate and up are read as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
-from fp8_ds.nn.fused import FORMAT, Nonlinear, keep, recover
+from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.ops.swiglu import (
     Fp8Output,
     swiglu_backward,
+    swiglu_backward_columns,
     swiglu_backward_fp8,
     swiglu_columns,
     swiglu_with_amax,
@@ -102,21 +104,26 @@ class _MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         wanted = Wanted(*ctx.needs_input_grad[:7])
         recipes: Recipes = ctx.recipes
-        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors, ctx.num_kept_x)
         grad_TI = as_matrix(grad_output)
-        grad_product, down_grad = linear_grads(
-            grad_TI,
-            ctx.weights[2],
-            recipes.down,
-            kept_product(gate_TF, up_TF, recipes.down, amax) if wanted.down else None,
-            needs_input=wanted.product,
-            dtype=grad_output.dtype,
-        )
         down_bias = bias_grad(grad_TI, ctx.bias_dtypes[2]) if wanted.down_bias else None
-        if grad_product is None:
-            return None, None, None, down_grad, None, None, down_bias, None, None, None
-        grads, hps = swiglu_grads(grad_product, gate_TF, up_TF, recipes, wanted)
-        del grad_product, gate_TF, up_TF
+        down_weight, dtype = ctx.weights[2], grad_output.dtype
+        scalings = scalings_of_one_op(recipes, wanted)
+        hps: tuple[Tensor | None, Tensor | None] = (None, None)
+        if scalings is not None:
+            op = _ColumnsToo(gate, up, amax, recipes, scalings)
+            _, down_grad = linear_grads(grad_TI, down_weight, recipes.down, op, needs_input=True, dtype=dtype)
+            grads = op.grads
+        else:
+            gate_TF, up_TF = recover(gate), recover(up)
+            kept = kept_product(gate_TF, up_TF, recipes.down, amax) if wanted.down else None
+            grad_product, down_grad = linear_grads(
+                grad_TI, down_weight, recipes.down, kept, needs_input=wanted.product, dtype=dtype
+            )
+            if grad_product is None:
+                return None, None, None, down_grad, None, None, down_bias, None, None, None
+            grads, hps = swiglu_grads(grad_product, gate_TF, up_TF, recipes, wanted)
+            del grad_product, gate_TF, up_TF
         gate_bias, up_bias = bias_grads(hps, ctx.bias_dtypes, wanted)
         first = _linear_grads(grads, kept_x, ctx, wanted, grad_output.dtype)
         return *first, down_grad, gate_bias, up_bias, down_bias, None, None, None
@@ -165,16 +172,68 @@ def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | 
     return *keep(gate, nonlinear), *keep(up, nonlinear), *known
 
 
-def read_kept(saved: tuple[Tensor, ...], num_x: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor | None]:
-    """(x as `Recipe.kept` gave it, gate and up in bf16 [T, F], the amax of their product if it is known)"""
+_Kept = tuple[Tensor, ...]
+
+
+def parts_of_kept(saved: _Kept, num_x: int) -> tuple[_Kept, _Kept, _Kept, Tensor | None]:
+    """(x as `Recipe.kept` gave it, gate and up as `keep` did, the amax of their product if it is known)"""
     factors = saved[num_x:]
     amax = factors[-1] if len(factors) % 2 else None
     half = len(factors) // 2
-    return saved[:num_x], recover(factors[:half]), recover(factors[half : 2 * half]), amax
+    return saved[:num_x], factors[:half], factors[half : 2 * half], amax
+
+
+def read_kept(saved: _Kept, num_x: int) -> tuple[_Kept, Tensor, Tensor, Tensor | None]:
+    """The same, gate and up in bf16 [T, F]."""
+    kept_x, gate, up, amax = parts_of_kept(saved, num_x)
+    return kept_x, recover(gate), recover(up), amax
 
 
 _Grad = Tensor | Quantized
 """bf16 [T, F], or its rows in FP8."""
+_Scalings = tuple[AmaxSlot, AmaxSlot, AmaxSlot] | Literal["tensorwise"]
+
+
+def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
+    """Of the product and of the gradients of gate and up, if `swiglu_backward_columns` can make all of them."""
+    if not (wanted.down and _quantizes(wanted)) or wanted.gate_bias or wanted.up_bias:
+        return None
+    if not all(recipe.needs_grad_columns for recipe in recipes):
+        return None
+    scalings: Any = recipes.down.scaling_without_hp(), recipes.gate.grad_scaling(), recipes.up.grad_scaling()
+    if all(isinstance(one, AmaxSlot) for one in scalings):
+        found: _Scalings = scalings
+        return found
+    return "tensorwise" if all(isinstance(one, str) and one == "tensorwise" for one in scalings) else None
+
+
+class _ColumnsToo:
+    """For `linear_grads` of `down`: what its weight's gradient reads of the product, made from the product's gradient.
+
+    Attributes:
+        grads: of gate and of up, made with it.
+    """
+
+    grads: tuple[_Grad, _Grad]
+
+    def __init__(self, gate: _Kept, up: _Kept, amax: Tensor | None, recipes: Recipes, scalings: _Scalings) -> None:
+        self.gate, self.up, self.amax, self.recipes, self.scalings = gate, up, amax, recipes, scalings
+
+    def __call__(self, grad_product: Tensor | None) -> _Kept:
+        assert grad_product is not None
+        formats = FORMAT, self.recipes.gate.grad_format
+        gate, up = ((as_rows(kept[0]), *kept[1:]) for kept in (self.gate, self.up))
+        columns, scale_inv, gate_fp8, up_fp8 = swiglu_backward_columns(
+            grad_product, gate, up, formats, self.scalings, rounding="twice", amax=self.amax
+        )
+        slots = (None, None) if isinstance(self.scalings, str) else self.scalings[1:]
+        self.grads = _rows(gate_fp8, slots[0]), _rows(up_fp8, slots[1])
+        return self.recipes.down.kept(grad_product, Quantized(None, columns, scale_inv))
+
+
+def _quantizes(wanted: Wanted) -> bool:
+    """Whether a GEMM reads the gradient of gate, and one that of up."""
+    return wanted.x or (wanted.gate and wanted.up)
 
 
 def swiglu_grads(
@@ -185,8 +244,7 @@ def swiglu_grads(
     Amaxes are recorded of those that are quantised: a gradient that no GEMM reads is not.
     """
     scales = recipes.gate.grad_scaling(), recipes.up.grad_scaling()
-    is_quantized = wanted.x or (wanted.gate and wanted.up)
-    if None in scales or not is_quantized:
+    if None in scales or not _quantizes(wanted):
         grads = swiglu_backward(grad, gate, up, rounding="twice")
         return grads, grads
     scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]

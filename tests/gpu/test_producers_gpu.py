@@ -7,12 +7,14 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of, quantize_by
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.ops.rmsnorm import MAX_COLS, rmsnorm, rmsnorm_backward
 from fp8_ds.ops.rmsnorm import reference as rmsnorm_reference
 from fp8_ds.ops.swiglu import reference as swiglu_reference
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
+    swiglu_backward_columns,
     swiglu_backward_fp8,
     swiglu_backward_packed,
     swiglu_backward_packed_fp8,
@@ -296,3 +298,31 @@ def test_columns_are_those_of_the_rows_bitwise(shape, scaling, rounding):
             columns, scale_inv = swiglu_columns(gate, up, E4M3, one, rounding=rounding, amax=amax)
             assert_same(rows.x_fp8.view(torch.uint8).t(), columns.view(torch.uint8))
             assert_same(rows.scale_inv, scale_inv)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("scaling", ["given", "tensorwise"])
+@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (4096, 512), (8192, 14336)], ids=str)
+def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, scaling, is_kept):
+    gate, up, grad = make_gate(*shape, 0).cuda(), make_rows(*shape, 1).cuda(), make_rows(*shape, 2).cuda()
+    for place in (None, (0, 0), (shape[0] - 1, shape[1] - 1)):
+        if place is not None:
+            gate[place] = INF
+        factors = [quantize_groupwise(x) if is_kept else (x,) for x in (gate, up)]
+        plain = [dequantize_groupwise(*one) if is_kept else one[0] for one in factors]
+        own, other = ([make_scaling(scaling, "cuda") for _ in range(3)] for _ in range(2))
+        columns, scale_inv = swiglu_columns(*plain, E4M3, own[0], rounding="twice")
+        of_both = tuple(own[1:]) if scaling == "given" else "tensorwise"
+        rows = swiglu_backward_fp8(grad, *plain, E5M2, of_both, rounding="twice")
+        amax = swiglu_with_amax(*plain, E4M3, own[0], record=False, rounding="twice")[1]
+        of_all = tuple(other) if scaling == "given" else "tensorwise"
+        for known in (None, amax):
+            got = swiglu_backward_columns(grad, *factors, (E4M3, E5M2), of_all, rounding="twice", amax=known)
+            assert_same(columns, got[0])
+            assert_same(scale_inv, got[1])
+            for one, another in zip(rows, got[2:], strict=True):
+                assert_same(one.x_fp8, another.x_fp8)
+                assert_same(one.scale_inv, another.scale_inv)
+        if scaling == "given":
+            for one, another in zip(own, other, strict=True):
+                assert_same(one.amax_local, another.amax_local)

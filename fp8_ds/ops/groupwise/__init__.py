@@ -15,7 +15,7 @@ from fp8_ds.ops._register import register
 from fp8_ds.ops.blockwise import BLOCK, num_blocks, quantize_blockwise
 from fp8_ds.ops.groupwise import reference
 
-__all__ = ["GROUP", "dequantize_groupwise", "quantize_groupwise"]
+__all__ = ["GROUP", "check_groups", "dequantize_groupwise", "quantize_groupwise"]
 
 GROUP = BLOCK
 """Elements that share a scale."""
@@ -51,6 +51,21 @@ def quantize_groupwise(x: Tensor) -> tuple[Tensor, Tensor]:
     return planes.x_fp8, planes.scale_inv
 
 
+def check_groups(name: str, x_fp8: Tensor, scale_inv: Tensor) -> None:
+    """Refuses all but what `quantize_groupwise` gives."""
+    if x_fp8.dtype != E4M3.dtype or x_fp8.dim() != 2 or not x_fp8.is_contiguous():
+        raise ValueError(
+            f"{name}: expected float8_e4m3fn [T, C], contiguous, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
+            f"{x_fp8.stride()}. Pass what quantize_groupwise gave."
+        )
+    expected = (x_fp8.shape[0], num_blocks(x_fp8.shape[1]))
+    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"scale_inv: expected float32 {expected}, got {scale_inv.dtype} {tuple(scale_inv.shape)}. Pass what "
+            "quantize_groupwise gave."
+        )
+
+
 def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
     """`x_fp8 * scale_inv` of its group, rounded to bf16 (exact for normal numbers of bf16).
 
@@ -64,16 +79,6 @@ def dequantize_groupwise(x_fp8: Tensor, scale_inv: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype, shape or layout.
     """
-    if x_fp8.dtype != E4M3.dtype or x_fp8.dim() != 2 or not x_fp8.is_contiguous():
-        raise ValueError(
-            f"x_fp8: expected float8_e4m3fn [T, C], contiguous, got {x_fp8.dtype} {tuple(x_fp8.shape)} with strides "
-            f"{x_fp8.stride()}. Pass what quantize_groupwise gave."
-        )
-    expected = (x_fp8.shape[0], num_blocks(x_fp8.shape[1]))
-    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
-        raise ValueError(
-            f"scale_inv: expected float32 {expected}, got {scale_inv.dtype} {tuple(scale_inv.shape)}. Pass what "
-            "quantize_groupwise gave."
-        )
+    check_groups("x_fp8", x_fp8, scale_inv)
     x: Tensor = _dequantize(x_fp8, scale_inv)
     return x

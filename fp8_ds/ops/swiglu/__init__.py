@@ -32,6 +32,7 @@ from fp8_ds.ops._producer import (
     mode_of,
 )
 from fp8_ds.ops._register import register
+from fp8_ds.ops.groupwise import check_groups
 from fp8_ds.ops.swiglu import reference
 from fp8_ds.scaling.delayed import AmaxSlot
 
@@ -39,6 +40,7 @@ __all__ = [
     "Fp8Output",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_columns",
     "swiglu_backward_fp8",
     "swiglu_backward_packed",
     "swiglu_backward_packed_fp8",
@@ -212,6 +214,68 @@ _swiglu_columns, _handle = register(
 _KEEP.append(_handle)
 
 
+def _backward_columns_kernel(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
+    scaling: str,
+    scale: Tensor | None,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    gate_scale: Tensor | None,
+    gate_scale_inv: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_scale_inv: Tensor | None,
+    up_amax: Tensor | None,
+    record: bool,
+    dtype: torch.dtype,
+    fp8_max: float,
+    grad_dtype: torch.dtype,
+    grad_max: float,
+    twice: bool,
+) -> _SixTensors:
+    slots = (
+        SlotTensors(scale, scale_inv, None),
+        SlotTensors(gate_scale, gate_scale_inv, gate_amax),
+        SlotTensors(up_scale, up_scale_inv, up_amax),
+    )
+    kept_scales = None if gate_kept is None or up_kept is None else (gate_kept, up_kept)
+    rest = (dtype, grad_dtype), (fp8_max, grad_max), twice
+    if _takes_kernel(gate):
+        from fp8_ds.ops.swiglu import triton
+
+        return triton.swiglu_backward_columns(grad_hidden, gate, up, kept_scales, scaling, slots, amax, record, *rest)
+    return reference.swiglu_backward_columns(grad_hidden, gate, up, kept_scales, scaling, slots, record, *rest)
+
+
+def _backward_columns_fake(
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, scaling: str, scale: Any,
+    scale_inv: Any, amax: Any, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any, up_scale: Any, up_scale_inv: Any,
+    up_amax: Any, record: bool, dtype: torch.dtype, fp8_max: float, grad_dtype: torch.dtype, grad_max: float,
+    twice: bool,
+) -> _SixTensors:  # fmt: skip
+    num_rows, num_cols = gate.shape
+    columns, grads = (num_cols, num_rows), (num_rows, num_cols)
+    planes = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
+    scales = [gate.new_empty((), dtype=torch.float32) for _ in range(3)]
+    return planes[0], scales[0], planes[1], scales[1], planes[2], scales[2]
+
+
+_swiglu_backward_columns, _handle = register(
+    "swiglu_backward_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
+    "str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, Tensor? gate_scale_inv, "
+    "Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, bool record, "
+    "ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max, bool twice) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_columns_kernel,
+    _backward_columns_fake,
+)
+_KEEP.append(_handle)
+
+
 def _output(x_fp8: Tensor, scale_inv: Tensor, hp: Tensor, with_hp: bool) -> Fp8Output:
     return Fp8Output(x_fp8, scale_inv, hp if with_hp else None)
 
@@ -353,6 +417,47 @@ def swiglu_columns(
         gate, up, mode, slot.scale, slot.scale_inv, amax, fmt.torch_dtype, fmt.max, is_twice(rounding)
     )
     return found
+
+
+def swiglu_backward_columns(
+    grad_hidden: Tensor,
+    gate: tuple[Tensor, ...],
+    up: tuple[Tensor, ...],
+    formats: tuple[Float8Format, Float8Format],
+    scaling: tuple[AmaxSlot, AmaxSlot, AmaxSlot] | Literal["tensorwise"],
+    *,
+    record: bool = True,
+    rounding: Rounding = "once",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Fp8Output, Fp8Output]:
+    """`swiglu_columns` and `swiglu_backward_fp8` in one read of gate, up and grad_hidden; the same bits.
+
+    Args: as there, and
+        gate: (bf16 [T, F],), or what `ops.groupwise.quantize_groupwise` made of it: it is read as what would come back.
+        up: the same.
+        formats: of the product; of the gradients.
+        scaling: of the product, of grad_gate and of grad_up: slots, of which the last two record; or "tensorwise".
+
+    Returns:
+        (product transposed, `formats[0].dtype` [F, T]; its scale_inv; grad_gate; grad_up), the gradients without `hp`.
+    """
+    if len(gate) == 1:
+        _check(grad_hidden, gate[0], up[0])
+    else:
+        check_groups("gate", *gate)
+        check_groups("up", *up)
+        check_rows("grad_hidden", grad_hidden, gate[0])
+    modes, slots = zip(
+        *(mode_of(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 3)), strict=True
+    )
+    if modes[0] == "rowwise":
+        raise ValueError("scaling: expected three AmaxSlots or 'tensorwise', got 'rowwise'. See swiglu_columns.")
+    kept = (gate[1], up[1]) if len(gate) == 2 else (None, None)
+    columns, scale_inv, g_fp8, g_scale_inv, u_fp8, u_scale_inv = _swiglu_backward_columns(
+        grad_hidden, gate[0], up[0], *kept, modes[0], slots[0].scale, slots[0].scale_inv, amax, *slots[1], *slots[2],
+        record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max, is_twice(rounding),
+    )  # fmt: skip
+    return columns, scale_inv, Fp8Output(g_fp8, g_scale_inv, None), Fp8Output(u_fp8, u_scale_inv, None)
 
 
 def swiglu_backward_packed_fp8(

@@ -1,4 +1,5 @@
-"""The device code of SwiGLU's transposed plane: the arithmetic of `kernel`, the tiles of ops/_tiles.py."""
+"""The device code of SwiGLU's transposed plane, alone or beside the gradients: the arithmetic of `kernel`, the tiles of
+ops/_tiles.py."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -7,12 +8,16 @@ import triton
 import triton.language as tl
 
 from fp8_ds.formats import E4M3
-from fp8_ds.ops._device import INFINITY, encode_four, magnitude, scale_from_amax
-from fp8_ds.ops._producer_device import FROM_AMAX, to_float
-from fp8_ds.ops._tiles import load_rows, store_transposed, tile_corner, tile_masks
-from fp8_ds.ops.swiglu.kernel import hidden
+from fp8_ds.ops._device import INFINITY, decode, encode_four, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops._producer_device import AMAX, FROM_AMAX, GIVEN, quantize, to_bf16, to_float
+from fp8_ds.ops._tiles import TILE_COLS, load_rows, store_rows, store_transposed, tile_corner, tile_masks
+from fp8_ds.ops.groupwise import GROUP
+from fp8_ds.ops.swiglu.kernel import gradients, hidden
+
+assert GROUP == TILE_COLS, "a row of a tile has one scale"
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
+_COLS = tl.constexpr(TILE_COLS)
 
 
 @triton.jit
@@ -74,3 +79,115 @@ def swiglu_columns_kernel(
         tl.store(scale_inv, float("nan"), _largest(h0, h1, h2, h3, PTX) >= INFINITY)
     word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
     store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+
+
+@triton.jit
+def _factor_rows(
+    x, scale_inv, rows, cols, stride, scale_stride, mask, left, KEPT: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """bf16 of one of a tile's four tensors. KEPT: of codes, a scale for each row; `left` of them exist."""
+    value = load_rows(x, rows, cols, stride, mask, EVEN)
+    if KEPT:
+        inverse = tl.load(scale_inv + rows * scale_stride, None if EVEN else rows < left)
+        value = to_bf16(decode(value, True, PTX) * inverse[:, None], PTX)
+    return value
+
+
+@triton.jit
+def _quarter_of_all(
+    grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest, rows,
+    cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask, left,
+    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """bf16 of the product in one of a tile's four tensors, with the largest gradients so far; theirs are stored."""
+    g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
+    u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
+    grad = load_rows(grad_hidden, rows, cols, grad_stride, mask, EVEN)
+    grad_gate, grad_up = gradients(grad, g, u, TWICE, PTX)
+    if MODE != FROM_AMAX:
+        gate_largest = tl.maximum(gate_largest, magnitude(to_float(grad_gate, PTX)))
+        up_largest = tl.maximum(up_largest, magnitude(to_float(grad_up, PTX)))
+    if MODE != AMAX:
+        store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
+        store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
+    return hidden(g, u, TWICE, PTX), gate_largest, up_largest
+
+
+@triton.jit
+def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
+    """The amax of a tile into that of all; with a given scale what is not finite spoils its inverse."""
+    if MODE == AMAX or RECORD:
+        record_amax(amax, largest)
+    if MODE == GIVEN:
+        tl.store(scale_inv, float("nan"), largest >= INFINITY)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "scale", "scale_inv", "amax", "gate_scale", "gate_scale_inv", "gate_amax", "up_scale", "up_scale_inv",
+        "up_amax", "gate_kept", "up_kept",
+    ]
+)  # fmt: skip
+def swiglu_backward_columns_kernel(
+    grad_hidden, gate, up, gate_kept, up_kept, columns, gate_fp8, up_fp8, scale, scale_inv, amax, gate_scale,
+    gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax, num_rows, num_cols, grad_stride, gate_stride, up_stride,
+    kept_stride, kept_group_stride,
+    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr,
+    FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The transposed plane of the product, and rows of the gradients of gate and up, in one read of all three.
+
+    MEASURES: the amax of the product, too, is found in the first pass of tensorwise. KEPT: gate and up are codes, their
+    scales `gate_kept` and `up_kept`.
+    """
+    first_row, first_col = tile_corner(num_cols, QUARTER)
+    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
+    row = first_row.to(tl.int64)
+    grad_hidden += row * grad_stride + first_col
+    gate += row * gate_stride + first_col
+    up += row * up_stride + first_col
+    kept_at = row * kept_stride + first_col // _COLS * kept_group_stride
+    gate_kept += kept_at
+    up_kept += kept_at
+    corner = row * num_cols + first_col
+    gate_fp8 += corner
+    up_fp8 += corner
+    left = num_rows - first_row
+    factor, gate_factor, up_factor = 1.0, 1.0, 1.0
+    if MODE != AMAX:
+        factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
+        gate_factor = _scale(gate_scale, gate_scale_inv, gate_amax, MODE, GRAD_MAX)
+        up_factor = _scale(up_scale, up_scale_inv, up_amax, MODE, GRAD_MAX)
+    gate_largest = tl.zeros([QUARTER, _COLS], tl.int32)
+    up_largest = tl.zeros([QUARTER, _COLS], tl.int32)
+    h0, gate_largest, up_largest = _quarter_of_all(
+        grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
+        rows, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask0, left,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+    )  # fmt: skip
+    h1, gate_largest, up_largest = _quarter_of_all(
+        grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
+        rows + 1, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask1, left,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+    )  # fmt: skip
+    h2, gate_largest, up_largest = _quarter_of_all(
+        grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
+        rows + 2, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask2, left,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+    )  # fmt: skip
+    h3, gate_largest, up_largest = _quarter_of_all(
+        grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
+        rows + 3, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask3, left,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+    )  # fmt: skip
+    if MODE != FROM_AMAX:
+        _note(gate_amax, gate_scale_inv, tl.max(tl.max(gate_largest, 1), 0), MODE, RECORD)
+        _note(up_amax, up_scale_inv, tl.max(tl.max(up_largest, 1), 0), MODE, RECORD)
+        if MODE == GIVEN or MEASURES:
+            _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
+    if MODE != AMAX:
+        word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
+        store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)

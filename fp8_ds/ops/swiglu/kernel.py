@@ -73,19 +73,26 @@ def _hidden(gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _gradients(grad_hidden, gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
-    """`reference.gradients` of one row's columns."""
-    mask = cols < num_cols
-    grad = to_float(tl.load(grad_hidden + cols, mask, 0.0), PTX)
-    wide = to_float(tl.load(gate + cols, mask, 0.0), PTX)
+def gradients(grad_hidden, gate, up, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """`reference.gradients` of bf16 values."""
+    grad = to_float(grad_hidden, PTX)
+    wide = to_float(gate, PTX)
     s = sigmoid(wide, PTX)
     silu = wide * s
-    grad_silu = grad * to_float(tl.load(up + cols, mask, 0.0), PTX)
+    grad_silu = grad * to_float(up, PTX)
     if TWICE:
         silu = to_float(to_bf16(silu, PTX), PTX)
         grad_silu = to_float(to_bf16(grad_silu, PTX), PTX)
     grad_gate = (grad_silu * s) * (1.0 + wide * (1.0 - s))
     return to_bf16(grad_gate, PTX), to_bf16(grad * silu, PTX)
+
+
+@triton.jit
+def _gradients(grad_hidden, gate, up, cols, num_cols, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """Of one row's columns."""
+    mask = cols < num_cols
+    grad = tl.load(grad_hidden + cols, mask, 0.0)
+    return gradients(grad, tl.load(gate + cols, mask, 0.0), tl.load(up + cols, mask, 0.0), TWICE, PTX)
 
 
 @triton.jit

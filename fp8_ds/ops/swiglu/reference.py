@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops._producer import SlotTensors, empty_amax, quantize_by
+from fp8_ds.ops.groupwise.reference import dequantize_groupwise
 from fp8_ds.ops.transpose.reference import transpose
 
 
@@ -80,3 +81,23 @@ def swiglu_backward_fp8(
     """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
     hps = swiglu_backward(grad_hidden, gate, up, packed, twice)[: 1 if packed else 2]
     return [(*quantize_by(hp, mode, slot, record, dtype, fp8_max), hp) for hp, slot in zip(hps, slots, strict=False)]
+
+
+def swiglu_backward_columns(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kept_scales: tuple[Tensor, Tensor] | None,
+    mode: str,
+    slots: tuple[SlotTensors, SlotTensors, SlotTensors],
+    record: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    fp8_maxes: tuple[float, float],
+    twice: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv)."""
+    if kept_scales is not None:
+        gate, up = dequantize_groupwise(gate, kept_scales[0]), dequantize_groupwise(up, kept_scales[1])
+    columns = swiglu_columns(gate, up, mode, slots[0], dtypes[0], fp8_maxes[0], twice)
+    grads = swiglu_backward_fp8(grad_hidden, gate, up, False, mode, slots[1:], record, dtypes[1], fp8_maxes[1], twice)
+    return *columns, *grads[0][:2], *grads[1][:2]

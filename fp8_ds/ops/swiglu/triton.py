@@ -12,7 +12,7 @@ from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
-from fp8_ds.ops.swiglu.columns_kernel import swiglu_columns_kernel
+from fp8_ds.ops.swiglu.columns_kernel import swiglu_backward_columns_kernel, swiglu_columns_kernel
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
@@ -25,6 +25,8 @@ _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
 """Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
 from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
+_BOTH_QUARTER, _BOTH_WARPS = 16, 8
+"""The same where the gradients' rows are written beside them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,65 @@ def swiglu_columns(
         **tile_options(_COLUMNS_QUARTER, num_rows, num_cols, words),
     )
     return columns, scales[1]
+
+
+def swiglu_backward_columns(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kept_scales: tuple[Tensor, Tensor] | None,
+    mode: str,
+    slots: tuple[SlotTensors, SlotTensors, SlotTensors],
+    amax: Tensor | None,
+    record: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    fp8_maxes: tuple[float, float],
+    twice: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv)."""
+    num_rows, num_cols = gate.shape
+    columns = torch.empty((num_cols, num_rows), dtype=dtypes[0], device=gate.device)
+    fp8s = [torch.empty((num_rows, num_cols), dtype=dtypes[1], device=gate.device) for _ in range(2)]
+    scales = [_scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device)) for slot in slots]
+    if mode == "tensorwise" and amax is not None:
+        scales[0] = (*scales[0][:2], amax)
+    if kept_scales is not None:
+        gate, up = gate.view(torch.uint8), up.view(torch.uint8)
+    kept = (scales[0][0], scales[0][0]) if kept_scales is None else kept_scales  # None: not read
+    strides = (0, 0) if kept_scales is None else kept[0].stride()
+    words = as_words(columns)
+    for kernel_mode in _MODES[mode]:
+        launch(
+            swiglu_backward_columns_kernel,
+            num_tiles(num_rows, num_cols, _BOTH_QUARTER),
+            grad_hidden,
+            gate,
+            up,
+            *kept,
+            words,
+            *(fp8.view(torch.uint8) for fp8 in fp8s),
+            *scales[0],
+            *scales[1],
+            *scales[2],
+            num_rows,
+            num_cols,
+            grad_hidden.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            *strides,
+            MODE=kernel_mode,
+            RECORD=mode == "given" and record,
+            MEASURES=amax is None,
+            KEPT=kept_scales is not None,
+            TWICE=twice,
+            FP8_MAX=fp8_maxes[0],
+            GRAD_MAX=fp8_maxes[1],
+            PTX=gate.is_cuda and torch.version.hip is None,
+            num_warps=_BOTH_WARPS,
+            enable_fp_fusion=False,
+            **tile_options(_BOTH_QUARTER, num_rows, num_cols, words),
+        )
+    return columns, scales[0][1], fp8s[0], scales[1][1], fp8s[1], scales[2][1]
 
 
 def _product(

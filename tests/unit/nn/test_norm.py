@@ -175,6 +175,45 @@ def test_kept_in_fp8_the_gradients_stay_within_its_error():
         assert 30 < sqnr_db(a, b) < 60
 
 
+@pytest.mark.parametrize("norm", [LlamaNorm(), torch_norm(eps=1e-6)], ids=["twice", "once"])
+@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
+def test_in_a_graph_it_computes_the_stock_values_and_keeps_its_input_as_asked(norm, nonlinear):
+    fused, _, stock = make(norm, nonlinear)
+    x, grad = inputs(), inputs(1)
+    kept = []
+
+    def compiled(module):
+        torch._dynamo.reset()
+        graph = torch.compile(lambda x: module(x + 1) + 0, backend="aot_eager_decomp_partition", fullgraph=True)
+        inner = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            output = graph(inner)
+        output.backward(grad)
+        grads = inner.grad, module.weight.grad
+        module.weight.grad = None
+        return output.detach(), *grads
+
+    expected = compiled(stock)
+    kept.clear()
+    got = compiled(fused)
+    assert_bitwise(expected[0], got[0])
+    wide = [t for t in kept if t.shape[-1:] == (WIDTH,) and t.dim() > 1]
+    assert {t.dtype for t in wide} == ({torch.float8_e4m3fn} if nonlinear == "fp8" else {torch.bfloat16})
+    assert sum(t.numel() for t in wide) == x.numel()
+    for a, b in zip(expected[1:], got[1:], strict=True):
+        if nonlinear == "bf16":
+            assert_bitwise(a, b)
+        else:
+            assert 25 < sqnr_db(a, b) < 60
+    if nonlinear == "fp8":  # the gradients of eager, which keeps the same
+        for a, b in zip(run(fused, x + 1, grad)[1:], got[1:], strict=True):
+            assert sqnr_db(a, b) > 40
+    with torch.no_grad():
+        kept.clear()
+        graph = torch.compile(fused, backend="aot_eager", fullgraph=True)
+        assert_bitwise(graph(x), stock(x))
+
+
 def test_the_module_stays_what_it_was_for_everyone_else():
     fused, _, stock = make()
     weight = fused.weight

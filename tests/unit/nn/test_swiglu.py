@@ -18,7 +18,7 @@ from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.ops.swiglu import swiglu, swiglu_columns, swiglu_with_amax
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_with_amax
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
@@ -158,8 +158,8 @@ def test_kept_in_fp8_the_output_is_the_same_and_gradients_are_within_its_error(r
 
 
 OPS = {
-    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_columns": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 3},
-    "delayed": {"quantize_delayed_planes": 1, "swiglu_columns": 1, "swiglu_backward_fp8": 1, "transpose": 2 + 3},
+    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_backward_columns": 1, "transpose": 2 + 3},
+    "delayed": {"quantize_delayed_planes": 1, "swiglu_backward_columns": 1, "transpose": 2 + 3},
     "rowwise": {"quantize_rowwise": 3, "quantize_colwise_t": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 1 + 3},
     "rowwise_with_gw_hp": {"quantize_rowwise": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
     "blockwise": {"quantize_blockwise": 4, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
@@ -180,10 +180,12 @@ def test_backward_casts_from_bf16_only_what_it_must(recipe, monkeypatch):
     assert calls.names == OPS[recipe]
 
 
+@pytest.mark.parametrize("is_one_op", [True, False])
+@pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, monkeypatch):
-    """And nothing of it is recorded twice."""
-    (rows, rows_history), (columns, history) = make(recipe), make(recipe)
+def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, nonlinear, is_one_op, monkeypatch):
+    """Beside the gradients or by themselves; and nothing of it is recorded twice."""
+    (rows, rows_history), (columns, history) = make(recipe, nonlinear), make(recipe, nonlinear)
 
     def from_rows(gate, up, fmt, scaling, *, rounding, amax):
         found = swiglu(gate, up, fmt, scaling, record=False, rounding=rounding)
@@ -191,7 +193,10 @@ def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("fp8_ds.nn.swiglu.swiglu_columns", from_rows)
+        patched.setattr("fp8_ds.nn.swiglu.scalings_of_one_op", lambda recipes, wanted: None)
         expected = run(rows, rows)
+    if not is_one_op:
+        monkeypatch.setattr("fp8_ds.nn.swiglu.scalings_of_one_op", lambda recipes, wanted: None)
     assert_same(expected, run(columns, columns))
     if history is not None:
         assert_bitwise(rows_history.amax_local, history.amax_local)
@@ -212,10 +217,10 @@ def test_the_products_amax_is_measured_once_where_gate_and_up_come_back_as_they_
 
     def columns(*args, amax, **kwargs):
         used.append(amax)
-        return swiglu_columns(*args, amax=amax, **kwargs)
+        return swiglu_backward_columns(*args, amax=amax, **kwargs)
 
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
-    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", columns)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_columns", columns)
     run(*[make(recipe, nonlinear)[0]] * 2)
     assert len(measured) == len(used) == 1
     assert (used[0] is not None) == is_known
@@ -408,8 +413,8 @@ def test_compiled_delayed_scaling_compiles_twice_over_many_steps():
 def test_a_graph_casts_the_input_once_and_makes_the_product_again_in_its_backward(recipe):
     forward, backward = map(ops_of, graphs_of(make(recipe)[0]))
     assert forward[f"quantize_{recipe}_planes"] == backward[f"quantize_{recipe}_planes"] == 1
-    assert forward["swiglu"] == backward["swiglu_columns"] == backward["swiglu_backward_fp8"] == 1
-    assert forward["swiglu_columns"] == backward["swiglu"] == 0
+    assert forward["swiglu"] == backward["swiglu_backward_columns"] == 1
+    assert backward["swiglu_columns"] == backward["swiglu_backward_fp8"] == backward["swiglu"] == 0
 
 
 # --- autograd ---

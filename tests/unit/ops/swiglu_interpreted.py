@@ -8,6 +8,8 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of, quantize_by
+from fp8_ds.ops.groupwise import quantize_groupwise
+from fp8_ds.ops.groupwise.reference import dequantize_groupwise
 from fp8_ds.ops.swiglu import reference
 from fp8_ds.ops.swiglu import triton as kernels
 from fp8_ds.testing.producers import (
@@ -191,3 +193,59 @@ def test_columns_of_views_and_of_what_is_not_finite(scaling):
         gate, up = make_gate(3, 200), make_rows(3, 200, 1)
         gate[place] = INF
         assert_columns(gate, up, scaling, E4M3, True)
+
+
+def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
+    """All of it as by kernels of their own, bit for bit, recorded amaxes included."""
+    mode = "given" if scaling == "given" else "tensorwise"
+    kept = [quantize_groupwise(x) for x in (gate, up)] if is_kept else None
+    if kept is not None:
+        gate, up = (dequantize_groupwise(*one) for one in kept)
+
+    def slots():
+        return [mode_of(make_scaling(scaling))[1] for _ in range(3)]
+
+    own, other = slots(), slots()
+    formats = (E4M3.dtype, E4M3.max), (E5M2.dtype, E5M2.max)
+    amax = None if mode == "given" else reference_amax(gate, up, twice)
+    expected = kernels.swiglu_columns(gate, up, mode, own[0], amax, *formats[0], twice)
+    rows = kernels.swiglu_backward_fp8(grad, gate, up, False, mode, tuple(own[1:]), True, *formats[1], twice, False)
+    expected = [*expected, *rows[0][:2], *rows[1][:2]]
+    factors = (gate, up, None) if kept is None else (kept[0][0], kept[1][0], (kept[0][1], kept[1][1]))
+    for known in (None, amax)[: 1 + (amax is not None)]:
+        got = kernels.swiglu_backward_columns(
+            grad, *factors, mode, tuple(other), known, True, (E4M3.dtype, E5M2.dtype), (E4M3.max, E5M2.max), twice
+        )
+        for a, b in zip(expected, got, strict=True):
+            assert_same(a, b)
+    if mode == "given":
+        for a, b in zip(own, other, strict=True):
+            assert_same(a.amax_local, b.amax_local)
+
+
+def reference_amax(gate, up, twice):
+    """Of the kernel's product: NumPy's exp is not torch's."""
+    mode, slot = mode_of("tensorwise")
+    return kernels.swiglu(gate, up, mode, slot, False, E4M3.dtype, E4M3.max, twice, False)[3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "scaling", "is_kept"),
+    [((66, 20), "given", False), ((64, 128), "tensorwise", True), ((48, 130), "given", True)],
+)
+def test_columns_beside_gradients_are_those_of_their_own_kernels(shape, scaling, is_kept):
+    gate, up, grad = make_gate(*shape), make_rows(*shape, seed=1), make_rows(*shape, seed=2)
+    if scaling == "given":
+        grad[3, 4] = INF
+        gate[1, 2] = NAN if is_kept else INF
+    assert_columns_beside_gradients(grad, gate, up, scaling, True, is_kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("scaling", ONE_SCALE)
+@pytest.mark.parametrize("shape", [*TILES, (130, 256)], ids=str)
+def test_columns_beside_gradients_of_any_shape(shape, scaling, is_kept):
+    gate, up, grad = make_gate(*shape), make_rows(*shape, seed=1), make_rows(*shape, seed=2)
+    for twice in (False, True):
+        assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept)

@@ -7,10 +7,12 @@ import torch
 from torch.nn.functional import silu
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
+    swiglu_backward_columns,
     swiglu_backward_fp8,
     swiglu_backward_packed,
     swiglu_backward_packed_fp8,
@@ -226,6 +228,51 @@ def test_columns_are_the_rows_transposed(scaling):
     assert_same(expected.x_fp8.view(torch.uint8).t(), got.view(torch.uint8))
     assert_same(expected.scale_inv, scale_inv)
     assert (amax is None) == (scaling == "given")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("scaling", ["given", "tensorwise"])
+def test_the_op_of_columns_beside_gradients_passes_opcheck(scaling, is_kept):
+    slots = [(slot.scale, slot.scale_inv, slot.amax_local) for slot in (make_slot() for _ in range(3))]
+    product, gate, up = slots if scaling == "given" else [(None,) * 3] * 3
+    values, scales = zip(*(quantize_groupwise(x) if is_kept else (x, None) for x in (GATE, UP)), strict=True)
+    tail = (True, E4M3.dtype, E4M3.max, E5M2.dtype, E5M2.max, True)
+    torch.library.opcheck(
+        torch.ops.fp8_ds.swiglu_backward_columns.default,
+        (GRAD, *values, *scales, scaling, *product[:2], None, *gate, *up, *tail),
+        test_utils=("test_faketensor",) if is_kept else ("test_schema", "test_faketensor"),  # torch's fails on FP8
+    )
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("scaling", ["given", "tensorwise"])
+def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
+    own, other = ([make_scaling(scaling) for _ in range(3)] for _ in range(2))
+    factors = [quantize_groupwise(x) if is_kept else (x,) for x in (GATE, UP)]
+    gate, up = (dequantize_groupwise(*one) if is_kept else one[0] for one in factors)
+    columns = swiglu_columns(gate, up, E4M3, own[0], rounding="twice")
+    grads = swiglu_backward_fp8(
+        GRAD, gate, up, E5M2, tuple(own[1:]) if scaling == "given" else "tensorwise", rounding="twice"
+    )
+    got = swiglu_backward_columns(
+        GRAD, *factors, (E4M3, E5M2), tuple(other) if scaling == "given" else "tensorwise", rounding="twice"
+    )
+    for a, b in zip([*columns, *grads[0][:2], *grads[1][:2]], [*got[:2], *got[2][:2], *got[3][:2]], strict=True):
+        assert_same(a, b)
+    assert got[2].hp is got[3].hp is None
+    if scaling == "given":
+        assert all(a.amax_local == b.amax_local for a, b in zip(own, other, strict=True))
+        assert other[0].amax_local == 0 < other[1].amax_local, "of the product nothing is recorded"
+
+
+def test_columns_beside_gradients_refuse_what_they_cannot_read():
+    codes, scales = quantize_groupwise(GATE)
+    with pytest.raises(ValueError, match=r"up: expected float8_e4m3fn \[T, C\]"):
+        swiglu_backward_columns(GRAD, (codes, scales), (UP, scales), (E4M3, E5M2), "tensorwise")
+    with pytest.raises(ValueError, match="grad_hidden: expected bfloat16"):
+        swiglu_backward_columns(GRAD[1:], (GATE,), (UP,), (E4M3, E5M2), "tensorwise")
+    with pytest.raises(ValueError, match="expected three AmaxSlots or 'tensorwise', got 'rowwise'"):
+        swiglu_backward_columns(GRAD, (GATE,), (UP,), (E4M3, E5M2), "rowwise")
 
 
 def test_columns_have_one_scale():
