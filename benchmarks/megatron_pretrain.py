@@ -80,6 +80,8 @@ from megatron_pretrain_arms import (
 from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
 from results_io import ROOT, command_line, dated_stem, without_folders
 
+from megatron_patches.dataset_helpers import copy_helper
+
 HERE = Path(__file__).resolve().parent
 EXAMPLES = ROOT / "examples" / "megatron"
 PACKAGES = ("megatron-core", "transformer-engine", "fa3-fwd", "flash-attn-3")
@@ -189,7 +191,7 @@ def prepare_clone(clone: Path) -> None:
             "--megatron-path: expected a clone of Megatron-LM, got a folder without pretrain_gpt.py. Clone it, check "
             "out core_v0.16.1, and pass its folder or set $MEGATRON_LM_PATH."
         )
-    subprocess.run([sys.executable, EXAMPLES / "dataset_helpers.py", clone], check=True)
+    copy_helper(clone / "megatron" / "core" / "datasets")
 
 
 def prepare_text(folder: Path, clone: Path) -> str:

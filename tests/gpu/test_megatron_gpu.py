@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.dataset_helpers import copy_helper
+
 CLONE = os.environ.get("MEGATRON_LM_PATH")
 pytestmark = [
     pytest.mark.gpu,
@@ -48,8 +50,8 @@ CLOSE = 0.03
 
 
 @pytest.fixture(scope="module", autouse=True)
-def helper_of_the_clone(root: Path) -> None:
-    subprocess.run([sys.executable, root / "examples/megatron/dataset_helpers.py", str(CLONE)], check=True)
+def helper_of_the_clone() -> None:
+    copy_helper(Path(str(CLONE)) / "megatron/core/datasets")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ $MEGATRON_LM_PATH names the clone; tests that need it are slow, and say so where
 
 from __future__ import annotations
 
+import importlib.machinery
 import itertools
 import json
 import os
@@ -438,6 +439,20 @@ def test_arms_have_one_environment(bench: Any, tmp_path: Path, monkeypatch: pyte
 def test_a_missing_clone_is_named(bench: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--megatron-path: expected a clone of Megatron-LM"):
         bench("megatron_pretrain").prepare_clone(tmp_path)
+
+
+def test_a_clone_has_the_dataset_helper_before_an_arm_starts(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, folder = bench("megatron_pretrain"), Path("megatron/core/datasets")
+    for name in ("site", "clone"):
+        (tmp_path / name / folder).mkdir(parents=True)
+    (tmp_path / "clone/pretrain_gpt.py").touch()
+    helper = f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    (tmp_path / "site" / folder / helper).write_text("installed")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    driver.prepare_clone(tmp_path / "clone")
+    assert (tmp_path / "clone" / folder / helper).read_text() == "installed"
 
 
 def test_what_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
