@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8_ds.curves import Curve, read_curve, smooth
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, mean, t_quantile
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, finite_or_none, mean, t_quantile
 
 _MIN_STEPS = 2
 
@@ -336,15 +336,11 @@ def result_as_data(one: Result) -> dict[str, Any]:
     return {
         "run": one.group,
         "base_loss": one.base_loss,
-        "loss": _finite(one.loss),
-        "percent_by_pair": [_finite(value) for value in one.paired.by_pair],
-        "percent": _finite(one.paired.mean),
-        "half_width": _finite(one.paired.half_width),
+        "loss": finite_or_none(one.loss),
+        "percent_by_pair": [finite_or_none(value) for value in one.paired.by_pair],
+        "percent": finite_or_none(one.paired.mean),
+        "half_width": finite_or_none(one.paired.half_width),
         "verdict": one.verdict,
         "ends_early": one.ends_early,
         "diverged_at": one.diverged_at,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds.errors import Fp8DsError, SeamError
+from fp8_ds.statistics import finite_or_none
 
 if TYPE_CHECKING:
     import torch
@@ -281,7 +282,7 @@ def _probe(name: str, device: torch.device) -> Probe:
             x_fp8 = recipe.quantize_input(step.x, needs_columns=False, record=False)
             products.append(partial(recipe.output, x_fp8, read_weight(step.module.weight, recipe), step.x.dtype))
         db = sqnr_db(products[1](), products[0]())
-        measured = Probe(name, is_exact=db == math.inf, sqnr_db=db if math.isfinite(db) else None)
+        measured = Probe(name, is_exact=db == math.inf, sqnr_db=finite_or_none(db))
         if device.type != "cuda":
             return measured
         weight = plain.module.weight.detach()

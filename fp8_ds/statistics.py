@@ -27,6 +27,11 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
+def finite_or_none(value: float | None) -> float | None:
+    """None where it is NaN or infinite, for which JSON has no word."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def half_width(values: Sequence[float]) -> float:
     """Of the 95 % interval of their mean by Student's t; infinite for one value, NaN where one is not finite."""
     if not all(map(math.isfinite, values)):

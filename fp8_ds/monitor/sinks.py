@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from fp8_ds.monitor.statistics import LayerStatistics
+from fp8_ds.statistics import finite_or_none
 
 STEP_SKIPPED = "step_skipped"
 """Of `Report.numbers`: gradients overflowed, and what was quantised is no sample of the training."""
@@ -63,12 +64,12 @@ class Report:
         """Builtin types; what is infinite or NaN is null. "guard" is there where it changed something."""
         layers = {
             name: {
-                kind: {**{k: _finite(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
+                kind: {**{k: finite_or_none(v) for k, v in asdict(one).items()}, "scale_age": self.ages[name, kind]}
                 for kind, one in kinds.items()
             }
             for name, kinds in self.layers.items()
         }
-        numbers = {key: _finite(value) for key, value in self.numbers.items()}
+        numbers = {key: finite_or_none(value) for key, value in self.numbers.items()}
         changes = {"guard": [asdict(change) for change in self.changes]} if self.changes else {}
         return {"step": self.step, "samples": self.samples, **numbers, **changes, "layers": layers}
 
@@ -86,10 +87,6 @@ class Report:
                     yield f"{prefix}/{key}", float(getattr(one, key)), self.samples
                 age = self.ages[name, kind]
                 yield f"{prefix}/scale_age", math.nan if age is None else float(age), self.samples
-
-
-def _finite(value: float | int | None) -> float | int | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 class JsonLines:
