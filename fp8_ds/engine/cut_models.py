@@ -1,4 +1,5 @@
-"""Models that tensor parallelism has cut: what their checkpoints say of it, and which exports would be of one rank."""
+"""Models that tensor parallelism has cut: what their checkpoints say of it, and what of DeepSpeed would take a rank's
+part for the whole."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
     TP_REPLICATED_PARAMETER_PATTERNS,
@@ -13,15 +15,17 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
-from fp8_ds.errors import UnsupportedError
-from fp8_ds.tp.linears import ParallelLinear
+from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.tp.linears import contexts_of
 
 
 def is_cut(module: Module) -> bool:
     """Whether `fp8_ds.tp.parallelize` has cut it."""
-    return any(isinstance(child, ParallelLinear) for child in module.modules())
+    return bool(contexts_of(module))
 
 
 def universal_info(module: Module) -> Mapping[str, Any]:
@@ -41,6 +45,35 @@ def universal_info(module: Module) -> Mapping[str, Any]:
     patterns = {TP_REPLICATED_PARAMETER_PATTERNS: whole, PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: by_input}
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     return {UNIVERSAL_CHECKPOINT_INFO: version | patterns}
+
+
+def refuse_mpu(model: Module, mpu: Any) -> None:
+    """DeepSpeed takes the ranks that share a cut model for such. Where the model has not been cut nothing is checked.
+
+    Args:
+        model: any; of a PipelineModule its own `mpu` counts.
+        mpu: what deepspeed.initialize is given.
+
+    Raises:
+        ConfigError: ZeRO would average different parts of a weight, or leave out ranks that have the same.
+    """
+    if not (contexts := contexts_of(model)):
+        return
+    own = dist.get_rank()
+    if isinstance(model, PipelineModule):
+        mpu = model.mpu()
+    for tp in contexts:
+        cut_over = dist.get_process_group_ranks(tp.group)
+        shared, replicas = [own], list(range(dist.get_world_size()))
+        if mpu is not None:
+            shared = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
+            replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
+        if sorted(shared) != sorted(cut_over) or set(replicas) & set(cut_over) != {own}:
+            found = "none" if mpu is None else f"ranks {shared} with replicas on ranks {replicas}"
+            raise ConfigError(
+                f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
+                f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
+            )
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:

@@ -85,18 +85,18 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from fp8_ds.engine.cut_models import refuse_mpu
     from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.refusals import refuse_model
     from fp8_ds.engine.roll_call import own_rank
     from fp8_ds.engine.startup import refuse_start
-    from fp8_ds.tp.plan import check_mpu
 
     device = torch.device(get_accelerator().device_name())
     refuse_start(fp8, config, device, own_rank())
     model = arguments.get("model")
     if model is not None:  # stock says so
         refuse_model(model)
-        check_mpu(model, arguments.get("mpu"))
+        refuse_mpu(model, arguments.get("mpu"))
         if fp8.attention.backend is not None:
             from fp8_ds.attention.huggingface import refuse_attention
 

@@ -102,6 +102,11 @@ class ParallelLinear(nn.Linear):
         return f"{super().extra_repr()}, tp={self.tp.size}, sequence_parallel={self.tp.sequence_parallel}"
 
 
+def contexts_of(model: nn.Module) -> list[TensorParallel]:
+    """Of its parallel linears, each once; none where it has not been cut."""
+    return list({id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}.values())
+
+
 class ColumnParallelLinear(ParallelLinear):
     """Rows of a weight, in high precision.
 

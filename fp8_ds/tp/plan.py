@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
@@ -25,6 +23,7 @@ from fp8_ds.tp.linears import (
     ColumnParallelLinear,
     ParallelLinear,
     RowParallelLinear,
+    contexts_of,
     gather_input,
     sum_gradient,
 )
@@ -147,7 +146,7 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
         ConfigError: `config` is not the default, and the model has no such layers; or it has some, and they have no
             FP8 gather for `recipe`.
     """
-    contexts = {id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}
+    contexts = contexts_of(model)
     if not contexts and config != TensorParallelConfig():
         raise ConfigError(
             "fp8.tensor_parallel: expected a model that fp8_ds.tp.parallelize has cut, got one without tensor-parallel "
@@ -158,36 +157,8 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
             f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} with tensor-parallel layers and "
             f'fp8.tensor_parallel.gather "fp8", got {recipe}. Use one of these, or "gather": "bf16".'
         )
-    for tp in contexts.values():
+    for tp in contexts:
         tp.set_config(config)
-
-
-def check_mpu(model: nn.Module, mpu: Any) -> None:
-    """DeepSpeed takes the ranks that share a cut model for such. Where the model has not been cut nothing is checked.
-
-    Args:
-        model: any; of a PipelineModule its own `mpu` counts.
-        mpu: what deepspeed.initialize is given.
-
-    Raises:
-        ConfigError: ZeRO would average different parts of a weight, or leave out ranks that have the same.
-    """
-    contexts = {id(module.tp): module.tp for module in model.modules() if isinstance(module, ParallelLinear)}
-    own = dist.get_rank() if contexts else 0
-    if contexts and isinstance(model, PipelineModule):
-        mpu = model.mpu()
-    for tp in contexts.values():
-        cut_over = dist.get_process_group_ranks(tp.group)
-        shared, replicas = [own], list(range(dist.get_world_size()))
-        if mpu is not None:
-            shared = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
-            replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
-        if sorted(shared) != sorted(cut_over) or set(replicas) & set(cut_over) != {own}:
-            found = "none" if mpu is None else f"ranks {shared} with replicas on ranks {replicas}"
-            raise ConfigError(
-                f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
-                f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
-            )
 
 
 @dataclass(frozen=True)
