@@ -255,6 +255,25 @@ def test_what_is_not_finite_is_seen_whatever_travels_how(ranks: Any, name: str, 
         assert all(seen for *_, seen in found), [row for row in found if not row[-1]]
 
 
+def of_another_width(sequence_parallel: bool) -> list[str]:
+    tp = tpar.context(sequence_parallel)
+    layer = tpar.linear(OUT, IN, torch.bfloat16)
+    found = []
+    for kind in KINDS:
+        try:
+            tpar.RUN[kind][0](layer, tp, "tensorwise")(torch.ones(T, IN + 16).bfloat16())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_an_input_of_another_width_is_named(ranks: Any, sequence_parallel: bool) -> None:
+    got = f"got [{T}, {IN + 16}]."
+    for found in ranks(2).run(of_another_width, sequence_parallel):
+        assert found == [f"input: expected [..., {IN}], {got}", f"input: expected [..., {IN // 2}], {got}"]
+
+
 # --- in pieces ---
 
 
