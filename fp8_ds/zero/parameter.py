@@ -31,7 +31,6 @@ _IN_PLACE_DUNDERS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
 _ACCESSORS = ("__get__", "__set__")
-_has_warned: list[bool] = []
 # Attributes that carry values; every other attribute is metadata.
 _VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -203,14 +202,12 @@ def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> An
 
 
 def _warn_of_loss(weight: Any) -> None:
-    """Once: a value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
-    payload = weight._fp8
-    if not payload.has_master and not _has_warned:
-        _has_warned.append(True)
-        logger.warning(
-            f"fp8: the frozen weight {payload.name} was written: it is rounded to FP8 again, and nothing keeps it in "
-            "more bits. Merging adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a "
-            'bf16 shard of them, or "frozen": "bf16".'
+    """A value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
+    if not weight._fp8.has_master:
+        logger.warning_once(
+            "fp8: a frozen weight was written: it is rounded to FP8 again, and nothing keeps it in more bits. Merging "
+            "adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a bf16 shard of them, "
+            'or "linear.frozen": "bf16".'
         )
 
 
