@@ -194,30 +194,37 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
 def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """`config` with the entries of `settings`, each under the name that the configuration has for it."""
     pairs = _pairs(settings)
-    if not pairs:
-        return dict(config)
-    known, names = _keys(str(pairs.get("model_type", config["model_type"])))
+    defaults = _defaults(str(pairs.get("model_type", config["model_type"]))) if pairs else None
     result = dict(config)
     for key, value in pairs.items():
-        if known and key not in known | config.keys() | names.keys():
-            near = difflib.get_close_matches(key, sorted(known | config.keys() | names.keys()), n=1)
+        if key in config or defaults is None:
+            result[key] = value
+        elif hasattr(defaults, key):
+            result[defaults.attribute_map.get(key, key)] = value
+        else:
+            near = difflib.get_close_matches(key, sorted({*defaults.to_dict(), *config}), n=1)
             raise ConfigError(
                 f"--set: expected a key of {name}'s configuration, got {key!r}. "
                 + (f"Did you mean {near[0]}?" if near else "Its class in transformers has no such key.")
             )
-        result[key if key in config else names.get(key, key)] = value
     return result
 
 
-def _keys(model_type: str) -> tuple[set[str], Mapping[str, str]]:
-    """The keys of a configuration, and its own name for each other one; empty where transformers does not know it."""
+def _defaults(model_type: str) -> Any:
+    """A configuration of this type; None where there is no such type, or no transformers: `build` says so."""
     try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(model_type)
-    except Exception:  # of any kind; `build` says what is wrong
-        return set(), {}
-    return set(config.to_dict()), config.attribute_map
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return None
+    if model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[model_type]()
+    except Exception as error:  # transformers has no class for what its configurations refuse
+        raise ConfigError(
+            f"--set: expected a model_type whose configuration has defaults, by which keys are known, got {model_type} "
+            f"({type(error).__name__}: {error}). Write the key into a config.json."
+        ) from error
 
 
 def _pairs(settings: Sequence[str]) -> dict[str, Any]:

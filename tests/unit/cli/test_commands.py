@@ -97,7 +97,8 @@ def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8() -
 
 def test_plan_takes_every_key_that_the_class_of_the_configuration_has() -> None:
     pytest.importorskip("transformers")
-    for setting in ("attention_bias=true", "tie_word_embeddings=true", "rope_theta=1e4"):
+    scaling = 'rope_scaling={"rope_type": "linear", "factor": 2.0}'  # a property of the class in transformers 5
+    for setting in ("attention_bias=true", "tie_word_embeddings=true", "rope_theta=1e4", scaling):
         code, found = run("plan", "llama-8b", "--config", CONFIG, *SMALL, "--set", setting)
         assert code == 0 and found["num_layers"] == 22
     code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "num_hidden_layers=2")  # its other name for n_layer

@@ -129,6 +129,26 @@ def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, 
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == set(FILES)
 
 
+def test_a_key_is_not_taken_unseen_where_transformers_cannot_tell_which_there_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Demanding(transformers.PretrainedConfig):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            raise KeyError("encoder")
+
+    monkeypatch.setitem(transformers.CONFIG_MAPPING._extra_content, "demanding", Demanding)
+    command = ["plan", "demanding.json", "--config", "ds.json", "--json"]
+    (folder / "demanding.json").write_text('{"model_type": "demanding"}')
+    for more, word in (([], "causal language model"), (["--set", "typo=1"], "--set: expected a model_type whose")):
+        result = CliRunner().invoke(app, [*command, *more])
+        assert result.exit_code == 2 and word in json.loads(result.stdout)["error"]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = CliRunner().invoke(app, ["plan", "llama-8b", "--config", "ds.json", "--json", "--set", "typo=1"])
+    assert result.exit_code == 2 and "expected transformers to be installed" in json.loads(result.stdout)["error"]
+
+
 def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("of ours")
