@@ -77,7 +77,7 @@ def judge(
 
 def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) -> Verdict:
     from fp8_ds.engine.initialize import refuse_misplaced_block
-    from fp8_ds.engine.refusals import REFUSALS
+    from fp8_ds.engine.refusals import refusals_of
 
     try:
         refuse_misplaced_block(config)
@@ -95,7 +95,7 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
             return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',), ('Set "fp8.enabled" to true.',))
         if (problem := malformed(config)) is not None:
             return Verdict("no", (problem,))
-        if rows := [row for row in REFUSALS if row.applies(config)]:
+        if rows := refusals_of(config):
             reasons = tuple(f"It is refused at start: {row.key}: {row.reason}." for row in rows)
             return Verdict("no", reasons, tuple(row.remedy for row in rows))
         _refuse(fp8, config, device)
@@ -126,21 +126,17 @@ def malformed(config: Mapping[str, Any]) -> str | None:
             return f'{key}: expected an object, got {json.dumps(value)}. Write "{key}": {example}, or remove the key.'
     for key in (*_BATCH_SIZES, _STEPS):
         size = config.get(key)
-        if size not in (None, "auto") and (type(size) is not int or size < 1):
+        if size not in (None, "auto") and (isinstance(size, str) or not _whole(size)):
             return f'{key}: expected an integer from 1 on, or "auto", got {json.dumps(size)}. Write the number.'
-    stage = _block(config, "zero_optimization").get("stage", 0)
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage != "auto" and _whole(stage) not in range(4):
         return f"zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}. Write the number."
-    if _whole(size := _block(config, "tensor_parallel").get("autotp_size", 0)) is None:
+    if _whole(size := config.get("tensor_parallel", {}).get("autotp_size", 0)) is None:
         return f"tensor_parallel.autotp_size: expected an integer, got {json.dumps(size)}. Write the number."
-    if (kind := _block(config, "optimizer").get("type")) is not None and not isinstance(kind, str):
+    if (kind := config.get("optimizer", {}).get("type")) is not None and not isinstance(kind, str):
         return f'optimizer.type: expected a name, got {json.dumps(kind)}. Write "AdamW".'
     return None
-
-
-def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _whole(value: Any) -> int | None:
@@ -153,12 +149,13 @@ def _whole(value: Any) -> int | None:
 
 
 def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
-    """Why DeepSpeed's own start fails on so many ranks; None: its batch sizes fit, or are somebody's "auto".
+    """Why DeepSpeed's own start fails on so many ranks; None: its batch sizes fit, or are somebody's "auto". Of what is
+    not `malformed`.
 
     Source: `DeepSpeedConfig._set_batch_related_parameters` and `_batch_assertion` of deepspeed 0.19.8; ranks of tensor
     parallelism share a batch.
     """
-    autotp = _whole(_block(config, "tensor_parallel").get("autotp_size", 1)) or 1
+    autotp = _whole(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1
     ranks, left = divmod(world, autotp)
     if left:
         return f"tensor_parallel.autotp_size: expected a divisor of {world} ranks, got {autotp}. Use such a one."
@@ -216,7 +213,7 @@ def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> di
 
 
 def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
-    block = config.get("optimizer") or {}
+    block = config.get("optimizer", {})
     kind = block.get("type")
     if kind is None:
         name = "the one that the script gives to deepspeed.initialize"

@@ -488,14 +488,18 @@ def _markdown(first: str, rows: list[tuple[str, str, str]]) -> str:
     return "\n".join([f"| {first} | Why | Instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def refusals_of(config: Config) -> list[Refusal]:
+    """The rows that apply."""
+    return [row for row in REFUSALS if row.applies(config)]
+
+
 def refuse_config(config: Config) -> None:
     """Nothing happens if FP8 ZeRO supports `config`.
 
     Raises:
         UnsupportedError: it does not; all reasons at once, each with its key and remedy.
     """
-    found = [row for row in REFUSALS if row.applies(config)]
-    if found:
+    if found := refusals_of(config):
         rows = "\n".join(f"  {row.key}: {row.reason}. {row.remedy}" for row in found)
         raise UnsupportedError(f'"fp8" is enabled together with what it does not support:\n{rows}')
 

@@ -77,11 +77,17 @@ def test_what_a_start_refuses_is_off(
     verdict = judge(config, script)
     assert verdict.on == "no" and not verdict.used
     assert word in str(caught.value)
-    assert all(part in str(caught.value) for part in verdict.remedies)
-    assert [reason.removeprefix("It is refused at start: ") in str(caught.value) for reason in verdict.reasons] == [
-        True
-    ]
-    assert word in verdict.reasons[0]
+    (reason,) = verdict.reasons
+    assert word in reason
+    for part in (reason.removeprefix("It is refused at start: "), *verdict.remedies):
+        assert part in str(caught.value)
+
+
+def test_each_refusal_is_a_reason_with_its_remedy(script: Path) -> None:
+    config = {**STOCK, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}, "fp8": {"enabled": True}}
+    verdict = judge(config, script)
+    assert [reason.split(": ")[1] for reason in verdict.reasons] == ["zero_optimization.stage", "fp16.enabled"]
+    assert ["zero_optimization" in verdict.remedies[0], "bf16" in verdict.remedies[1]] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,6 @@ def test_a_configuration_without_a_batch_size_is_told_so(script: Path, key: str 
         ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage: expected 1, 2 or 3, got 2.5."),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: expected an integer from 1 on"),
         ({"train_micro_batch_size_per_gpu": "x"}, 'integer from 1 on, or "auto", got "x". Write the number.'),
-        ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: expected an integer from 1 on"),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: expected an"),
         ({"train_batch_size": 8.5}, "train_batch_size: expected an integer from 1 on"),
         ({"train_batch_size": -8}, "train_batch_size: expected an integer from 1 on"),
@@ -230,7 +235,7 @@ def test_what_deepspeed_cannot_read_is_off_and_says_what_was_got(
 VALUES = (None, True, 5, "x", [], {})
 BLOCK_VALUES = {
     "zero_optimization": (*VALUES, {"stage": "two"}, {"stage": "2"}, {"stage": 2.0}, {"stage": 2.5}, {"stage": 7}),
-    "bf16": VALUES,
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "data_types"), VALUES),
     "tensor_parallel": (*VALUES, {"autotp_size": None}, {"autotp_size": "2"}, {"autotp_size": 0}, {"autotp_size": "x"}),
     "optimizer": VALUES,
     "scheduler": VALUES,
@@ -239,13 +244,16 @@ BLOCK_VALUES = {
 
 def test_deepspeeds_own_readers_stop_at_the_same_blocks() -> None:
     from deepspeed.runtime import config as stock
-    from deepspeed.runtime.precision_config import get_bfloat16_config
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.tensor_parallel import get_tensor_parallel_config
     from deepspeed.runtime.zero.config import get_zero_config
 
-    readers = {
+    readers: dict[str, Any] = {
         "zero_optimization": get_zero_config,
         "bf16": get_bfloat16_config,
+        "bfloat16": get_bfloat16_config,
+        "fp16": get_float16_config,
+        "data_types": lambda config: stock.get_data_types_params(config).get("grad_accum_dtype"),
         "tensor_parallel": get_tensor_parallel_config,
         "optimizer": stock.get_optimizer_name,
         "scheduler": stock.get_scheduler_name,
@@ -263,7 +271,7 @@ def test_deepspeeds_own_readers_stop_at_the_same_blocks() -> None:
 # --- so many ranks ---
 
 
-def stock_refuses(sizes: dict[str, int], ranks: int) -> bool:
+def stock_refuses(sizes: dict[str, Any], ranks: int) -> bool:
     """DeepSpeed's own arithmetic, without its process group."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -276,6 +284,15 @@ def stock_refuses(sizes: dict[str, int], ranks: int) -> bool:
     except (AssertionError, ZeroDivisionError):
         return True
     return not (bare.train_micro_batch_size_per_gpu and bare.gradient_accumulation_steps)
+
+
+@pytest.mark.parametrize("size", [0, -8, 8, 8.0, 8.5, True, False, "8", "x", [], {}])
+def test_deepspeeds_own_arithmetic_stops_at_the_same_sizes(size: Any) -> None:
+    is_read = judgement.malformed({"train_batch_size": size}) is None
+    try:
+        assert is_read == (not stock_refuses({"train_batch_size": size}, 1))
+    except TypeError:
+        assert not is_read
 
 
 def test_batch_sizes_fit_where_deepspeeds_own_arithmetic_lets_them() -> None:
