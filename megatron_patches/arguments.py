@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--fp8-health-interval",
         type=int,
         default=0,
-        help="iterations from one sample of amax, saturation and underflow to the next; 0: coverage and bytes only",
+        help="iterations from one sample of amax, saturation and underflow to the next, of linears without Transformer "
+        "Engine; 0: coverage and bytes only",
     )
     _mend_help(parser)
     group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")

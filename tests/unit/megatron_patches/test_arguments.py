@@ -6,7 +6,9 @@ tests/integration/test_megatron_clone.py has the same with Megatron's own parser
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
 from fp8_ds.errors import ConfigError, UnsupportedError
-from megatron_patches import arguments
+from megatron_patches import arguments, compat
 
 LOCAL = ["--transformer-impl", "local"]
 FP8 = [*LOCAL, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
@@ -189,6 +191,17 @@ def test_legacy_models_which_have_no_spec_are_refused(setup: Any) -> None:
     with pytest.raises(ConfigError, match=r"--use-legacy-models: expected off"):
         setup(digest(*FP8, "--use-legacy-models"))
     assert setup(digest("--use-legacy-models")) == "model built"
+
+
+def test_what_the_quick_start_says_for_the_wrapper_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "transformer_engine", lambda: compat.TransformerEngine(True, "2.8"))
+    text = (Path(__file__).parents[3] / "docs/quickstart-megatron.md").read_text()
+    commands = re.findall(r"^\|[^|]*\| `([^`]*)` \| the wrapper \|$", text, re.MULTILINE)
+    commands += re.findall(r"-m megatron_patches\.pretrain_gpt ((?:.*\\\n)*.*)\n```", text)
+    assert len(commands) == 4
+    for command in commands:
+        arguments.digest_arguments(parser().parse_known_args(command.replace("\\", "").split())[0])
+    assert digest(*FP8, "--fp8-health-interval", "100").fp8_health_interval == 100
 
 
 def test_masks_are_megatrons_own_affair_with_its_own_attention() -> None:
