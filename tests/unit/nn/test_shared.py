@@ -14,11 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.config import ActivationsConfig, LinearConfig
+from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.nn.convert import revert
-from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
@@ -362,16 +361,12 @@ class Probing(nn.Module):
         return self.k(h)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_planes_made_in_inference_mode_are_kept_for_no_backward(recipe, fused):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])  # others keep nothing of it for backward anyway
+def test_planes_made_in_inference_mode_are_kept_for_no_backward(recipe):
     torch.manual_seed(0)
     model, config = Probing().bfloat16(), LinearConfig(recipe=recipe)
     apply_plan(model, make_plan(model, config), config, "cpu")
     expected = copy.deepcopy(model)
-    if fused:
-        for one in (model, expected):
-            fuse_producers(one, ActivationsConfig(fused=True))
     x = torch.randn(16, 32).bfloat16()
     output = model(x.clone().requires_grad_())
     output.sum().backward()
