@@ -209,10 +209,9 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
         if manifest is None and _own_state(folder / tag):
             problems = [manifests.lacks_manifest(folder / tag)]
     if problems:
-        others = [one for one in folders.complete_tags(folder) if one != tag]
         raise CheckpointError(
-            f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. Complete in "
-            f"{str(folder)!r}: {others or 'none else'}."
+            f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. "
+            f"{folders.describe_complete(folder, tag)}"
         )
     if not trust_pickle:
         _refuse_code(folder / tag)

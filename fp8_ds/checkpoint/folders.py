@@ -195,6 +195,12 @@ def complete_tags(load_dir: Path) -> list[str]:
     return [path.parent.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
+def describe_complete(load_dir: Path, besides: str | None = None) -> str:
+    """A sentence for an error about the checkpoint `besides`: which others `load_dir` has."""
+    others = [tag for tag in complete_tags(load_dir) if tag != besides]
+    return f"Complete in {str(load_dir)!r}: {others or 'none else'}."
+
+
 def _save_in(folder: Path) -> str | None:
     manifest = _intact_manifest(folder)
     return None if manifest is None else manifest.header.get("save")

@@ -105,11 +105,10 @@ def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
         return
     shown = list(dict.fromkeys(found))
     reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
-    others = [one for one in folders.complete_tags(folder) if one != tag]
     more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
     raise CheckpointError(
         f"load_checkpoint: expected a whole checkpoint that this run can load, got: {reasons}{more}. "
-        f"Complete in {str(folder)!r}: {others or 'none else'}."
+        f"{folders.describe_complete(folder, tag)}"
     )
 
 

@@ -35,7 +35,10 @@ def run_interpreted(tests: Path, *more: str) -> None:
 def pytest_configure() -> None:
     """Half the time of the interpreter, which for every call of a function within a kernel goes through all of
     `triton.language` to replace what is replaced already, and for every integer sum computes in 64 bits whether it
-    overflows, to say so in debug mode alone."""
+    overflows, to say so in debug mode alone.
+
+    Source: `InterpretedFunction.__call__` and `GridExecutor` of triton 3.9, runtime/interpreter.py.
+    """
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
