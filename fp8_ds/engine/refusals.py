@@ -514,14 +514,15 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
     Raises:
         ConfigError: they go to DeepSpeed's monitor, and none is on, or to a path that cannot be written.
     """
-    if rank == 0 and sink != "deepspeed":
-        _refuse_unwritable(sink)
-    if sink != "deepspeed" or rank != 0 or any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
+    if rank != 0:
         return
-    raise ConfigError(
-        f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) enabled, '
-        'got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
-    )
+    if sink != "deepspeed":
+        _refuse_unwritable(sink)
+    elif not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
+        raise ConfigError(
+            f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
+            'enabled, got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
+        )
 
 
 def _refuse_unwritable(sink: str) -> None:
