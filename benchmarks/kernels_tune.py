@@ -38,7 +38,7 @@ from fp8_ds.ops.groupwise import quantize_groupwise
 from fp8_ds.ops.quantize import amax, quantize_colwise_t, quantize_delayed_planes, quantize_planes
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_columns
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_backward_kept, swiglu_columns
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling import AmaxHistory
 
@@ -102,9 +102,9 @@ def _kept(rows: int, cols: int, device: str) -> Any:
 
 
 def _beside(x: Any) -> Any:
-    gate, up = (one if isinstance(one, tuple) else (one,) for one in x[:2])
-    slots = x[3].slot(0), x[3].slot(1), x[3].slot(1)
-    return swiglu_backward_columns(x[2], gate, up, (E4M3, E5M2), slots, rounding="twice")
+    return swiglu_backward_columns(
+        x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)), rounding="twice"
+    )
 
 
 def _delayed(x: tuple[Tensor, Any], planes: Any) -> Any:
@@ -140,6 +140,7 @@ def _quarter_is_of_warps(quarter: str, warps: str) -> Callable[[Setting], bool]:
 
 
 _TILES: dict[str, tuple[Any, ...]] = {"rows": (2, 4, 8, 16), "words": (8, 16, 32, 64), "warps": (1, 2, 4, 8)}
+_BOTH: dict[str, tuple[Any, ...]] = {"_BOTH_QUARTER": (8, 16), "_BOTH_WARPS": (4, 8)}
 
 KERNELS = (
     Kernel(
@@ -238,17 +239,24 @@ KERNELS = (
         (WIDE,),
         _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
     ),
-    *(
-        Kernel(
-            f"swiglu_backward_columns{', kept in FP8' if is_kept else ''}",
-            "swiglu.triton",
-            {"_BOTH_QUARTER": (8, 16, 32), "_BOTH_WARPS": (4, 8)},
-            2 + 2 * (1 if is_kept else 2) + 3,
-            _kept if is_kept else _three,
-            _beside,
-            (WIDE,),
-        )
-        for is_kept in (False, True)
+    Kernel("swiglu_backward_columns", "swiglu.triton", _BOTH, 9, _three, _beside, (WIDE,)),
+    Kernel(
+        "swiglu_backward_kept",
+        "swiglu.triton",
+        _BOTH,
+        6,
+        _kept,
+        lambda x: swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2, rounding="twice"),
+        (WIDE,),
+    ),
+    Kernel(
+        "swiglu_columns, kept in FP8",
+        "swiglu.triton",
+        {"_COLUMNS_QUARTER": (8, 16), "_COLUMNS_WARPS": (4, 8)},
+        3,
+        _kept,
+        lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
+        (WIDE,),
     ),
     Kernel(
         "swiglu_columns by a transpose",

@@ -10,7 +10,8 @@ Shape suffixes: T tokens (all leading dims), I the MLP's width, F that of its pr
 The product's columns, which the gradient of `down`'s weight contracts, are made again from gate and up: the bytes of
 the forward where these are kept in bf16 (and, delayed, no update of the history lies in between), those of the values
 that came back where they are kept in FP8. Where every scale is one for a tensor, one op makes them beside the gradients
-of gate and up, in one read, and FP8 gate and up are read as they are.
+of gate and up, in one read; kept in FP8, gate and up are read as they are, by an op for each, so that the product's
+gradient is gone before its columns are there.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.swiglu import (
     Fp8Output,
     swiglu_backward,
     swiglu_backward_columns,
     swiglu_backward_fp8,
+    swiglu_backward_kept,
     swiglu_columns,
     swiglu_with_amax,
 )
@@ -111,7 +114,7 @@ class _MlpFunction(torch.autograd.Function):
         scalings = scalings_of_one_op(recipes, wanted)
         hps: tuple[Tensor | None, Tensor | None] = (None, None)
         if scalings is not None:
-            op = _ColumnsToo(gate, up, amax, recipes, scalings)
+            op = _FromKept(gate, up, amax, recipes, scalings)
             _, down_grad = linear_grads(grad_TI, down_weight, recipes.down, op, needs_input=True, dtype=dtype)
             grads = op.grads
         else:
@@ -191,23 +194,21 @@ def read_kept(saved: _Kept, num_x: int) -> tuple[_Kept, Tensor, Tensor, Tensor |
 
 _Grad = Tensor | Quantized
 """bf16 [T, F], or its rows in FP8."""
-_Scalings = tuple[AmaxSlot, AmaxSlot, AmaxSlot] | Literal["tensorwise"]
+_Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 
 def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
-    """Of the product and of the gradients of gate and up, if `swiglu_backward_columns` can make all of them."""
+    """Of the product and of the gradients of gate and up, if each has one scale: `_FromKept` makes all of them."""
     if not (wanted.down and _quantizes(wanted)) or wanted.gate_bias or wanted.up_bias:
         return None
     if not all(recipe.needs_grad_columns for recipe in recipes):
         return None
     scalings: Any = recipes.down.scaling_without_hp(), recipes.gate.grad_scaling(), recipes.up.grad_scaling()
-    if all(isinstance(one, AmaxSlot) for one in scalings):
-        found: _Scalings = scalings
-        return found
-    return "tensorwise" if all(isinstance(one, str) and one == "tensorwise" for one in scalings) else None
+    has_slots = all(isinstance(one, AmaxSlot) for one in scalings)
+    return scalings if has_slots or all(isinstance(one, str) and one == "tensorwise" for one in scalings) else None
 
 
-class _ColumnsToo:
+class _FromKept:
     """For `linear_grads` of `down`: what its weight's gradient reads of the product, made from the product's gradient.
 
     Attributes:
@@ -217,17 +218,21 @@ class _ColumnsToo:
     grads: tuple[_Grad, _Grad]
 
     def __init__(self, gate: _Kept, up: _Kept, amax: Tensor | None, recipes: Recipes, scalings: _Scalings) -> None:
-        self.gate, self.up, self.amax, self.recipes, self.scalings = gate, up, amax, recipes, scalings
+        self.factors: Any = gate, up
+        self.amax, self.recipes, self.scalings = amax, recipes, scalings
 
     def __call__(self, grad_product: Tensor | None) -> _Kept:
         assert grad_product is not None
-        formats = FORMAT, self.recipes.gate.grad_format
-        gate, up = ((as_rows(kept[0]), *kept[1:]) for kept in (self.gate, self.up))
-        columns, scale_inv, gate_fp8, up_fp8 = swiglu_backward_columns(
-            grad_product, gate, up, formats, self.scalings, rounding="twice", amax=self.amax
-        )
-        slots = (None, None) if isinstance(self.scalings, str) else self.scalings[1:]
-        self.grads = _rows(gate_fp8, slots[0]), _rows(up_fp8, slots[1])
+        fmt, scalings = self.recipes.gate.grad_format, self.scalings
+        gate, up = self.factors
+        if len(gate) == 1:
+            columns, scale_inv, *grads = swiglu_backward_columns(
+                grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, rounding="twice", amax=self.amax
+            )
+        else:
+            grads = [*swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:], rounding="twice")]
+            columns, scale_inv = swiglu_columns(gate, up, FORMAT, scalings[0], rounding="twice")
+        self.grads = _rows(grads[0], scalings[1]), _rows(grads[1], scalings[2])
         return self.recipes.down.kept(grad_product, Quantized(None, columns, scale_inv))
 
 

@@ -16,6 +16,7 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward,
     swiglu_backward_columns,
     swiglu_backward_fp8,
+    swiglu_backward_kept,
     swiglu_backward_packed,
     swiglu_backward_packed_fp8,
     swiglu_columns,
@@ -308,16 +309,19 @@ def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, 
     for place in (None, (0, 0), (shape[0] - 1, shape[1] - 1)):
         if place is not None:
             gate[place] = INF
-        factors = [quantize_groupwise(x) if is_kept else (x,) for x in (gate, up)]
-        plain = [dequantize_groupwise(*one) if is_kept else one[0] for one in factors]
+        factors = [quantize_groupwise(x) if is_kept else x for x in (gate, up)]
+        plain = [dequantize_groupwise(*one) if is_kept else one for one in factors]
         own, other = ([make_scaling(scaling, "cuda") for _ in range(3)] for _ in range(2))
         columns, scale_inv = swiglu_columns(*plain, E4M3, own[0], rounding="twice")
         of_both = tuple(own[1:]) if scaling == "given" else "tensorwise"
         rows = swiglu_backward_fp8(grad, *plain, E5M2, of_both, rounding="twice")
         amax = swiglu_with_amax(*plain, E4M3, own[0], record=False, rounding="twice")[1]
-        of_all = tuple(other) if scaling == "given" else "tensorwise"
-        for known in (None, amax):
-            got = swiglu_backward_columns(grad, *factors, (E4M3, E5M2), of_all, rounding="twice", amax=known)
+        for known in (None,) if is_kept else (None, amax):
+            if is_kept:
+                got = swiglu_columns(*factors, E4M3, other[0], rounding="twice")
+                got = *got, *swiglu_backward_kept(grad, *factors, E5M2, tuple(other[1:]), rounding="twice")
+            else:
+                got = swiglu_backward_columns(grad, *factors, (E4M3, E5M2), tuple(other), rounding="twice", amax=known)
             assert_same(columns, got[0])
             assert_same(scale_inv, got[1])
             for one, another in zip(rows, got[2:], strict=True):

@@ -42,6 +42,7 @@ __all__ = [
     "swiglu_backward",
     "swiglu_backward_columns",
     "swiglu_backward_fp8",
+    "swiglu_backward_kept",
     "swiglu_backward_packed",
     "swiglu_backward_packed_fp8",
     "swiglu_columns",
@@ -179,9 +180,20 @@ _swiglu_backward_fp8, _handle = register(
 _KEEP.append(_handle)
 
 
+_Factor = Tensor | tuple[Tensor, Tensor]
+"""bf16 [T, F], rows without gaps, any stride between them; or what `ops.groupwise.quantize_groupwise` made of it: it is
+read as what would come back."""
+
+
+def _scales_of(gate_kept: Tensor | None, up_kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if gate_kept is None or up_kept is None else (gate_kept, up_kept)
+
+
 def _columns_kernel(
     gate: Tensor,
     up: Tensor,
+    gate_kept: Tensor | None,
+    up_kept: Tensor | None,
     scaling: str,
     scale: Tensor | None,
     scale_inv: Tensor | None,
@@ -190,24 +202,25 @@ def _columns_kernel(
     fp8_max: float,
     twice: bool,
 ) -> tuple[Tensor, Tensor]:
-    slot = SlotTensors(scale, scale_inv, None)
+    slot, kept_scales = SlotTensors(scale, scale_inv, None), _scales_of(gate_kept, up_kept)
     if _takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
-        return triton.swiglu_columns(gate, up, scaling, slot, amax, dtype, fp8_max, twice)
-    return reference.swiglu_columns(gate, up, scaling, slot, dtype, fp8_max, twice)
+        return triton.swiglu_columns(gate, up, kept_scales, scaling, slot, amax, dtype, fp8_max, twice)
+    factors = reference.factors(gate, up, kept_scales)
+    return reference.swiglu_columns(*factors, scaling, slot, dtype, fp8_max, twice)
 
 
 def _columns_fake(
-    gate: Tensor, up: Tensor, scaling: str, scale: Any, scale_inv: Any, amax: Any, dtype: torch.dtype, fp8_max: float,
-    twice: bool,
+    gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, scaling: str, scale: Any, scale_inv: Any, amax: Any,
+    dtype: torch.dtype, fp8_max: float, twice: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return gate.new_empty((gate.shape[1], gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
 
 
 _swiglu_columns, _handle = register(
-    "swiglu_columns(Tensor gate, Tensor up, str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, "
-    "ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor)",
+    "swiglu_columns(Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, str scaling, Tensor? scale, "
+    "Tensor? scale_inv, Tensor? amax, ScalarType dtype, float fp8_max, bool twice) -> (Tensor, Tensor)",
     _columns_kernel,
     _columns_fake,
 )
@@ -220,6 +233,7 @@ def _backward_columns_kernel(
     up: Tensor,
     gate_kept: Tensor | None,
     up_kept: Tensor | None,
+    with_columns: bool,
     scaling: str,
     scale: Tensor | None,
     scale_inv: Tensor | None,
@@ -237,28 +251,35 @@ def _backward_columns_kernel(
     grad_max: float,
     twice: bool,
 ) -> _SixTensors:
-    slots = (
-        SlotTensors(scale, scale_inv, None),
-        SlotTensors(gate_scale, gate_scale_inv, gate_amax),
-        SlotTensors(up_scale, up_scale_inv, up_amax),
-    )
-    kept_scales = None if gate_kept is None or up_kept is None else (gate_kept, up_kept)
-    rest = (dtype, grad_dtype), (fp8_max, grad_max), twice
+    product = SlotTensors(scale, scale_inv, None)
+    grads = SlotTensors(gate_scale, gate_scale_inv, gate_amax), SlotTensors(up_scale, up_scale_inv, up_amax)
+    kept_scales = _scales_of(gate_kept, up_kept)
     if _takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
-        return triton.swiglu_backward_columns(grad_hidden, gate, up, kept_scales, scaling, slots, amax, record, *rest)
-    return reference.swiglu_backward_columns(grad_hidden, gate, up, kept_scales, scaling, slots, record, *rest)
+        return triton.swiglu_backward_columns(
+            grad_hidden, gate, up, kept_scales, with_columns, scaling, (product, *grads), amax, record,
+            (dtype, grad_dtype), (fp8_max, grad_max), twice,
+        )  # fmt: skip
+    factors = reference.factors(gate, up, kept_scales)
+    if with_columns:
+        columns = reference.swiglu_columns(*factors, scaling, product, dtype, fp8_max, twice)
+    else:
+        columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
+    first, second = reference.swiglu_backward_fp8(
+        grad_hidden, *factors, False, scaling, grads, record, grad_dtype, grad_max, twice
+    )
+    return *columns, *first[:2], *second[:2]
 
 
 def _backward_columns_fake(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, scaling: str, scale: Any,
-    scale_inv: Any, amax: Any, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any, up_scale: Any, up_scale_inv: Any,
-    up_amax: Any, record: bool, dtype: torch.dtype, fp8_max: float, grad_dtype: torch.dtype, grad_max: float,
-    twice: bool,
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, with_columns: bool, scaling: str,
+    scale: Any, scale_inv: Any, amax: Any, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any, up_scale: Any,
+    up_scale_inv: Any, up_amax: Any, record: bool, dtype: torch.dtype, fp8_max: float, grad_dtype: torch.dtype,
+    grad_max: float, twice: bool,
 ) -> _SixTensors:  # fmt: skip
     num_rows, num_cols = gate.shape
-    columns, grads = (num_cols, num_rows), (num_rows, num_cols)
+    columns, grads = (num_cols if with_columns else 0, num_rows), (num_rows, num_cols)
     planes = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
     scales = [gate.new_empty((), dtype=torch.float32) for _ in range(3)]
     return planes[0], scales[0], planes[1], scales[1], planes[2], scales[2]
@@ -266,14 +287,27 @@ def _backward_columns_fake(
 
 _swiglu_backward_columns, _handle = register(
     "swiglu_backward_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
-    "str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, Tensor? gate_scale_inv, "
-    "Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, bool record, "
-    "ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max, bool twice) -> "
+    "bool with_columns, str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, "
+    "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
+    "bool record, ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max, bool twice) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_columns_kernel,
     _backward_columns_fake,
 )
 _KEEP.append(_handle)
+
+
+def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Values of both and scales of both, looked at."""
+    if isinstance(gate, tuple) and isinstance(up, tuple):
+        check_groups("gate", *gate)
+        check_groups("up", *up)
+        return gate[0], up[0], gate[1], up[1]
+    if isinstance(gate, tuple) or isinstance(up, tuple):
+        raise ValueError("up: expected to be kept as gate is, got one in bf16 and one in codes. Keep both alike.")
+    check_rows("gate", gate)
+    check_rows("up", up, gate)
+    return gate, up, None, None
 
 
 def _output(x_fp8: Tensor, scale_inv: Tensor, hp: Tensor, with_hp: bool) -> Fp8Output:
@@ -392,8 +426,8 @@ def swiglu_backward_fp8(
 
 
 def swiglu_columns(
-    gate: Tensor,
-    up: Tensor,
+    gate: _Factor,
+    up: _Factor,
     fmt: Float8Format,
     scaling: AmaxSlot | Literal["tensorwise"],
     *,
@@ -403,10 +437,11 @@ def swiglu_columns(
     """The transpose of what `swiglu` makes, and not that: (`fmt.dtype` [F, T], scale_inv); nothing is recorded.
 
     Args: as in `swiglu`; one scale for all, and
+        gate: bf16, or codes and scales of `ops.groupwise.quantize_groupwise`, read as what would come back.
+        up: the same.
         amax: float32, 0-dim, what `swiglu` measured of the same tensors: "tensorwise" reads them once then, not twice.
     """
-    check_rows("gate", gate)
-    check_rows("up", up, gate)
+    values = _parts(gate, up)
     mode, slot = mode_of(scaling)
     if mode == "rowwise":
         raise ValueError(
@@ -414,17 +449,36 @@ def swiglu_columns(
             "quantise the bf16 values by them."
         )
     found: tuple[Tensor, Tensor] = _swiglu_columns(
-        gate, up, mode, slot.scale, slot.scale_inv, amax, fmt.torch_dtype, fmt.max, is_twice(rounding)
+        *values, mode, slot.scale, slot.scale_inv, amax, fmt.torch_dtype, fmt.max, is_twice(rounding)
     )
     return found
 
 
+def swiglu_backward_kept(
+    grad_hidden: Tensor,
+    gate: tuple[Tensor, Tensor],
+    up: tuple[Tensor, Tensor],
+    fmt: Float8Format,
+    scalings: tuple[Scaling, Scaling],
+    *,
+    record: bool = True,
+    rounding: Rounding = "once",
+) -> tuple[Fp8Output, Fp8Output]:
+    """`swiglu_backward_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
+
+    Args: as there, and
+        scalings: of grad_gate and of grad_up: slots, or "tensorwise" for both.
+    """
+    found = _backward_columns(grad_hidden, gate, up, (fmt, fmt), (None, *scalings), record, rounding, None)
+    return Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None)
+
+
 def swiglu_backward_columns(
     grad_hidden: Tensor,
-    gate: tuple[Tensor, ...],
-    up: tuple[Tensor, ...],
+    gate: Tensor,
+    up: Tensor,
     formats: tuple[Float8Format, Float8Format],
-    scaling: tuple[AmaxSlot, AmaxSlot, AmaxSlot] | Literal["tensorwise"],
+    scalings: tuple[Scaling, Scaling, Scaling],
     *,
     record: bool = True,
     rounding: Rounding = "once",
@@ -433,31 +487,42 @@ def swiglu_backward_columns(
     """`swiglu_columns` and `swiglu_backward_fp8` in one read of gate, up and grad_hidden; the same bits.
 
     Args: as there, and
-        gate: (bf16 [T, F],), or what `ops.groupwise.quantize_groupwise` made of it: it is read as what would come back.
-        up: the same.
         formats: of the product; of the gradients.
-        scaling: of the product, of grad_gate and of grad_up: slots, of which the last two record; or "tensorwise".
+        scalings: of the product, of grad_gate and of grad_up: slots, of which the last two record, or "tensorwise" for
+            all.
 
     Returns:
         (product transposed, `formats[0].dtype` [F, T]; its scale_inv; grad_gate; grad_up), the gradients without `hp`.
     """
-    if len(gate) == 1:
-        _check(grad_hidden, gate[0], up[0])
-    else:
-        check_groups("gate", *gate)
-        check_groups("up", *up)
-        check_rows("grad_hidden", grad_hidden, gate[0])
-    modes, slots = zip(
-        *(mode_of(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 3)), strict=True
-    )
-    if modes[0] == "rowwise":
-        raise ValueError("scaling: expected three AmaxSlots or 'tensorwise', got 'rowwise'. See swiglu_columns.")
-    kept = (gate[1], up[1]) if len(gate) == 2 else (None, None)
-    columns, scale_inv, g_fp8, g_scale_inv, u_fp8, u_scale_inv = _swiglu_backward_columns(
-        grad_hidden, gate[0], up[0], *kept, modes[0], slots[0].scale, slots[0].scale_inv, amax, *slots[1], *slots[2],
-        record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max, is_twice(rounding),
+    found = _backward_columns(grad_hidden, gate, up, formats, scalings, record, rounding, amax)
+    return found[0], found[1], Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None)
+
+
+def _backward_columns(
+    grad_hidden: Tensor,
+    gate: _Factor,
+    up: _Factor,
+    formats: tuple[Float8Format, Float8Format],
+    scalings: tuple[Scaling | None, Scaling, Scaling],
+    record: bool,
+    rounding: Rounding,
+    amax: Tensor | None,
+) -> _SixTensors:
+    """What the op gives; without a scaling of the product no columns of it."""
+    values = _parts(gate, up)
+    check_rows("grad_hidden", grad_hidden, values[0])
+    of_product = SlotTensors(None, None, None) if scalings[0] is None else mode_of(scalings[0])[1]
+    (mode, gate_slot), (_, up_slot) = (mode_of(one) for one in scalings[1:])
+    if mode == "rowwise":
+        raise ValueError(
+            "scaling: expected AmaxSlots or 'tensorwise', got 'rowwise'. See swiglu_columns and swiglu_backward_fp8."
+        )
+    found: _SixTensors = _swiglu_backward_columns(
+        grad_hidden, *values, scalings[0] is not None, mode, *of_product[:2], amax, *gate_slot,
+        *up_slot, record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,
+        is_twice(rounding),
     )  # fmt: skip
-    return columns, scale_inv, Fp8Output(g_fp8, g_scale_inv, None), Fp8Output(u_fp8, u_scale_inv, None)
+    return found
 
 
 def swiglu_backward_packed_fp8(

@@ -49,39 +49,6 @@ def _largest(y0, y1, y2, y3, PTX: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr
-):
-    """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
-    g = load_rows(gate, rows, cols, gate_stride, mask, EVEN)
-    u = load_rows(up, rows, cols, up_stride, mask, EVEN)
-    return hidden(g, u, TWICE, PTX)
-
-
-@triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax"])
-def swiglu_columns_kernel(
-    gate, up, columns, scale, scale_inv, amax, num_rows, num_cols, gate_stride, up_stride,
-    MODE: tl.constexpr, TWICE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The transposed plane of `silu(gate) * up`, and no other. MODE GIVEN: a product that is not finite spoils
-    scale_inv; nothing is recorded."""
-    first_row, first_col = tile_corner(num_cols, QUARTER)
-    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
-    gate += first_row.to(tl.int64) * gate_stride + first_col
-    up += first_row.to(tl.int64) * up_stride + first_col
-    factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
-    h0 = _product(gate, up, rows, cols, gate_stride, up_stride, mask0, EVEN, TWICE, PTX)
-    h1 = _product(gate, up, rows + 1, cols, gate_stride, up_stride, mask1, EVEN, TWICE, PTX)
-    h2 = _product(gate, up, rows + 2, cols, gate_stride, up_stride, mask2, EVEN, TWICE, PTX)
-    h3 = _product(gate, up, rows + 3, cols, gate_stride, up_stride, mask3, EVEN, TWICE, PTX)
-    if MODE != FROM_AMAX:
-        tl.store(scale_inv, float("nan"), _largest(h0, h1, h2, h3, PTX) >= INFINITY)
-    word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
-    store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
-
-
-@triton.jit
 def _factor_rows(
     x, scale_inv, rows, cols, stride, scale_stride, mask, left, KEPT: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
@@ -95,11 +62,72 @@ def _factor_rows(
 
 
 @triton.jit
+def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
+    """The amax of a tile into that of all; with a given scale what is not finite spoils its inverse."""
+    if MODE == AMAX or RECORD:
+        record_amax(amax, largest)
+    if MODE == GIVEN:
+        tl.store(scale_inv, float("nan"), largest >= INFINITY)
+
+
+@triton.jit
+def _product(
+    gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask, left,
+    KEPT: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
+    g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
+    u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
+    return hidden(g, u, TWICE, PTX)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax", "gate_kept", "up_kept"])
+def swiglu_columns_kernel(
+    gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, num_rows, num_cols, gate_stride, up_stride,
+    kept_stride, kept_group_stride,
+    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The transposed plane of `silu(gate) * up`, and no other. MODE GIVEN: a product that is not finite spoils
+    scale_inv; nothing is recorded. KEPT: gate and up are codes, their scales `gate_kept` and `up_kept`."""
+    first_row, first_col = tile_corner(num_cols, QUARTER)
+    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
+    row = first_row.to(tl.int64)
+    gate += row * gate_stride + first_col
+    up += row * up_stride + first_col
+    kept_at = row * kept_stride + first_col // _COLS * kept_group_stride
+    gate_kept += kept_at
+    up_kept += kept_at
+    left = num_rows - first_row
+    h0 = _product(
+        gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask0, left, KEPT, EVEN, TWICE,
+        PTX,
+    )  # fmt: skip
+    h1 = _product(
+        gate, up, gate_kept, up_kept, rows + 1, cols, gate_stride, up_stride, kept_stride, mask1, left, KEPT, EVEN,
+        TWICE, PTX,
+    )  # fmt: skip
+    h2 = _product(
+        gate, up, gate_kept, up_kept, rows + 2, cols, gate_stride, up_stride, kept_stride, mask2, left, KEPT, EVEN,
+        TWICE, PTX,
+    )  # fmt: skip
+    h3 = _product(
+        gate, up, gate_kept, up_kept, rows + 3, cols, gate_stride, up_stride, kept_stride, mask3, left, KEPT, EVEN,
+        TWICE, PTX,
+    )  # fmt: skip
+    if MODE != FROM_AMAX:
+        _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
+    if MODE != AMAX:
+        word = _word(h0, h1, h2, h3, _scale(scale, scale_inv, amax, MODE, FP8_MAX), FP8_MAX, PTX)
+        store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+
+
+@triton.jit
 def _quarter_of_all(
     grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest, rows,
     cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask, left,
-    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
-    PTX: tl.constexpr,
+    MODE: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """bf16 of the product in one of a tile's four tensors, with the largest gradients so far; theirs are stored."""
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
@@ -112,16 +140,7 @@ def _quarter_of_all(
     if MODE != AMAX:
         store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
         store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
-    return hidden(g, u, TWICE, PTX), gate_largest, up_largest
-
-
-@triton.jit
-def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
-    """The amax of a tile into that of all; with a given scale what is not finite spoils its inverse."""
-    if MODE == AMAX or RECORD:
-        record_amax(amax, largest)
-    if MODE == GIVEN:
-        tl.store(scale_inv, float("nan"), largest >= INFINITY)
+    return hidden(g, u, TWICE, PTX) if COLUMNS else grad_up, gate_largest, up_largest
 
 
 @triton.jit(
@@ -134,14 +153,13 @@ def swiglu_backward_columns_kernel(
     grad_hidden, gate, up, gate_kept, up_kept, columns, gate_fp8, up_fp8, scale, scale_inv, amax, gate_scale,
     gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax, num_rows, num_cols, grad_stride, gate_stride, up_stride,
     kept_stride, kept_group_stride,
-    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr,
-    FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
-    PTX: tl.constexpr,
+    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr,
+    TWICE: tl.constexpr, FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The transposed plane of the product, and rows of the gradients of gate and up, in one read of all three.
+    """Rows of the gradients of gate and up and, with COLUMNS, the transposed plane of the product, in one read.
 
-    MEASURES: the amax of the product, too, is found in the first pass of tensorwise. KEPT: gate and up are codes, their
-    scales `gate_kept` and `up_kept`.
+    MEASURES: the amax of the product, too, is found in the first pass of tensorwise. KEPT: as above.
     """
     first_row, first_col = tile_corner(num_cols, QUARTER)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
@@ -158,7 +176,8 @@ def swiglu_backward_columns_kernel(
     left = num_rows - first_row
     factor, gate_factor, up_factor = 1.0, 1.0, 1.0
     if MODE != AMAX:
-        factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
+        if COLUMNS:
+            factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
         gate_factor = _scale(gate_scale, gate_scale_inv, gate_amax, MODE, GRAD_MAX)
         up_factor = _scale(up_scale, up_scale_inv, up_amax, MODE, GRAD_MAX)
     gate_largest = tl.zeros([QUARTER, _COLS], tl.int32)
@@ -166,28 +185,28 @@ def swiglu_backward_columns_kernel(
     h0, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask0, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h1, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 1, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask1, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h2, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 2, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask2, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h3, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 3, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask3, left,
-        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     if MODE != FROM_AMAX:
         _note(gate_amax, gate_scale_inv, tl.max(tl.max(gate_largest, 1), 0), MODE, RECORD)
         _note(up_amax, up_scale_inv, tl.max(tl.max(up_largest, 1), 0), MODE, RECORD)
-        if MODE == GIVEN or MEASURES:
+        if COLUMNS and (MODE == GIVEN or MEASURES):
             _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
-    if MODE != AMAX:
+    if COLUMNS and MODE != AMAX:
         word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
         store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)

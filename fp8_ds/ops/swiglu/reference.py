@@ -42,6 +42,13 @@ def swiglu(
     return *quantize_by(hp, mode, slot, record, dtype, fp8_max), hp, amax
 
 
+def factors(gate: Tensor, up: Tensor, kept_scales: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """bf16 [T, F] of gate and of up; with scales they are codes."""
+    if kept_scales is None:
+        return gate, up
+    return dequantize_groupwise(gate, kept_scales[0]), dequantize_groupwise(up, kept_scales[1])
+
+
 def swiglu_columns(
     gate: Tensor, up: Tensor, mode: str, slot: SlotTensors, dtype: torch.dtype, fp8_max: float, twice: bool
 ) -> tuple[Tensor, Tensor]:
@@ -81,23 +88,3 @@ def swiglu_backward_fp8(
     """(x_fp8, scale_inv, hp) of grad_gate and of grad_up, or of both in one if `packed`."""
     hps = swiglu_backward(grad_hidden, gate, up, packed, twice)[: 1 if packed else 2]
     return [(*quantize_by(hp, mode, slot, record, dtype, fp8_max), hp) for hp, slot in zip(hps, slots, strict=False)]
-
-
-def swiglu_backward_columns(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    kept_scales: tuple[Tensor, Tensor] | None,
-    mode: str,
-    slots: tuple[SlotTensors, SlotTensors, SlotTensors],
-    record: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    fp8_maxes: tuple[float, float],
-    twice: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv)."""
-    if kept_scales is not None:
-        gate, up = dequantize_groupwise(gate, kept_scales[0]), dequantize_groupwise(up, kept_scales[1])
-    columns = swiglu_columns(gate, up, mode, slots[0], dtypes[0], fp8_maxes[0], twice)
-    grads = swiglu_backward_fp8(grad_hidden, gate, up, False, mode, slots[1:], record, dtypes[1], fp8_maxes[1], twice)
-    return *columns, *grads[0][:2], *grads[1][:2]

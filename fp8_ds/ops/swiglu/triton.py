@@ -25,8 +25,8 @@ _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
 """Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
 from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
-_BOTH_QUARTER, _BOTH_WARPS = 16, 8
-"""The same where the gradients' rows are written beside them."""
+_BOTH_QUARTER, _BOTH_WARPS = 8, 4
+"""The same where the gradients' rows are written, the columns beside them or not."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,21 @@ def swiglu(
     return x_fp8, scales[1], hp, scales[2] if mode == "tensorwise" else empty_amax(mode, gate)
 
 
+def _read_kept(
+    gate: Tensor, up: Tensor, scales: tuple[Tensor, Tensor] | None, unread: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
+    """How a kernel of tiles is given gate and up, in bf16 or as codes: (tensors, strides, whether they are codes)."""
+    kept = (unread, unread) if scales is None else scales
+    if scales is not None:
+        gate, up = gate.view(torch.uint8), up.view(torch.uint8)
+    of_scales = (0, 0) if scales is None else kept[0].stride()
+    return (gate, up, *kept), (gate.stride(0), up.stride(0), *of_scales), scales is not None
+
+
 def swiglu_columns(
     gate: Tensor,
     up: Tensor,
+    kept_scales: tuple[Tensor, Tensor] | None,
     mode: str,
     slot: SlotTensors,
     amax: Tensor | None,
@@ -106,34 +118,37 @@ def swiglu_columns(
     """(x_fp8 transposed, scale_inv); nothing is recorded. Tensorwise, a pass finds the amax if it is not known."""
     num_rows, num_cols = gate.shape
     columns = torch.empty((num_cols, num_rows), dtype=dtype, device=gate.device)
-    bytes_, none = columns.view(torch.uint8), gate.new_empty(0)
-    *passes, last = _MODES[mode]
+    passes = _MODES[mode]
     found = torch.empty((), dtype=torch.float32, device=gate.device)
     if mode == "tensorwise" and amax is not None:
-        scales, passes = (found, found, amax), []
+        scales, passes = (found, found, amax), passes[1:]
     else:
         scales = _scales(mode, slot, found)
-    _product(mode, passes, gate, up, bytes_, none, scales, False, fp8_max, twice, False)
-    strides = gate.stride(0), up.stride(0)
+        if kept_scales is None:  # a row at a time, which is faster, writes nothing
+            none = gate.new_empty(0)
+            _product(mode, passes[:-1], gate, up, columns.view(torch.uint8), none, scales, False, fp8_max, twice, False)
+            passes = passes[-1:]
+    tensors, strides, is_kept = _read_kept(gate, up, kept_scales, found)
     words = as_words(columns)
-    launch(
-        swiglu_columns_kernel,
-        num_tiles(num_rows, num_cols, _COLUMNS_QUARTER),
-        gate,
-        up,
-        words,
-        *scales,
-        num_rows,
-        num_cols,
-        *strides,
-        MODE=last,
-        TWICE=twice,
-        FP8_MAX=fp8_max,
-        PTX=gate.is_cuda and torch.version.hip is None,
-        num_warps=_COLUMNS_WARPS,
-        enable_fp_fusion=False,
-        **tile_options(_COLUMNS_QUARTER, num_rows, num_cols, words),
-    )
+    for kernel_mode in passes:
+        launch(
+            swiglu_columns_kernel,
+            num_tiles(num_rows, num_cols, _COLUMNS_QUARTER),
+            *tensors,
+            words,
+            *scales,
+            num_rows,
+            num_cols,
+            *strides,
+            MODE=kernel_mode,
+            KEPT=is_kept,
+            TWICE=twice,
+            FP8_MAX=fp8_max,
+            PTX=gate.is_cuda and torch.version.hip is None,
+            num_warps=_COLUMNS_WARPS,
+            enable_fp_fusion=False,
+            **tile_options(_COLUMNS_QUARTER, num_rows, num_cols, words),
+        )
     return columns, scales[1]
 
 
@@ -142,6 +157,7 @@ def swiglu_backward_columns(
     gate: Tensor,
     up: Tensor,
     kept_scales: tuple[Tensor, Tensor] | None,
+    with_columns: bool,
     mode: str,
     slots: tuple[SlotTensors, SlotTensors, SlotTensors],
     amax: Tensor | None,
@@ -152,39 +168,38 @@ def swiglu_backward_columns(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv)."""
     num_rows, num_cols = gate.shape
-    columns = torch.empty((num_cols, num_rows), dtype=dtypes[0], device=gate.device)
+    columns = torch.empty((num_cols, num_rows) if with_columns else (0, num_rows), dtype=dtypes[0], device=gate.device)
     fp8s = [torch.empty((num_rows, num_cols), dtype=dtypes[1], device=gate.device) for _ in range(2)]
-    scales = [_scales(mode, slot, torch.empty((), dtype=torch.float32, device=gate.device)) for slot in slots]
-    if mode == "tensorwise" and amax is not None:
-        scales[0] = (*scales[0][:2], amax)
-    if kept_scales is not None:
-        gate, up = gate.view(torch.uint8), up.view(torch.uint8)
-    kept = (scales[0][0], scales[0][0]) if kept_scales is None else kept_scales  # None: not read
-    strides = (0, 0) if kept_scales is None else kept[0].stride()
+    founds = [torch.empty((), dtype=torch.float32, device=gate.device) for _ in range(3)]
+    of_grads = [_scales(mode, slot, found) for slot, found in zip(slots[1:], founds[1:], strict=True)]
+    if not with_columns:
+        of_product = (founds[0],) * 3
+    elif mode == "tensorwise" and amax is not None:
+        of_product = founds[0], founds[0], amax
+    else:
+        of_product = _scales(mode, slots[0], founds[0])
+    tensors, strides, is_kept = _read_kept(gate, up, kept_scales, founds[0])
     words = as_words(columns)
     for kernel_mode in _MODES[mode]:
         launch(
             swiglu_backward_columns_kernel,
             num_tiles(num_rows, num_cols, _BOTH_QUARTER),
             grad_hidden,
-            gate,
-            up,
-            *kept,
+            *tensors,
             words,
             *(fp8.view(torch.uint8) for fp8 in fp8s),
-            *scales[0],
-            *scales[1],
-            *scales[2],
+            *of_product,
+            *of_grads[0],
+            *of_grads[1],
             num_rows,
             num_cols,
             grad_hidden.stride(0),
-            gate.stride(0),
-            up.stride(0),
             *strides,
             MODE=kernel_mode,
             RECORD=mode == "given" and record,
             MEASURES=amax is None,
-            KEPT=kept_scales is not None,
+            COLUMNS=with_columns,
+            KEPT=is_kept,
             TWICE=twice,
             FP8_MAX=fp8_maxes[0],
             GRAD_MAX=fp8_maxes[1],
@@ -193,7 +208,7 @@ def swiglu_backward_columns(
             enable_fp_fusion=False,
             **tile_options(_BOTH_QUARTER, num_rows, num_cols, words),
         )
-    return columns, scales[0][1], fp8s[0], scales[1][1], fp8s[1], scales[2][1]
+    return columns, of_product[1], fp8s[0], of_grads[0][1], fp8s[1], of_grads[1][1]
 
 
 def _product(

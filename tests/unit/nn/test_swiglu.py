@@ -18,7 +18,7 @@ from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_with_amax
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_columns, swiglu_with_amax
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
@@ -180,6 +180,16 @@ def test_backward_casts_from_bf16_only_what_it_must(recipe, monkeypatch):
     assert calls.names == OPS[recipe]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_what_is_kept_in_fp8_does_not_come_back_in_bf16(recipe):
+    mlp, _ = make(recipe, "fp8")
+    output = mlp(inputs().requires_grad_() * 1)
+    with Calls() as calls:
+        output.backward(inputs(1, 1e-3))
+    assert calls.names["swiglu_columns"] == calls.names["swiglu_backward_columns"] == 1
+    assert calls.names["dequantize_groupwise"] == calls.names["swiglu_backward_fp8"] == 0
+
+
 @pytest.mark.parametrize("is_one_op", [True, False])
 @pytest.mark.parametrize("nonlinear", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -187,7 +197,7 @@ def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, nonli
     """Beside the gradients or by themselves; and nothing of it is recorded twice."""
     (rows, rows_history), (columns, history) = make(recipe, nonlinear), make(recipe, nonlinear)
 
-    def from_rows(gate, up, fmt, scaling, *, rounding, amax):
+    def from_rows(gate, up, fmt, scaling, *, rounding, amax=None):
         found = swiglu(gate, up, fmt, scaling, record=False, rounding=rounding)
         return transpose(found.x_fp8), found.scale_inv
 
@@ -219,8 +229,13 @@ def test_the_products_amax_is_measured_once_where_gate_and_up_come_back_as_they_
         used.append(amax)
         return swiglu_backward_columns(*args, amax=amax, **kwargs)
 
+    def kept_columns(*args, amax=None, **kwargs):
+        used.append(amax)
+        return swiglu_columns(*args, amax=amax, **kwargs)
+
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_columns", columns)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", kept_columns)
     run(*[make(recipe, nonlinear)[0]] * 2)
     assert len(measured) == len(used) == 1
     assert (used[0] is not None) == is_known

@@ -156,7 +156,9 @@ def assert_columns(gate, up, scaling, fmt, twice):
     (mode, slot), (_, fresh) = mode_of(make_scaling(scaling)), mode_of(make_scaling(scaling))
     rows, scale_inv, _, amax = kernels.swiglu(gate, up, mode, fresh, False, fmt.dtype, fmt.max, twice, False)
     for known in (None, amax)[: 1 + (mode == "tensorwise")]:
-        columns, columns_scale_inv = kernels.swiglu_columns(gate, up, mode, slot, known, fmt.dtype, fmt.max, twice)
+        columns, columns_scale_inv = kernels.swiglu_columns(
+            gate, up, None, mode, slot, known, fmt.dtype, fmt.max, twice
+        )
         assert columns.is_contiguous() and columns.shape == (gate.shape[1], gate.shape[0])
         assert_same(codes(rows).t(), codes(columns))
         assert_same(scale_inv, columns_scale_inv)
@@ -196,7 +198,7 @@ def test_columns_of_views_and_of_what_is_not_finite(scaling):
 
 
 def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
-    """All of it as by kernels of their own, bit for bit, recorded amaxes included."""
+    """All of it as by the kernels of bf16 rows, bit for bit, recorded amaxes included; kept in FP8, one by one."""
     mode = "given" if scaling == "given" else "tensorwise"
     kept = [quantize_groupwise(x) for x in (gate, up)] if is_kept else None
     if kept is not None:
@@ -208,14 +210,21 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
     own, other = slots(), slots()
     formats = (E4M3.dtype, E4M3.max), (E5M2.dtype, E5M2.max)
     amax = None if mode == "given" else reference_amax(gate, up, twice)
-    expected = kernels.swiglu_columns(gate, up, mode, own[0], amax, *formats[0], twice)
+    expected = kernels.swiglu_columns(gate, up, None, mode, own[0], amax, *formats[0], twice)
     rows = kernels.swiglu_backward_fp8(grad, gate, up, False, mode, tuple(own[1:]), True, *formats[1], twice, False)
     expected = [*expected, *rows[0][:2], *rows[1][:2]]
-    factors = (gate, up, None) if kept is None else (kept[0][0], kept[1][0], (kept[0][1], kept[1][1]))
-    for known in (None, amax)[: 1 + (amax is not None)]:
-        got = kernels.swiglu_backward_columns(
-            grad, *factors, mode, tuple(other), known, True, (E4M3.dtype, E5M2.dtype), (E4M3.max, E5M2.max), twice
-        )
+    tail = (True, (E4M3.dtype, E5M2.dtype), (E4M3.max, E5M2.max), twice)
+    if kept is not None:
+        factors = kept[0][0], kept[1][0], (kept[0][1], kept[1][1])
+        none, _, *grads = kernels.swiglu_backward_columns(grad, *factors, False, mode, tuple(other), None, *tail)
+        assert none.numel() == 0
+        found = [[*kernels.swiglu_columns(*factors, mode, other[0], None, *formats[0], twice), *grads]]
+    else:
+        found = [
+            kernels.swiglu_backward_columns(grad, gate, up, None, True, mode, tuple(other), known, *tail)
+            for known in (None, amax)[: 1 + (amax is not None)]
+        ]
+    for got in found:
         for a, b in zip(expected, got, strict=True):
             assert_same(a, b)
     if mode == "given":

@@ -14,6 +14,7 @@ from fp8_ds.ops.swiglu import (
     swiglu_backward,
     swiglu_backward_columns,
     swiglu_backward_fp8,
+    swiglu_backward_kept,
     swiglu_backward_packed,
     swiglu_backward_packed_fp8,
     swiglu_columns,
@@ -200,7 +201,7 @@ def test_ops_pass_opcheck(scaling, packed):
     arguments = (GRAD, GATE, UP, packed, scaling, *one, *two, *tail)
     torch.library.opcheck(ops.swiglu_backward_fp8.default, arguments, test_utils=checks)
     if scaling != "rowwise":
-        arguments = (GATE, UP, scaling, *one[:2], None, *tail[1:4])
+        arguments = (GATE, UP, None, None, scaling, *one[:2], None, *tail[1:4])
         torch.library.opcheck(ops.swiglu_columns.default, arguments, test_utils=checks)
 
 
@@ -239,7 +240,7 @@ def test_the_op_of_columns_beside_gradients_passes_opcheck(scaling, is_kept):
     tail = (True, E4M3.dtype, E4M3.max, E5M2.dtype, E5M2.max, True)
     torch.library.opcheck(
         torch.ops.fp8_ds.swiglu_backward_columns.default,
-        (GRAD, *values, *scales, scaling, *product[:2], None, *gate, *up, *tail),
+        (GRAD, *values, *scales, not is_kept, scaling, *product[:2], None, *gate, *up, *tail),
         test_utils=("test_faketensor",) if is_kept else ("test_schema", "test_faketensor"),  # torch's fails on FP8
     )
 
@@ -248,15 +249,17 @@ def test_the_op_of_columns_beside_gradients_passes_opcheck(scaling, is_kept):
 @pytest.mark.parametrize("scaling", ["given", "tensorwise"])
 def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
     own, other = ([make_scaling(scaling) for _ in range(3)] for _ in range(2))
-    factors = [quantize_groupwise(x) if is_kept else (x,) for x in (GATE, UP)]
-    gate, up = (dequantize_groupwise(*one) if is_kept else one[0] for one in factors)
+    factors = [quantize_groupwise(x) if is_kept else x for x in (GATE, UP)]
+    gate, up = (dequantize_groupwise(*one) if is_kept else one for one in factors)
     columns = swiglu_columns(gate, up, E4M3, own[0], rounding="twice")
     grads = swiglu_backward_fp8(
         GRAD, gate, up, E5M2, tuple(own[1:]) if scaling == "given" else "tensorwise", rounding="twice"
     )
-    got = swiglu_backward_columns(
-        GRAD, *factors, (E4M3, E5M2), tuple(other) if scaling == "given" else "tensorwise", rounding="twice"
-    )
+    if is_kept:
+        got = swiglu_columns(*factors, E4M3, other[0], rounding="twice")
+        got = *got, *swiglu_backward_kept(GRAD, *factors, E5M2, tuple(other[1:]), rounding="twice")
+    else:
+        got = swiglu_backward_columns(GRAD, *factors, (E4M3, E5M2), tuple(other), rounding="twice")
     for a, b in zip([*columns, *grads[0][:2], *grads[1][:2]], [*got[:2], *got[2][:2], *got[3][:2]], strict=True):
         assert_same(a, b)
     assert got[2].hp is got[3].hp is None
@@ -267,12 +270,15 @@ def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
 
 def test_columns_beside_gradients_refuse_what_they_cannot_read():
     codes, scales = quantize_groupwise(GATE)
+    three = ("tensorwise",) * 3
     with pytest.raises(ValueError, match=r"up: expected float8_e4m3fn \[T, C\]"):
-        swiglu_backward_columns(GRAD, (codes, scales), (UP, scales), (E4M3, E5M2), "tensorwise")
+        swiglu_backward_kept(GRAD, (codes, scales), (UP, scales), E5M2, three[:2])
+    with pytest.raises(ValueError, match="up: expected to be kept as gate is"):
+        swiglu_columns((codes, scales), UP, E4M3, "tensorwise")
     with pytest.raises(ValueError, match="grad_hidden: expected bfloat16"):
-        swiglu_backward_columns(GRAD[1:], (GATE,), (UP,), (E4M3, E5M2), "tensorwise")
-    with pytest.raises(ValueError, match="expected three AmaxSlots or 'tensorwise', got 'rowwise'"):
-        swiglu_backward_columns(GRAD, (GATE,), (UP,), (E4M3, E5M2), "rowwise")
+        swiglu_backward_columns(GRAD[1:], GATE, UP, (E4M3, E5M2), three)
+    with pytest.raises(ValueError, match="expected AmaxSlots or 'tensorwise', got 'rowwise'"):
+        swiglu_backward_columns(GRAD, GATE, UP, (E4M3, E5M2), ("rowwise",) * 3)
 
 
 def test_columns_have_one_scale():
