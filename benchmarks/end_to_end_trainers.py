@@ -191,6 +191,7 @@ class EngineTrainer(Trainer):
         if arm.compiled and arm.releases:
             for layer in self.model.model.layers:  # a graph of the whole model hands over all gradients at its end
                 layer.compile()
+            self.model.model.norm.compile()  # in eager it holds float32 copies where the step's memory peaks
         elif arm.compiled:
             self.engine.compile(compile_kwargs={"mode": "reduce-overhead"} if arm.cuda_graphs else {})
 

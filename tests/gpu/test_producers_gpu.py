@@ -303,7 +303,7 @@ def test_columns_are_those_of_the_rows_bitwise(shape, scaling, rounding):
 
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("scaling", ["given", "tensorwise"])
-@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (4096, 512), (8192, 14336)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (4096, 1792)], ids=str)
 def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, scaling, is_kept):
     gate, up, grad = make_gate(*shape, 0).cuda(), make_rows(*shape, 1).cuda(), make_rows(*shape, 2).cuda()
     for place in (None, (0, 0), (shape[0] - 1, shape[1] - 1)):
