@@ -115,7 +115,7 @@ class _MlpFunction(torch.autograd.Function):
         hps: tuple[Tensor | None, Tensor | None] = (None, None)
         if scalings is not None:
             op = _FromKept(gate, up, amax, recipes, scalings)
-            _, down_grad = linear_grads(grad_TI, down_weight, recipes.down, op, needs_input=True, dtype=dtype)
+            down_grad = linear_grads(grad_TI, down_weight, recipes.down, op, needs_input=True, dtype=dtype)[1]
             grads = op.grads
         else:
             gate_TF, up_TF = recover(gate), recover(up)
@@ -198,7 +198,7 @@ _Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 
 def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
-    """Of the product and of the gradients of gate and up, if each has one scale: `_FromKept` makes all of them."""
+    """Of the product and of the gradients of gate and up, if each has one scale and all are wanted (see `_FromKept`)."""
     if not (wanted.down and _quantizes(wanted)) or wanted.gate_bias or wanted.up_bias:
         return None
     if not all(recipe.needs_grad_columns for recipe in recipes):
