@@ -198,7 +198,7 @@ _Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 
 def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
-    """Of the product and of the gradients of gate and up, if each has one scale and all are wanted (see `_FromKept`)."""
+    """Of the product and of the gradients of gate and up, if each has one scale and is wanted (see `_FromKept`)."""
     if not (wanted.down and _quantizes(wanted)) or wanted.gate_bias or wanted.up_bias:
         return None
     if not all(recipe.needs_grad_columns for recipe in recipes):
