@@ -94,7 +94,7 @@ def test_losses_follow_megatrons_own_layers(ranks: Ranks, name: str) -> None:
     [
         ("dp2", "tensorwise"),
         ("dp2", "blockwise"),
-        ("tp2", "tensorwise"),
+        pytest.param("tp2", "tensorwise", marks=pytest.mark.slow),
         ("tp2", "rowwise_with_gw_hp"),
         ("tp2_sp", "tensorwise"),
         ("tp2_sp", "rowwise"),

@@ -128,7 +128,7 @@ def allowed(ranks: Any, world_size: int) -> float:
     [
         pytest.param(1, bf16(False), id="plain", marks=pytest.mark.slow),
         pytest.param(2, mt.Layout(bf16=True, recipe="tensorwise", distributed_optimizer=True), id="fp8-linears"),
-        pytest.param(2, bf16(False, pp=2, tied=True), id="pp2-tied"),
+        pytest.param(2, bf16(False, pp=2, tied=True), id="pp2-tied", marks=pytest.mark.slow),
         pytest.param(1, bf16(True), id="distributed", marks=pytest.mark.slow),
         pytest.param(2, bf16(True, overlap=True), id="overlap", marks=pytest.mark.slow),
         pytest.param(2, bf16(True, tp=2, sp=True), id="tp2-sp", marks=pytest.mark.slow),
@@ -452,7 +452,7 @@ def count_apart(training: mt.Training) -> None:
     [
         (True, "dp_reshardable", 2, SPLIT),
         (True, "legacy", 2, SPLIT),
-        (False, "dp_reshardable", 1, SPLIT),
+        pytest.param(False, "dp_reshardable", 1, SPLIT, marks=pytest.mark.slow),
         pytest.param(True, "fully_reshardable", 2, SPLIT, marks=pytest.mark.slow),
         pytest.param(True, "fully_reshardable_gloo", 2, "fp32", marks=pytest.mark.slow),
         pytest.param(True, "dp_zero_gather_scatter", 2, SPLIT, marks=pytest.mark.slow),

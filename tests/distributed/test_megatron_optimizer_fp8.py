@@ -321,7 +321,7 @@ def everything(training: mt.Training) -> dict[str, Tensor]:
     [
         ("dp_reshardable", "e4m19"),
         pytest.param("fully_reshardable", "e4m19", marks=pytest.mark.slow),
-        ("dp_zero_gather_scatter", "e4m11"),
+        pytest.param("dp_zero_gather_scatter", "e4m11", marks=pytest.mark.slow),
         ("legacy", "e4m11"),
         pytest.param("fully_reshardable_gloo", "e4m19", marks=pytest.mark.slow),
     ],
@@ -372,7 +372,10 @@ def loaded(form: str, path: str) -> dict[str, Tensor]:
         return dense
 
 
-@pytest.mark.parametrize(("form", "before", "after"), [("dp_reshardable", 2, 1), ("fully_reshardable", 1, 2)])
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [pytest.param("dp_reshardable", 2, 1, marks=pytest.mark.slow), ("fully_reshardable", 1, 2)],
+)
 def test_another_number_of_ranks_loads_the_same_masters(
     ranks: Any, tmp_path: Path, form: str, before: int, after: int
 ) -> None:

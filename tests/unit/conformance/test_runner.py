@@ -341,6 +341,7 @@ def test_forced_initialize_adds_the_block_and_leaves_the_users_dict(
     assert line["forced"] == force and line.get("num_fp8", 0) == int(force)
 
 
+@pytest.mark.slow
 def test_only_the_run_at_fp8_rounding_forgives(tmp_path: Path) -> None:
     """Runs a real pytest: upstream's helpers, as `unit.common` finds them, with the shim as sitecustomize."""
     unit = tmp_path / "unit"
