@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def are_replayed() -> bool:
@@ -16,3 +20,28 @@ def are_replayed() -> bool:
     if trees is None or not torch.cuda.is_initialized():
         return False
     return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+
+
+class OwnGradients:
+    """Gradients that are kept from one backward to the next, out of graphs' memory, each copied once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def take_over(self, lists: Iterable[list[Tensor] | None], params: Iterable[Any]) -> None:
+        """Entries of `lists`, and `grad` of `params`, are copies afterwards, if they were not when this last ran."""
+        known, self._known = self._known, {}
+
+        def own(grad: Tensor) -> Tensor:
+            before = known.get(id(grad))
+            if before is None or before() is not grad:
+                grad = grad.clone()
+            self._known[id(grad)] = weakref.ref(grad)
+            return grad
+
+        for gradients in lists:
+            for number, grad in enumerate(gradients or ()):
+                gradients[number] = own(grad)  # type: ignore[index]  # one at a time: each frees the one before
+        for p in params:
+            if p.grad is not None:
+                p.grad = own(p.grad)

@@ -107,7 +107,8 @@ class Fp8ZeroStage12:
         self._fp8 = context
         names = {id(p): name for name, p in context.trainable.items()}
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
-        self._fp8_loading = self._fp8_in_step = self._fp8_sum_is_ours = self.fp8_is_exporting = False
+        self._fp8_loading = self._fp8_in_step = self.fp8_is_exporting = False
+        self._fp8_own_gradients = graphs.OwnGradients()
         self._fp8_overwritten: set[int] = set()
         self._fp8_norms: list[tuple[Any, Tensor]] = []
         owned = OwnedGroups(self.bit16_groups_flat)
@@ -287,22 +288,15 @@ class Fp8ZeroStage12:
             self._fp8.history.amax_local.zero_()
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
-        """After the first of several micro-batches: its gradients, which the others' are added to, leave CUDA graphs.
+        """Gradients that wait for the step, or for those of further micro-batches, leave the memory of CUDA graphs.
 
-        Stock code keeps the very tensors that autograd left; the next replay would write over them.
+        Stock code keeps the very tensors that autograd left (in stage 2 on lists), and adds the next ones to them; the
+        next replay would write over them.
         """
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
-        is_last = self.is_gradient_accumulation_boundary()
-        leaves = not (is_last or self._fp8_sum_is_ours) and graphs.are_replayed()
-        self._fp8_sum_is_ours = not is_last and (leaves or self._fp8_sum_is_ours)
-        if not leaves:
-            return
-        for i, gradients in self.all_grad_tensors.items():  # stage 2
-            if gradients is not None:
-                self.all_grad_tensors[i] = [grad.clone() for grad in gradients]
-        for p in itertools.chain.from_iterable(self.bit16_groups):  # stage 1
-            if p.grad is not None:
-                p.grad = p.grad.clone()
+        if graphs.are_replayed():
+            params = itertools.chain.from_iterable(self.bit16_groups)
+            self._fp8_own_gradients.take_over(self.all_grad_tensors.values(), params)
 
     def check_overflow(self: Any, partition_gradients: bool = True) -> None:
         """`overflow` in a step: whether the norm of a group, which stock code clips by, is infinite or no number.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,58 +16,87 @@ from fp8_ds.zero import graphs
 pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+NUM = 3
+
+
+@contextlib.contextmanager
+def graphs_that_are(replayed: bool) -> Iterator[None]:
+    stock = graphs.are_replayed
+    graphs.are_replayed = lambda: replayed
+    try:
+        yield
+    finally:
+        graphs.are_replayed = stock
 
 
 def masters_with_replays(
-    stage: int, fp8: dict[str, Any], is_contiguous: bool, replays: bool, is_told: bool
+    mode: str, stage: int, fp8: dict[str, Any], is_contiguous: bool, replays: bool, is_told: bool
 ) -> dict[str, torch.Tensor]:
     """After two steps of three micro-batches.
 
     Args:
-        replays: whether what a backward left is written over as soon as the next forward begins.
+        mode: how they are summed up; "late": a weight has no gradient in the first.
+        replays: whether what a backward has left is written over as soon as the next forward begins.
         is_told: what `graphs.are_replayed` says.
     """
-    zero = {"contiguous_gradients": is_contiguous}
+    options: dict[str, Any] = {"zero_optimization": {"stage": stage, "contiguous_gradients": is_contiguous}}
+    if mode == "unmanaged":
+        options["managed_gradient_accumulation"] = False
+    num_managed = NUM if mode in ("managed", "late") else 1
     engine = training.build(
-        training.ds_config(stage, fp8, gradient_accumulation_steps=3, zero_optimization={"stage": stage, **zero})
+        training.ds_config(stage, fp8, gradient_accumulation_steps=num_managed, **options), {"tiny": True}
     )
+    net, tiny = engine.module, engine.module.tiny
+    had: set[int] = set()
     left: list[torch.Tensor] = []
-    hooks = [
-        p.register_post_accumulate_grad_hook(lambda p: left.append(p.grad.detach()) if p.grad is not None else None)
-        for p in engine.module.parameters()
-    ]
-    stock = graphs.are_replayed
-    graphs.are_replayed = lambda: is_told
-    try:
+
+    def see(p: torch.nn.Parameter) -> None:
+        if p.grad is not None and id(p) not in had:  # what autograd leaves; the next ones are added to it
+            left.append(p.grad.detach())
+
+    hooks = [p.register_post_accumulate_grad_hook(see) for p in net.parameters()]
+    with graphs_that_are(is_told):
         for step in range(2):
-            for number, batch in enumerate(training.micro_batches(step, 3)):
-                if replays and number == 1:
-                    assert left, "the first micro-batch's gradients were seen"
-                    for grad in left:
-                        grad.fill_(float("nan"))
-                left.clear()
-                engine.backward(engine(batch))
+            with engine.coalesce_grad_reduction() if mode == "coalesce" else contextlib.nullcontext():
+                for number, batch in enumerate(training.micro_batches(step, NUM)):
+                    net.tiny = None if mode == "late" and number == 0 else tiny
+                    if replays and number:
+                        for grad in left:
+                            grad.fill_(float("nan"))
+                    had = {id(p) for p in [*net.parameters(), tiny.weight] if p.grad is not None}
+                    left.clear()
+                    engine.backward(engine(batch))
+                    if mode in ("managed", "late") or (mode == "unmanaged" and number == NUM - 1):
+                        engine.step()
+            if mode == "coalesce":
                 engine.step()
             left.clear()
-    finally:
-        graphs.are_replayed = stock
-        for hook in hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
     found = training.full_masters(engine)
     training.destroy(engine)
     return found
 
 
 @pytest.mark.parametrize(
-    "stage, fp8, is_contiguous",
-    [(1, {}, True), (1, STATES, True), (2, {}, False), (2, STATES, True)],
-    ids=["1-fp32", "1-e4m11", "2-fp32", "2-e4m11"],
+    ("mode", "stage", "fp8", "is_contiguous"),
+    [
+        ("managed", 1, {}, True),
+        ("managed", 1, STATES, True),
+        ("managed", 2, {}, False),
+        ("managed", 2, STATES, True),
+        ("unmanaged", 1, {}, True),
+        ("unmanaged", 2, {}, False),
+        ("coalesce", 1, {}, True),
+        ("coalesce", 2, {}, False),
+        ("late", 1, {}, True),
+    ],
 )
 def test_gradients_that_wait_leave_what_the_next_replay_writes(
-    ranks: Any, stage: int, fp8: dict[str, Any], is_contiguous: bool
+    ranks: Any, mode: str, stage: int, fp8: dict[str, Any], is_contiguous: bool
 ) -> None:
     expected, got, spoiled = (
-        ranks(1).run(masters_with_replays, stage, fp8, is_contiguous, replays, is_told)[0]
+        ranks(1).run(masters_with_replays, mode, stage, fp8, is_contiguous, replays, is_told)[0]
         for replays, is_told in ((False, False), (True, True), (True, False))
     )
     for name, master in expected.items():
@@ -72,8 +104,38 @@ def test_gradients_that_wait_leave_what_the_next_replay_writes(
     assert any(not torch.equal(expected[name], master) for name, master in spoiled.items()), "nothing was written over"
 
 
-def test_a_process_without_graphs_has_none() -> None:
+def copies_of_single_batches(stage: int, fp8: dict[str, Any]) -> list[int]:
+    engine = training.build(training.ds_config(stage, fp8))
+    found = []
+    with graphs_that_are(True):
+        for step in range(2):
+            engine.backward(engine(training.micro_batches(step, 1)[0]))
+            found.append(len(engine.optimizer._fp8_own_gradients._known))
+            engine.step()
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "e4m11"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nothing_is_copied_where_a_step_has_one_batch(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    assert ranks(1).run(copies_of_single_batches, stage, fp8) == [[0, 0]]
+
+
+@pytest.mark.parametrize("manager", [None, object()])
+def test_graphs_are_replayed_where_this_device_has_a_manager_of_them(monkeypatch: Any, manager: Any) -> None:
     import torch._inductor.cudagraph_trees as trees
 
-    assert callable(trees.get_manager)
-    assert not graphs.are_replayed()
+    assert not graphs.are_replayed(), "no CUDA here"
+    asked = []
+
+    class Container:
+        tree_manager = manager
+
+    monkeypatch.setattr(trees, "get_container", lambda index: asked.append(index) or Container)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert graphs.are_replayed() == (manager is not None)
+    assert asked == [3]
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
+    assert not graphs.are_replayed(), "and it is not imported for the question"
