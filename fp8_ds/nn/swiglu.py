@@ -10,8 +10,8 @@ Shape suffixes: T tokens (all leading dims), I the MLP's width, F that of its pr
 The product's columns, which the gradient of `down`'s weight contracts, are made again from gate and up: the bytes of
 the forward where these are kept in bf16 (and, delayed, no update of the history lies in between), those of the values
 that came back where they are kept in FP8. Where every scale is one for a tensor, one op makes them beside the gradients
-of gate and up, in one read; kept in FP8, gate and up are read as they are, by an op for each, so that the product's
-gradient is gone before its columns are there.
+of gate and up, in one read; kept in FP8, gate and up are read as they are, by an op for each, so that in a graph the
+product's gradient is gone before its columns are there (in eager it is held until `down`'s weight has its gradient).
 """
 
 from __future__ import annotations

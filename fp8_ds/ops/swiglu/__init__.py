@@ -302,6 +302,11 @@ def _parts(gate: _Factor, up: _Factor) -> tuple[Tensor, Tensor, Tensor | None, T
     if isinstance(gate, tuple) and isinstance(up, tuple):
         check_groups("gate", *gate)
         check_groups("up", *up)
+        if gate[1].stride() != up[1].stride():
+            raise ValueError(
+                f"up: expected scales with the strides of gate's, {gate[1].stride()}, got {up[1].stride()}. Pass what "
+                "quantize_groupwise gave."
+            )
         return gate[0], up[0], gate[1], up[1]
     if isinstance(gate, tuple) or isinstance(up, tuple):
         raise ValueError("up: expected to be kept as gate is, got one in bf16 and one in codes. Keep both alike.")
@@ -511,12 +516,14 @@ def _backward_columns(
     """What the op gives; without a scaling of the product no columns of it."""
     values = _parts(gate, up)
     check_rows("grad_hidden", grad_hidden, values[0])
-    of_product = SlotTensors(None, None, None) if scalings[0] is None else mode_of(scalings[0])[1]
-    (mode, gate_slot), (_, up_slot) = (mode_of(one) for one in scalings[1:])
-    if mode == "rowwise":
+    modes, slots = zip(*(mode_of(one) for one in scalings if one is not None), strict=True)
+    mode, (gate_slot, up_slot) = modes[0], slots[-2:]
+    if len(set(modes)) > 1 or mode == "rowwise":
         raise ValueError(
-            "scaling: expected AmaxSlots or 'tensorwise', got 'rowwise'. See swiglu_columns and swiglu_backward_fp8."
+            f"scalings: expected AmaxSlots or 'tensorwise' for all, got {modes} ('given': a slot). See swiglu_columns "
+            "and swiglu_backward_fp8."
         )
+    of_product = slots[0] if len(slots) == 3 else SlotTensors(None, None, None)
     found: _SixTensors = _swiglu_backward_columns(
         grad_hidden, *values, scalings[0] is not None, mode, *of_product[:2], amax, *gate_slot,
         *up_slot, record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,

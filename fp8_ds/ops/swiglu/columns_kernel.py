@@ -56,7 +56,8 @@ def _factor_rows(
     """bf16 of one of a tile's four tensors. KEPT: of codes, a scale for each row; `left` of them exist."""
     value = load_rows(x, rows, cols, stride, mask, EVEN)
     if KEPT:
-        inverse = tl.load(scale_inv + rows * scale_stride, None if EVEN else rows < left)
+        at = scale_inv + rows * scale_stride
+        inverse = tl.load(at) if EVEN else tl.load(at, rows < left, 0.0)
         value = to_bf16(decode(value, True, PTX) * inverse[:, None], PTX)
     return value
 

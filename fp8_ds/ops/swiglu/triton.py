@@ -26,7 +26,8 @@ _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
 """Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
 from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
 _BOTH_QUARTER, _BOTH_WARPS = 8, 4
-"""The same where the gradients' rows are written, the columns beside them or not."""
+"""The same where the gradients' rows are written, the columns beside them or not; timed with bf16 gate and up and with
+columns alone (benchmarks/results/2026-11-23-kernels-tune-beside.json)."""
 
 
 @dataclass(frozen=True)

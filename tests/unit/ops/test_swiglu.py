@@ -277,8 +277,18 @@ def test_columns_beside_gradients_refuse_what_they_cannot_read():
         swiglu_columns((codes, scales), UP, E4M3, "tensorwise")
     with pytest.raises(ValueError, match="grad_hidden: expected bfloat16"):
         swiglu_backward_columns(GRAD[1:], GATE, UP, (E4M3, E5M2), three)
-    with pytest.raises(ValueError, match="expected AmaxSlots or 'tensorwise', got 'rowwise'"):
-        swiglu_backward_columns(GRAD, GATE, UP, (E4M3, E5M2), ("rowwise",) * 3)
+    slot = make_scaling("given")
+    for scalings in (
+        ("rowwise",) * 3,
+        ("rowwise", *three[:2]),
+        (slot, *three[:2]),
+        ("tensorwise", slot, slot),
+        (slot, slot, "tensorwise"),
+    ):
+        with pytest.raises(ValueError, match="expected AmaxSlots or 'tensorwise' for all"):
+            swiglu_backward_columns(GRAD, GATE, UP, (E4M3, E5M2), scalings)
+    with pytest.raises(ValueError, match="up: expected scales with the strides of gate's"):
+        swiglu_columns((codes, scales), (codes, scales.repeat(1, 2)[:, :1]), E4M3, "tensorwise")
 
 
 def test_columns_have_one_scale():
