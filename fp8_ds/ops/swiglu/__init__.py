@@ -233,7 +233,6 @@ def _backward_columns_kernel(
     up: Tensor,
     gate_kept: Tensor | None,
     up_kept: Tensor | None,
-    with_columns: bool,
     scaling: str,
     scale: Tensor | None,
     scale_inv: Tensor | None,
@@ -258,11 +257,11 @@ def _backward_columns_kernel(
         from fp8_ds.ops.swiglu import triton
 
         return triton.swiglu_backward_columns(
-            grad_hidden, gate, up, kept_scales, with_columns, scaling, (product, *grads), amax, record,
+            grad_hidden, gate, up, kept_scales, scaling, (product, *grads), amax, record,
             (dtype, grad_dtype), (fp8_max, grad_max), twice,
         )  # fmt: skip
     factors = reference.factors(gate, up, kept_scales)
-    if with_columns:
+    if kept_scales is None:
         columns = reference.swiglu_columns(*factors, scaling, product, dtype, fp8_max, twice)
     else:
         columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
@@ -273,13 +272,13 @@ def _backward_columns_kernel(
 
 
 def _backward_columns_fake(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, with_columns: bool, scaling: str,
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, gate_kept: Any, up_kept: Any, scaling: str,
     scale: Any, scale_inv: Any, amax: Any, gate_scale: Any, gate_scale_inv: Any, gate_amax: Any, up_scale: Any,
     up_scale_inv: Any, up_amax: Any, record: bool, dtype: torch.dtype, fp8_max: float, grad_dtype: torch.dtype,
     grad_max: float, twice: bool,
 ) -> _SixTensors:  # fmt: skip
     num_rows, num_cols = gate.shape
-    columns, grads = (num_cols if with_columns else 0, num_rows), (num_rows, num_cols)
+    columns, grads = (num_cols if gate_kept is None else 0, num_rows), (num_rows, num_cols)
     planes = [gate.new_empty(columns, dtype=dtype), *(gate.new_empty(grads, dtype=grad_dtype) for _ in range(2))]
     scales = [gate.new_empty((), dtype=torch.float32) for _ in range(3)]
     return planes[0], scales[0], planes[1], scales[1], planes[2], scales[2]
@@ -287,7 +286,7 @@ def _backward_columns_fake(
 
 _swiglu_backward_columns, _handle = register(
     "swiglu_backward_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
-    "bool with_columns, str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, "
+    "str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, "
     "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
     "bool record, ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max, bool twice) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -513,7 +512,7 @@ def _backward_columns(
     rounding: Rounding,
     amax: Tensor | None,
 ) -> _SixTensors:
-    """What the op gives; without a scaling of the product no columns of it."""
+    """What the op gives; of gate and up that are kept, no columns, and without a scaling of the product."""
     values = _parts(gate, up)
     check_rows("grad_hidden", grad_hidden, values[0])
     modes, slots = zip(*(mode_of(one) for one in scalings if one is not None), strict=True)
@@ -525,7 +524,7 @@ def _backward_columns(
         )
     of_product = slots[0] if len(slots) == 3 else SlotTensors(None, None, None)
     found: _SixTensors = _swiglu_backward_columns(
-        grad_hidden, *values, scalings[0] is not None, mode, *of_product[:2], amax, *gate_slot,
+        grad_hidden, *values, mode, *of_product[:2], amax, *gate_slot,
         *up_slot, record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,
         is_twice(rounding),
     )  # fmt: skip

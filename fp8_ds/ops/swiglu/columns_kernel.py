@@ -127,8 +127,8 @@ def swiglu_columns_kernel(
 def _quarter_of_all(
     grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest, rows,
     cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask, left,
-    MODE: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
+    MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """bf16 of the product in one of a tile's four tensors, with the largest gradients so far; theirs are stored."""
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
@@ -141,7 +141,7 @@ def _quarter_of_all(
     if MODE != AMAX:
         store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
         store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
-    return hidden(g, u, TWICE, PTX) if COLUMNS else grad_up, gate_largest, up_largest
+    return grad_up if KEPT else hidden(g, u, TWICE, PTX), gate_largest, up_largest
 
 
 @triton.jit(
@@ -154,11 +154,11 @@ def swiglu_backward_columns_kernel(
     grad_hidden, gate, up, gate_kept, up_kept, columns, gate_fp8, up_fp8, scale, scale_inv, amax, gate_scale,
     gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax, num_rows, num_cols, grad_stride, gate_stride, up_stride,
     kept_stride, kept_group_stride,
-    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr,
-    TWICE: tl.constexpr, FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr, PTX: tl.constexpr,
+    MODE: tl.constexpr, RECORD: tl.constexpr, MEASURES: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr,
+    FP8_MAX: tl.constexpr, GRAD_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the gradients of gate and up and, with COLUMNS, the transposed plane of the product, in one read.
+    """Rows of the gradients of gate and up and, unless KEPT, the transposed plane of the product, in one read.
 
     MEASURES: the amax of the product, too, is found in the first pass of tensorwise. KEPT: as above.
     """
@@ -177,7 +177,7 @@ def swiglu_backward_columns_kernel(
     left = num_rows - first_row
     factor, gate_factor, up_factor = 1.0, 1.0, 1.0
     if MODE != AMAX:
-        if COLUMNS:
+        if not KEPT:
             factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
         gate_factor = _scale(gate_scale, gate_scale_inv, gate_amax, MODE, GRAD_MAX)
         up_factor = _scale(up_scale, up_scale_inv, up_amax, MODE, GRAD_MAX)
@@ -186,28 +186,28 @@ def swiglu_backward_columns_kernel(
     h0, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask0, left,
-        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h1, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 1, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask1, left,
-        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h2, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 2, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask2, left,
-        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     h3, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows + 3, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask3, left,
-        MODE, COLUMNS, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
+        MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     if MODE != FROM_AMAX:
         _note(gate_amax, gate_scale_inv, tl.max(tl.max(gate_largest, 1), 0), MODE, RECORD)
         _note(up_amax, up_scale_inv, tl.max(tl.max(up_largest, 1), 0), MODE, RECORD)
-        if COLUMNS and (MODE == GIVEN or MEASURES):
+        if not KEPT and (MODE == GIVEN or MEASURES):
             _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
-    if COLUMNS and MODE != AMAX:
+    if not KEPT and MODE != AMAX:
         word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
         store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)

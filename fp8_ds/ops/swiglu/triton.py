@@ -158,7 +158,6 @@ def swiglu_backward_columns(
     gate: Tensor,
     up: Tensor,
     kept_scales: tuple[Tensor, Tensor] | None,
-    with_columns: bool,
     mode: str,
     slots: tuple[SlotTensors, SlotTensors, SlotTensors],
     amax: Tensor | None,
@@ -167,13 +166,16 @@ def swiglu_backward_columns(
     fp8_maxes: tuple[float, float],
     twice: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv)."""
+    """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
+
+    With `kept_scales` no columns: `swiglu_columns` reads codes by itself.
+    """
     num_rows, num_cols = gate.shape
-    columns = torch.empty((num_cols, num_rows) if with_columns else (0, num_rows), dtype=dtypes[0], device=gate.device)
+    columns = torch.empty((0 if kept_scales else num_cols, num_rows), dtype=dtypes[0], device=gate.device)
     fp8s = [torch.empty((num_rows, num_cols), dtype=dtypes[1], device=gate.device) for _ in range(2)]
     founds = [torch.empty((), dtype=torch.float32, device=gate.device) for _ in range(3)]
     of_grads = [_scales(mode, slot, found) for slot, found in zip(slots[1:], founds[1:], strict=True)]
-    if not with_columns:
+    if kept_scales is not None:
         of_product = (founds[0],) * 3
     elif mode == "tensorwise" and amax is not None:
         of_product = founds[0], founds[0], amax
@@ -199,7 +201,6 @@ def swiglu_backward_columns(
             MODE=kernel_mode,
             RECORD=mode == "given" and record,
             MEASURES=amax is None,
-            COLUMNS=with_columns,
             KEPT=is_kept,
             TWICE=twice,
             FP8_MAX=fp8_maxes[0],
