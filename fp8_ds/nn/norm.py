@@ -95,9 +95,11 @@ class FusedRMSNorm(FusedModule):
         weight: Any = self.weight
         if x is None or recipe is None or weight.dtype != torch.bfloat16:
             return super().forward(*args, **kwargs)
-        apply: Any = (_TracedFunction if is_traced else _RMSNormFunction).apply  # untyped in torch
+        apply: Any  # untyped in torch
         if is_traced:
+            apply = _TracedFunction.apply
             return apply(x, weight, self.fp8_eps, self.fp8_rounding == "twice")
+        apply = _RMSNormFunction.apply
         return apply(x, weight, self, recipe, torch.is_grad_enabled())
 
 

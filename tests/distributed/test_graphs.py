@@ -116,10 +116,11 @@ def copies_of_single_batches(stage: int, fp8: dict[str, Any]) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "e4m11"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_nothing_is_copied_where_a_step_has_one_batch(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
-    assert ranks(1).run(copies_of_single_batches, stage, fp8) == [[0, 0]]
+def test_nothing_is_copied_where_a_step_has_one_batch(ranks: Any, stage: int, fp8: dict[str, Any], world: int) -> None:
+    assert ranks(world).run(copies_of_single_batches, stage, fp8) == [[0, 0]] * world
 
 
 @pytest.mark.parametrize("manager", [None, object()])
