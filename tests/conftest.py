@@ -1,5 +1,5 @@
-"""What several test folders share: the place of the repository, the deepspeed launcher on two gloo ranks, and which
-tests share a process."""
+"""What several test folders share: the place of the repository, the deepspeed launcher on two gloo ranks, ranks without
+it, and which tests share a process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,57 @@ def launch(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str
     """launch(script, *arguments, ranks=2, module=False) -> all output of `deepspeed`; fails with it when ranks fail."""
 
     def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port"]
         command += [str(port), *(["--module"] if module else []), str(script), *map(str, arguments)]
         result = subprocess.run(
             command, stdout=-1, stderr=-2, text=True, env=cpu_environment, cwd=tmp_path, timeout=timeout, check=False
         )
-        for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # 66 MiB per rank
-            leftover.unlink(missing_ok=True)
+        remove_shared_memory(port)
         assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
         return result.stdout
 
     return run
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
+    """As `launch`, but ranks are started as the launcher would: its own two processes import torch and DeepSpeed too,
+    half of what a start costs. Output is that of all ranks, one after another."""
+
+    def run(script: Path | str, *arguments: object, ranks: int = 2, module: bool = False, timeout: float = HANG) -> str:
+        port, deadline = free_port(), time.monotonic() + timeout
+        env = {**cpu_environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        started, logs = [], [tmp_path / f"rank{rank}-{port}.log" for rank in range(ranks)]
+        for rank, log in enumerate(logs):
+            command = [sys.executable, *(["-m"] if module else []), script, f"--local_rank={rank}", *arguments]
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as file:
+                started.append(subprocess.Popen([*map(str, command)], stdout=file, stderr=-2, env=env, cwd=tmp_path))
+        try:
+            # Where one has failed, the others would wait for it.
+            while {process.poll() for process in started} in ({None}, {None, 0}) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+            remove_shared_memory(port)
+        outputs = [log.read_text() for log in logs]
+        failed = [output[-6000:] for process, output in zip(started, outputs, strict=True) if process.returncode]
+        assert not failed, "\n".join(failed)
+        return "\n".join(outputs)
+
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def remove_shared_memory(port: int) -> None:
+    """What ranks have left behind, 66 MiB each."""
+    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
+        leftover.unlink(missing_ok=True)

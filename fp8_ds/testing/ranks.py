@@ -130,6 +130,10 @@ def _answer(request: bytes) -> bytes:
         return pickle.dumps((False, traceback.format_exc()))
 
 
+def _nothing() -> None:
+    pass
+
+
 class RankPool:
     """`world_size` processes in one gloo group (or NCCL, if DS_ACCELERATOR says cuda).
 
@@ -227,6 +231,11 @@ class RankPool:
         """Most threads that one of the ranks has; 0 where none runs, or where the system has no /proc."""
         folders = [Path(f"/proc/{process.pid}/task") for process in self._processes]
         return max((len(os.listdir(folder)) for folder in folders if folder.exists()), default=0)
+
+    def settle(self) -> None:
+        """Wait until the ranks have cleaned up after the last call, which they do when they have answered."""
+        if self._processes:
+            self.run(_nothing)
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""

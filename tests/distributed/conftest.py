@@ -1,6 +1,7 @@
 """One pool of ranks per world size for the whole session."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,27 @@ def ranks(pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     return pool
 
 
+@pytest.fixture(scope="session")
+def drift(ranks: Callable[[int], RankPool]) -> Callable[[int, dict[str, Any]], float]:
+    """`drift(n, model)` is `test_zero.drift_of_gradient_dtype` with n micro-batches a step, measured once a session."""
+    from test_zero import NUM_STEPS, drift_of_gradient_dtype
+
+    found: dict[str, float] = {}
+
+    def measured(accumulation: int, model: dict[str, Any]) -> float:
+        asked = repr((accumulation, model))
+        if asked not in found:
+            found[asked] = ranks(1).run(drift_of_gradient_dtype, accumulation, NUM_STEPS, model)[0]
+        return found[asked]
+
+    return measured
+
+
 @pytest.fixture(autouse=True)
 def few_threads(pools: dict[int, RankPool]) -> Iterator[None]:
     yield
     for one in pools.values():
+        if one.num_threads() > MAX_THREADS:
+            one.settle()
         if one.num_threads() > MAX_THREADS:
             one.close()

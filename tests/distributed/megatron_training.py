@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +65,25 @@ def megatron(layout: Layout) -> Iterator[None]:
             norm.remove()
             for group in set(groups) - before:
                 dist.destroy_process_group(group)
+
+
+@contextmanager
+def writers() -> Iterator[None]:
+    """The processes that write a checkpoint of Megatron's may start, and no more than these do."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # The pool's ranks may have none, as they are to end with the session.
+    config: Any = multiprocessing.current_process()._config
+    daemon = config.get("daemon", False)
+    config["daemon"] = False
+    # Where nothing is saved in the background this process alone reads and writes it. Megatron's is served by a process
+    # of its own, which takes five seconds to start and would outlive a rank that is killed.
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        config["daemon"] = daemon
+        filesystem_async._results_queue = None
 
 
 def transformer_config(layout: Layout) -> Any:

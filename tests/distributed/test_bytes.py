@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,15 +51,38 @@ def storage_bytes(engine: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.fixture(scope="module")
+def seen(ranks: Any) -> Callable[..., list[dict[str, Any]]]:
+    """`traffic` on so many ranks, once for all tests."""
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def on(world_size: int, *args: Any, **zero: Any) -> list[dict[str, Any]]:
+        key = repr((world_size, args, zero))
+        if key not in found:
+            found[key] = ranks(world_size).run(traffic, *args, **zero)
+        return found[key]
+
+    return on
+
+
 def of(records: list[tuple[str, int, torch.dtype]], dtype: torch.dtype, *names: str) -> list[int]:
     return [numel for name, numel, found in records if found == dtype and name in names]
 
 
-@pytest.mark.parametrize(("recipe", "num_history"), [("tensorwise", 0), ("delayed", 2 * NUM_LAYERS)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_amax_reduce_a_step_carries_every_weight(ranks: Any, stage: int, recipe: str, num_history: int) -> None:
-    ours = ranks(2).run(traffic, stage, {"linear": {"recipe": recipe}})[0]
-    stock = ranks(2).run(traffic, stage, None)[0]
+@pytest.mark.parametrize(
+    ("stage", "recipe", "num_history"),
+    [
+        pytest.param(1, "tensorwise", 0, marks=pytest.mark.slow),
+        (1, "delayed", 2 * NUM_LAYERS),
+        (2, "tensorwise", 0),
+        pytest.param(2, "delayed", 2 * NUM_LAYERS, marks=pytest.mark.slow),
+        pytest.param(3, "tensorwise", 0, marks=pytest.mark.slow),
+        (3, "delayed", 2 * NUM_LAYERS),
+    ],
+)
+def test_one_amax_reduce_a_step_carries_every_weight(seen: Any, stage: int, recipe: str, num_history: int) -> None:
+    ours = seen(2, stage, {"linear": {"recipe": recipe}})[0]
+    stock = seen(2, stage, None)[0]
     extra = of(ours["records"], torch.float32, "all_reduce")
     for numel in of(stock["records"], torch.float32, "all_reduce"):  # the loss of our loop, the gradient norm
         extra.remove(numel)
@@ -66,21 +90,23 @@ def test_one_amax_reduce_a_step_carries_every_weight(ranks: Any, stage: int, rec
     assert ours["report"]["num_amax_reduces"] == 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gather_moves_one_byte_per_weight(ranks: Any, stage: int, world_size: int) -> None:
-    for ours in ranks(world_size).run(traffic, stage, {}):
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [(1, 2), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow), (2, 3)],
+)
+def test_gather_moves_one_byte_per_weight(seen: Any, stage: int, world_size: int) -> None:
+    for ours in seen(world_size, stage, {}):
         num_weights = sum(ours["weights"].values())
         in_bytes = sum(of(ours["records"], torch.uint8, "all_gather", "broadcast"))
         assert 1.0 <= in_bytes / num_weights <= 1.02
         assert ours["report"]["gathered_fp8_bytes"] == in_bytes
         assert ours["report"]["gathered_bytes"] == ours["gather_bytes"]
-    stock = ranks(world_size).run(traffic, stage, None)[0]
+    stock = seen(world_size, stage, None)[0]
     assert 1.99 <= stock["gather_bytes"] / stock["num_all"] <= 2.02
     assert not of(stock["records"], torch.uint8, "all_gather", "broadcast")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_fetch_of_stage_3_moves_one_byte_per_weight(ranks: Any, world_size: int) -> None:
     eager_release = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     for ours in ranks(world_size).run(traffic, 3, {}, stage3_param_persistence_threshold=0, **eager_release):
@@ -111,8 +137,8 @@ def test_persistent_weights_are_gathered_in_fp8_once_a_step(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_resident_weights_take_one_byte(ranks: Any, stage: int) -> None:
-    for ours in ranks(2).run(traffic, stage, {}):
+def test_resident_weights_take_one_byte(seen: Any, stage: int) -> None:
+    for ours in seen(2, stage, {}):
         num_weights = sum(ours["weights"].values())
         assert ours["report"]["num_fp8_weights"] == num_weights
         assert ours["report"]["resident_fp8_bytes"] <= 1.05 * num_weights

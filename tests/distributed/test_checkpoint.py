@@ -16,14 +16,17 @@ pytestmark = pytest.mark.distributed
 MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
 KEPT = {"zero": {"keep_bf16_shard": True}}
 DELAYED = {"linear": {"recipe": "delayed"}}
-CASES = [(1, {}), (2, {}), (3, {}), (3, KEPT)]
 
 
 def case_name(value: Any) -> str:
     return str(value) if isinstance(value, int) else "-".join(value) or "default"
 
 
-each_case = pytest.mark.parametrize(("stage", "fp8"), CASES, ids=case_name)
+def each_case(*slow: tuple[int, dict[str, Any]]) -> Any:
+    """`slow` ones by the marker."""
+    cases = [(1, {}), (2, {}), (3, {}), (3, KEPT)]
+    params = [pytest.param(*case, marks=[pytest.mark.slow] if case in slow else []) for case in cases]
+    return pytest.mark.parametrize(("stage", "fp8"), params, ids=case_name)
 
 
 def build(stage: int, fp8: dict[str, Any] | None, seed: int = 0, **overrides: Any) -> Any:
@@ -112,7 +115,14 @@ def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "fp8"),
-    [(1, DELAYED), (2, {}), (2, DELAYED), (3, {}), (3, DELAYED), (3, {**KEPT, **DELAYED})],
+    [
+        (1, DELAYED),
+        (2, {}),
+        pytest.param(2, DELAYED, marks=pytest.mark.slow),
+        (3, {}),
+        pytest.param(3, DELAYED, marks=pytest.mark.slow),
+        (3, {**KEPT, **DELAYED}),
+    ],
     ids=case_name,
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
@@ -147,7 +157,7 @@ def exchange(folder: str, stage: int, fp8: dict[str, Any]) -> None:
         training.destroy(reader)
 
 
-@each_case
+@each_case((1, {}), (3, KEPT))
 def test_checkpoints_go_from_stock_to_fp8_and_back(ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
     ranks(2).run(exchange, str(tmp_path), stage, fp8)
 
@@ -181,7 +191,7 @@ def export(folder: str, stage: int, fp8: dict[str, Any]) -> tuple[dict[str, Tens
     return before, plain, [line for line in said if line.startswith("fp8: module.state_dict()")]
 
 
-@each_case
+@each_case((2, {}), (3, KEPT))
 def test_every_collective_export_is_bf16_of_the_masters(
     ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
 ) -> None:

@@ -67,7 +67,7 @@ def damage(folder: str, stage: int) -> list[str]:
     return [path.name for path in files]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2).run(damage, str(tmp_path), stage)
 
@@ -260,7 +260,7 @@ def stock(folder: str, stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_checkpoint_of_stock_deepspeed_is_loaded_with_a_notice(ranks: Any, tmp_path: Path, stage: int) -> None:
     said, by_other = ranks(2).run(stock, str(tmp_path), stage)
     assert sum("global_step2 has no fp8_ds_manifest.json: not written by fp8_ds" in line for line in said) == 1
@@ -299,7 +299,7 @@ def adopted(folder: str, stage: int) -> str:
     return message
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_ours_without_its_manifest_is_refused_until_it_is_adopted(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -371,7 +371,7 @@ def hostile(folder: str, stage: int) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_hostile_pickle_in_a_checkpoint_of_ours_is_not_executed_with_a_manifest_or_without(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:

@@ -46,7 +46,13 @@ def rounded(masters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "writer"),
-    [(1, {}, {}), (2, {}, None), (3, {}, {}), (3, {}, None), (3, base.KEPT, base.KEPT)],
+    [
+        (1, {}, {}),
+        (2, {}, None),
+        (3, {}, {}),
+        pytest.param(3, {}, None, marks=pytest.mark.slow),
+        pytest.param(3, base.KEPT, base.KEPT, marks=pytest.mark.slow),
+    ],
     ids=["1", "2-stock-file", "3", "3-stock-file", "3-kept"],
 )
 def test_partial_loads_leave_the_masters_that_stock_leaves(
@@ -119,7 +125,7 @@ def our_state(folder: str, stage: int) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_our_state_loads_weights_only_says_what_differs_and_refuses_other_versions(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -175,7 +181,14 @@ def frozen(folder: str, stage: int, kind: str, exclude: bool) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "kind", "exclude"),
-    [(1, "fp8", False), (2, "fp8", True), (3, "fp8", False), (3, "fp8", True), (1, "bf16", False), (3, "bf16", True)],
+    [
+        pytest.param(1, "fp8", False, marks=pytest.mark.slow),
+        (2, "fp8", True),
+        (3, "fp8", False),
+        pytest.param(3, "fp8", True, marks=pytest.mark.slow),
+        (1, "bf16", False),
+        pytest.param(3, "bf16", True, marks=pytest.mark.slow),
+    ],
 )
 def test_frozen_weights_resume_bit_for_bit_saved_or_excluded(
     ranks: Any, tmp_path: Path, stage: int, kind: str, exclude: bool
@@ -246,7 +259,7 @@ def resume_pipeline(folder: str, num_stages: int) -> None:
     training.destroy(again)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_pipeline_resumes_bit_for_bit_and_saves_bf16_of_the_masters(
     ranks: Any, tmp_path: Path, num_stages: int
 ) -> None:

@@ -77,7 +77,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("fails", FAILURES)
+@pytest.mark.parametrize("fails", ["shard", pytest.param("script", marks=pytest.mark.slow), "latest"])
 def test_one_rank_that_cannot_write_is_an_error_on_all_and_the_old_one_stays(
     ranks: Any, tmp_path: Path, fails: str
 ) -> None:
@@ -116,7 +116,9 @@ def full_disk(folder: str, stage: int, room: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "room"), [(2, 0), (2, 150_000), (3, 150_000)], ids=["2-nothing", "2-some-files", "3-some-files"]
+    ("stage", "room"),
+    [pytest.param(2, 0, marks=pytest.mark.slow), (2, 150_000), pytest.param(3, 150_000, marks=pytest.mark.slow)],
+    ids=["2-nothing", "2-some-files", "3-some-files"],
 )
 def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_checkpoint_loads(
     ranks: Any, tmp_path: Path, stage: int, room: int
@@ -207,7 +209,7 @@ def test_hosts_with_disks_of_their_own_that_nobody_spoke_of_fail_at_the_save(ran
         assert "use_node_local_storage" in message
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hosts_that_say_they_have_disks_of_their_own_and_share_one_fail_at_the_save(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -274,7 +276,12 @@ def killed_between_steps(folder: str, tag: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("tag", ["new", "old"], ids=["another-tag", "the-same-tag"])
+each_tag = pytest.mark.parametrize(
+    "tag", [pytest.param("new", marks=pytest.mark.slow), "old"], ids=["another-tag", "the-same-tag"]
+)
+
+
+@each_tag
 def test_hosts_load_a_save_that_all_have_wherever_one_was_killed(ranks: Any, tmp_path: Path, tag: str) -> None:
     first, second = ranks(2).run(killed_between_steps, str(tmp_path), tag)
     assert first == second
@@ -312,7 +319,7 @@ def one_host_cannot_publish(folder: str, tag: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("tag", ["new", "old"], ids=["another-tag", "the-same-tag"])
+@each_tag
 def test_a_host_that_cannot_rename_keeps_the_others_at_the_old_checkpoint(ranks: Any, tmp_path: Path, tag: str) -> None:
     for message in ranks(2).run(one_host_cannot_publish, str(tmp_path), tag):
         assert "rank 1: OSError: [Errno 5] Input/output error" in message

@@ -123,7 +123,8 @@ def fails_late(folder: str, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [slowly("record"), "stage", slowly("damage")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["record", "stage", "damage"])
 def test_a_failure_after_the_time_out_is_an_error_on_all_ranks(
     impatient_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

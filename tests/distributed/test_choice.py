@@ -127,7 +127,7 @@ def rank_0_decides(folder: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_table_of_rank_0_decides_for_all_ranks_and_the_rest_is_bf16_to_the_bit(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -221,7 +221,7 @@ def nothing_chosen(folder: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_where_every_layer_is_slower_in_fp8_the_engine_trains_as_stock_to_the_bit(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -275,7 +275,9 @@ def resume(folder: str, stage: int, more: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "more", "tolerance"), [(2, {}, 0), (3, {}, 0), (2, STATES, 2**-12)])
+@pytest.mark.parametrize(
+    ("stage", "more", "tolerance"), [pytest.param(2, {}, 0, marks=pytest.mark.slow), (3, {}, 0), (2, STATES, 2**-12)]
+)
 def test_a_checkpoint_of_another_choice_loads_and_the_notice_says_how_to_keep_it(
     ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any], tolerance: float
 ) -> None:

@@ -57,7 +57,7 @@ def save_without_frozen(folder: str, stage: int) -> None:
     training.destroy(engine)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_checkpoint_without_its_frozen_weights_is_not_converted_as_if_it_were_whole(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_checkpoint_without_its_frozen_weights_is_not_converted_as_if_it_were_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (3, {}), (3, STATES)])
+@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), pytest.param(3, {}, marks=pytest.mark.slow), (3, STATES)])
 def test_safetensors_are_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
     masters = ranks(2).run(save, str(tmp_path / "ckpt"), stage, fp8)[0]
     found = convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", tag="first")
@@ -268,7 +268,7 @@ UNIVERSAL_FILES = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_universal_checkpoint_that_is_damaged_or_hostile_is_refused_on_all_ranks(
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:

@@ -92,7 +92,9 @@ def llama(tied: bool) -> Any:
     )
 
 
-def run(config: dict[str, Any], tied: bool = False, compiled: bool = False) -> dict[str, Any]:
+def run(
+    config: dict[str, Any], tied: bool = False, compiled: bool = False, num_steps: int = NUM_STEPS
+) -> dict[str, Any]:
     """Losses of training, then that of an evaluation, and logits; what was called, gathered and patched for it."""
     import deepspeed
     import torch.distributed as dist
@@ -108,7 +110,7 @@ def run(config: dict[str, Any], tied: bool = False, compiled: bool = False) -> d
         if compiled:
             engine.compile(backend="eager")
         losses, logits = [], []
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             tokens = training.micro_batches(step, dist.get_world_size())[dist.get_rank()]
             tokens[0, 5] = training.VOCABULARY - 1
             output = engine(input_ids=tokens, labels=tokens.masked_fill(tokens == training.VOCABULARY - 1, -100))
@@ -144,7 +146,7 @@ def run(config: dict[str, Any], tied: bool = False, compiled: bool = False) -> d
 def compare(stock: dict[str, Any], liger: dict[str, Any]) -> None:
     """Bit for bit the same but for the logits in training; the stand-in rounds where stock code does."""
     assert stock["calls"] == 0 and not any(stock["logits_are_none"]) and stock["patched"] == []
-    assert liger["calls"] == NUM_STEPS and all(liger["logits_are_none"]) and liger["patched"] == [""]
+    assert liger["calls"] == len(liger["losses"]) > 0 and all(liger["logits_are_none"]) and liger["patched"] == [""]
     assert stock["gathered"] == liger["gathered"]
     assert stock["said"][1].startswith("fp8: attention: SDPA, which picks ")
     assert liger["said"][: len(stock["said"])] == stock["said"]
@@ -155,7 +157,7 @@ def compare(stock: dict[str, Any], liger: dict[str, Any]) -> None:
         assert torch.equal(stock[name], liger[name]), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int) -> None:
     stock = ranks(2).run(run, training.ds_config(stage, {}))
     liger = ranks(2).run(run, training.ds_config(stage, LIGER))
@@ -167,13 +169,13 @@ def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}}
 CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (2, 3, {}, {"tied": True}),
-    (2, 3, STATES, {}),
+    (1, 1, STATES, {}),
 ]
 SLOW_CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (2, 2, {}, {"tied": True}),
     (1, 2, {}, {"compiled": True}),
     (2, 3, {}, {"compiled": True}),
-    (1, 1, STATES, {}),
+    (2, 3, STATES, {}),
     (2, 3, {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}}, {}),
 ]
 
@@ -188,8 +190,8 @@ def test_it_is_the_same_with_other_settings(
 ) -> None:
     activations = {**fp8.get("activations", {}), **LIGER["activations"]}
     overrides: dict[str, Any] = {"gradient_clipping": 0.0} if "optimizer" in fp8 else {}
-    stock = ranks(num_ranks).run(run, training.ds_config(stage, fp8, **overrides), **how)
+    stock = ranks(num_ranks).run(run, training.ds_config(stage, fp8, **overrides), **how, num_steps=4)
     config = training.ds_config(stage, {**fp8, "activations": activations}, **overrides)
-    liger = ranks(num_ranks).run(run, config, **how)
+    liger = ranks(num_ranks).run(run, config, **how, num_steps=4)
     for one, other in zip(stock, liger, strict=True):
         compare(one, other)

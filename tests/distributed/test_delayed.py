@@ -32,7 +32,7 @@ def delayed_run(stage: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_delayed_histories_are_equal_on_all_ranks(ranks: Any, stage: int) -> None:
     results = ranks(2).run(delayed_run, stage)
     first = results[0]["history"]
@@ -71,8 +71,18 @@ def broken_gradient(stage: int, fp8: dict[str, Any], value: float, check: bool) 
     return {"before": before, "after": after, "skipped": skipped, "loss": losses[0]}
 
 
-@pytest.mark.parametrize("fp8", [{}, DELAYED], ids=["tensorwise", "delayed"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [
+        (1, {}),
+        pytest.param(1, DELAYED, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (2, DELAYED),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        (3, DELAYED),
+    ],
+    ids=["1-tensorwise", "1-delayed", "2-tensorwise", "2-delayed", "3-tensorwise", "3-delayed"],
+)
 def test_gradient_that_is_not_finite_skips_the_step_and_leaves_every_bit(
     ranks: Any, stage: int, fp8: dict[str, Any]
 ) -> None:
@@ -88,7 +98,7 @@ def test_gradient_that_is_not_finite_skips_the_step_and_leaves_every_bit(
         assert result["loss"] == pytest.approx(4.0, abs=1.0)  # training goes on
 
 
-@pytest.mark.parametrize("stage", [1, 2])  # stage 3 checks always
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])  # stage 3 checks always
 def test_unchecked_gradient_that_is_not_finite_shows_as_nan(ranks: Any, stage: int) -> None:
     for result in ranks(2).run(broken_gradient, stage, {}, float("nan"), False):
         assert result["skipped"] == 0
@@ -115,7 +125,7 @@ def frozen_run(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_frozen_layers_stay_bf16_or_become_fp8_as_asked(ranks: Any, stage: int) -> None:
     stock = ranks(2).run(frozen_run, stage, None)[0]
     bf16, *_ = ranks(2).run(frozen_run, stage, {})

@@ -127,8 +127,14 @@ def resumes(folder: str, stage: int, fp8: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "moment", "victim"),
-    [(3, {}, "forward", 1), (3, RELEASE, "backward", 2), (1, STATES, "step", 0), (3, STATES, "save", 1)],
-    ids=["3-forward", "3-release-backward", "1-states-step-rank0", "3-states-save"],
+    [
+        (3, RELEASE, "backward", 2),
+        (1, STATES, "save", 1),
+        pytest.param(3, {}, "forward", 1, marks=pytest.mark.slow),
+        pytest.param(1, STATES, "step", 0, marks=pytest.mark.slow),
+        pytest.param(3, STATES, "save", 1, marks=pytest.mark.slow),
+    ],
+    ids=["3-release-backward", "1-states-save", "3-forward", "1-states-step-rank0", "3-states-save"],
 )
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     mortal_ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], moment: str, victim: int
@@ -141,7 +147,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(
 
 @pytest.mark.parametrize(
     ("stage", "fp8", "moment", "victim"),
-    [(2, {}, "step", 0), (2, STATES, "step", 1)],
+    [(2, {}, "step", 0), pytest.param(2, STATES, "step", 1, marks=pytest.mark.slow)],
     ids=["2-step-rank0", "2-states-step"],
 )
 def test_a_rank_that_falls_silent_ends_the_others_at_the_groups_time_out(
@@ -189,11 +195,27 @@ def train_late(delay: float, before: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("before", ["initialize", "train"])
+@pytest.mark.parametrize("before", ["initialize", pytest.param("train", marks=pytest.mark.slow)])
 def test_a_rank_that_comes_late_is_waited_for(mortal_ranks: Any, before: str) -> None:
     pool = mortal_ranks(GROUP_TIMEOUT)
     in_time = pool.run(train_late, 0.0, before)
     assert pool.run(train_late, 2.0, before) == in_time
+
+
+def group_timeouts(stage: int) -> set[float]:
+    import torch.distributed as dist
+
+    engine = training.build(training.ds_config(stage, {}), MODEL)
+    groups = (dist.group.WORLD, engine.optimizer.dp_process_group)
+    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zeros_group_waits_no_longer_than_the_default_group(mortal_ranks: Any, stage: int) -> None:
+    for found in mortal_ranks(GROUP_TIMEOUT).run(group_timeouts, stage):
+        assert found == {GROUP_TIMEOUT}
 
 
 def too_late(_: None = None) -> str:
@@ -217,20 +239,4 @@ def test_a_rank_that_comes_too_late_is_an_error_that_says_what_to_look_for(morta
     for message in pool.run(too_late):
         assert "expected 3 ranks at the start of deepspeed.initialize" in message
         assert "Look for a rank that died" in message
-    pool.close()
-
-
-def group_timeouts(stage: int) -> set[float]:
-    import torch.distributed as dist
-
-    engine = training.build(training.ds_config(stage, {}), MODEL)
-    groups = (dist.group.WORLD, engine.optimizer.dp_process_group)
-    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-    training.destroy(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zeros_group_waits_no_longer_than_the_default_group(mortal_ranks: Any, stage: int) -> None:
-    for found in mortal_ranks(GROUP_TIMEOUT).run(group_timeouts, stage):
-        assert found == {GROUP_TIMEOUT}
+    pool.close()  # last: what comes after would start new ranks

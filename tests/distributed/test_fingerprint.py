@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import training
 from torch import nn
 
-from fp8_ds.testing.ranks import RankPool
+from fp8_ds.testing.ranks import _IMPORTED_ONCE, RankPool
 
 pytestmark = pytest.mark.distributed
 
@@ -299,45 +298,57 @@ def test_engines_with_and_without_fp8_follow_each_other_in_one_process(two_ranks
 
 WITHOUT_A_GROUP = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
+os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+os.dup2(1, 2)
+os.environ.update(environment)
+sys.path.insert(0, folder)
 import deepspeed, torch, training
 import fp8_ds
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-config = training.ds_config(2, {} if os.environ["RANK"] != sys.argv[2] else eval(sys.argv[3]))
+assert not torch.distributed.is_initialized()
 try:
-    deepspeed.initialize(model=training.TinyLM(), config=config)
+    deepspeed.initialize(model=training.TinyLM(), config=training.ds_config(2, fp8))
 except fp8_ds.ConfigError as error:
     print("refused:", error)
 """
 
 
-def outputs_without_a_group(environment: dict[str, str], odd: int, odd_fp8: dict[str, Any] | None) -> list[str]:
-    """Of two ranks that leave the process group to `deepspeed.initialize`; rank `odd` has another block."""
+def outputs_without_a_group(folder: Path, odd: int, odd_fp8: dict[str, Any] | None) -> list[str]:
+    """Of two ranks that leave the process group to `deepspeed.initialize`; rank `odd` has another block.
+
+    They are forked as the pool's are: two new interpreters take 10 s to import DeepSpeed.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        env = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = [sys.executable, "-c", WITHOUT_A_GROUP, str(Path(training.__file__).parent), str(odd), repr(odd_fp8)]
-    running = [
-        subprocess.Popen(
-            command, stdout=-1, stderr=-2, text=True, env={**env, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        )
-        for rank in ("0", "1")
-    ]
+        port = str(probe.getsockname()[1])
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    running = []
+    for rank, log in enumerate(logs):
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        names = {"log": str(log), "environment": environment, "folder": str(Path(training.__file__).parent)}
+        names["fp8"] = odd_fp8 if rank == odd else {}
+        running.append(context.Process(target=exec, args=(WITHOUT_A_GROUP, names), daemon=True))
     try:
-        return [process.communicate(timeout=SECONDS)[0] for process in running]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(SECONDS)
+            assert process.exitcode is not None, "it waits"
     finally:
         for process in running:
             process.kill()
+    return [log.read_text() for log in logs]
 
 
 @pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_where_initialize_makes_the_process_group_nobody_waits_either(
-    odd: int, cpu_environment: dict[str, str]
-) -> None:
-    outputs = outputs_without_a_group(cpu_environment, odd, {"linear": {"recipe": "auto"}})
+def test_where_initialize_makes_the_process_group_nobody_waits_either(tmp_path: Path, odd: int) -> None:
+    outputs = outputs_without_a_group(tmp_path, odd, {"linear": {"recipe": "auto"}})
     assert "refused: fp8.linear.recipe" in outputs[odd], outputs[odd]
     assert f"refused: expected a configuration that no rank refuses, got one that ranks [{odd}]" in outputs[1 - odd]
 
 
-def test_there_a_rank_without_fp8_ends_all_too(cpu_environment: dict[str, str]) -> None:
-    assert any(f"refused: {SIDES}" in output for output in outputs_without_a_group(cpu_environment, 1, None))
+def test_there_a_rank_without_fp8_ends_all_too(tmp_path: Path) -> None:
+    assert any(f"refused: {SIDES}" in output for output in outputs_without_a_group(tmp_path, 1, None))

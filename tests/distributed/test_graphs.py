@@ -82,13 +82,13 @@ def masters_with_replays(
     ("mode", "stage", "fp8", "is_contiguous"),
     [
         ("managed", 1, {}, True),
-        ("managed", 1, STATES, True),
-        ("managed", 2, {}, False),
+        pytest.param("managed", 1, STATES, True, marks=pytest.mark.slow),
+        pytest.param("managed", 2, {}, False, marks=pytest.mark.slow),
         ("managed", 2, STATES, True),
-        ("unmanaged", 1, {}, True),
+        pytest.param("unmanaged", 1, {}, True, marks=pytest.mark.slow),
         ("unmanaged", 2, {}, False),
         ("coalesce", 1, {}, True),
-        ("coalesce", 2, {}, False),
+        pytest.param("coalesce", 2, {}, False, marks=pytest.mark.slow),
         ("late", 1, {}, True),
     ],
 )

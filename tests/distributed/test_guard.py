@@ -104,7 +104,7 @@ def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any
     ("stage", "action", "save_at", "names"),
     [
         (2, "bf16", 2, [2]),  # sampled, and not judged yet
-        (3, "bf16", 2, [2]),
+        pytest.param(3, "bf16", 2, [2], marks=pytest.mark.slow),
         (2, "report", 3, []),  # named before the save; the next step is a sampled one
         (3, "bf16", 1, [2]),  # the next step is a sampled one
     ],
@@ -121,7 +121,9 @@ def test_a_resumed_run_judges_what_the_run_before_would_have(
         assert steps[-1][1] == (["blocks.1.up"] if action == "bf16" else [])
 
 
-@pytest.mark.parametrize(("stage", "action"), [(1, "report"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "action"), [(1, "report"), pytest.param(2, "bf16", marks=pytest.mark.slow), (3, "bf16")]
+)
 def test_the_layer_that_underflows_is_named_and_leaves_fp8_on_all_ranks(
     ranks: Any, tmp_path: Path, stage: int, action: str
 ) -> None:
@@ -229,10 +231,11 @@ def returned(folder: str, stage: int, more: dict[str, Any], saves: list[int]) ->
 @pytest.mark.parametrize(
     ("stage", "more", "saves"),
     [
-        (1, {}, []),
+        (1, {"optimizer": {"states": "fp8"}}, []),
+        pytest.param(1, {}, [], marks=pytest.mark.slow),
         pytest.param(2, {}, [8, 13], marks=pytest.mark.slow),  # within the first stay; at the beginning of the second
         (3, {}, [7, 11, 15]),  # at the beginning of the first; between the two; within the second
-        (3, {"optimizer": {"states": "fp8"}}, [9]),
+        pytest.param(3, {"optimizer": {"states": "fp8"}}, [9], marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_comes_back_and_leaves_for_twice_as_long_bit_for_bit_as_by_hand(
@@ -327,7 +330,7 @@ def pipelined(
 @pytest.mark.parametrize(
     ("return_after", "save_at", "lines", "last"),
     [
-        (None, 2, ["step 2: 1 layers do not fit"], 8),  # its sample waits
+        pytest.param(None, 2, ["step 2: 1 layers do not fit"], 8, marks=pytest.mark.slow),  # its sample waits
         (2, 4, ["step 5: the stay in bf16 of 1 layers is over", "step 6: 1 layers do not fit"], 4),  # within the stay
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -212,7 +211,9 @@ def memory_of(distributed: bool, master: str | None) -> dict[str, float]:
         }
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "distributed"]
+)
 def test_split_masters_take_five_bytes_and_no_copy_of_everything(ranks: Any, distributed: bool) -> None:
     ours = ranks(1).run(memory_of, distributed, SPLIT)[0]
     stock = ranks(1).run(memory_of, distributed, None)[0]
@@ -254,7 +255,7 @@ def _own_gradient(training: mt.Training) -> Tensor:
     ("world_size", "distributed", "loss_scale", "bad"),
     [
         (2, True, None, float("nan")),
-        (1, False, None, float("inf")),
+        pytest.param(1, False, None, float("inf"), marks=pytest.mark.slow),
         pytest.param(2, True, 64.0, float("inf"), marks=pytest.mark.slow),
         pytest.param(1, False, 64.0, float("nan"), marks=pytest.mark.slow),
     ],
@@ -334,7 +335,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 def save(training: mt.Training, path: Path, form: str) -> None:
     """As megatron.training does it."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if form == "legacy":
         path.mkdir(exist_ok=True, parents=True)
@@ -346,14 +346,8 @@ def save(training: mt.Training, path: Path, form: str) -> None:
             torch.save(state, path / "model_optim_rng.pt")
         dist.barrier()
         return
-    # Its writers are processes, and the pool's ranks may have none, as they are to end with the session.
-    process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False
-    try:
+    with mt.writers():
         dist_checkpointing.save(_sharded(training, form, False), str(path))
-    finally:
-        process._config["daemon"] = True
-        filesystem_async._results_queue = None  # a process of its own, which would outlive a rank that is killed
 
 
 def _sharded(training: mt.Training, form: str, is_loading: bool) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def initial_values(master: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return found, {name: drawn[name].bfloat16() for name in found}
 
 
-@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+@pytest.mark.parametrize("master", [pytest.param("e4m19", marks=pytest.mark.slow), "e4m11"])
 def test_first_masters_are_the_numbers_that_were_drawn(ranks: Any, master: str) -> None:
     """Not what FP8 has left of them: all of bf16's bits."""
     masters, drawn = ranks(2).run(initial_values, master)[0]
@@ -219,7 +219,7 @@ def losses_and_norm(layout: mt.Layout, master: str | None) -> tuple[list[float],
     [
         pytest.param(base.bf16(True, tp=2, sp=True), id="tp2-sp"),
         pytest.param(base.bf16(True, pp=2), id="pp2"),
-        pytest.param(base.bf16(True, config={"num_moe_experts": 2}, ep=2), id="experts"),
+        pytest.param(base.bf16(True, config={"num_moe_experts": 2}, ep=2), id="experts", marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_norms_of_parallel_models_follow_stock(ranks: Any, layout: mt.Layout) -> None:
@@ -350,7 +350,7 @@ def saved_by_an_older_version(path: str, num_kept: int) -> None:
         assert_bytes_follow_masters(training, "e4m19")
 
 
-@pytest.mark.parametrize("num_kept", [3, 0])
+@pytest.mark.parametrize("num_kept", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_checkpoints_that_lack_scales_load_the_same_masters(ranks: Any, tmp_path: Path, num_kept: int) -> None:
     ranks(2).run(saved_by_an_older_version, str(tmp_path), num_kept)
 

@@ -66,7 +66,9 @@ def casts(layout: Layout, always: bool) -> dict[str, Any]:
     return {"casts": count[0], "losses": trained["losses"], "norms": trained["norms"]}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("dp2", "recomputed") else name for name in LAYOUTS]
+)
 def test_a_step_casts_each_weight_once_and_gives_the_bits_of_a_cast_at_every_read(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     kept, always = (ranks(2).run(casts, layout, flag) for flag in (False, True))

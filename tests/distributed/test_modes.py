@@ -46,9 +46,13 @@ def with_zero_init(how: str, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return {"losses": losses, "start": start}
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: Any) -> list[dict[str, Any]]:
+    return list(ranks(2).run(with_zero_init, "whole", {}))
+
+
 @pytest.mark.parametrize("how", ["converted", "filled"])
-def test_zero_init_gives_the_weights_of_a_whole_model(ranks: Any, how: str) -> None:
-    whole = ranks(2).run(with_zero_init, "whole", {})
+def test_zero_init_gives_the_weights_of_a_whole_model(ranks: Any, whole: list[dict[str, Any]], how: str) -> None:
     for ours, theirs in zip(ranks(2).run(with_zero_init, how, {}), whole, strict=True):
         training.assert_fp8_equals(ours["first"], theirs["first"])
         assert ours["losses"] == theirs["losses"]
@@ -64,10 +68,12 @@ def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock(ranks: Any) -> No
 
 def with_checkpointing(stage: int, kind: str) -> list[float]:
     engine = training.build(training.ds_config(stage, {}), {"checkpointing": kind})
-    return result_of(engine)["losses"]
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return losses
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_activation_checkpointing_changes_no_loss(ranks: Any, stage: int) -> None:
     plain = ranks(2).run(with_checkpointing, stage, "")[0]
     for kind in ("reentrant", "non-reentrant"):
@@ -85,14 +91,15 @@ def with_compile(stage: int, compiles: bool, fp8: dict[str, Any]) -> dict[str, A
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "fp8"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
-        pytest.param(3, {"linear": {"recipe": "delayed"}}, marks=pytest.mark.slow),
+        (2, {}),
+        (3, {}),
+        (1, {"linear": {"recipe": "delayed"}}),
+        (3, {"linear": {"recipe": "delayed"}}),
     ],
 )
 def test_compiled_engine_trains_as_eager(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
@@ -126,7 +133,7 @@ def with_offload(stage: int, fp8: dict[str, Any], offloads: bool) -> dict[str, A
 
 @pytest.mark.parametrize(
     ("stage", "fp8"),
-    [(1, {}), (2, {}), (3, {}), (3, {"zero": {"keep_bf16_shard": True}})],
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {}), (3, {}), (3, {"zero": {"keep_bf16_shard": True}})],
     ids=["1", "2", "3", "3 kept"],
 )
 def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
@@ -197,7 +204,7 @@ def accumulating(stage: int, accumulation: int) -> tuple[int, list[float]]:
     return changes, losses
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_weights_change_at_accumulation_boundaries_only(ranks: Any, stage: int) -> None:
     for changes, losses in ranks(2).run(accumulating, stage, 3):
         assert changes == 3

@@ -16,6 +16,7 @@ import training
 
 pytestmark = pytest.mark.distributed
 
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 BLOCKWISE = {"linear": {"recipe": "blockwise", "backend": "reference"}}
 
 
@@ -38,11 +39,12 @@ def run(stage: int, fp8: dict[str, Any], model: dict[str, Any], compiled: bool =
 
 
 CASES = [
-    (1, {}, {}),
+    (1, STATES, {}),
+    pytest.param(1, {}, {}, marks=pytest.mark.slow),
     (2, {"linear": {"recipe": "delayed"}}, {}),
     (3, {"linear": {"recipe": "rowwise"}}, {"checkpointing": "reentrant"}),
     (2, BLOCKWISE, {}),
-    (3, {"optimizer": {"states": "fp8", "master": "e4m11"}}, {}),
+    pytest.param(3, STATES, {}, marks=pytest.mark.slow),
 ]
 
 
@@ -208,11 +210,11 @@ def tensor_parallel(stage: int, fp8: dict[str, Any], tp_size: int) -> dict[str, 
 
 TP_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (4, 3, {}),
-    (2, 2, {"linear": {"recipe": "rowwise"}}),
     (2, 2, {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}}),
 ]
 SLOW_TP_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 2, {}),
+    (2, 2, {"linear": {"recipe": "rowwise"}}),
     (2, 1, {"linear": {"recipe": "blockwise", "backend": "reference"}}),
     (2, 2, {"tensor_parallel": {"scales": "shared"}}),
     (2, 2, {"tensor_parallel": {"chunks": 4}}),

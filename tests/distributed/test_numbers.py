@@ -62,10 +62,10 @@ def poisoned(
         (1, states("e4m11"), 1, math.nan),
         (2, states("fp32"), 1, math.inf),
         (3, states("e4m19"), 1, -math.inf),
-        (3, {"linear": {"recipe": "delayed"}}, 1, math.nan),
+        pytest.param(3, {"linear": {"recipe": "delayed"}}, 1, math.nan, marks=pytest.mark.slow),
         # Each micro-batch's gradient is finite in bf16; their sum is not.
         (2, {}, 4, 3e38),
-        (3, states("e4m11"), 4, 3e38),
+        pytest.param(3, states("e4m11"), 4, 3e38, marks=pytest.mark.slow),
     ],
     ids=["1-e4m11-nan", "2-fp32-inf", "3-e4m19-inf", "3-delayed-nan", "2-sum-overflows", "3-sum-overflows"],
 )
@@ -94,7 +94,7 @@ WHOLE = {**IN_FP16, "zero_optimization": {"reduce_scatter": False}}
     [
         (1, {}, 5e4, WHOLE, IN_FP16),
         pytest.param(2, {}, 5e4, WHOLE, IN_FP16, marks=pytest.mark.slow),
-        (2, states("e4m11"), 5e4, WHOLE, IN_FP16),
+        pytest.param(2, states("e4m11"), 5e4, WHOLE, IN_FP16, marks=pytest.mark.slow),
         pytest.param(3, {}, 1e6, IN_FP16, {}, marks=pytest.mark.slow),
         (3, states("e4m11"), 1e6, IN_FP16, {}),
     ],
@@ -202,7 +202,7 @@ def spiked(folder: str, stage: int, action: str) -> dict[str, Any]:
     return {"losses": losses, "in_bf16": in_bf16, "said": [line for line in said if "guard, step" in line]}
 
 
-@pytest.mark.parametrize(("stage", "action"), [(2, "report"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "action"), [pytest.param(2, "report", marks=pytest.mark.slow), (3, "bf16")])
 def test_where_the_loss_spikes_the_guard_names_what_saturates_and_sends_it_to_bf16_on_all_ranks(
     ranks: Any, tmp_path: Path, stage: int, action: str
 ) -> None:
@@ -239,7 +239,12 @@ def set_by_the_user(stage: int, recipe: str, factor: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("stage", "recipe", "factor"),
-    [(2, "tensorwise", 64.0), (3, "delayed", 64.0), (3, "tensorwise", 0.0), (1, "delayed", 0.0)],
+    [
+        (2, "tensorwise", 64.0),
+        (3, "delayed", 64.0),
+        pytest.param(3, "tensorwise", 0.0, marks=pytest.mark.slow),
+        (1, "delayed", 0.0),
+    ],
 )
 def test_a_weight_set_between_steps_has_the_scale_of_its_new_values(
     ranks: Any, stage: int, recipe: str, factor: float

@@ -75,9 +75,19 @@ def run(stage: int, accumulation: int, direct: bool, model: dict[str, Any]) -> d
     return result
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+REENTRANT = {"checkpointing": "reentrant"}
+
+
 @pytest.mark.parametrize(
-    ("stage", "model"), [(1, {}), (2, {}), (2, {"checkpointing": "reentrant"})], ids=["1", "2", "2-reentrant"]
+    ("stage", "model", "accumulation"),
+    [
+        pytest.param(1, {}, 1, id="1-1"),
+        pytest.param(2, {}, 3, id="2-3"),
+        pytest.param(2, REENTRANT, 1, id="2-reentrant-1"),
+        pytest.param(1, {}, 3, id="1-3", marks=pytest.mark.slow),
+        pytest.param(2, {}, 1, id="2-1", marks=pytest.mark.slow),
+        pytest.param(2, REENTRANT, 3, id="2-reentrant-3", marks=pytest.mark.slow),
+    ],
 )
 def test_every_number_is_that_of_the_way_through_buckets(
     ranks: Any, stage: int, accumulation: int, model: dict[str, Any]
@@ -128,8 +138,16 @@ def norms_of(case: str, stage: int, direct: bool) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("case", ["a backward without a step", "zero_grad between micro-batches", "coalesced"])
+LOOPS = ("a backward without a step", "zero_grad between micro-batches", "coalesced")
+
+
+@pytest.mark.parametrize(
+    ("case", "stage"),
+    [
+        *zip(LOOPS, (1, 2, 1), strict=True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in zip(LOOPS, (2, 1, 2), strict=True)),
+    ],
+)
 def test_unusual_loops_see_the_gradients_that_buckets_give(ranks: Any, case: str, stage: int) -> None:
     ours, stock = (ranks(1).run(norms_of, case, stage, way)[0] for way in (True, False))
     assert ours == stock

@@ -78,7 +78,7 @@ def client_run(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_client_optimizer_with_two_groups_and_its_scheduler(ranks: Any, stage: int) -> None:
     ours, stock = ranks(2).run(client_run, stage, {})[0], ranks(2).run(client_run, stage, None)[0]
     assert ours["same_list"] == stock["same_list"] is True
@@ -123,7 +123,7 @@ def weights_in_no_group(stage: int, num_left: int) -> Any:
     return report, losses, name, same
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_trainable_weights_in_no_parameter_group_stay_bf16_and_unchanged(ranks: Any, stage: int) -> None:
     for report, losses, name, same in ranks(2).run(weights_in_no_group, stage, 2):
         assert "4 of 7 linears" in report["plan"] and "in no parameter group" in report["plan"]

@@ -115,7 +115,7 @@ def test_a_rank_that_raises_shows_its_traceback_and_the_pool_goes_on(pool: RankP
     assert pool.run(process) == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_is_named_and_the_next_call_starts_new_ranks(pool: RankPool, rank: int) -> None:
     before = pool.run(process)
     with pytest.raises(RankError, match=f"rank {rank} died; its log is "):
@@ -150,10 +150,11 @@ def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_a
 def test_threads_of_the_ranks_are_counted(pool: RankPool) -> None:
     pool.close()
     assert pool.num_threads() == 0
+    pool.settle()  # nothing to wait for
     pool.run(number)
     before = pool.num_threads()
     pool.run(make_groups, 2)
-    pool.run(number)  # what is left of the call before has ended
+    pool.settle()
     assert pool.num_threads() >= before + 2 * 2
 
 

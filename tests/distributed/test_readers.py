@@ -44,8 +44,15 @@ def gathered_reading(fp8: dict[str, Any], reads: bool, threshold: int) -> dict[s
     return result
 
 
-@pytest.mark.parametrize("threshold", [0, 100_000], ids=["sharded", "persistent"])
-@pytest.mark.parametrize("fp8", KEEP, ids=KEEP_IDS)
+@pytest.mark.parametrize(
+    ("fp8", "threshold"),
+    [
+        pytest.param(KEEP[0], 0, id="no bf16 shard-sharded"),
+        pytest.param(KEEP[0], 100_000, id="no bf16 shard-persistent", marks=pytest.mark.slow),
+        pytest.param(KEEP[1], 0, id="bf16 shard-sharded", marks=pytest.mark.slow),
+        pytest.param(KEEP[1], 100_000, id="bf16 shard-persistent"),
+    ],
+)
 def test_gathered_parameters_read_bf16_of_masters_and_change_nothing(
     ranks: Any, fp8: dict[str, Any], threshold: int
 ) -> None:
@@ -86,7 +93,7 @@ def gathered_writing(fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("fp8", KEEP, ids=KEEP_IDS)
+@pytest.mark.parametrize("fp8", [KEEP[0], pytest.param(KEEP[1], marks=pytest.mark.slow)], ids=KEEP_IDS)
 def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks: Any, fp8: dict[str, Any]) -> None:
     stock = ranks(2).run(gathered_writing, None)
     for ours, theirs in zip(ranks(2).run(gathered_writing, fp8), stock, strict=True):
@@ -140,7 +147,7 @@ def safe_functions(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_safe_functions_see_masters_gradients_and_states(ranks: Any, stage: int) -> None:
     from fp8_ds.testing import sqnr_db
 
@@ -177,7 +184,10 @@ def external(stage: int, fp8: dict[str, Any] | None, is_external: bool, threshol
     return {"losses": losses, "grads": grads, "skipped": skipped}
 
 
-@pytest.mark.parametrize(("stage", "threshold"), [(1, 0), (2, 0), (3, 0), (3, 100_000)])
+@pytest.mark.parametrize(
+    ("stage", "threshold"),
+    [(1, 0), (3, 0), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((2, 0), (3, 100_000)))],
+)
 def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: Any, stage: int, threshold: int) -> None:
     from fp8_ds.testing import sqnr_db
 
@@ -209,7 +219,7 @@ def evaluating(stage: int, fp8: dict[str, Any], evaluates: bool) -> dict[str, An
     return {"losses": losses, "evaluated": evaluated}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_evaluation_has_the_loss_of_training_and_leaves_no_trace(ranks: Any, stage: int) -> None:
     ours, plain = ranks(2).run(evaluating, stage, {}, True), ranks(2).run(evaluating, stage, {}, False)
     for with_evaluation, without in zip(ours, plain, strict=True):

@@ -124,47 +124,59 @@ CASES: dict[tuple[int, int], list[tuple[str, dict[str, Any], dict[str, Any]]]] =
     (2, 1): [("fp32", LARGE, {})],
     (3, 1): [("e4m19", MODEL, GROWING)],
     (1, 2): [
-        ("e4m11", MODEL, NO_OVERLAP),
         ("e4m19", LARGE, OVERLAP),
-        ("fp32", {**MODEL, "checkpointing": "reentrant"}, {}),
         ("e4m11", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
     ],
     (2, 2): [
         ("e4m11", LARGE, OVERLAP),
-        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, NO_OVERLAP),
-        ("fp32", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
         ("e4m11", {**MODEL, "checkpointing": "plain", "frozen": "blocks.1"}, {"linear": {"frozen": "fp8"}}),
         ("e4m19", MODEL, {"zero": {"reduce_scatter": "fp8"}}),
+    ],
+    (3, 2): [
+        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, NO_OVERLAP),
+        ("fp32", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
+        ("e4m11", MODEL, {"zero": {"reduce_scatter": "fp8"}}),
+    ],
+    (3, 4): [("fp32", TINY, PERSISTENT)],
+}
+MORE: dict[tuple[int, int], list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    (1, 2): [
+        ("e4m11", MODEL, NO_OVERLAP),
+        ("fp32", {**MODEL, "checkpointing": "reentrant"}, {}),
+    ],
+    (2, 2): [
+        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, NO_OVERLAP),
+        ("fp32", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
         ("e4m19", TINY, GROWING),
     ],
     (3, 2): [
         ("e4m11", LARGE, OVERLAP),
-        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, NO_OVERLAP),
-        ("fp32", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
         ("e4m11", {**MODEL, "checkpointing": "plain", "frozen": "blocks.1"}, {"linear": {"frozen": "fp8"}}),
         ("e4m19", MODEL, PERSISTENT),
-        ("e4m11", MODEL, {"zero": {"reduce_scatter": "fp8"}}),
         ("e4m11", TINY, GROWING),
     ],
     (1, 4): [("e4m19", MODEL, OVERLAP)],
     (2, 4): [("e4m11", MODEL, {})],
-    (3, 4): [("e4m11", {**MODEL, "tiny": True}, {}), ("fp32", TINY, PERSISTENT)],
+    (3, 4): [("e4m11", {**MODEL, "tiny": True}, {})],
 }
 
 
-def all_cases(stage: int, world_size: int) -> list[dict[str, Any]]:
-    return [both(stage, master, model, **options) for master, model, options in CASES[stage, world_size]]
-
-
-SLOW = [(1, 4), (2, 4)]
+def all_cases(stage: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [both(stage, master, model, **options) for master, model, options in cases]
 
 
 @pytest.mark.parametrize(
-    ("stage", "world_size"), [pytest.param(*at, marks=[pytest.mark.slow] if at in SLOW else []) for at in CASES]
+    ("stage", "world_size", "cases"),
+    [
+        *(pytest.param(*at, cases, id=f"{at[0]}-{at[1]}") for at, cases in CASES.items()),
+        *(pytest.param(*at, cases, id=f"{at[0]}-{at[1]}-more", marks=pytest.mark.slow) for at, cases in MORE.items()),
+    ],
 )
-def test_release_changes_no_bit_of_training(ranks: Any, stage: int, world_size: int) -> None:
-    for per_rank in ranks(world_size).run(all_cases, stage, world_size):
-        for case, result in zip(CASES[stage, world_size], per_rank, strict=True):
+def test_release_changes_no_bit_of_training(
+    ranks: Any, stage: int, world_size: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]
+) -> None:
+    for per_rank in ranks(world_size).run(all_cases, stage, cases):
+        for case, result in zip(cases, per_rank, strict=True):
             losses, states, buckets, num_elements = result["release"]
             assert losses == result["plain"][0] and losses[1] < losses[0], case
             assert_same(states, result["plain"][1])
@@ -212,8 +224,10 @@ def backward_peaks(stage: int) -> list[tuple[dict[str, float], dict[str, float],
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [(1, 1), (2, 2), (3, 2), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 2), (2, 1), (3, 1)))],
+)
 def test_gradients_in_the_backward_stay_within_the_threshold_and_one_gradient(
     ranks: Any, stage: int, world_size: int
 ) -> None:
@@ -247,7 +261,7 @@ def exact_clipping(stage: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_exact_clipping_holds_the_gradients_and_accumulates_as_without_release(ranks: Any, stage: int) -> None:
     for release, plain in ranks(2).run(exact_clipping, stage):
         assert release["losses"] == plain["losses"]
@@ -274,7 +288,7 @@ def tensor_norms(stage: int) -> dict[str, Any]:
     return {"held": dict(zip(names, squares.sqrt().tolist(), strict=True)), "kept": kept}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_per_tensor_clipping_sees_the_norm_of_the_whole_tensor_on_every_rank(ranks: Any, stage: int) -> None:
     first, second = ranks(2).run(tensor_norms, stage)
     assert first["kept"] == second["kept"]
@@ -304,7 +318,7 @@ def delayed_factors(stage: int) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_delayed_norm_clips_by_the_norm_of_the_step_before(ranks: Any, stage: int) -> None:
     for steps in ranks(2).run(delayed_factors, stage):
         assert steps[0][0] == 1.0
@@ -369,7 +383,7 @@ def second_backward(stage: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_second_backward_before_the_step_raises_on_all_ranks_naming_a_parameter(ranks: Any, stage: int) -> None:
     messages = ranks(2).run(second_backward, stage)
     assert messages[0] == messages[1]
@@ -430,11 +444,11 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 BROKEN = [
-    (1, "e4m11", float("inf"), "tensorwise"),
+    pytest.param(1, "e4m11", float("inf"), "tensorwise", marks=pytest.mark.slow),
     (1, "fp32", float("nan"), "delayed"),
     (2, "e4m19", float("nan"), "delayed"),
     (3, "e4m11", float("-inf"), "tensorwise"),
-    (3, "fp32", float("nan"), "tensorwise"),
+    pytest.param(3, "fp32", float("nan"), "tensorwise", marks=pytest.mark.slow),
 ]
 
 
@@ -472,7 +486,7 @@ def broken_loss(stage: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_infinite_loss_changes_no_weight_and_spoils_no_history(ranks: Any, stage: int) -> None:
     for result in ranks(2).run(broken_loss, stage):
         assert result["overflow"]
@@ -486,7 +500,12 @@ def test_an_infinite_loss_changes_no_weight_and_spoils_no_history(ranks: Any, st
 # --- checkpoints and evaluation ---
 
 
-RESUMED = [(1, "delayed_norm", "e4m11"), (2, "per_tensor", "e4m11"), (3, "per_tensor", "e4m19"), (3, "exact", "fp32")]
+RESUMED = [
+    (1, "delayed_norm", "e4m11"),
+    (2, "per_tensor", "e4m11"),
+    pytest.param(3, "per_tensor", "e4m19", marks=pytest.mark.slow),
+    (3, "exact", "fp32"),
+]
 
 
 def resumed(stage: int, clipping: str, master: str, folder: str) -> dict[str, Any]:
@@ -546,7 +565,7 @@ def with_evaluation(stage: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_evaluation_between_steps_changes_nothing(ranks: Any, stage: int) -> None:
     results = ranks(2).run(with_evaluation, stage)
     for (evaluated, seen), (plain, _) in results:
@@ -574,7 +593,7 @@ def read_between(stage: int) -> list[tuple[dict[str, torch.Tensor], ...]]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "world_size"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (3, 2)])
 def test_between_backward_and_step_a_reader_sees_own_elements_new_and_others_old_up_to_a_scale(
     ranks: Any, stage: int, world_size: int
 ) -> None:

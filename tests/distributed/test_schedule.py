@@ -31,7 +31,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "model"), [(1, "plain"), (2, "ragged"), (3, "ragged, no bias"), (3, "external")])
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    [
+        pytest.param(1, "plain", marks=pytest.mark.slow),
+        (2, "ragged"),
+        pytest.param(3, "ragged, no bias", marks=pytest.mark.slow),
+        (3, "external"),
+    ],
+)
 def test_all_layers_in_bf16_is_stock_bf16_bit_for_bit(ranks: Any, stage: int, model: str) -> None:
     ours = ranks(2).run(losses_of, ALWAYS, stage, MODELS[model])
     stock = ranks(2).run(losses_of, None, stage, MODELS[model])
@@ -77,7 +85,10 @@ def phases(stage: int, fp8: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, {}), (3, {}), (2, SPLIT), (3, SPLIT)])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [(1, {}), (3, {}), (2, SPLIT), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, {}), (3, SPLIT)))],
+)
 def test_a_schedule_moves_bf16_of_the_masters_then_fp8_then_bf16(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     results = ranks(2).run(phases, stage, fp8)
     for result in results:
@@ -125,7 +136,7 @@ def jump(stage: int) -> dict[str, Any]:
     return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any, stage: int) -> None:
     for result in ranks(2).run(jump, stage):
         in_fp8, some, in_bf16, again = result["losses"]
@@ -160,10 +171,10 @@ def resume(stage: int, fp8: dict[str, Any], directory: str, save_at: int) -> dic
     ("stage", "fp8", "save_at"),
     [
         (2, {}, 1),
-        (2, {"linear": {"recipe": "delayed"}}, 3),
+        pytest.param(2, {"linear": {"recipe": "delayed"}}, 3, marks=pytest.mark.slow),
         (3, {}, 5),
-        (3, SPLIT, 1),
-        pytest.param(1, SPLIT, 7, marks=pytest.mark.slow),
+        pytest.param(3, SPLIT, 1, marks=pytest.mark.slow),
+        (1, SPLIT, 7),
         pytest.param(3, {"linear": {"recipe": "delayed"}}, 1, marks=pytest.mark.slow),
     ],
 )
@@ -180,12 +191,13 @@ def test_resume_is_exact_in_every_phase(
 
 def compiled(stage: int, backend: str, fp8: dict[str, Any]) -> list[float]:
     """Losses of 2 steps in bf16, 2 in FP8, and 2 with one layer in bf16."""
-    engine = training.build(training.ds_config(stage, {**fp8, "schedule": {"bf16_until_step": 2}}))
+    config = training.ds_config(stage, {**fp8, "schedule": {"bf16_until_step": 2}})
+    engine = training.build(config, {"num_blocks": 1})  # to compile a block takes seconds
     if backend:
         torch._dynamo.reset()
         engine.compile(backend=backend)
     losses = training.train(engine, 4)
-    engine.set_layer_precision("blocks.1.up", "bf16")
+    engine.set_layer_precision("blocks.0.up", "bf16")
     losses += training.train(engine, 2, 4)
     training.destroy(engine)
     return losses
@@ -258,7 +270,7 @@ def differing(stage: int) -> dict[str, Any]:
     return {**result, "said": [line for line in said if "bf16_below_lr: expected the same" in line]}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_rank_0s_learning_rate_decides_for_all_ranks(ranks: Any, stage: int) -> None:
     first, second = ranks(2).run(differing, stage)
     assert first["num"] == second["num"] == [0, 0, 6, 0]
@@ -399,7 +411,11 @@ def written(stage: int, path: tuple[str, ...], fp8: dict[str, Any]) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (3, {}), (3, SPLIT)], ids=["1", "3", "3 split"])
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [(1, {}), pytest.param(3, {}, marks=pytest.mark.slow), (3, SPLIT)],
+    ids=["1", "3", "3 split"],
+)
 def test_what_a_user_wrote_holds_until_the_next_step_whatever_is_switched(
     ranks: Any, stage: int, fp8: dict[str, Any]
 ) -> None:

@@ -63,23 +63,28 @@ def in_place_and_by_checkpoint(folder: str, stage: int, master: str, more: dict[
 
 
 DELAYED = {"linear": {"recipe": "delayed"}}
-CASES = [
+COVERING = [
     (1, 2, "e4m11", DELAYED),
-    (2, 2, "e4m19", {}),
     (2, 2, "fp32", {"linear": {"recipe": "rowwise"}}),
+    (2, 2, "e4m19", {"overrides": {"zero_optimization": {"round_robin_gradients": True}}}),
+    (3, 2, "e4m11", DELAYED),
+    (3, 1, "e4m19", {"overrides": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.0}}),
+    (3, 2, "e4m19", {"overrides": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}}}),
+]
+OTHERS = [
+    (2, 2, "e4m19", {}),
     (2, 1, "e4m11", {}),
     (2, 2, "e4m19", {"zero": {"reduce_scatter": "fp8"}}),
     (3, 2, "e4m19", {"linear": {"recipe": "rowwise"}}),
-    (3, 2, "e4m11", DELAYED),
     (3, 3, "fp32", {}),
     (3, 2, "fp32", {"zero": {"keep_bf16_shard": True}}),
-    (3, 1, "e4m19", {"overrides": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.0}}),
-    (3, 2, "e4m19", {"overrides": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}}}),
-    (2, 2, "e4m19", {"overrides": {"zero_optimization": {"round_robin_gradients": True}}}),
 ]
 
 
-@pytest.mark.parametrize(("stage", "world", "master", "more"), CASES)
+@pytest.mark.parametrize(
+    ("stage", "world", "master", "more"),
+    [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+)
 def test_states_that_widen_in_place_are_those_of_a_checkpoint_between_two_runs(
     ranks: Any, tmp_path: Path, stage: int, world: int, master: str, more: dict[str, Any]
 ) -> None:
@@ -115,7 +120,12 @@ def resumed(folder: str, stage: int, master: str, save_at: int) -> dict[str, Any
 
 @pytest.mark.parametrize(
     ("stage", "master", "save_at"),
-    [(2, "e4m11", 2), (2, "e4m19", 3), (1, "e4m11", 5), (3, "e4m19", 2), (3, "e4m11", 3), (3, "fp32", 5)],
+    [
+        (3, "e4m19", 2),
+        (2, "e4m19", 3),
+        (1, "e4m11", 5),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, "e4m11", 2), (3, "e4m11", 3), (3, "fp32", 5))),
+    ],
 )
 def test_a_run_resumes_exactly_before_at_and_after_the_switch(
     ranks: Any, tmp_path: Path, stage: int, master: str, save_at: int
@@ -149,7 +159,7 @@ def later(folder: str, stage: int) -> dict[str, Any]:
     return {"held": held, "got": got, "losses": losses}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_checkpoint_past_the_step_is_loaded_without_an_fp8_rounding(ranks: Any, tmp_path: Path, stage: int) -> None:
     for result in ranks(2).run(later, str(tmp_path), stage):
         dense.assert_same(result["got"], result["held"])

@@ -70,11 +70,13 @@ def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
     training.destroy(second)
 
 
-RESUMED = [(1, "e4m11", DELAYED), (1, "fp32", {}), (2, "e4m19", DELAYED), (3, "e4m11", {}), (3, "fp32", DELAYED)]
-RESUMED += [pytest.param(*c, marks=pytest.mark.slow) for c in ((1, "e4m19", {}), (2, "e4m11", {}), (3, "e4m19", {}))]
+RESUMED = [(1, "fp32", {}), (2, "e4m19", DELAYED), (3, "e4m11", {})]
+RESUMED_TOO = [(1, "e4m11", DELAYED), (3, "fp32", DELAYED), (1, "e4m19", {}), (2, "e4m11", {}), (3, "e4m19", {})]
 
 
-@pytest.mark.parametrize(("stage", "master", "more"), RESUMED)
+@pytest.mark.parametrize(
+    ("stage", "master", "more"), [*RESUMED, *(pytest.param(*case, marks=pytest.mark.slow) for case in RESUMED_TOO)]
+)
 def test_a_resumed_run_repeats_every_byte_rounding_included(
     ranks: Any, tmp_path: Path, stage: int, master: str, more: dict[str, Any]
 ) -> None:
@@ -94,7 +96,7 @@ def before_the_first_step(folder: str, stage: int, master: str) -> None:
     training.destroy(second)
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "e4m19")])
+@pytest.mark.parametrize(("stage", "master"), [pytest.param(2, "e4m11", marks=pytest.mark.slow), (3, "e4m19")])
 def test_a_run_saved_before_its_first_step_resumes(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     ranks(2).run(before_the_first_step, str(tmp_path), stage, master)
 
@@ -131,7 +133,10 @@ def write(folder: str, stage: int, fp8: dict[str, Any] | None, exports: bool = F
     return result
 
 
-@pytest.mark.parametrize(("stage", "master"), [(1, "e4m11"), (2, "e4m19"), (3, "e4m11"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "master"),
+    [(2, "e4m19"), (3, "e4m11"), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, "e4m11"), (3, "fp32")))],
+)
 def test_files_hold_dense_fp32_under_the_names_of_stock(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -195,7 +200,12 @@ def exchange(folder: str, stage: int, source: dict[str, Any] | None, target: dic
 
 @pytest.mark.parametrize(
     ("stage", "master", "other"),
-    [(1, "e4m11", "stock"), (2, "e4m19", "fp32"), (3, "e4m11", "fp32"), (3, "fp32", "stock"), (2, "fp32", "stock")],
+    [
+        (1, "e4m11", "stock"),
+        (2, "e4m19", "fp32"),
+        (3, "fp32", "stock"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((3, "e4m11", "fp32"), (2, "fp32", "stock"))),
+    ],
 )
 def test_runs_switch_to_fp8_states_and_back_in_the_middle(
     ranks: Any, tmp_path: Path, stage: int, master: str, other: str
@@ -205,8 +215,16 @@ def test_runs_switch_to_fp8_states_and_back_in_the_middle(
     ranks(2).run(exchange, str(tmp_path / "from"), stage, base.states(master), kind)
 
 
-@pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
-@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "e4m11"), (3, "e4m11"), (3, "fp32")])
+MODULE_ONLY, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
+PARTIAL = [(1, "e4m19", NO_STATES), (2, "e4m11", MODULE_ONLY), (3, "e4m11", MODULE_ONLY), (3, "fp32", NO_STATES)]
+PARTIAL_TOO = [(1, "e4m19", MODULE_ONLY), (2, "e4m11", NO_STATES), (3, "e4m11", NO_STATES), (3, "fp32", MODULE_ONLY)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "master", "options"),
+    [*PARTIAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in PARTIAL_TOO)],
+    ids=str,
+)
 def test_partial_loads_leave_the_masters_that_fp32_states_leave(
     ranks: Any, tmp_path: Path, stage: int, master: str, options: dict[str, Any]
 ) -> None:
@@ -283,7 +301,7 @@ def read_aligned(folder: str, stage: int, master: str) -> Any:
     return loaded, end
 
 
-@pytest.mark.parametrize("master", ["e4m11", "fp32"])
+@pytest.mark.parametrize("master", ["e4m11", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, master: str
 ) -> None:
@@ -327,7 +345,7 @@ def read_other(folder: str, stage: int, fp8: dict[str, Any] | None) -> Any:
     return result
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m19"), (3, "e4m11")])
+@pytest.mark.parametrize(("stage", "master"), [pytest.param(2, "e4m19", marks=pytest.mark.slow), (3, "e4m11")])
 def test_universal_checkpoints_go_from_stock_to_fp8_states_and_back(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:

@@ -77,8 +77,13 @@ def operators(stage: int, fp8: dict[str, Any] | None, num_blocks: int) -> dict[s
     return {"step": mode.names, "refresh": refresh}
 
 
-@pytest.mark.parametrize("recipe", [*PER_TENSOR, "rowwise", "blockwise"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+RECIPES = [(1, "tensorwise"), (2, "delayed"), (2, "rowwise"), (3, "tensorwise"), (3, "blockwise")]
+OTHERS = [(s, r) for s in (1, 2, 3) for r in (*PER_TENSOR, "rowwise", "blockwise") if (s, r) not in RECIPES]
+
+
+@pytest.mark.parametrize(
+    ("stage", "recipe"), [*RECIPES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_weights_are_requantised_by_as_many_operators_for_many_as_for_few(ranks: Any, stage: int, recipe: str) -> None:
     """With a scale for each row or tile: the amaxes are measured one weight after another."""
     fp8 = {"linear": {"recipe": recipe}}
@@ -88,8 +93,10 @@ def test_weights_are_requantised_by_as_many_operators_for_many_as_for_few(ranks:
     assert grown == 0 if recipe in PER_TENSOR else grown <= 2, many - few
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [(1, 1), (2, 2), (3, 2), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 2), (2, 1), (3, 1)))],
+)
 def test_a_step_dispatches_less_and_reads_no_more_often_than_in_stock(ranks: Any, stage: int, world_size: int) -> None:
     stock, ours = (ranks(world_size).run(operators, stage, fp8, MANY) for fp8 in (None, {}))
     for there, here in zip(stock, ours, strict=True):
@@ -158,10 +165,14 @@ def trained(stage: int, with_stock_check: bool, gradient: float, clipping: float
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+GRADIENTS = [(0.5, False, 2), (float("inf"), True, 1), (float("nan"), True, 2), (1e25, True, 2)]
+GRADIENTS_TOO = [(0.5, False, 1), (float("inf"), True, 2), (float("nan"), True, 1), (1e25, True, 1)]
+GRADIENTS_TOO += [(float("-inf"), True, stage) for stage in (1, 2)]
+
+
 @pytest.mark.parametrize(
-    ("gradient", "skips"),
-    [(0.5, False), (float("inf"), True), (float("-inf"), True), (float("nan"), True), (1e25, True)],
+    ("gradient", "skips", "stage"),
+    [*GRADIENTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRADIENTS_TOO)],
 )
 def test_the_norm_tells_what_stock_code_finds_in_the_gradients_and_changes_no_bit(
     ranks: Any, stage: int, gradient: float, skips: bool

@@ -88,11 +88,11 @@ def as_one_graph(recipe: str | None, settings: dict[str, Any], options: dict[str
 
 
 CASES = [
-    pytest.param("tensorwise", {}, {}, marks=pytest.mark.slow),
-    ("rowwise", {}, {}),
+    ("tensorwise", {}, {}),
+    pytest.param("rowwise", {}, {}, marks=pytest.mark.slow),
     pytest.param("blockwise", {}, {}, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
-    ("tensorwise", {}, {"sequence_parallel": False}),
+    pytest.param("tensorwise", {}, {"sequence_parallel": False}, marks=pytest.mark.slow),
     pytest.param(None, {}, {}, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"nonlinear": "fp8"}, {}, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"nonlinear": "bf16"}, {}, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Hugging Face's libraries on FP8 ZeRO, run by the deepspeed launcher: several cases in one start.
+"""Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks.
 
 deepspeed hf_cases.py OUT_FOLDER CASE:STAGE [CASE:STAGE ...]
 """

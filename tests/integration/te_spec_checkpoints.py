@@ -83,7 +83,8 @@ def goes_over(source: Any, target: Any, path: Path) -> bool:
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    dist_checkpointing.save(sharded(source), str(path))
+    with mt.writers():
+        dist_checkpointing.save(sharded(source), str(path))
     state = dist_checkpointing.load(sharded(target), str(path), strict="log_all")
     target.load_state_dict(state, strict=False)
     one, other = parameters(source), parameters(target)

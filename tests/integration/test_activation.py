@@ -73,10 +73,10 @@ def changed(stock: dict[str, Any]) -> list[str]:
     return sorted(path for path, value in symbols().items() if value is not stock[path])
 
 
-def child_untouched() -> None:
-    import deepspeed
+def check_untouched() -> None:
+    import deepspeed  # first: the way "import after deepspeed"
 
-    import fp8_ds  # first: the way "import before deepspeed"
+    import fp8_ds
 
     assert fp8_ds.is_installed()
     fp8_ds.uninstall()
@@ -108,8 +108,8 @@ def fp8_ds_engine() -> type:
     return Fp8DeepSpeedEngine
 
 
-def child_config_ways() -> None:
-    import deepspeed  # first: the way "import after deepspeed"
+def check_config_ways() -> None:
+    import deepspeed
 
     import fp8_ds
 
@@ -137,6 +137,11 @@ def child_config_ways() -> None:
             raise AssertionError(config)
 
 
+def child_untouched_and_config_ways() -> None:
+    check_untouched()
+    check_config_ways()
+
+
 # --- tests ---
 
 
@@ -161,14 +166,10 @@ def test_autoload_makes_the_json_flag_alone_enough(tmp_path: Path, cpu_environme
     child(child_autoload, tmp_path, cpu_environment, site_dir=tmp_path)
 
 
-def test_off_touches_nothing_and_uninstall_gives_every_seam_back(
+def test_off_touches_nothing_uninstall_gives_every_seam_back_and_the_block_counts_however_it_is_given(
     tmp_path: Path, cpu_environment: dict[str, str]
 ) -> None:
-    child(child_untouched, tmp_path, cpu_environment)
-
-
-def test_the_block_counts_however_the_config_is_given(tmp_path: Path, cpu_environment: dict[str, str]) -> None:
-    child(child_config_ways, tmp_path, cpu_environment)
+    child(child_untouched_and_config_ways, tmp_path, cpu_environment)
 
 
 SCRIPT = """
@@ -187,11 +188,13 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.launcher
-def test_the_module_runs_an_unchanged_script_in_fp8(launch: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start", ["start_ranks", pytest.param("launch", marks=[pytest.mark.slow, pytest.mark.launcher])]
+)
+def test_the_module_runs_an_unchanged_script_in_fp8(start: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds.json").write_text(json.dumps(FP8))
-    output = launch(
+    output = request.getfixturevalue(start)(
         "fp8_ds.run", tmp_path / "train.py", "--deepspeed_config", tmp_path / "ds.json", "--marker", "m", module=True
     )
     for rank in (0, 1):

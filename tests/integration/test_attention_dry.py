@@ -26,6 +26,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_attention_benchmark_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "mine.pt"
     torch.save({"mine": [torch.randn(1, 20, 2, 64) for _ in range(4)]}, file)

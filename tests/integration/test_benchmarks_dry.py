@@ -25,6 +25,7 @@ def test_optimizer_bench_has_the_two_billion_parameters_of_the_table(bench: Any)
     assert linear == 8 * 218_103_808
 
 
+@pytest.mark.slow
 def test_optimizer_bench_measures_an_arm_in_its_own_process(run_main: Callable[..., str], tmp_path: Path) -> None:
     tiny = ("--layers", 1, "--hidden", 128, "--vocab", 64, "--steps", 2, "--copy-mib", 4, "--out", tmp_path)
     tiny = (*tiny, "--arm-timeout", HANG)
@@ -128,7 +129,10 @@ def test_update_error_of_a_gpt_is_written_by_kind_of_parameter(run_main: Callabl
     assert all(0 < kind["error"] < 0.3 for kind in last["kinds"].values())
 
 
-def test_tiny_parity_writes_paired_differences(run_main: Callable[..., str], tmp_path: Path) -> None:
+def test_tiny_parity_writes_paired_differences(
+    bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench("tiny_parity"), "NUM_HELD_OUT", 1)
     run_main("tiny_parity", "--steps", 2, "--seeds", 3, "--out", tmp_path)
     rows = json.loads(next(tmp_path.glob("*tiny-parity.json")).read_text())["rows"]
     assert [(row["beta2"], row["arm"]) for row in rows] == [(b, a) for b in (0.95, 0.999) for a in ("ours", "nearest")]
@@ -180,6 +184,7 @@ def test_largest_model_sizes_are_what_they_are_called_and_predictions_those_of_t
     assert per_param == pytest.approx([4.08, 6.08, 18.0], abs=0.01)
 
 
+@pytest.mark.slow
 def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[..., str], tmp_path: Path) -> None:
     tiny = ("--size", "tiny", "--seq", 32, "--vocab", 256, "--steps", 3, "--out", tmp_path, "--arms", "fp8 states")
     tiny = (*tiny, "--try-timeout", HANG)

@@ -38,18 +38,18 @@ def test_splits_share_no_file_and_batches_depend_on_seed_and_index(root: Path, m
     assert not first.equal(data.sample_batch(train, 2, 16, seed=1, index=0))
 
 
-@pytest.mark.launcher
-def test_training_resumes_bit_exactly(root: Path, launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_training_resumes_bit_exactly(root: Path, start_ranks: Launch, tmp_path: Path, ranks: int) -> None:
     script, config = root / "examples/deepspeed/train.py", root / "configs/ds_zero3_fp8.json"
     common = ("--deepspeed_config", config, *TINY, "--steps", 4, "--save", tmp_path / "ckpt", "--save-every", 2)
-    output = launch(script, *common, "--log", tmp_path / "new" / "whole.jsonl")
+    output = start_ranks(script, *common, "--log", tmp_path / "new" / "whole.jsonl", ranks=ranks)
     assert "held-out loss" in output
     whole = read_log(tmp_path / "new" / "whole.jsonl")
     assert [record["step"] for record in whole] == [0, 1, 2, 3, 4]
     assert {"step", "loss", "lr", "tokens_per_s"} == set(whole[0])
 
     (tmp_path / "ckpt/latest").write_text("global_step2")
-    launch(script, *common, "--resume", "--log", tmp_path / "resumed.jsonl")
+    start_ranks(script, *common, "--resume", "--log", tmp_path / "resumed.jsonl", ranks=ranks)
     resumed = read_log(tmp_path / "resumed.jsonl")
     assert [record["step"] for record in resumed] == [2, 3, 4]
     assert [record["loss"] for record in resumed[:2]] == [record["loss"] for record in whole[2:4]]

@@ -367,6 +367,7 @@ def test_parity_verdicts_can_be_missed(bench: Any) -> None:
     assert "to the last digit" in same[1]
 
 
+@pytest.mark.slow
 def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     run_main: Callable[..., str], cache: Path, tmp_path: Path
 ) -> None:

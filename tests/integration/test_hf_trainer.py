@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, Accelerate and PEFT on FP8 ZeRO, under the deepspeed launcher; and an unchanged script."""
+"""Hugging Face's Trainer, Accelerate and PEFT on FP8 ZeRO, on two ranks; and an unchanged script under the launcher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fp8_ds.testing import HANG
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -46,11 +44,11 @@ SLOW += ("generation:2", "generation:3", "pretrained:2")
 
 
 @pytest.fixture
-def run_cases(launch: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
-    """run_cases(case, ...): what each of hf_cases.py's cases found, on both ranks; one start of the launcher."""
+def run_cases(start_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    """run_cases(case, ...): what each of hf_cases.py's cases found, on both ranks; one start of them."""
 
     def run(*cases: str) -> dict[str, list[dict[str, Any]]]:
-        launch(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, timeout=HANG)
+        start_ranks(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases)
         names = {case: case.replace(":", "-") for case in cases}
         return {
             case: [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
@@ -60,7 +58,6 @@ def run_cases(launch: Callable[..., str], tmp_path: Path) -> Callable[..., dict[
     return run
 
 
-@pytest.mark.launcher
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_hugging_face_on_fp8_zero(run_cases: Callable[..., Any], tmp_path: Path, cases: tuple[str, ...]) -> None:
     pytest.importorskip("peft")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fp8_ds.testing import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,7 @@ def run(script: str, settings: str, out: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_op_is_timed_both_ways(tmp_path: Path) -> None:
     path = run("launch_host", "launch_host.NUM_SAMPLES, launch_host.NUM_CALLS = 1, 3", tmp_path)
     rows = json.loads(path.read_text())["microseconds"]
@@ -31,6 +34,7 @@ def test_every_op_is_timed_both_ways(tmp_path: Path) -> None:
     assert "| transpose |" in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_a_linear_is_timed_and_its_functions_are_named(tmp_path: Path) -> None:
     path = run(
         "linear_host", "linear_host.NUM_SAMPLES = linear_host.NUM_CALLS = linear_host.NUM_PROFILED = 3", tmp_path

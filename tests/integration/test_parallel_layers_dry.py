@@ -65,6 +65,7 @@ def test_report_compares_each_of_our_arms_with_the_best_peer_and_names_what_fail
     assert "FAILED 2 ranks, ours-chunked, ffn, 8b, 8192 tokens" in text and "no such thing" in text
 
 
+@pytest.mark.slow
 def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
     small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--budget", 3000, "--out", tmp_path)
     run_main("parallel_layers", *small, "--arms", *OURS, "--layers", 2)

@@ -34,10 +34,10 @@ def states(master: str, **more: Any) -> dict[str, Any]:
 MEASURED = [
     # Llama of 2.0 B parameters, eager, 2 x 4096 tokens, overlap_comm; 2026-11-20-llama-zero-1gpu.md and
     # 2026-11-21-end-to-end.json (run 2026-11-21T19:53:49Z).
-    (config(2, overlap_comm=True), 42.248),
+    pytest.param(config(2, overlap_comm=True), 42.248, marks=pytest.mark.slow),
     (config(3, overlap_comm=True), 46.34),
     (config(2, {}, overlap_comm=True), 40.406),
-    (config(3, {}, overlap_comm=True), 44.34),
+    pytest.param(config(3, {}, overlap_comm=True), 44.34, marks=pytest.mark.slow),
 ]
 
 
@@ -128,7 +128,12 @@ BUCKET = 500_000_000 * 2 / GIB
 @pytest.mark.parametrize(
     ("fp8", "gib", "had_bucket"),
     # Runs of 2026-11-20; FP8 states on one rank then still had DeepSpeed's bucket, which went on 2026-11-21 (5306c58).
-    [(None, 14.56, False), ({}, 13.07, False), (states("e4m19"), 12.12, True), (states("e4m11"), 12.04, True)],
+    [
+        pytest.param(None, 14.56, False, marks=pytest.mark.slow),
+        ({}, 13.07, False),
+        pytest.param(states("e4m19"), 12.12, True, marks=pytest.mark.slow),
+        (states("e4m11"), 12.04, True),
+    ],
 )
 def test_gpt2_small_is_estimated_within_5_percent_of_an_h200(
     fp8: dict[str, Any] | None, gib: float, had_bucket: bool
@@ -167,7 +172,7 @@ def test_fp8_keeps_fewer_activations_and_fused_modules_fewer_still() -> None:
 
 
 def test_checkpointing_keeps_the_layers_inputs_only() -> None:
-    spec = read_spec("llama-8b", ("num_hidden_layers=8", "hidden_size=256", "intermediate_size=512", "vocab_size=64"))
+    spec = read_spec("llama-8b", ("num_hidden_layers=4", "hidden_size=256", "intermediate_size=512", "vocab_size=64"))
     plain, again = (
         estimate(spec, read_run(config(2, {}), 1, 2, 256, checkpointing)) for checkpointing in (False, True)
     )
@@ -187,7 +192,9 @@ def test_release_holds_no_gradients() -> None:
     assert released.in_step < held.in_step
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 1), (2, 1), (2, 4), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world"), [(2, 1), (3, 4), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 1), (2, 4)))]
+)
 def test_states_that_become_fp32_are_estimated_before_and_after(stage: int, world: int) -> None:
     before, fp32 = tiny(states("e4m11"), stage, world), tiny({}, stage, world)
     found = tiny({**states("e4m11"), "schedule": {"fp32_states_from_step": 100}}, stage, world)
@@ -200,7 +207,7 @@ def test_the_largest_model_fits_after_the_switch_too() -> None:
     spec = read_spec("llama-8b", ("hidden_size=256", "intermediate_size=512", "vocab_size=512"))
     schedule = {"schedule": {"fp32_states_from_step": 100}}
     most = [
-        largest(spec, read_run(config(2, fp8, reduce_bucket_size=1000), 1, 1, 128), 32 * 2**20)
+        largest(spec, read_run(config(2, fp8, reduce_bucket_size=1000), 1, 1, 128), 20 * 2**20)
         for fp8 in (states("e4m19"), {**states("e4m19"), **schedule}, {})
     ]
     layers = [found and found[0] for found in most]
@@ -212,10 +219,10 @@ def test_the_largest_model_fits_after_the_switch_too() -> None:
     "block",
     [
         {"schedule": {"bf16_until_step": 10}},
-        {"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}},
+        pytest.param({"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, marks=pytest.mark.slow),
         {"schedule": {"bf16_below_lr": 1e-5}},
-        {"schedule": {"layers": {"layers": "bf16"}}},
-        {"guard": {"action": "bf16"}, "monitor": {"every": 10}},
+        pytest.param({"schedule": {"layers": {"layers": "bf16"}}}, marks=pytest.mark.slow),
+        pytest.param({"guard": {"action": "bf16"}, "monitor": {"every": 10}}, marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_go_to_bf16_take_2_bytes_a_weight_more(stage: int, block: dict[str, Any]) -> None:
@@ -249,7 +256,7 @@ def test_only_the_layers_that_may_go_count() -> None:
         ({"bf16_until_step": 60}, True, True),
         ({"bf16_last_fraction": 0.1, "total_steps": 100}, False, True),
         ({"bf16_last_fraction": 0.8, "total_steps": 100}, True, True),
-        ({"bf16_below_lr": 1e-5}, True, True),
+        pytest.param({"bf16_below_lr": 1e-5}, True, True, marks=pytest.mark.slow),
         ({}, False, False),
     ],
 )
@@ -323,11 +330,11 @@ def test_accumulation_holds_gradients_during_the_forward() -> None:
 def test_the_largest_model_fits_and_one_more_layer_does_not() -> None:
     spec = read_spec("llama-8b", ("hidden_size=256", "intermediate_size=512", "vocab_size=512"))
     run = read_run(config(2, states("e4m19")), 1, 1, 128)
-    found = largest(spec, run, 32 * 2**20)
+    found = largest(spec, run, 20 * 2**20)
     assert found is not None
     layers, footprint = found
     assert footprint == estimate(spec.with_layers(layers), run)
-    assert footprint.peak <= 32 * 2**20 < estimate(spec.with_layers(layers + 1), run).peak
+    assert footprint.peak <= 20 * 2**20 < estimate(spec.with_layers(layers + 1), run).peak
     assert largest(spec, run, 2**20) is None
 
 

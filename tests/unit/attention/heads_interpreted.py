@@ -1,4 +1,4 @@
-"""The kernels of queries, keys and values in Triton's interpreter: a child process of test_heads.py."""
+"""The kernels of queries, keys and values in Triton's interpreter. ops/test_interpreted.py runs this file."""
 
 import pytest
 import torch

@@ -147,8 +147,15 @@ def test_a_kill_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
     assert outcomes[-1] == 2
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["first-host", "second-host"])
-@pytest.mark.parametrize("tag", ["one", "two"], ids=["another-tag", "the-same-tag"])
+@pytest.mark.parametrize(
+    ("tag", "killed"),
+    [
+        pytest.param("one", 0, id="another-tag-first-host", marks=pytest.mark.slow),
+        pytest.param("one", 1, id="another-tag-second-host"),
+        pytest.param("two", 0, id="the-same-tag-first-host"),
+        pytest.param("two", 1, id="the-same-tag-second-host", marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
     tmp_path: Path, tag: str, killed: int
 ) -> None:

@@ -97,6 +97,15 @@ def test_checkpointing_reads_the_bytes_of_the_recomputation(use_reentrant):
     assert_all_bitwise((output.detach(), x.grad, linear.weight.grad, linear.bias.grad), expected)
 
 
+COVERING = [
+    ("tensorwise", torch.bfloat16, True),
+    ("tensorwise", torch.float32, False),
+    ("delayed", torch.float32, True),
+    ("delayed", torch.bfloat16, False),
+]
+OTHERS = [(recipe, dtype, not with_payload) for recipe, dtype, with_payload in COVERING]
+
+
 @pytest.fixture
 def fresh_dynamo():
     torch._dynamo.reset()
@@ -116,7 +125,17 @@ def test_linears_of_several_widths_compile_one_by_one(recipe):
         assert_all_bitwise(run(torch.compile(linear, backend="aot_eager", fullgraph=True), linear, x), expected)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        "rowwise_with_gw_hp",
+        "blockwise",
+        # Of symbols, these two have the test above.
+        pytest.param("tensorwise", marks=pytest.mark.slow),
+        pytest.param("rowwise", marks=pytest.mark.slow),
+    ],
+)
 def test_linears_of_one_graph_compile_with_every_size_a_symbol(recipe):
     """`dynamic=True` makes symbols of floats too, which torch 2.13 cannot hand to a second autograd function."""
     torch.manual_seed(0)
@@ -142,9 +161,9 @@ def test_an_input_of_another_width_is_named():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("with_payload", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "with_payload"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_compiled_equals_eager_without_graph_breaks(with_payload, dtype, recipe):
     # fullgraph=True raises at the first graph break.
     linear, history = make(recipe, with_payload, dtype)

@@ -338,8 +338,16 @@ def function(mlp):
     mlp.act_fn = torch.relu
 
 
-@pytest.mark.parametrize("change", [relu, own_forward, function])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "change"),
+    [
+        (False, relu),
+        (False, own_forward),
+        (False, function),
+        (True, own_forward),
+        *(pytest.param(True, change, marks=pytest.mark.slow) for change in (relu, function)),
+    ],
+)
 def test_with_its_activation_replaced_it_is_the_stock_module(change, compiled):
     torch._dynamo.reset()
     fused, stock = make(), make(fused=False)

@@ -1,4 +1,6 @@
-"""The Adam kernel in Triton's interpreter against the reference. test_adamw.py runs this file in a child process."""
+"""The Adam kernel in Triton's interpreter against the reference. test_interpreted.py runs this file in a child."""
+
+import itertools
 
 import pytest
 import torch
@@ -20,6 +22,15 @@ from fp8_ds.testing.adam_shards import (
 
 FORMATS = list(BY_NAME)
 SPLIT_FP8 = ["e4m19", "e4m11"]
+COVERING = [
+    ("fp32", torch.bfloat16, True),
+    ("bf16_8", torch.float32, False),
+    ("e4m19", torch.float32, True),
+    ("e4m11", torch.bfloat16, False),
+]
+OTHERS = [
+    case for case in itertools.product(FORMATS, (torch.bfloat16, torch.float32), (True, False)) if case not in COVERING
+]
 SIZES = [1, 127, 128, 129, 2048 + 5]
 HEADS = [0, 1, 127]
 LARGEST_BLOCK = max(launch.rows * launch.num_tiles for launch in LAUNCHES.values()) * 128
@@ -41,9 +52,9 @@ def assert_equal(expected, got):
     assert_bitwise(expected[1].amax, got[1].amax)
 
 
-@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "decoupled"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_kernel_equals_reference_bitwise_for_every_head_and_size(name, dtype, decoupled):
     shards = [
         make_shard(BY_NAME[name], numel, 384 + head, seed=index, scale_index=index % 4)
@@ -70,7 +81,9 @@ def test_all_formats_sizes_and_gradient_dtypes_in_one_step():
     assert_equal(*both(shards, grads))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [*SPLIT_FP8, *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16_8"))]
+)
 def test_three_steps_with_changing_scales_equal_the_reference_bitwise(name):
     shards = [make_shard(BY_NAME[name], 2048, 0), make_shard(BY_NAME[name], 700, 5, seed=1, scale_index=2)]
     mine, theirs = [clone_shard(shard) for shard in shards], [clone_shard(shard) for shard in shards]
@@ -188,8 +201,17 @@ def test_gradients_may_change_between_steps():
         assert_equal((mine, expected), (theirs, got))
 
 
-@pytest.mark.parametrize("name", SPLIT_FP8)
-@pytest.mark.parametrize("numel", [5, 384, SEVERAL_BLOCKS])
+@pytest.mark.parametrize(
+    ("numel", "name"),
+    [
+        (5, "e4m19"),
+        (5, "e4m11"),
+        (384, "e4m19"),
+        (384, "e4m11"),
+        pytest.param(SEVERAL_BLOCKS, "e4m19", marks=pytest.mark.slow),
+        (SEVERAL_BLOCKS, "e4m11"),
+    ],
+)
 def test_amax_is_the_largest_decoded_master(name, numel):
     shard = make_shard(BY_NAME[name], numel, 128, scale_index=1)
     inputs = make_inputs()
@@ -216,7 +238,7 @@ def test_any_alignment_of_the_weight_and_the_gradient(offset):
     assert_equal(expected, ([shard], inputs))
 
 
-@pytest.mark.parametrize("cut", [128, 1024, LARGEST_BLOCK + 256])
+@pytest.mark.parametrize("cut", [128, pytest.param(1024, marks=pytest.mark.slow), LARGEST_BLOCK + 256])
 def test_a_weight_cut_at_a_group_gets_the_bytes_of_the_whole(cut):
     numel = LARGEST_BLOCK + 12 * 128
     whole = make_shard(BY_NAME["e4m11"], numel, 0)

@@ -1,4 +1,4 @@
-"""The kernel of ops/align in Triton's interpreter against its reference. test_align.py runs this file in a child."""
+"""The kernel of ops/align in Triton's interpreter against its reference. test_interpreted.py runs this file."""
 
 import pytest
 import torch
@@ -7,9 +7,13 @@ from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import reference, triton
 from fp8_ds.testing import assert_bitwise
 
+COVERING = [((1, 1), E4M3), ((80, 144), E4M3), ((65, 9), E5M2), ((7, 32), E5M2)]
+OTHERS = [(shape, E5M2 if fmt is E4M3 else E4M3) for shape, fmt in COVERING]
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("shape", [(1, 1), (80, 144), (65, 9), (7, 32)])
+
+@pytest.mark.parametrize(
+    ("shape", "fmt"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_kernel_equals_reference_for_every_code_and_shift(fmt, shape):
     codes = (torch.arange(shape[0] * shape[1]) % 251).to(torch.uint8).reshape(shape)
     codes[(codes & 0x7F) > 0x7B] = 0  # NaN and infinity: their signs may differ
@@ -28,8 +32,17 @@ def test_what_is_not_a_number_stays_so(fmt):
     assert found[5, 3] and found[:, 7].all() and int(found.sum()) == 17
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("scales", [[0.5], [0.25, 2.0], [2.0**-120, 1.0, 2.0**-3], [0.0, 0.0], [1.0, float("nan")]])
+FEW = [
+    ([0.5], E4M3),
+    ([0.25, 2.0], E5M2),
+    ([2.0**-120, 1.0, 2.0**-3], E4M3),
+    ([0.0, 0.0], E5M2),
+    ([1.0, float("nan")], E4M3),
+]
+MORE = [(scales, E5M2 if fmt is E4M3 else E4M3) for scales, fmt in FEW]
+
+
+@pytest.mark.parametrize(("scales", "fmt"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_few_scales_and_their_largest_are_found_in_the_launch(fmt, scales):
     codes = (torch.arange(12 * 9) % 0x78).to(torch.uint8).view(12, 9)
     x_fp8, scale_inv = codes.view(fmt.dtype), torch.tensor(scales)

@@ -1,4 +1,4 @@
-"""The blockwise kernels in Triton's interpreter against the reference. test_blockwise.py runs this file in a child."""
+"""The blockwise kernels in Triton's interpreter against the reference. test_interpreted.py runs this file."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The de-quantisation kernel in Triton's interpreter: a child process of test_groupwise.py."""
+"""The de-quantisation kernel in Triton's interpreter. test_interpreted.py runs this file in a child."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The RMSNorm kernels in Triton's interpreter against the reference: a child process of test_rmsnorm.py."""
+"""The RMSNorm kernels in Triton's interpreter against the reference. test_interpreted.py runs this file in a child."""
 
 import pytest
 import torch

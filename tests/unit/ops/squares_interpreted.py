@@ -1,4 +1,4 @@
-"""The sum of squares in Triton's interpreter: a child process of test_squares.py."""
+"""The sum of squares in Triton's interpreter. test_interpreted.py runs this file in a child."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The SwiGLU kernels in Triton's interpreter against the reference: a child process of test_swiglu.py.
+"""The SwiGLU kernels in Triton's interpreter against the reference. test_interpreted.py runs this file in a child.
 
 NumPy's exp and torch's differ in the last bit: bf16 within the bounds of `ops.swiglu`, and FP8 exactly of that bf16.
 """

@@ -1,9 +1,6 @@
-"""The Adam step's backends: which is taken, and the kernel in Triton's interpreter, in a child process."""
+"""The Adam step's backends: which is taken; adamw_interpreted.py runs the kernel."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,31 +8,13 @@ import torch
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.testing.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
-from fp8_ds.testing.interpreted import run_interpreted
-
-INTERPRETED = Path(__file__).with_name("adamw_interpreted.py")
 
 
-def child(*arguments, **environment):
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env | environment, timeout=300, check=False)
-
-
-def test_kernel_equals_reference_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(INTERPRETED)
-
-
-def test_triton_on_cpu_is_refused_without_the_interpreter():
-    pytest.importorskip("triton")
-    program = (
-        "from fp8_ds.ops.adamw import prepare; from fp8_ds.testing.adam_shards import make_shard; "
-        "from fp8_ds.optim.masters import E4M11; prepare([make_shard(E4M11, 8, 0)], 'triton')"
-    )
-    result = child("-c", program)
-    assert result.returncode == 1
-    assert "ValueError: backend='triton': expected shards on CUDA, got cpu" in result.stdout
+def test_triton_on_cpu_is_refused_without_the_interpreter(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=r"^backend='triton': expected shards on CUDA, got cpu\. "):
+        prepare([make_shard(BY_NAME["e4m11"], 8, 0)], "triton")
 
 
 def test_a_missing_triton_is_an_error_that_names_it(monkeypatch):

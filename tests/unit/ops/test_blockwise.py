@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from fp8_ds.ops.blockwise import (
 )
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
-from fp8_ds.testing.interpreted import run_interpreted
 
-INTERPRETED = Path(__file__).with_name("blockwise_interpreted.py")
 FORMATS = [E4M3, E5M2]
 ROWS, SQUARES = (1, 128), (128, 128)
 NAN, INF = float("nan"), float("inf")
@@ -42,11 +39,6 @@ def dequantize(x_fp8, scale_inv, block):
 def largest_power_of_two(amax, fp8_max):
     """By search, in exact arithmetic of Python's floats."""
     return max(2.0**e for e in range(-140, 127) if amax * 2.0**e <= fp8_max)
-
-
-def test_kernels_equal_the_reference_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(INTERPRETED)
 
 
 def test_triton_on_cpu_is_refused_without_the_interpreter():

@@ -1,6 +1,4 @@
-"""Groups of 128 in E4M3 and back: exactness of the way back, error, edges; the kernel in a child process."""
-
-from pathlib import Path
+"""Groups of 128 in E4M3 and back: exactness of the way back, error, edges; groupwise_interpreted.py runs the kernel."""
 
 import pytest
 import torch
@@ -8,14 +6,6 @@ import torch
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.groupwise import GROUP, dequantize_groupwise, quantize_groupwise
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
-from fp8_ds.testing.interpreted import run_interpreted
-
-INTERPRETED = Path(__file__).with_name("groupwise_interpreted.py")
-
-
-def test_kernel_equals_reference_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("family", MANY_SCALES)

@@ -1,7 +1,5 @@
 """SwiGLU into FP8: against the modules it stands for, edges, gradients; the kernels in a child process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -21,7 +19,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_with_amax,
 )
 from fp8_ds.testing import sqnr_db
-from fp8_ds.testing.interpreted import run_interpreted
 from fp8_ds.testing.producers import (
     SCALINGS,
     assert_same,
@@ -32,21 +29,9 @@ from fp8_ds.testing.producers import (
     make_slot,
 )
 
-INTERPRETED = Path(__file__).with_name("swiglu_interpreted.py")
 NAN, INF = float("nan"), float("inf")
 T, F = 23, 88
 GATE, UP, GRAD = make_gate(T, F), make_rows(T, F, 1), make_rows(T, F, 2)
-
-
-def test_kernels_equal_reference_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(INTERPRETED)
-
-
-@pytest.mark.slow
-def test_transposed_planes_of_more_shapes_equal_reference_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(INTERPRETED, "-m", "slow")
 
 
 def test_bf16_is_that_of_the_eager_and_of_the_fused_module():

@@ -277,13 +277,25 @@ def walk(fmt: MasterFormat, lr: float, independent: bool = False, steps: int = 1
     return float((decode(hi, lo, fmt, scale_inv) - exact).norm() / (exact - start).norm())
 
 
-@pytest.mark.parametrize("fmt", [E4M11, BF16_8], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("lr", [1e-4, 1e-5, 1e-6])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("lr", "fmt"),
+    [
+        pytest.param(1e-4, E4M11, id="0.0001-e4m11", marks=SLOW),
+        pytest.param(1e-4, BF16_8, id="0.0001-bf16_8", marks=SLOW),
+        pytest.param(1e-5, E4M11, id="1e-05-e4m11"),
+        pytest.param(1e-5, BF16_8, id="1e-05-bf16_8", marks=SLOW),
+        pytest.param(1e-6, E4M11, id="1e-06-e4m11", marks=SLOW),
+        pytest.param(1e-6, BF16_8, id="1e-06-bf16_8"),
+    ],
+)
 def test_evenly_spread_thresholds_add_up_to_less_error_than_independent_ones(fmt, lr):
     assert walk(fmt, lr) < 0.8 * walk(fmt, lr, independent=True)
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-6])
+@pytest.mark.parametrize("lr", [1e-5, pytest.param(1e-6, marks=SLOW)])
 def test_e4m11_follows_noisy_updates_that_it_loses_when_rounded_to_nearest(lr):
     assert walk(replace(E4M11, stochastic=False), lr) > 3 * walk(E4M11, lr)
 
@@ -292,7 +304,7 @@ SMALL_LR = 1e-5
 
 
 @pytest.mark.parametrize("fmt", [E4M19, E4M11, BF16_8], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("sigma", [0.02, 0.05])
+@pytest.mark.parametrize("sigma", [0.02, pytest.param(0.05, marks=SLOW)])
 def test_weights_travel_within_a_percent_of_float32_at_lr_1e_5(fmt, sigma):
     share = travel(fmt, *weights_and_signs(sigma), SMALL_LR)
     assert abs(share.mean() - 1) < 0.01

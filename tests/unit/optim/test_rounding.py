@@ -123,7 +123,7 @@ def test_thresholds_of_masters_and_moments_are_uncorrelated(shift):
 
 
 @pytest.mark.parametrize("noise", [noise, moment_noise])
-@pytest.mark.parametrize("element", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("element", [0, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7))])
 def test_thresholds_of_an_element_are_evenly_spread_over_steps(noise, element):
     """Of n steps, those that round x up are n x within 2 log2(n), for any x and from any step on: random ones would be
     within a few sqrt(n)."""

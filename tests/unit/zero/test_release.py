@@ -101,7 +101,7 @@ def adagc(norms: list[float], max_norm: float, warm_up: int) -> list[float]:
     return factors
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+@pytest.mark.parametrize("loss_scale", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 def test_per_tensor_clips_as_adagc_does_in_its_warm_up_and_after(loss_scale: float) -> None:
     release = updater("per_tensor", max_norm=30.0)
     seen, all_grads, applied = watch(release), [], []
