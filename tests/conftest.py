@@ -4,7 +4,6 @@ it, and which tests share a process."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from fp8_ds.build_locks import remove_abandoned
 from fp8_ds.testing import HANG
+from fp8_ds.testing.ranks import free_port
 
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
@@ -110,12 +110,6 @@ def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[...
         return "\n".join(outputs)
 
     return run
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def remove_shared_memory(port: int) -> None:

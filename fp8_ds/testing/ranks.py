@@ -26,7 +26,8 @@ from typing import Any
 
 from fp8_ds.testing import HANG
 
-_IMPORTED_ONCE = ["torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon"]
+IMPORTED_ONCE = ["torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon"]
+"""Modules that the process has from which ranks are forked."""
 
 
 class RankError(AssertionError):
@@ -45,7 +46,8 @@ def _load(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listened at a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -213,8 +215,8 @@ class RankPool:
         on_cuda = os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cuda"
         context: Any = multiprocessing.get_context("spawn" if on_cuda else "forkserver")
         if not on_cuda:
-            context.set_forkserver_preload(_IMPORTED_ONCE)
-        port = _free_port()
+            context.set_forkserver_preload(IMPORTED_ONCE)
+        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

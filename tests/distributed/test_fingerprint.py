@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import training
 from torch import nn
 
-from fp8_ds.testing.ranks import _IMPORTED_ONCE, RankPool
+from fp8_ds.testing.ranks import IMPORTED_ONCE, RankPool, free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -319,10 +318,8 @@ def outputs_without_a_group(folder: Path, odd: int, odd_fp8: dict[str, Any] | No
     They are forked as the pool's are: two new interpreters take 10 s to import DeepSpeed.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    port = str(free_port())
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
     running = []
     for rank, log in enumerate(logs):

@@ -204,7 +204,7 @@ def test_arm_that_does_not_fit_is_left_out_and_the_reference_still_closes(bench:
 def test_arm_that_hangs_is_ended_with_its_children(bench: Any, tmp_path: Path) -> None:
     driver, pid = bench("end_to_end"), tmp_path / "pid"
     with pid.open("w") as output:
-        assert driver._run(["sh", "-c", "sleep 600 & echo $!; wait"], output, 1.0) == 124
+        assert driver._run(["sh", "-c", "sleep 600 & echo $!; wait"], output, 3.0) == 124
     number = int(pid.read_text())
     deadline = time.monotonic() + HANG
     while time.monotonic() < deadline:
