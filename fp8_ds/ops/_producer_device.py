@@ -85,6 +85,37 @@ def to_bf16(x, PTX: tl.constexpr):
     return y
 
 
+_LARGER = tl.constexpr("""{
+.reg .b32 low, high;
+and.b32 low, $4, 0x7fff7fff;
+and.b32 high, $5, 0x7fff7fff;
+max.NaN.bf16x2 $0, $2, low;
+max.NaN.bf16x2 $1, $3, high;
+}""")
+
+
+@triton.jit
+def larger(largest, x, PTX: tl.constexpr):
+    """The larger of `largest` and |x| in bf16, both as int16 bits: infinity above all finite ones, NaN above infinity.
+
+    In PTX two elements at a time.
+    """
+    if PTX:
+        found = tl.inline_asm_elementwise(_LARGER, "=r,=r,r,r,r,r", [largest, x], tl.int16, is_pure=True, pack=4)
+    else:
+        found = tl.maximum(largest, x.to(tl.int16, bitcast=True) & 0x7FFF)
+    return found
+
+
+@triton.jit
+def bits_of_largest(largest):
+    """int32 bits, as float32, of the largest of what `larger` gives for a vector or a matrix."""
+    wide = largest.to(tl.int32)
+    if len(wide.shape) == 2:
+        wide = tl.max(wide, 1)
+    return tl.max(wide, 0) << 16
+
+
 @triton.jit
 def quantize(x, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
     """Codes, uint8, of bf16 times `factor`: to nearest even, saturating, NaN stays. FP8_MAX names the format.

@@ -37,7 +37,7 @@ class Launch:
 
 
 LAUNCHES = {
-    "e4m11": Launch(4, 4, 1),
+    "e4m11": Launch(4, 8, 1),
     "e4m19": Launch(4, 8, 1),
     "bf16_8": Launch(4, 8, 1),
     "fp32": Launch(4, 8, 1),

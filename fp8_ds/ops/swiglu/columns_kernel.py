@@ -9,7 +9,16 @@ import triton.language as tl
 
 from fp8_ds.formats import E4M3
 from fp8_ds.ops._device import INFINITY, decode, encode_four, magnitude, record_amax, scale_from_amax
-from fp8_ds.ops._producer_device import AMAX, FROM_AMAX, GIVEN, quantize, to_bf16, to_float
+from fp8_ds.ops._producer_device import (
+    AMAX,
+    FROM_AMAX,
+    GIVEN,
+    bits_of_largest,
+    larger,
+    quantize,
+    to_bf16,
+    to_float,
+)
 from fp8_ds.ops._tiles import TILE_COLS, load_rows, store_rows, store_transposed, tile_corner, tile_masks
 from fp8_ds.ops.groupwise import GROUP
 from fp8_ds.ops.swiglu.kernel import gradients, hidden
@@ -43,9 +52,9 @@ def _word(y0, y1, y2, y3, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def _largest(y0, y1, y2, y3, PTX: tl.constexpr):
     """Bits of the amax of four bf16 tensors."""
-    low = tl.maximum(magnitude(to_float(y0, PTX)), magnitude(to_float(y1, PTX)))
-    high = tl.maximum(magnitude(to_float(y2, PTX)), magnitude(to_float(y3, PTX)))
-    return tl.max(tl.max(tl.maximum(low, high), 1), 0)
+    largest = larger(tl.zeros(y0.shape, tl.int16), y0, PTX)
+    largest = larger(larger(largest, y1, PTX), y2, PTX)
+    return bits_of_largest(larger(largest, y3, PTX))
 
 
 @triton.jit
@@ -136,8 +145,8 @@ def _quarter_of_all(
     grad = load_rows(grad_hidden, rows, cols, grad_stride, mask, EVEN)
     grad_gate, grad_up = gradients(grad, g, u, TWICE, PTX)
     if MODE != FROM_AMAX:
-        gate_largest = tl.maximum(gate_largest, magnitude(to_float(grad_gate, PTX)))
-        up_largest = tl.maximum(up_largest, magnitude(to_float(grad_up, PTX)))
+        gate_largest = larger(gate_largest, grad_gate, PTX)
+        up_largest = larger(up_largest, grad_up, PTX)
     if MODE != AMAX:
         store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
         store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
@@ -181,8 +190,8 @@ def swiglu_backward_columns_kernel(
             factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
         gate_factor = _scale(gate_scale, gate_scale_inv, gate_amax, MODE, GRAD_MAX)
         up_factor = _scale(up_scale, up_scale_inv, up_amax, MODE, GRAD_MAX)
-    gate_largest = tl.zeros([QUARTER, _COLS], tl.int32)
-    up_largest = tl.zeros([QUARTER, _COLS], tl.int32)
+    gate_largest = tl.zeros([QUARTER, _COLS], tl.int16)
+    up_largest = tl.zeros([QUARTER, _COLS], tl.int16)
     h0, gate_largest, up_largest = _quarter_of_all(
         grad_hidden, gate, up, gate_kept, up_kept, gate_fp8, up_fp8, gate_factor, up_factor, gate_largest, up_largest,
         rows, cols, num_cols, grad_stride, gate_stride, up_stride, kept_stride, mask0, left,
@@ -204,8 +213,8 @@ def swiglu_backward_columns_kernel(
         MODE, KEPT, TWICE, GRAD_MAX, EVEN, PTX,
     )  # fmt: skip
     if MODE != FROM_AMAX:
-        _note(gate_amax, gate_scale_inv, tl.max(tl.max(gate_largest, 1), 0), MODE, RECORD)
-        _note(up_amax, up_scale_inv, tl.max(tl.max(up_largest, 1), 0), MODE, RECORD)
+        _note(gate_amax, gate_scale_inv, bits_of_largest(gate_largest), MODE, RECORD)
+        _note(up_amax, up_scale_inv, bits_of_largest(up_largest), MODE, RECORD)
         if not KEPT and (MODE == GIVEN or MEASURES):
             _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
     if not KEPT and MODE != AMAX:
