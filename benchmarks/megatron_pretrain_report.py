@@ -74,7 +74,7 @@ def _settings(run: Mapping[str, Any]) -> str:
 def side_by_side(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Runs, those of losses with equal settings as one: arms may have run at the same time, each on its own GPU.
 
-    Of several hours only where each has seeds of its own, whole pairs. An arm that is there already is a repetition.
+    Of several hours only where arms name their seeds. An arm that is there already is a repetition.
     """
     found: list[dict[str, Any]] = []
     for run in runs:
@@ -103,12 +103,11 @@ def _order(result: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def by_seed(run: Mapping[str, Any]) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """Arm without its seed -> seed -> result, of the seeds that all arms have: runs with one seed are a pair."""
+    """Arm without its seed -> seed -> result; runs with one seed are a pair."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for r in good(run):
         found.setdefault(without_option(r["arm"], "seed"), {})[parse_arm(r["arm"]).seed] = r
-    seeds = sorted(set.intersection(*map(set, found.values()))) if found else []
-    return {name: {seed: results[seed] for seed in seeds} for name, results in found.items()}
+    return found
 
 
 # --- one run ---
@@ -175,12 +174,26 @@ def half_mean(result: Mapping[str, Any]) -> float:
     return fmean(losses[len(losses) // 2 :])
 
 
-def comparison(run: Mapping[str, Any]) -> Comparison | None:
-    """All arms against the first, in pairs of one seed; None: only one has ended, or no seed is in all."""
-    arms = by_seed(run)
-    if len(arms) < 2 or not all(arms.values()):
+def comparisons(run: Mapping[str, Any]) -> list[Comparison]:
+    """Each arm against the first, in pairs of the seeds that both have; an arm without a pair is not there."""
+    names = list(by_seed(run))
+    return [found for other in names[1:] if (found := _comparison(run, [names[0], other])) is not None]
+
+
+def picture(run: Mapping[str, Any]) -> Comparison | None:
+    """The first arm and those with the most pairs, of the seeds that all of these have; None: no seed is."""
+    pairs = {found.groups[1].name: len(found.groups[1].curves) for found in comparisons(run)}
+    most = max(pairs.values(), default=0)
+    return _comparison(run, [*list(by_seed(run))[:1], *(name for name, count in pairs.items() if count == most)])
+
+
+def _comparison(run: Mapping[str, Any], names: Sequence[str]) -> Comparison | None:
+    arms = {name: by_seed(run)[name] for name in names}
+    seeds = sorted(set.intersection(*map(set, arms.values()))) if len(arms) > 1 else []
+    if not seeds:
         return None
-    return compare([Group(name, tuple(map(curve, results.values()))) for name, results in arms.items()], COMPARED)
+    groups = [Group(name, tuple(curve(results[seed]) for seed in seeds)) for name, results in arms.items()]
+    return compare(groups, COMPARED)
 
 
 def loss_table(run: Mapping[str, Any]) -> str:
@@ -203,9 +216,9 @@ def loss_table(run: Mapping[str, Any]) -> str:
             f"| {100 * (r['held_out_loss'] / base['held_out_loss'] - 1):+.2f} % "
             f"| {r['tokens_per_second_per_gpu']:,.0f} | {r['peak_allocated_gib']:.2f} |"
         )
-    found = comparison(run)
-    if found is not None:
-        lines += ["", *(f"- last {COMPARED:.0%}: {describe(one)}" for one in found.results)]
+    told = [f"- last {COMPARED:.0%}: {describe(one)}" for found in comparisons(run) for one in found.results]
+    if told:
+        lines += ["", *told]
     return "\n".join(lines)
 
 
@@ -325,8 +338,8 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write_curves(stem: Path, run: Mapping[str, Any]) -> bool:
-    """`stem`.csv, a column of losses for each arm and seed, and `stem`.png; False: less than two arms have ended."""
-    found = comparison(run)
+    """`stem`.csv, a column of losses for each arm and seed of the picture, and `stem`.png; False: there is none."""
+    found = picture(run)
     if found is None:
         return False
     with stem.with_suffix(".csv").open("w", newline="") as file:

@@ -391,10 +391,13 @@ def test_seeds_are_pairs(bench: Any, arms: Any, run_main: Callable[..., str], tm
         assert {r["arm"] for r in pairs} <= set(planned)
         files.append(tmp_path / f"{k}.json")
         files[-1].write_text(json.dumps({"runs": [{**run_of(bench, "losses", pairs), "command": f"seeds-{k}"}]}))
+    fewer = tmp_path / "fewer.json"  # an arm with one seed takes no pair from the others
+    fewer.write_text(json.dumps({"runs": [run_of(bench, "losses", [losing("stock-gather+seed=3", 3.9)])]}))
     plain = tmp_path / "plain.json"
     plain.write_text(json.dumps({"runs": [run_of(bench, "losses", [losing("stock-bf16", 4.0)])]}))
-    text = run_main("megatron_pretrain", "--report", *files, plain, "--out", tmp_path)
+    text = run_main("megatron_pretrain", "--report", *files, fewer, plain, "--out", tmp_path)
     assert text.count("## states") == 2 and "95 % interval" in text and "of 3 pairs" in text
+    assert "stock-gather: +2.571 %, one pair" in text
     assert "| ours-b+seed=3 | 4.8200 | 4.0800 | 3.8400 | +1.05 % |" in text  # to seed 3 of stock, not to seed 1
     rows = (tmp_path / "2026-11-22-megatron-pretrain-seeds.csv").read_text().splitlines()
     names = [f"{arm}+seed={k}" for arm in ("stock-tensorwise", "ours-b") for k in (1, 2, 3)]
