@@ -392,7 +392,8 @@ def test_seeds_are_pairs(bench: Any, arms: Any, run_main: Callable[..., str], tm
         files.append(tmp_path / f"{k}.json")
         files[-1].write_text(json.dumps({"runs": [{**run_of(bench, "losses", pairs), "command": f"seeds-{k}"}]}))
     fewer = tmp_path / "fewer.json"  # an arm with one seed takes no pair from the others
-    fewer.write_text(json.dumps({"runs": [run_of(bench, "losses", [losing("stock-gather+seed=3", 3.9)])]}))
+    one = {**run_of(bench, "losses", [losing("stock-gather+seed=3", 3.9)]), "command": "gather"}
+    fewer.write_text(json.dumps({"runs": [one]}))
     plain = tmp_path / "plain.json"
     plain.write_text(json.dumps({"runs": [run_of(bench, "losses", [losing("stock-bf16", 4.0)])]}))
     text = run_main("megatron_pretrain", "--report", *files, fewer, plain, "--out", tmp_path)
