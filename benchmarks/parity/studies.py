@@ -40,7 +40,7 @@ STUDIES = {
     "masters": Study(
         *("124m", 3072, (1, 2, 3), (0, 1, 2)),
         arms=("stock", "fp8", "e4m19", "e4m11", "e4m11-nearest", "torchao", "bf16-nearest"),
-        bounded=("e4m19", "e4m11", "e4m11-delayed"),
+        bounded=("e4m19", "e4m11", "e4m11-delayed", *RECIPES),
     ),
     # Issue 8: 201 M tokens a run. From scratch too many seeds are needed (results of 2026-11-21), so runs branch off
     # after 1,536 steps: in the rotary results the jump was between 700 and 1,150.
