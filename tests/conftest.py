@@ -37,7 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under `-n`, a file's tests share a process, and so do all files that need the pool of ranks: one core is theirs,
-    the other that of all others, among them the files whose ranks die and so are their own."""
+    the other that of all others, among them the files whose ranks die and so are their own. `--dist worksteal` gives
+    each process single tests instead."""
+    if config.option.dist == "worksteal":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class FilesAndRanks(LoadFileScheduling):

@@ -183,11 +183,13 @@ def _differences(found: Sequence[Difference]) -> list[str]:
 
 
 def plot(rows: Rows, steps: int, path: Path, regimes: Sequence[int] = (1, 2, 3)) -> None:
-    """Curves of all regimes above, mean paired differences with their intervals below."""
+    """Curves of all regimes that have any above, mean paired differences with their intervals below."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    regimes = [regime for regime in regimes if any(int(row["regime"]) == regime for row in rows)] or regimes
 
     figure, axes = pyplot.subplots(2, len(regimes), figsize=(1 + 6 * len(regimes), 9), squeeze=False)
     for column, regime in enumerate(regimes):

@@ -1,7 +1,8 @@
 """pretrain_gpt.py of a clone with Transformer Engine on GPUs: checkpoints to stock and back, pipelines, FP8 weights.
 
 $MEGATRON_LM_PATH names the clone (core_v0.16.1), which must be writable; without it, or without Transformer Engine,
-these tests are skipped, and say so. Each launches the script, half a minute a time: `pytest -n 4` shares a GPU.
+these tests are skipped, and say so. Each launches the script up to five times, half a minute a time; so that they
+share a GPU: `pytest -m gpu -n 4 --dist worksteal`.
 """
 
 from __future__ import annotations
