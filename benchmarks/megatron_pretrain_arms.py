@@ -42,7 +42,8 @@ FORMS = {"ours-a": "a", "ours-b": "b", "ours-b11": "b"}
 """Of the optimizer's states, as the targets name them."""
 GRAMMAR = (
     f"{', '.join(WORDS)}; with options: +bf16grads (gradients kept in bf16, Megatron's --main-grads-dtype), +fa3, "
-    "+fa3_fp8 or +stock (attention of ours-...), +tp=N (tensor and sequence parallelism over N GPUs), +seed=N"
+    "+fa3_fp8 or +stock (attention of ours-...), +drop (--fp8-drop-transposes of ours-b and ours-b11), +tp=N (tensor "
+    "and sequence parallelism over N GPUs), +seed=N"
 )
 MODES = ("speed", "losses", "parallel")
 
@@ -97,6 +98,8 @@ def parse_arm(name: str) -> Arm:
         elif option == "bf16grads":
             added = tuple(word for word in BF16_GRADS if word not in arm.words)
             arm = replace(arm, words=(*arm.words, *added))
+        elif option == "drop" and GATHER[0] in arm.words and arm.is_ours:
+            arm = replace(arm, words=(*arm.words, "--fp8-drop-transposes"))
         elif option in ("fa3", "fa3_fp8", "stock") and arm.is_ours:
             at = arm.words.index(FA3[0])
             chosen = () if option == "stock" else (FA3[0], option)

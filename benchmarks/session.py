@@ -292,7 +292,7 @@ STEPS = (
         "tests-megatron",
         "{python} -m pytest -q -m gpu -n 4 --dist worksteal -p no:cacheprovider tests/gpu/test_megatron_gpu.py",
         400,
-        "issue 6: checkpoints, experts, pipeline with Transformer Engine; one of 11 has run",
+        "issue 6: checkpoints, experts, pipeline with Transformer Engine; one of 12 has run",
         gpus=2,
     ),
     Step("megatron-tp2", _megatron("tp2"), 380, "issue 6 G: TP=2 with sequence parallelism", gpus=2),

@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _mend_help(parser)
     group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
     group.add_argument("--fp8-master", choices=optimizer.MASTERS, help="format of master weights with FP8 states")
+    group.add_argument(
+        "--fp8-drop-transposes",
+        action="store_true",
+        help="FP8 weights' transposes, a byte a parameter, exist in their own backward only",
+    )
     return parser
 
 

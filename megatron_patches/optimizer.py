@@ -29,6 +29,8 @@ from megatron_patches import compat
 
 MASTERS = tuple(BY_NAME)
 _OPTIMIZER = "megatron.core.optimizer"
+_DISTRIBUTED = "megatron.core.distributed"
+_AFTER_GATHERS = (f"{_DISTRIBUTED}.param_and_grad_buffer", f"{_DISTRIBUTED}.distributed_data_parallel")
 _DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -39,10 +41,12 @@ class OptimizerStates:
     Args:
         master: one of MASTERS.
         seed: of the rounding noise.
+        drop_transposes: whether FP8 weights lose theirs after each backward (transposes.py).
     """
 
     master: str = "bf16_8"
     seed: int = 0
+    drop_transposes: bool = False
 
     def __post_init__(self) -> None:
         if self.master not in MASTERS:
@@ -70,6 +74,12 @@ def from_arguments(args: Any) -> OptimizerStates | None:
         UnsupportedError: a feature that FP8 states do not have.
     """
     gathers_fp8 = bool(getattr(args, "fp8_param_gather", None) or getattr(args, "fp8_param", None))
+    drop_transposes = bool(getattr(args, "fp8_drop_transposes", False))
+    if drop_transposes and not (gathers_fp8 and args.fp8_optimizer_states):
+        raise ConfigError(
+            "--fp8-drop-transposes: expected --fp8-param-gather and --fp8-optimizer-states with it, got one of them or "
+            "none. It is about FP8 weights: add both, or remove it."
+        )
     if not args.fp8_optimizer_states:
         if args.fp8_master is not None:
             raise ConfigError(
@@ -77,7 +87,7 @@ def from_arguments(args: Any) -> OptimizerStates | None:
                 "flag, or leave this one out."
             )
         return None
-    states = OptimizerStates(args.fp8_master or ("e4m19" if gathers_fp8 else "bf16_8"), args.seed)
+    states = OptimizerStates(args.fp8_master or ("e4m19" if gathers_fp8 else "bf16_8"), args.seed, drop_transposes)
     if states.is_fp8 != gathers_fp8:
         expected = (
             "e4m19 or e4m11 with --fp8-param-gather" if gathers_fp8 else "bf16_8 or fp32 without --fp8-param-gather"
@@ -105,6 +115,12 @@ def from_arguments(args: Any) -> OptimizerStates | None:
     for name, flag in _OTHER_FLAGS.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{flag}: expected off with --fp8-optimizer-states, got on. Turn one of them off.")
+    for name, flag in _CUDA_GRAPHS.items():
+        if drop_transposes and getattr(args, name, None) not in (None, False, "none"):
+            raise UnsupportedError(
+                f"{flag}: expected off with --fp8-drop-transposes, got on. Graphs read memory that would be freed: "
+                "turn one of them off."
+            )
     return states
 
 
@@ -114,6 +130,11 @@ _OTHER_FLAGS = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
     "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference",
+}
+_CUDA_GRAPHS = {
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "enable_cuda_graph": "--enable-cuda-graph",
+    "external_cuda_graph": "--external-cuda-graph",
 }
 
 
@@ -179,10 +200,10 @@ def _refuse_parameters(params: Sequence[Any], config: Any, states: OptimizerStat
 
 def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
     """For `patches.apply`: Megatron makes optimizers with FP8 states from then on."""
-    from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded
+    from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded, transposes
 
     adam = functools.partial(optimizer_adam.MegatronFp8AdamW, master=states.master, seed=states.seed)
-    return {
+    found: dict[str, Callable[[Any], Any]] = {
         f"{_OPTIMIZER}.Adam": lambda stock: adam,
         f"{_OPTIMIZER}.USING_PYTORCH_OPTIMIZER": lambda stock: False,
         f"{_OPTIMIZER}.distrib_optimizer.Adam": lambda stock: optimizer_adam.MegatronFp8AdamW,
@@ -192,6 +213,9 @@ def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
         f"{_OPTIMIZER}._get_megatron_optimizer_based_on_param_groups": lambda stock: _checked(stock, states),
         f"{_OPTIMIZER}.optimizer_config.OptimizerConfig.__post_init__": _without_fused_adam,
     }
+    if states.drop_transposes:
+        found |= {f"{module}.post_all_gather_processing": transposes.without_ours for module in _AFTER_GATHERS}
+    return found
 
 
 def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[..., Any]:
@@ -204,6 +228,10 @@ def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[...
         config.use_precision_aware_optimizer = False  # what it asks of FusedAdam
         # Megatron derives it from flags that suppose FusedAdam. True: the optimizer owns masters and writes weights.
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = states.is_split
+        if states.drop_transposes:
+            from megatron_patches import transposes
+
+            transposes.drop_all(model_chunks)
         return stock(config, model_chunks, *args, **kwargs)
 
     return build

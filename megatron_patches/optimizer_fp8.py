@@ -23,6 +23,7 @@ from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes
 from megatron_patches import compat
 from megatron_patches.optimizer_classes import number_of
+from megatron_patches.transposes import without_ours
 
 
 class Fp8Weights:
@@ -79,7 +80,7 @@ class Fp8Weights:
             if hasattr(p, "clear_high_precision_init_val"):
                 p.clear_high_precision_init_val()
         self.publish()
-        fp8_utils.post_all_gather_processing(self.weights)
+        without_ours(fp8_utils.post_all_gather_processing)(self.weights)
 
     def keep(self, shard: AdamShard, value: Tensor) -> None:
         """A loaded master waits until all are there: their scales follow from all ranks' (`take_loaded`)."""

@@ -27,7 +27,9 @@ CODES = ("lo", "m", "v", "m_scale_inv", "v_scale_inv")
 
 
 @contextmanager
-def run(layout: mt.Layout, master: str | None, **kwargs: Any) -> Iterator[mt.Training]:
+def run(
+    layout: mt.Layout, master: str | None, states_options: dict[str, Any] | None = None, **kwargs: Any
+) -> Iterator[mt.Training]:
     """A training with these masters; None: stock."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -36,7 +38,7 @@ def run(layout: mt.Layout, master: str | None, **kwargs: Any) -> Iterator[mt.Tra
     with mt.megatron(layout):
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None  # 0.16.1's router asks for it where there is no Transformer Engine
-        states = optimizer.OptimizerStates(master) if master else None
+        states = optimizer.OptimizerStates(master, **(states_options or {})) if master else None
         applied = patches.apply(optimizer.replacements(states)) if states else None
         try:
             yield mt.Training(layout, **kwargs)

@@ -25,18 +25,29 @@ from fp8_ds.scaling.predicted import pow2_scale_inv
 pytestmark = pytest.mark.distributed
 
 
+class Quantizer:
+    def set_usage(self, **usages: bool) -> None:
+        """Nothing asks for them here."""
+
+
 class StandIn(torch.Tensor):
     """Nominally bf16; holds uint8 `_data` and float32 `_scale_inv` [1]. Whatever computes with it gets its value."""
 
     _data: Tensor
     _scale_inv: Tensor
     _initial: Tensor | None
+    _transpose: Tensor | None = None
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, initial: Tensor | None) -> StandIn:
         made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
         made._data, made._scale_inv, made._initial = data, scale_inv, initial
+        made._quantizer = Quantizer()
         return made
+
+    def update_usage(self, columnwise_usage: bool | None = None) -> None:
+        assert columnwise_usage is False, "nobody here reads transposes"
+        self._transpose = None
 
     @classmethod
     def quantize(cls, value: Tensor) -> StandIn:
@@ -95,8 +106,14 @@ def one_by_one(group: Any, **kwargs: Any) -> Any:
     return nullcontext()
 
 
+def make_transposes(weights: list[StandIn]) -> None:
+    """Transformer Engine's `post_all_gather_processing`."""
+    for p in weights:
+        p._transpose = p._data.t().contiguous()
+
+
 @contextmanager
-def run(layout: mt.Layout, master: str | None) -> Iterator[mt.Training]:
+def run(layout: mt.Layout, master: str | None, **states: Any) -> Iterator[mt.Training]:
     """As `base.run`, with a Transformer Engine that knows of FP8 tensors and nothing else."""
     from megatron.core import fp8_utils
     from megatron.core.distributed import param_and_grad_buffer
@@ -114,7 +131,7 @@ def run(layout: mt.Layout, master: str | None) -> Iterator[mt.Training]:
         for name, value in names.items():
             setattr(fp8_utils, name, value)
         mt.build = build
-        with base.run(layout, master, fp8_recipe="tensorwise") as training:
+        with base.run(layout, master, states, fp8_recipe="tensorwise") as training:
             yield training
     finally:
         param_and_grad_buffer._coalescing_manager = coalescing
@@ -175,6 +192,27 @@ def test_bytes_are_high_parts_and_the_loss_follows_stock(ranks: Any, master: str
         assert result["dtypes"] == {torch.uint8}, "a byte per weight is gathered"
         assert result["moved"] and result["resets"] >= base.NUM_STEPS
         assert 0 < base.largest_difference(result["losses"], stock) <= base.allowed(ranks, 2), (result["losses"], stock)
+
+
+def transposes_and_losses(drop: bool) -> tuple[list[int], list[float]]:
+    """How many transposes there are before each step, and losses."""
+    from megatron.core import fp8_utils
+
+    with run(base.bf16(True), "e4m19", drop_transposes=drop) as training, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_utils, "te_post_all_gather_processing", make_transposes)
+        data, losses, found = mt.batches(3), [], []
+        for _ in range(3):
+            found.append(sum(p._transpose is not None for p in fp8_weights(training).values()))
+            losses += base.steps(training, 1, data)
+        return found, losses
+
+
+def test_dropped_transposes_are_not_made_where_weights_are_gathered(ranks: Any) -> None:
+    """What a backward makes and drops is tested in tests/unit/megatron_patches/test_transposes.py."""
+    dropped, kept = (ranks(2).run(transposes_and_losses, drop) for drop in (True, False))
+    for (found, losses), (stock_found, stock_losses) in zip(dropped, kept, strict=True):
+        assert found == [0, 0, 0] and stock_found == [0, 4 * mt.NUM_LAYERS, 4 * mt.NUM_LAYERS]
+        assert losses == stock_losses
 
 
 def initial_values(master: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -26,6 +26,8 @@ def test_master_follows_from_how_weights_are_stored() -> None:
     assert optimizer.from_arguments(arguments()) == OptimizerStates("bf16_8", 7)
     gathers = arguments(fp8_param_gather=True, fp8_recipe="tensorwise")
     assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7)
+    gathers.fp8_drop_transposes = True
+    assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7, drop_transposes=True)
     assert optimizer.from_arguments(arguments(fp8_master="fp32")) == OptimizerStates("fp32", 7)
     assert optimizer.from_arguments(arguments(use_cpu_initialization=True)) == OptimizerStates("bf16_8", 7)
 
@@ -42,6 +44,22 @@ def test_master_follows_from_how_weights_are_stored() -> None:
             {"fp8_param_gather": True, "fp8_recipe": "tensorwise", "use_cpu_initialization": True},
             UnsupportedError,
             "--use-cpu-initialization: expected off with --fp8-param-gather",
+        ),
+        ({"fp8_drop_transposes": True}, ConfigError, "--fp8-drop-transposes: expected --fp8-param-gather and"),
+        (
+            {"fp8_drop_transposes": True, "fp8_optimizer_states": False, "fp8_param_gather": True},
+            ConfigError,
+            "--fp8-drop-transposes: expected --fp8-param-gather and --fp8-optimizer-states",
+        ),
+        (
+            {
+                "fp8_drop_transposes": True,
+                "fp8_param_gather": True,
+                "fp8_recipe": "tensorwise",
+                "cuda_graph_impl": "local",
+            },
+            UnsupportedError,
+            "--cuda-graph-impl: expected off with --fp8-drop-transposes",
         ),
         ({"optimizer": "muon"}, UnsupportedError, "--optimizer: expected adam .* got muon"),
         ({"use_torch_fsdp2": True}, UnsupportedError, "--use-torch-fsdp2: expected off"),
