@@ -36,8 +36,8 @@ One GPU, 8192 tokens (tokens/s; peak GiB):
   transposes 3.2, activations and logits 9.8: 0.64 of stock's. With bf16grads 57.5k; 26.2: 0.56.
 - ours-b 55.2k; 28.3: no weight is cast, but transposed. b11 55.4k; 26.4. b11+bf16grads 58.5k; 23.0, which is 0.49. So
   1.1 x needs gradients in bf16, and so does form (b)'s memory. stock-bf16-states 52k; 35.5.
-- ours-b11+bf16grads+drop, predicted on 2026-11-24 from the others: 20.7 GiB, 0.49 of stock-tensorwise+bf16grads, and the
-  speed of ours-b11+bf16grads within 1 %, for as many transposes are made.
+- ours-b11+bf16grads+drop, predicted on 2026-11-24 from the others: 20.7 GiB, 0.49 of stock-tensorwise+bf16grads, and
+  the speed of ours-b11+bf16grads within 1 %, for as many transposes are made.
 - stock-tensorwise+bf16grads, predicted when the others had been measured: 52.5k; 42.0, by what the option gave ours-a.
 - TP=2, ours-a: 0.85 of one GPU's tokens/s a GPU; losses of 60 iterations within 0.5 % of one GPU's.
 - Losses after 500 iterations: tensorwise, ours-a and ours-b within 0.5 % of stock-bf16's held-out loss.
