@@ -84,10 +84,19 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
     )
 
 
-def _megatron(piece: str) -> str:
-    """$MEGATRON_LM_PATH must name a clone that can be written to. Files of its own: pieces run side by side."""
-    own = f'--out {{out}}/megatron-{piece} --cache "$(mktemp -d)"'
-    return f"{{python}} benchmarks/megatron_pretrain.py --piece {piece} --budget {{seconds}} {own}"
+_TESTS_MEGATRON = (
+    "{python} -m pytest -q -m gpu -n 4 --dist worksteal -p no:cacheprovider tests/gpu/test_megatron_gpu.py"
+)
+
+
+def _megatron(name: str, what: str = "") -> str:
+    """$MEGATRON_LM_PATH must name a clone that can be written to. Files of its own: pieces run side by side.
+
+    Args:
+        what: arguments that say what is measured; default: the piece of that name.
+    """
+    own = f'--out {{out}}/megatron-{name} --cache "$(mktemp -d)"'
+    return f"{{python}} benchmarks/megatron_pretrain.py {what or f'--piece {name}'} --budget {{seconds}} {own}"
 
 
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
@@ -142,6 +151,21 @@ STEPS = (
             gpus=2,
         )
         for k in (0, 1, 2)
+    ),
+    Step(
+        "parity-blockwise-1gpu",
+        _parity(_FEWER_FIRST_STEPS, "3", "21", "stock blockwise"),
+        1050,
+        "issue 8 E: the recipe without a pair; text 65, first weights 184, stock 280, blockwise 400 s, it is guessed",
+    ),
+    *(
+        Step(
+            f"parity-rows-{seed}",
+            _parity(_FEWER_FIRST_STEPS, "3", str(seed), "stock rowwise gw_hp"),
+            1230,
+            f"issue 8 E: the next pair of each, seed {seed}; as long as 2026-11-24's",
+        )
+        for seed in (22, 23)
     ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),
@@ -288,12 +312,19 @@ STEPS = (
         "tests of several ranks, over NCCL; 43 of 76 took 150 s",
         gpus=4,
     ),
+    Step("tests-megatron", _TESTS_MEGATRON, 400, "issue 6: those of two GPUs among them, too", gpus=2),
     Step(
-        "tests-megatron",
-        "{python} -m pytest -q -m gpu -n 4 --dist worksteal -p no:cacheprovider tests/gpu/test_megatron_gpu.py",
+        "tests-megatron-1gpu",
+        _TESTS_MEGATRON,
         400,
-        "issue 6: checkpoints, experts, pipeline with Transformer Engine; one of 12 has run",
-        gpus=2,
+        "issue 6: checkpoints, experts, dropped transposes with Transformer Engine; one of 12 has run, 135 s of five "
+        "launches, nothing beside it",
+    ),
+    Step(
+        "megatron-drop",
+        _megatron("drop", "--arms ours-b11+bf16grads+drop --reference stock-tensorwise+bf16grads"),
+        240,
+        "issue 6 G: is form (b) at half of stock's memory without kept transposes? Predicted 0.49",
     ),
     Step("megatron-tp2", _megatron("tp2"), 380, "issue 6 G: TP=2 with sequence parallelism", gpus=2),
 )
