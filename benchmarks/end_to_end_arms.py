@@ -137,7 +137,8 @@ _NAME = re.compile(
 GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+liger (activations.cross_entropy), +measured (linear.layer_choice), any "
+    "+liger (activations.cross_entropy), +measured (linear.layer_choice), +fast (linear.fast_accumulation all), +e4m3 "
+    "(linear.grad_dtype), any "
     "+section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait "
     "(timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
@@ -203,6 +204,10 @@ def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
         block.setdefault("activations", {})["cross_entropy"] = "liger"
     elif key == "measured":
         block["linear"]["layer_choice"] = "measured"
+    elif key == "fast":
+        block["linear"]["fast_accumulation"] = "all"
+    elif key == "e4m3":
+        block["linear"]["grad_dtype"] = "e4m3"
     elif "." in key and value:
         section, _, leaf = key.partition(".")
         try:
@@ -276,9 +281,18 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled+fused+delayed+attention.backend=fa3+cudagraphs",
+            "ours-e4m11-compiled+fast+fused+attention.backend=fa3+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
-            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
+            "ours-e4m11-compiled+fast+e4m3+fused+attention.backend=fa3+cudagraphs",
+        ),
+    ),
+    # What fast accumulation gives, by product, and beside delayed scales.
+    "accumulation": Piece(
+        "llama-2b",
+        "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
+        (
+            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+linear.fast_accumulation=output_and_grad_input",
+            "ours-e4m11-compiled+fast+fused+delayed+attention.backend=fa3+cudagraphs",
         ),
     ),
     "release": Piece("llama-2b", None, ("ours-e4m11-release-compiled+nonlinear+delayed+liger",)),

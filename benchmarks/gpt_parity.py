@@ -86,6 +86,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-bytes", type=int, help="use about this much text: dry runs")
     parser.add_argument("--checkpoint-at", type=float, default=study.checkpoint_at, help="where 2 and 3 branch off")
     parser.add_argument("--compile", action="store_true", help="torch.compile whole models, not only the loss")
+    parser.add_argument("--micro-batches", type=int, default=1, help="that a step's 32 sequences are cut into")
     parser.add_argument("--gpus", type=int, help="default: all that are visible; one on CPU")
     parser.add_argument("--per-gpu", type=int, default=1)
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
@@ -112,7 +113,7 @@ def result_name(args: argparse.Namespace) -> str:
 
 
 def settings_of(args: argparse.Namespace, digest: str, sentence: str) -> dict[str, Any]:
-    """What runs must share to be pairs, as the JSON of a result file has it; a new key would refuse the old files."""
+    """What runs must share to be pairs, as the JSON of a result file has it; a new key needs a value for old files."""
     size = SIZES[args.size]
     return {
         "size": args.size,
@@ -124,6 +125,7 @@ def settings_of(args: argparse.Namespace, digest: str, sentence: str) -> dict[st
         "stage": args.stage,
         "compile": args.compile,
         "checkpoint_at": args.checkpoint_at,
+        "micro_batches": args.micro_batches,
         "digest": digest,
         "text": sentence,
     }
@@ -167,6 +169,7 @@ def main() -> None:
     steps = results.settings["steps"]
     report = summary.report(results.rows, steps, study.bounded, regimes)
     report += "\n" + summary.report_in_bf16(results.rows, results.runs, steps, regimes)
+    report += "\n" + summary.report_training(results.rows, steps, regimes)
     summary.plot(results.rows, steps, stem.with_suffix(".png"), regimes)
     about = f"{results.settings['text']}\n\nRuns: {json.dumps(results.runs)}\n\nLeft out: {left_out}\n\n"
     failures = "".join(f"\nFAILED {name}\n```\n{tail}\n```\n" for name, tail in results.failures.items())

@@ -2,11 +2,15 @@
 
     python benchmarks/kernels_tune.py --out tune.json            # one H200; compiles on all cores, then times
     python benchmarks/kernels_tune.py --only transpose planes
+    python benchmarks/kernels_tune.py --shipped                  # no other settings: the shares of the copy rate
     python benchmarks/kernels_tune.py --dry-run                  # CPU, tiny, plain torch: the calls, not the kernels
 
 Settings are the module constants of fp8_ds/ops/*/triton.py; a setting changes them for one call. Calls are captured in
 a CUDA graph over several sets of tensors, 1 GiB or more in all, so neither the host's time nor the cache's size enters.
 What a better setting writes is what the shipped one writes: results are compared bit for bit.
+
+Two shares of the copy rate: of that of 4 GiB, and of a copy of as many bytes as the kernel moves, captured in the same
+way, which begins and ends as often.
 
 A setting is worth taking if it is faster at all shapes of its kernel; the table names the best by the sum over them.
 """
@@ -350,9 +354,15 @@ def same_bits(a: Any, b: Any) -> bool:
     )
 
 
-def compile_some(part: int, parts: int, names: list[str]) -> None:
+def settings_of(kernel: Kernel, only_shipped: bool) -> list[Setting]:
+    """The shipped setting first."""
+    first = shipped(kernel)
+    return [first] if only_shipped else [first, *(setting for setting in kernel.settings() if setting != first)]
+
+
+def compile_some(part: int, parts: int, names: list[str], only_shipped: bool) -> None:
     """In a process of its own: what Triton compiles is in its cache afterwards."""
-    jobs = [(kernel, setting) for kernel in KERNELS if kernel.name in names for setting in kernel.settings()]
+    jobs = [(k, setting) for k in KERNELS if k.name in names for setting in settings_of(k, only_shipped)]
     for kernel, setting in jobs[part::parts]:
         try:
             with applied(kernel.module, setting):
@@ -362,30 +372,40 @@ def compile_some(part: int, parts: int, names: list[str]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(names: list[str]) -> None:
+def compile_all(names: list[str], only_shipped: bool) -> None:
     parts = min(12, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_some, args=(part, parts, names)) for part in range(parts)]
+    workers = [context.Process(target=compile_some, args=(part, parts, names, only_shipped)) for part in range(parts)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(180)
 
 
-def time_kernel(kernel: Kernel, copy: float, end: float) -> Iterator[dict[str, Any]]:
+def equal_copy_ms(num_bytes: float) -> float:
+    """Milliseconds of a copy that reads and writes `num_bytes` in all, as `captured_ms` has those of kernels."""
+    size = int(num_bytes) // 2
+    pairs = [
+        tuple(torch.empty(2, size, dtype=torch.uint8, device="cuda")) for _ in range(max(1, SET_BYTES // size // 2))
+    ]
+    return captured_ms(lambda pair: pair[1].copy_(pair[0]), pairs)
+
+
+def time_kernel(kernel: Kernel, copy: float, end: float, only_shipped: bool = False) -> Iterator[dict[str, Any]]:
     """A row for each setting and shape, the shipped setting first."""
-    first = shipped(kernel)
+    settings = settings_of(kernel, only_shipped)
     for rows, cols in kernel.shapes:
         sets = [kernel.inputs(rows, cols, "cuda")]
         size = sum(x.numel() * x.element_size() for x in _tensors(sets[0]))
         sets += [kernel.inputs(rows, cols, "cuda") for _ in range(max(1, SET_BYTES // size) - 1)]
         moved = kernel.bytes_per_element * rows * cols * (2 if kernel.name == "squares" else 1)
+        equal_ms = equal_copy_ms(moved)
         expected = None
-        for setting in [first, *(s for s in kernel.settings() if s != first)]:
+        for setting in settings:
             if time.monotonic() > end:
                 return
             row: dict[str, Any] = {"kernel": kernel.name, "shape": f"{rows} x {cols}", "setting": setting,
-                                   "shipped": setting == first}  # fmt: skip
+                                   "shipped": setting == settings[0]}  # fmt: skip
             try:
                 with applied(kernel.module, setting):
                     output = kernel.call(sets[0])
@@ -393,6 +413,7 @@ def time_kernel(kernel: Kernel, copy: float, end: float) -> Iterator[dict[str, A
                     row["same_bits"] = kernel.name == "squares" or same_bits(expected, output)
                     ms = captured_ms(kernel.call, sets)
                 row |= {"us": round(1000 * ms, 2), "share_of_copy": round(moved / ms * 1e3 / copy, 4)}
+                row["share_of_equal_copy"] = round(equal_ms / ms, 4)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
             yield row
@@ -400,7 +421,7 @@ def time_kernel(kernel: Kernel, copy: float, end: float) -> Iterator[dict[str, A
 
 def table(rows: list[dict[str, Any]]) -> str:
     """For each kernel the shipped setting and the three best by their sum over the shapes that all were timed at."""
-    lines = ["| kernel | setting | " + "us and share of the copy rate, by shape |", "|---|---|---|"]
+    lines = ["| kernel | setting | us, shares of the copy rate and of an equal copy's, by shape |", "|---|---|---|"]
     for name in dict.fromkeys(row["kernel"] for row in rows):
         mine = [row for row in rows if row["kernel"] == name and "us" in row]
         by_setting: dict[str, list[dict[str, Any]]] = {}
@@ -411,7 +432,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         best = sorted(whole, key=lambda some: sum(row["us"] for row in some))
         ship = [some for some in whole if some[0]["shipped"]]
         for some in ship + [one for one in best if one not in ship][:3]:
-            cells = ", ".join(f"{row['shape']}: {row['us']} ({row['share_of_copy']:.0%})" for row in some)
+            cells = ", ".join(
+                f"{row['shape']}: {row['us']} ({row['share_of_copy']:.2f}, {row['share_of_equal_copy']:.2f})"
+                for row in some
+            )
             setting = " ".join(f"{key}={value}" for key, value in some[0]["setting"].items())
             flag = "**ships** " if some[0]["shipped"] else ""
             wrong = "" if all(row["same_bits"] for row in some) else " OTHER BITS"
@@ -423,6 +447,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Launch settings of the memory-bound kernels.")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--only", nargs="*", help="kernels whose name contains one of these")
+    parser.add_argument("--shipped", action="store_true", help="the settings that ship, and no others")
     parser.add_argument("--budget", type=float, default=240, help="seconds")
     parser.add_argument("--dry-run", action="store_true", help="on CPU, each call once, 1/64 of the sides")
     args = parser.parse_args()
@@ -434,14 +459,14 @@ def main() -> int:
                 kernel.call(kernel.inputs(rows // 64, cols // 64, "cpu"))
         print(f"{len(chosen)} kernels called")
         return 0
-    compile_all([kernel.name for kernel in chosen])
+    compile_all([kernel.name for kernel in chosen], args.shipped)
     compiled = time.monotonic() - begin
     print(f"compiled after {compiled:.0f} s", flush=True)
     copy = copy_rate()
     result: dict[str, Any] = {"command": command_line(), "device": device_name(), "torch": torch.__version__,
                               "copy_GB_per_s": copy / 1e9, "rows": []}  # fmt: skip
     for kernel in chosen:
-        result["rows"] += time_kernel(kernel, copy, begin + args.budget)
+        result["rows"] += time_kernel(kernel, copy, begin + args.budget, args.shipped)
         torch.cuda.empty_cache()
         if args.out is not None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")

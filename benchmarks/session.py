@@ -85,7 +85,7 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
 
 
 _TESTS_MEGATRON = (
-    "{python} -m pytest -q -m gpu -n 4 --dist worksteal -p no:cacheprovider tests/gpu/test_megatron_gpu.py"
+    "{python} -m pytest -v -m gpu -n 4 --dist worksteal -p no:cacheprovider tests/gpu/test_megatron_gpu.py"
 )
 
 
@@ -100,6 +100,8 @@ def _megatron(name: str, what: str = "") -> str:
 
 
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
+_FIRST_ESTIMATE = "--estimate 200"
+"""Of first weights: with that of a whole run their step's own time would not let them begin."""
 
 _LAYERS_WHY = "issue 5 E, G: what 8B's layers at 8192 tokens wait for"
 
@@ -112,14 +114,21 @@ def _parallel_layers(gpus: str) -> str:
     )
 
 
+_FAST_WHY = "issue 4 H: does parity hold with E4M3 gradients and fast sums, {} tokens a micro-batch?"
+
 STEPS = (
-    Step("parity-first", _parity("--only-first-weights"), 400, "issue 3 H: text and first weights, for those below"),
+    Step(
+        "parity-first",
+        _parity(f"--only-first-weights {_FIRST_ESTIMATE}"),
+        400,
+        "issue 3 H: text and first weights, for those below",
+    ),
     Step("parity-8gpus", _parity(""), 900, "issue 3 H: three pairs of each arm, regime 2 twice", 8, "parity-first"),
     Step("parity-4gpus", _parity(""), 1200, "issue 3 H: the same without regime 2", gpus=4, after="parity-first"),
     Step("parity-1gpu", _parity("", "3", "6", "stock e4m11 fp8 e4m19"), 1560, "issue 3 H: a pair of each arm, alone"),
     Step(
         "parity-delayed-first",
-        _parity(f"--only-first-weights {_FEWER_FIRST_STEPS}"),
+        _parity(f"--only-first-weights {_FEWER_FIRST_STEPS} {_FIRST_ESTIMATE}"),
         290,
         "issue 4 H: text and first weights, for the next one",
     ),
@@ -137,6 +146,28 @@ STEPS = (
         1300,
         "the next two pairs, on one GPU; two runs at a time, which is no slower and no faster than one after another",
         after="parity-delayed-first",
+    ),
+    Step(
+        "gradient-error",
+        _benchmark("gradient_error", ""),
+        40,
+        "issue 4 H: what formats of gradients and fast accumulation do to gradients of the trained model",
+        after="parity-delayed-first",
+    ),
+    *(
+        Step(
+            f"parity-{name}-{seed}",
+            _parity(f"{_FEWER_FIRST_STEPS} {more}", "3", str(seed), arms),
+            seconds,
+            why,
+            after="parity-delayed-first",
+        )
+        for name, seed, arms, more, seconds, why in (
+            ("8k", 32, "stock e4m11-fast-e4m3", "--micro-batches 4", 720, _FAST_WHY.format("8,192")),
+            ("8k", 33, "stock e4m11-fast-e4m3", "--micro-batches 4", 720, _FAST_WHY.format("8,192")),
+            ("e4m3", 34, "stock e4m11-e4m3-fast-input e4m11", "", 900, _FAST_WHY.format("32,768")),
+            ("e4m3", 35, "stock e4m11-e4m3-fast-input e4m11", "", 900, _FAST_WHY.format("32,768")),
+        )
     ),
     *(
         Step(
@@ -210,10 +241,28 @@ STEPS = (
         "issue 4 H 1: with FlashAttention-3 and CUDA graphs (a FlashAttention-3 wheel with backward needed)",
     ),
     Step(
+        "accumulation",
+        "{python} benchmarks/accumulation.py --out {out}",
+        50,
+        "issue 4 H 1: products by accumulation, alone: predicted 8.87, 8.64, 8.50 ms a layer",
+    ),
+    Step(
+        "fast-arms",
+        _benchmark("end_to_end", "--piece accumulation --budget {seconds}"),
+        400,
+        "issue 4 H 1: what fast accumulation gives in a step; predicted 117, 114.5 and 115.4 ms",
+    ),
+    Step(
         "kernels-tune",
         "{python} benchmarks/kernels_tune.py --budget {seconds} --out {out}/kernels-tune.json",
         90,
         "issue 4 A: launch settings against those that ship",
+    ),
+    Step(
+        "kernels-shares",
+        "{python} benchmarks/kernels_tune.py --shipped --budget {seconds} --out {out}/kernels-shares.json",
+        60,
+        "issue 4 A: shares of the copy rate, of a copy of as many bytes too",
     ),
     Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(
@@ -223,11 +272,13 @@ STEPS = (
         110,
         "kernels whose tiles or launches changed on 2026-11-23, beside their references",
     ),
+    Step("tests-linear", _tests("-n 8 -k test_linear_gpu"), 80, "the linears' own tests, fast accumulation among them"),
     Step(
         "profile-tensorwise",
         _benchmark(
             "end_to_end",
-            "--model llama-2b --profile ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs --budget {seconds}",
+            "--model llama-2b --profile ours-e4m11-compiled+fast+fused+attention.backend=fa3+cudagraphs "
+            "--budget {seconds}",
         ),
         125,
         "issue 4 H 1: where the headline's recipe spends its time",

@@ -35,6 +35,18 @@ def _float_of_int(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+Gemm = Literal["output", "grad_input", "grad_weight"]
+"""The three products of a linear, by what they make (fp8_ds/ops/gemm)."""
+
+_FAST_GEMMS: dict[str, tuple[Gemm, ...]] = {
+    "none": (),
+    "output": ("output",),
+    "output_and_grad_input": ("output", "grad_input"),
+    "all": ("output", "grad_input", "grad_weight"),
+}
+"""By values of `fast_accumulation`."""
+
+
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -42,6 +54,7 @@ class _Block(BaseModel):
 class LinearConfig(_Block):
     recipe: Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
     grad_dtype: Literal["e5m2", "e4m3"] = "e5m2"
+    fast_accumulation: Literal["none", "output", "output_and_grad_input", "all"] = "output"
     backend: Literal["torch", "reference"] = "torch"
     filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
         "lm_head",
@@ -52,17 +65,27 @@ class LinearConfig(_Block):
 
     @model_validator(mode="before")
     @classmethod
-    def _gradients_of_blocks(cls, block: Any) -> Any:
+    def _defaults_of_blocks(cls, block: Any) -> Any:
         if isinstance(block, dict) and block.get("recipe") == "blockwise":
-            return {"grad_dtype": "e4m3", **block}
+            return {"grad_dtype": "e4m3", "fast_accumulation": "none", **block}
         return block
 
     def check(self) -> None:
-        """`tokens` is there exactly where it takes effect, and the GEMM takes the gradients' format.
+        """`tokens` is there exactly where it takes effect, and the GEMMs are such as there are.
 
         Raises:
             ConfigError: `tokens` is missing, or without effect; or there is no such GEMM.
         """
+        if self.recipe == "blockwise" and self.fast_gemms:
+            raise ConfigError(
+                'fp8.linear.fast_accumulation: expected "none" with recipe "blockwise", got '
+                f'"{self.fast_accumulation}". torch\'s product of blocks has none: remove the key.'
+            )
+        if self.backend == "reference" and len(self.fast_gemms) > 1:
+            raise ConfigError(
+                'fp8.linear.fast_accumulation: expected "none" or "output" with backend "reference", got '
+                f'"{self.fast_accumulation}". It adds in float32 always: remove the key, or set "backend": "torch".'
+            )
         if self.recipe == "blockwise" and self.grad_dtype == "e5m2" and self.backend == "torch":
             raise ConfigError(
                 'fp8.linear.grad_dtype: expected "e4m3" with recipe "blockwise", got "e5m2". torch multiplies blocks '
@@ -78,6 +101,11 @@ class LinearConfig(_Block):
                 f'fp8.linear.tokens: expected null with layer_choice "all", got {self.tokens}. Remove the key, or set '
                 '"layer_choice": "measured".'
             )
+
+    @property
+    def fast_gemms(self) -> tuple[Gemm, ...]:
+        """The products that accumulate fast."""
+        return _FAST_GEMMS[self.fast_accumulation]
 
 
 class ZeroConfig(_Block):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds import diagnosis
-from fp8_ds.config import ActivationsConfig, Fp8Config
+from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.diagnosis import Check
 from fp8_ds.errors import ConfigError, Fp8DsError
 
@@ -202,14 +202,20 @@ def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> di
         backend = describe_backend(attention.backend) + (", q and k rotated" if attention.hadamard else "")
     return {
         "recipe": f"{linear.recipe}, output gradients in {linear.grad_dtype}",
-        "GEMM backend": f"{linear.backend}, on {'this CPU' if device.type == 'cpu' else 'tensor cores'}"
-        if linear.backend == "torch"
-        else f"{linear.backend}, which is slow",
+        "GEMM backend": _gemms(linear, device),
         "optimizer states": states,
         "optimizer": _optimizer(fp8, config),
         "activations": _activations(fp8.activations),
         "attention": backend,
     }
+
+
+def _gemms(linear: LinearConfig, device: torch.device) -> str:
+    if linear.backend == "reference":
+        return "reference, which is slow"
+    if device.type == "cpu":
+        return "torch, on this CPU"
+    return f"torch, on tensor cores; fast accumulation of {', '.join(linear.fast_gemms) or 'none'}"
 
 
 def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:

@@ -10,6 +10,13 @@ DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
 LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
+
+
+def _linears(**keys: str) -> dict[str, Any]:
+    """e4m11 with these keys of "linear"."""
+    return changed(E4M11, {"linear": keys})
+
+
 ARMS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "fp8": DEFAULT,
@@ -22,6 +29,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
+    "e4m11-e4m3": _linears(grad_dtype="e4m3"),
+    "e4m11-e4m3-fast-input": _linears(grad_dtype="e4m3", fast_accumulation="output_and_grad_input"),
+    "e4m11-fast": _linears(fast_accumulation="all"),
+    "e4m11-fast-e4m3": _linears(fast_accumulation="all", grad_dtype="e4m3"),
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
@@ -29,11 +40,14 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "bf16-nearest": None,
 }
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
-controls of regime 2. "e4m11-delayed" is the fastest setting (docs/speed.md)."""
+controls of regime 2. "-e4m3": gradients are E4M3. "-fast": all products accumulate fast, "-fast-input" those of the
+gradient of the input only, beside the output's."""
 SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "e4m11-bf16-last")
 """The last tenth of the steps computes in bf16, or 5 %. Only where they are asked for by name."""
 RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")
 """Beside "fp8", which is tensorwise; states as in stock."""
 STATES = ("fp32-master", "e4m19", "e4m11")
 """FP8 moments and each format of masters; recipe tensorwise."""
+OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
+"""What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -24,6 +24,8 @@ from parity.worker import file_digest
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 FIELDS = ("regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss")
+_LATER_SETTINGS = {"micro_batches": 1}
+"""What runs had before there was a name for it."""
 SHORTEST_PIECE = 90.0
 """Seconds; with less left no run starts: it would do little more than compile."""
 
@@ -56,9 +58,10 @@ class Results:
     def _read(self, source: Path) -> None:
         known = json.loads(source.with_suffix(".json").read_text())
         different = {
-            key: (known["settings"].get(key), value)
+            key: (theirs, value)
             for key, value in self.settings.items()
-            if key != "text" and known["settings"].get(key) != value  # the digest says which text
+            # The digest says which text.
+            if key != "text" and (theirs := known["settings"].get(key, _LATER_SETTINGS.get(key))) != value
         }
         if different:
             raise SystemExit(
@@ -219,6 +222,7 @@ class Scheduler:
             "seconds": left,
             "checkpoint": self.checkpoint,
             "checkpoint-at": args.checkpoint_at,
+            "micro-batches": args.micro_batches,
         }
         command = [sys.executable, "-m", "parity.worker", *(f"--{key}={value}" for key, value in values.items())]
         command += [f"--save-checkpoint={self.checkpoint}"] if job.makes_checkpoint else []

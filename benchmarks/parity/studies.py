@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parity.arms import ARMS, RECIPES, SCHEDULED, STATES
+from parity.arms import ARMS, OF_LINEARS, RECIPES, SCHEDULED, STATES
 from parity.models import SIZES, Size
 
 REGIME_ARMS = {
     1: ("stock", "fp8", *RECIPES, *STATES, "torchao"),
     2: ("stock", "e4m11", "e4m11-nearest", "bf16-nearest", "fp8", "e4m19", *RECIPES, "fp32-master"),
-    3: ("stock", "e4m11", "e4m11-delayed", "e4m19", "fp8", *RECIPES, "fp32-master"),
+    3: ("stock", *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, "fp32-master"),
 }
 
 
@@ -40,7 +40,7 @@ STUDIES = {
     "masters": Study(
         *("124m", 3072, (1, 2, 3), (0, 1, 2)),
         arms=("stock", "fp8", "e4m19", "e4m11", "e4m11-nearest", "torchao", "bf16-nearest"),
-        bounded=("e4m19", "e4m11", "e4m11-delayed", *RECIPES),
+        bounded=("e4m19", "e4m11", *OF_LINEARS, *RECIPES),
     ),
     # Issue 8: 201 M tokens a run. From scratch too many seeds are needed (results of 2026-11-21), so runs branch off
     # after 1,536 steps: in the rotary results the jump was between 700 and 1,150.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8_ds.comparison import pair, pooled_half_widths
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
-from parity.arms import ARMS, RECIPES, STATES
+from parity.arms import ARMS, OF_LINEARS, RECIPES, STATES
 
 Rows = Sequence[dict[str, str]]
 _LAST = (
@@ -24,6 +25,11 @@ _LAST = (
 )
 _TO_STOCK = tuple((arm, "stock") for arm in ("fp8", *RECIPES, *STATES))
 _TO_FP8 = tuple((arm, "fp8") for arm in STATES)
+_OF_LINEARS = (
+    *((arm, base) for arm in OF_LINEARS for base in ("stock", "e4m11")),
+    ("e4m11-fast-e4m3", "e4m11-fast"),
+    ("e4m11-e4m3-fast-input", "e4m11-fast-e4m3"),
+)
 PAIRS = {
     1: (*_TO_STOCK, ("torchao", "stock"), *_TO_FP8, *_LAST),
     2: (
@@ -33,14 +39,19 @@ PAIRS = {
         ("e4m11-nearest", "e4m11"),
         ("bf16-nearest", "stock"),
     ),
-    3: (*_TO_STOCK, ("e4m11-delayed", "stock"), ("e4m11-delayed", "e4m11"), *_TO_FP8, *_LAST),
+    3: (*_TO_STOCK, *_OF_LINEARS, *_TO_FP8, *_LAST),
 }
 """(arm, what it is compared with), by regime."""
 TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
-_PALETTE = ("black", *(f"C{k}" for k in range(10)), "navy", "olive", "darkred", "teal", "purple")
-COLORS = dict(zip(ARMS, _PALETTE, strict=True))
+LAST_SHARE = 0.1
+_TRAINING_TEXT = (
+    "Both runs of a pair see the same batches, so that what a batch adds to both cancels: ± is the standard error over "
+    "the logged steps. FP8 arms have the rounding of their own forward in it, as in training."
+)
+COLORS = {arm: (0.0, 0.0, 0.0) if k == 0 else hls_to_rgb(0.618 * k % 1, 0.42, 0.8) for k, arm in enumerate(ARMS)}
+"""Stock is black; the hues of the others go around by the golden ratio, so that neighbours differ."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,24 @@ class Difference:
     @property
     def by_seed(self) -> dict[int, float]:
         return dict(zip(self.seeds, self.paired.by_pair, strict=True))
+
+
+@dataclass(frozen=True)
+class TrainingDifference:
+    """An arm's training loss to another's on the same batches, of one seed.
+
+    Attributes:
+        mean: of the relative differences of the logged steps, in per cent.
+        error: standard error of it, from their scatter.
+        cut: the last step that both have, if one of the runs was cut off there.
+    """
+
+    arm: str
+    base: str
+    seed: int
+    mean: float
+    error: float
+    cut: int | None
 
 
 def final_losses(rows: Rows, regime: int, steps: int) -> dict[str, dict[int, float]]:
@@ -153,6 +182,43 @@ def report_in_bf16(rows: Rows, runs: Mapping[str, Mapping[str, Any]], steps: int
         found = differences(known, regime, steps)  # type: ignore[arg-type]
         if any(ARMS[d.arm] for d in found):
             lines += [f"## Regime {regime}: the same models, evaluated in bf16", "", *_differences(found), ""]
+    return "\n".join(lines)
+
+
+def training_differences(rows: Rows, regime: int, steps: int) -> list[TrainingDifference]:
+    """Of all pairs of arms and seeds, over a tenth of the steps: up to the last one that both have logged."""
+    curves: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        if int(row["regime"]) == regime and row["train_loss"]:
+            curves.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["train_loss"])
+    found = []
+    for arm, base in PAIRS[regime]:
+        for seed in sorted(seed for name, seed in curves if name == arm and (base, seed) in curves):
+            mine, theirs = curves[arm, seed], curves[base, seed]
+            both = sorted(mine.keys() & theirs.keys())
+            end = both[-1] if both else 0
+            each = [100 * (mine[step] / theirs[step] - 1) for step in both if step > end - LAST_SHARE * steps]
+            if len(each) > 1:
+                error = statistics.stdev(each) / math.sqrt(len(each))
+                cut = end if end < max(*mine, *theirs) else None
+                found.append(TrainingDifference(arm, base, seed, statistics.fmean(each), error, cut))
+    return found
+
+
+def report_training(rows: Rows, steps: int, regimes: Sequence[int]) -> str:
+    """Markdown: `training_differences`."""
+    lines = []
+    for regime in regimes:
+        found = training_differences(rows, regime, steps)
+        if not found:
+            continue
+        lines += [f"## Regime {regime}: training loss in the last tenth of the steps", "", _TRAINING_TEXT, ""]
+        lines += ["| difference | by seed, % | mean, % |", "|---|---|---|"]
+        for arm, base in dict.fromkeys((d.arm, d.base) for d in found):
+            mine = [d for d in found if (d.arm, d.base) == (arm, base)]
+            cells = ", ".join(f"{d.mean:+.3f} ± {d.error:.3f}{f' (up to step {d.cut})' if d.cut else ''}" for d in mine)
+            lines.append(f"| {arm} - {base} | {cells} | {statistics.fmean(d.mean for d in mine):+.3f} |")
+        lines.append("")
     return "\n".join(lines)
 
 

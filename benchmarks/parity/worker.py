@@ -67,8 +67,8 @@ class EngineTaker(Taker):
         if get_accelerator().device_name() == "cpu":
             optimizer["torch_adam"] = True
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SIZES[args.size].batch,
-            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": SIZES[args.size].batch // args.micro_batches,
+            "gradient_accumulation_steps": args.micro_batches,
             "gradient_clipping": CLIP,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": optimizer},
@@ -81,6 +81,7 @@ class EngineTaker(Taker):
             config["fp8"]["schedule"] = {**config["fp8"]["schedule"], "total_steps": args.steps}
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)
         self.model = self.engine.module
+        self.micro_batches = args.micro_batches
         if args.arm == "e4m11-nearest":
             round_to_nearest(self.engine.optimizer)
         if args.compile:
@@ -89,10 +90,13 @@ class EngineTaker(Taker):
     def take(self, tokens: Tensor, lr: float) -> Tensor:
         for group in self.engine.optimizer.param_groups:
             set_lr(group, lr)
-        loss = self.engine(tokens)
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
+        losses = []
+        for part in tokens.chunk(self.micro_batches):
+            loss = self.engine(part)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     @torch.no_grad()
     def loss(self, tokens: Tensor) -> Tensor:
@@ -249,6 +253,7 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     taker: Taker = (PlainTaker if args.arm in WITHOUT_DEEPSPEED else EngineTaker)(model, args)
     checkpoint = file_digest(args.checkpoint) if args.regime != 1 else None
     names = ("regime", "arm", "seed", "steps", "lr", "size", "stage", "compile", "checkpoint_at", "only_checkpoint")
+    names += ("micro_batches",)
     identity = {name: getattr(args, name) for name in names} | {"digest": text["digest"], "checkpoint": checkpoint}
     state = State(args.state, identity, Ranks()) if args.state else None
     save_at = round(args.checkpoint_at * args.steps) if args.save_checkpoint else -1
@@ -297,6 +302,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), required=True)
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     parser.add_argument("--compile", action="store_true", help="torch.compile the whole model, not only the loss")
+    parser.add_argument("--micro-batches", type=int, default=1, help="that a step's batch is cut into")
     parser.add_argument("--cache", type=Path, required=True, help="train.npy, held_out.npy, text.json")
     parser.add_argument("--checkpoint", type=Path, help="first weights of regimes 2 and 3")
     parser.add_argument("--checkpoint-at", type=float, default=1.0, help="share of regime 1 after which it was saved")
@@ -305,7 +311,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, required=True, help="CSV; beside it, .json")
     parser.add_argument("--state", type=Path, help="folder of the run between two pieces")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of this piece, start-up included")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.micro_batches > 1 and args.arm in WITHOUT_DEEPSPEED:
+        parser.error(f"--micro-batches: expected 1 for {args.arm}, which accumulates nothing, got {args.micro_batches}")
+    return args
 
 
 def main() -> None:

@@ -63,7 +63,11 @@ class Machine(_Record):
 
 
 class Case(_Record):
-    """A linear [m, k] x [n, k]: m tokens of one rank and micro-batch, k input and n output features of this rank."""
+    """A linear [m, k] x [n, k]: m tokens of one rank and micro-batch, k input and n output features of this rank.
+
+    Args:
+        fast_accumulation: of the configuration; None: the recipe's default.
+    """
 
     recipe: str
     grad_dtype: str
@@ -73,10 +77,18 @@ class Case(_Record):
     n: _Size
     bias: bool = False
     frozen: bool = False
+    fast_accumulation: str | None = None
 
     def describe(self) -> str:
         more = ", bias" * self.bias + ", frozen" * self.frozen
         return f"[{self.n}, {self.k}]{more}"
+
+    def linear_config(self) -> LinearConfig:
+        """The "linear" block that asks for such GEMMs."""
+        block: dict[str, Any] = {"recipe": self.recipe, "grad_dtype": self.grad_dtype, "backend": self.backend}
+        if self.fast_accumulation is not None:
+            block["fast_accumulation"] = self.fast_accumulation
+        return LinearConfig.model_validate(block)
 
 
 class Times(_Record):
@@ -188,7 +200,8 @@ def _at(case: Case, m: int) -> Case:
 
 
 def _order(case: Case) -> tuple[str | int, ...]:
-    return (case.recipe, case.grad_dtype, case.backend, case.bias, case.frozen, case.k, case.n, case.m)
+    fast = case.fast_accumulation or ""
+    return (case.recipe, case.grad_dtype, case.backend, fast, case.bias, case.frozen, case.k, case.n, case.m)
 
 
 def not_measured(machine: Machine, more: str = "") -> ConfigError:
@@ -230,6 +243,7 @@ def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Ca
         config: the "linear" block, with `tokens`.
     """
     assert config.tokens is not None
+    by_default = LinearConfig.model_validate({"recipe": config.recipe}).fast_accumulation
     found = {}
     for row in plan.layers:
         if not row.converted:
@@ -244,6 +258,7 @@ def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Ca
             n=row.out_features,
             bias=module.bias is not None,
             frozen=not module.weight.requires_grad,
+            fast_accumulation=None if config.fast_accumulation == by_default else config.fast_accumulation,
         )
     return found
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.config import LinearConfig
 from fp8_ds.errors import Fp8DsError
 from fp8_ds.nn.choice import Case, Times
 from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan
@@ -104,11 +103,8 @@ def _to_fp8(module: nn.Linear, case: Case, device: torch.device) -> Any:
     weight._fp8 = payload
     weight.data = payload.nominal(weight.shape)
     weight.__class__ = Fp8Parameter
-    config = LinearConfig.model_validate(
-        {"recipe": case.recipe, "grad_dtype": case.grad_dtype, "backend": case.backend}
-    )
     plan = Plan((LayerPlan("0", case.n, case.k, True, "measured"),))
-    history = apply_plan(nn.Sequential(module), plan, config, device)
+    history = apply_plan(nn.Sequential(module), plan, case.linear_config(), device)
     assert isinstance(module, Fp8Linear)
     module.fp8_recipe.shared = None  # every call is given the same input, and is to quantise it
     return history

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.config import LinearConfig
+from fp8_ds.config import Gemm, LinearConfig
 from fp8_ds.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.shared import SharedInput
@@ -76,7 +76,15 @@ class Recipe(ABC):
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
         self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
+        self.fast_gemms = linear_config.fast_gemms
         self.shared = shared
+
+    def product(
+        self, gemm: Gemm, a_fp8: Tensor, b_fp8: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """`scaled_mm` by this layer's backend, with the accumulation that it has for `gemm`."""
+        fast = gemm in self.fast_gemms
+        return scaled_mm(a_fp8, b_fp8, scale_inv_a, scale_inv_b, dtype, self.backend, use_fast_accum=fast)
 
     def read_weight(self, weight: Tensor) -> Fp8Weight:
         """See nn/linear.py."""
@@ -166,9 +174,7 @@ class Recipe(ABC):
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """[T, O], by one scale for all or one for each row of either operand."""
         assert x_fp8.rows is not None
-        return scaled_mm(
-            x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype, self.backend, use_fast_accum=True
-        )
+        return self.product("output", x_fp8.rows, weight.data, x_fp8.scale_inv, weight.scale_inv, dtype)
 
     def biased_output(self, x_fp8: Quantized, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`output`, with `bias` [O] added."""
@@ -216,14 +222,14 @@ class TensorwiseRecipe(Recipe):
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.rows is not None
         scales = (grad_fp8.scale_inv, weight.scale_inv)
-        return scaled_mm(grad_fp8.rows, weight.transposed(), *scales, dtype, self.backend)
+        return self.product("grad_input", grad_fp8.rows, weight.transposed(), *scales, dtype)
 
     def grad_weight(
         self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
         assert grad_fp8.columns is not None
         x_fp8_IT, x_scale_inv = kept
-        return scaled_mm(grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype, self.backend)
+        return self.product("grad_weight", grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype)
 
 
 class DelayedRecipe(TensorwiseRecipe):

@@ -17,7 +17,6 @@ from fp8_ds.formats import E4M3
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe, as_matrix
 from fp8_ds.ops._producer import Scaling
-from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize_colwise_t, quantize_rowwise
 
 
@@ -52,14 +51,14 @@ class RowwiseRecipe(Recipe):
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.rows is not None
         left = weight.scale_inv if weight.scale_inv.dim() == 0 else _one(grad_fp8.rows)
-        return scaled_mm(grad_fp8.rows, weight.transposed(), grad_fp8.scale_inv, left, dtype, self.backend)
+        return self.product("grad_input", grad_fp8.rows, weight.transposed(), grad_fp8.scale_inv, left, dtype)
 
     def grad_weight(
         self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
         assert grad_fp8.columns is not None and grad_fp8.columns_scale_inv is not None
         scales = (grad_fp8.columns_scale_inv, _one(kept[0]))
-        return scaled_mm(grad_fp8.columns, kept[0], *scales, dtype, self.backend)
+        return self.product("grad_weight", grad_fp8.columns, kept[0], *scales, dtype)
 
 
 class RowwiseGradWeightHpRecipe(RowwiseRecipe):

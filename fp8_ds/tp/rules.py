@@ -27,7 +27,6 @@ from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
 from fp8_ds.ops.align import align
 from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
-from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import amax, quantize, quantize_colwise_t, quantize_planes, quantize_tensor_pow2
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling.current import scale_from_amax
@@ -176,13 +175,14 @@ class RowRule(Rule):
         if weight.scale_inv.dim() == 0:
             return self.recipe.grad_input(rows, weight, dtype)
         by_columns, scale_inv = quantize_colwise_t((weight.data.float() * weight.scale_inv).to(torch.bfloat16), E4M3)
-        return scaled_mm(self.recipe.grad_rows(rows), by_columns, rows.scale_inv, scale_inv, dtype, self.recipe.backend)
+        grad_rows = self.recipe.grad_rows(rows)
+        return self.recipe.product("grad_input", grad_rows, by_columns, rows.scale_inv, scale_inv, dtype)
 
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
         x_fp8_IT, x_scale_inv = kept
         columns, scale_inv = align(gathered.codes, (self.rows(gathered).scale_inv * x_scale_inv)[:, 0])
         one = torch.ones_like(scale_inv)
-        return scaled_mm(columns, x_fp8_IT, scale_inv, one, dtype, self.recipe.backend)
+        return self.recipe.product("grad_weight", columns, x_fp8_IT, scale_inv, one, dtype)
 
     def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
         return scale_inv.reshape(num_rows, 1)

@@ -13,8 +13,10 @@ import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.comm import count_collectives
+from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing.inputs import many_scales
@@ -25,6 +27,8 @@ from fp8_ds.tp.gather import Gathered
 pytestmark = pytest.mark.distributed
 
 T, IN, OUT = 128, 256, 512
+ODD_OUT = 384
+"""With it shapes tell the products of a layer apart."""
 KINDS = ("column", "row")
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 WORLDS = (2, 4)
@@ -39,6 +43,46 @@ def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def grads_of(name: str) -> dict[str, Any]:
     return {"grad_dtype": "e4m3", "backend": "reference"} if name == "blockwise" else {}
+
+
+class _FastProducts(TorchDispatchMode):
+    """Whether each FP8 product accumulates fast, by its shape, [M, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[int, int], set[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "fp8_ds.scaled_mm.default":
+            a, b, *_, fast, _ = args
+            self.found.setdefault((len(a), len(b)), set()).add(fast)
+        return func(*args, **(kwargs or {}))
+
+
+def fast_products(name: str, value: str) -> dict[str, dict[tuple[int, int], set[bool]]]:
+    """Of both kinds of layer."""
+    tp = tpar.context()
+    x, grad = operands(torch.bfloat16)
+    found = {}
+    for kind, (make, run) in tpar.RUN.items():
+        with _FastProducts() as products:
+            layer = tpar.linear(ODD_OUT, IN, torch.bfloat16)
+            run(make(layer, tp, name, fast_accumulation=value), x, grad[:, :ODD_OUT])
+        found[kind] = products.found
+    return found
+
+
+@pytest.mark.parametrize("value", ["none", "output", "output_and_grad_input", "all"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(ranks: Any, name: str, value: str) -> None:
+    fast = LinearConfig(fast_accumulation=value).fast_gemms
+    found = ranks(2).run(fast_products, name, value)[0]
+    for kind, out_features in (("column", ODD_OUT // 2), ("row", ODD_OUT)):
+        by_gemm: dict[str, set[bool]] = {"output": set(), "grad_input": set(), "grad_weight": set()}
+        for (m, n), flags in found[kind].items():
+            gemm = "grad_weight" if m == out_features else "output" if n == out_features else "grad_input"
+            by_gemm[gemm] |= flags
+        assert by_gemm == {gemm: {gemm in fast} for gemm in by_gemm}
 
 
 # --- strict mode: what one device has ---

@@ -96,7 +96,7 @@ def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
     tune = bench("kernels_tune")
 
     def row(words: int, shape: str, us: float, **more: Any) -> dict[str, Any]:
-        told = {"shipped": words == 8, "same_bits": True, "share_of_copy": 0.5, **more}
+        told = {"shipped": words == 8, "same_bits": True, "share_of_copy": 0.5, "share_of_equal_copy": 0.6, **more}
         return {"kernel": "cast", "shape": shape, "setting": {"WORDS": words}, "us": us, **told}
 
     rows = [
@@ -108,8 +108,8 @@ def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
     ]
     lines = tune.table(rows).splitlines()[2:]
     assert lines == [
-        "| cast | **ships** WORDS=8 | a: 3.0 (50%), b: 3.0 (50%) |",
-        "| cast | WORDS=16 | a: 2.0 (50%), b: 1.0 (50%) |",
+        "| cast | **ships** WORDS=8 | a: 3.0 (0.50, 0.60), b: 3.0 (0.50, 0.60) |",
+        "| cast | WORDS=16 | a: 2.0 (0.50, 0.60), b: 1.0 (0.50, 0.60) |",
     ]
     assert "OTHER BITS" in tune.table([row(8, "a", 3.0), row(32, "a", 1.0, same_bits=False)])
 
@@ -231,3 +231,37 @@ def test_the_peak_of_a_step_is_counted_and_is_lower_with_the_final_norm_compiled
     assert "PowBackward0" in output and "fp8_ds::scaled_mm" in output
     (result,) = tmp_path.glob("*-peak-on-cpu.md")
     assert output.strip() in result.read_text()
+
+
+# --- accumulation.py, gradient_error.py ---
+
+
+def test_accumulation_bench_runs_each_setting_with_the_products_that_it_names(
+    bench: Any, run_main: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulation = bench("accumulation")
+    fast: list[bool] = []
+    original = accumulation.scaled_mm
+
+    def spy(*args: Any, use_fast_accum: bool) -> Any:
+        fast.append(use_fast_accum)
+        return original(*args, use_fast_accum=use_fast_accum)
+
+    monkeypatch.setattr(accumulation, "scaled_mm", spy)
+    products = accumulation.products_of_a_layer("e5m2", 64, "cpu")
+    for value, expected in (("output", [True, False, False]), ("all", [True, True, True])):
+        fast.clear()
+        accumulation.step_of(products, value)()
+        assert fast == expected * 7
+    output = run_main("accumulation", "--dry-run", "--out", tmp_path)
+    assert len(re.findall(r"^\| e[45]m[23] \|", output, flags=re.MULTILINE)) == 6
+    (found,) = tmp_path.glob("*-accumulation.json")
+    assert len(json.loads(found.read_text())["sums"]) == 24
+
+
+def test_gradient_bench_tells_formats_of_gradients_apart(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("gradient_error", "--dry-run", "--batches", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-gradient-error.json")
+    decibels = {row["arm"]: row["db"] for row in json.loads(path.read_text())}
+    assert decibels["bf16"] > 40 > 27 > decibels["tensorwise, E4M3 gradients"] > decibels["tensorwise"] + 1.5 > 20
+    assert decibels["tensorwise, all fast"] == decibels["tensorwise"]  # a CPU has one accumulation

@@ -170,7 +170,8 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     source = root / "benchmarks/results/2026-11-21-gpt-parity-rotary.csv"
     args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source))
     settings = parity.settings_of(args, "2524c25bebc534ec", "")
-    assert settings.keys() == json.loads(source.with_suffix(".json").read_text())["settings"].keys()
+    older = json.loads(source.with_suffix(".json").read_text())["settings"].keys()
+    assert settings.keys() - older == {"micro_batches"} and not older - settings.keys()
     results = runs.Results(tmp_path / "result", settings, [source])
     pending = {job.name for job in runs.Scheduler(args, results).pending()}
     assert len(results.runs) == 6 and not pending & set(results.runs)
@@ -178,6 +179,9 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     assert difference.by_seed == {0: pytest.approx(0.0872, abs=1e-3), 1: pytest.approx(0.0874, abs=1e-3)}
     results.write()
     assert (tmp_path / "result.csv").read_text() == source.read_text()
+    args = parity_args(cache, "--size", "124m", "--compile", "--micro-batches", "4", "--resume-from", str(source))
+    with pytest.raises(SystemExit, match=r"'micro_batches': \(1, 4\)"):
+        runs.Results(tmp_path / "other", parity.settings_of(args, "2524c25bebc534ec", ""), [source])
 
 
 def test_regime_2_waits_for_its_first_weights_and_a_fresh_machine_makes_them_again(
@@ -337,6 +341,31 @@ def test_interval_of_paired_differences_is_students(bench: Any) -> None:
     # Pooled with e4m19, whose differences (0, 0) add one degree of freedom: (2 * 0.01 + 1 * 0) / 3.
     assert d.pooled == pytest.approx(3.182 * (0.02 / 3) ** 0.5 / 3**0.5)
     assert found["e4m19"].by_seed.keys() == {0, 1}
+
+
+def test_training_losses_are_compared_step_by_step_over_the_last_tenth_that_both_runs_have(bench: Any) -> None:
+    summary = bench("parity.summary")
+
+    def curve(arm: str, seed: int, factor: float, end: int = 400) -> list[dict[str, str]]:
+        told = {"regime": "3", "arm": arm, "seed": str(seed), "held_out_loss": ""}
+        of_batch = {step: 2 + step % 7 for step in range(10, end + 1, 10)}  # in both runs of a pair
+        return [
+            {**told, "step": str(step), "train_loss": str(loss * (factor if step > end - 40 else 9.0))}
+            for step, loss in of_batch.items()
+        ]
+
+    curves = [*curve("stock", 0, 9.0), *curve("stock", 1, 9.0), *curve("e4m11", 0, 9.018)]
+    curves += curve("e4m11-e4m3", 0, 9.027, 300)
+    curves += curve("e4m11-fast", 1, 9.0, 10)  # one step is no difference
+    curves += curve("e4m11-delayed", 2, 9.0)  # no other run of its seed
+    found = {(d.arm, d.base): (d.mean, d.cut) for d in summary.training_differences(curves, 3, 400)}
+    assert found == {
+        ("e4m11", "stock"): (pytest.approx(0.2), None),
+        ("e4m11-e4m3", "stock"): (pytest.approx(0.3), 300),
+        ("e4m11-e4m3", "e4m11"): (pytest.approx(0.3), 300),
+    }
+    text = summary.report_training(curves, 400, [1, 3])
+    assert "| e4m11-e4m3 - stock | +0.300 ± 0.000 (up to step 300) | +0.300 |" in text and "Regime 1" not in text
 
 
 def test_masters_are_compared_in_bf16_where_they_were_evaluated_so(bench: Any) -> None:

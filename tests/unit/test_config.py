@@ -15,6 +15,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
         "linear": {
             "recipe": "tensorwise",
             "grad_dtype": "e5m2",
+            "fast_accumulation": "output",
             "backend": "torch",
             "filter_fqns": ("lm_head",),
             "layer_choice": "all",
@@ -162,6 +163,16 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         on(recipe="blockwise", grad_dtype="e5m2"),
         "fp8.linear.grad_dtype:",
         ['expected "e4m3" with recipe "blockwise", got "e5m2"', "remove the key"],
+    ),
+    "fast sums of blocks, which have none": (
+        on(recipe="blockwise", fast_accumulation="output"),
+        "fp8.linear.fast_accumulation:",
+        ['expected "none" with recipe "blockwise", got "output"', "remove the key"],
+    ),
+    "fast sums in float32": (
+        on(backend="reference", fast_accumulation="output_and_grad_input"),
+        "fp8.linear.fast_accumulation:",
+        ['expected "none" or "output" with backend "reference", got "output_and_grad_input"', '"backend": "torch"'],
     ),
     "tokens are auto": (on(layer_choice="measured", tokens="auto"), "fp8.linear.tokens:", ["integer or null"]),
     "a choice without tokens": (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8_ds import diagnosis, judgement
+from fp8_ds.config import LinearConfig
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine import initialize as starting
 from fp8_ds.errors import Fp8DsError
@@ -149,6 +150,13 @@ def test_only_an_import_that_runs_before_initialize_counts(tmp_path: Path, sourc
     path = tmp_path / "train.py"
     path.write_text(source)
     assert judge({**STOCK, "fp8": {"enabled": True}}, path).on == on
+
+
+def test_how_products_accumulate_is_said_where_they_run_on_tensor_cores() -> None:
+    gpu = torch.device("cuda")
+    said = judgement._gemms(LinearConfig(fast_accumulation="output_and_grad_input"), gpu)
+    assert said == "torch, on tensor cores; fast accumulation of output, grad_input"
+    assert judgement._gemms(LinearConfig(recipe="blockwise"), gpu).endswith("of none")
 
 
 def test_what_will_be_used_is_said(script: Path) -> None:

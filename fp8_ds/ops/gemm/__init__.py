@@ -6,11 +6,12 @@ The three GEMMs of a linear are named by what they make. With tokens T, input fe
     grad_input[T, I]  = scaled_mm(grad_output[T, O], weight[O, I].T)
     grad_weight[O, I] = scaled_mm(grad_output[T, O].T, x[T, I].T)
 
-Fast accumulation keeps partial sums in the tensor core's shorter accumulator (about 14 bits on Hopper). Only `output`
-uses it: errors of a forward GEMM are averaged over the following layers, while those of `grad_weight` are sums over all
-tokens that go straight into the weights, and those of `grad_input` pile up from layer to layer. Sources: for the choice
-torchao 0.18 `torchao/float8/config.py` (gemm_config_output True, _grad_input and _grad_weight False); for the 14 bits
-the DeepSeek-V3 report (arXiv 2412.19437) section 3.3.2.
+Fast accumulation keeps partial sums in the tensor core's shorter accumulator (about 14 bits on Hopper). By default
+only `output` uses it: errors of a forward GEMM are averaged over the following layers, while those of `grad_weight` are
+sums over all tokens that go straight into the weights, and those of `grad_input` pile up from layer to layer. Sources:
+for the choice torchao 0.18 `torchao/float8/config.py` (gemm_config_output True, _grad_input and _grad_weight False);
+for the 14 bits the DeepSeek-V3 report (arXiv 2412.19437) section 3.3.2. What it costs and gains, measured:
+docs/recipes.md, "Fast accumulation".
 """
 
 from __future__ import annotations

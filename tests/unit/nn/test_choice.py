@@ -80,6 +80,7 @@ def test_times_between_two_token_counts_lie_on_their_line() -> None:
         {"m": 1280, "backend": "reference"},
         {"m": 1280, "bias": True},
         {"m": 1280, "frozen": True},
+        {"m": 1280, "fast_accumulation": "all"},
     ],
     ids=str,
 )
@@ -111,6 +112,27 @@ def test_a_plan_keeps_in_fp8_what_is_faster_there_and_says_by_how_much() -> None
     ]
     assert "slow (bf16 is faster: 41 us against 57 us at M 4096)" in chosen.describe()
     assert type(chosen).from_state(json.loads(json.dumps(chosen.to_state()))) == chosen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "found"),
+    [
+        ("tensorwise", {"fast_accumulation": "all"}, "all"),
+        ("tensorwise", {"fast_accumulation": "output"}, None),
+        ("tensorwise", {}, None),
+        ("blockwise", {}, None),
+        ("blockwise", {"fast_accumulation": "none"}, None),
+    ],
+)
+def test_the_default_accumulation_of_a_recipe_is_the_one_that_rows_do_not_name(
+    recipe: str, keys: dict[str, Any], found: str | None
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 128))
+    config = LinearConfig.model_validate({"recipe": recipe, "layer_choice": "measured", "tokens": 4096, **keys})
+    (kind,) = cases_of(model, make_plan(model, config), config).values()
+    assert kind.fast_accumulation == found
+    asked = kind.linear_config()
+    assert (asked.recipe, asked.fast_accumulation) == (recipe, config.fast_accumulation)
 
 
 # --- host and device ---

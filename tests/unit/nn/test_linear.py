@@ -10,7 +10,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
 from fp8_ds.ops.gemm import BACKENDS
 from fp8_ds.ops.quantize import quantize, quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory
@@ -327,19 +327,34 @@ def test_input_that_needs_no_gradient_costs_no_gemm(monkeypatch):
     assert module.weight.grad is not None
 
 
-def test_fast_accumulation_is_for_the_output_only(monkeypatch):
+FAST = {
+    None: [True, False, False],
+    "none": [False, False, False],
+    "output": [True, False, False],
+    "output_and_grad_input": [True, True, False],
+    "all": [True, True, True],
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("value", FAST)
+def test_products_accumulate_fast_where_the_configuration_says_so(value, recipe, monkeypatch):
     from fp8_ds.nn import recipe as recipe_module
 
     fast = []
     original = recipe_module.scaled_mm
 
-    def spy(*args, use_fast_accum=False):
+    def spy(*args, use_fast_accum):
         fast.append(use_fast_accum)
         return original(*args, use_fast_accum=use_fast_accum)
 
     monkeypatch.setattr(recipe_module, "scaled_mm", spy)
-    run(fp8_of(nn.Linear(32, 16)), torch.randn(8, 32))
-    assert fast == [True, False, False]
+    config = LinearConfig(recipe=recipe, **({} if value is None else {"fast_accumulation": value}))
+    model = nn.Sequential(nn.Linear(32, 16))
+    apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
+    run(model[0], torch.randn(8, 32))
+    num_fp8 = 2 if recipe == "rowwise_with_gw_hp" else 3  # its grad_weight is no FP8 product
+    assert fast == FAST[value][:num_fp8]
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
