@@ -132,8 +132,12 @@ def jump(stage: int) -> dict[str, Any]:
     engine.set_layer_precision(["up", "down"], "schedule")
     again = evaluate(engine, 500)
     report = engine.fp8_report()["num_layers_in_bf16"]
+    after = training.train(engine, 2, 15)
     training.destroy(engine)
-    return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report}
+    engine = training.build(training.ds_config(stage, {}))
+    straight = training.train(engine, 17)[15:]
+    training.destroy(engine)
+    return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report, "after": (after, straight)}
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -146,6 +150,8 @@ def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any
         assert in_fp8 < 4.0  # trained: log(96) is 4.56
         assert abs(in_fp8 - in_bf16) < 0.005 * in_bf16
         assert abs(in_fp8 - some) < 0.005 * in_bf16
+        after, straight = result["after"]
+        assert len(after) == 2 and after == straight
 
 
 def resume(stage: int, fp8: dict[str, Any], directory: str, save_at: int) -> dict[str, Any]:
