@@ -98,6 +98,37 @@ def pair(losses: Sequence[float], base: Sequence[float]) -> Paired:
     return Paired(tuple(100 * (mine / other - 1) for mine, other in zip(losses, base, strict=True)))
 
 
+@dataclass(frozen=True)
+class Stepwise:
+    """A run's losses to those of another on the same batches, step by step: what a batch adds to both cancels.
+
+    Attributes:
+        mean: of the relative differences, in per cent.
+        error: standard error of it, from their scatter.
+        last_step: the last one that both have.
+    """
+
+    mean: float
+    error: float
+    last_step: int
+
+
+def stepwise(curve: Curve, base: Curve, num_steps: float) -> Stepwise | None:
+    """Over the last steps that both have logged; None where these are fewer than two.
+
+    Args:
+        curve: of a run.
+        base: of the one it is paired with: the same batches in the same order.
+        num_steps: of training, up to the last that both have logged.
+    """
+    both = sorted(set(curve.steps) & set(base.steps))
+    compared = [step for step in both if step > both[-1] - num_steps]
+    if len(compared) < _MIN_STEPS:
+        return None
+    each = pair(curve.at(compared), base.at(compared)).by_pair
+    return Stepwise(statistics.fmean(each), statistics.stdev(each) / math.sqrt(len(each)), compared[-1])
+
+
 def pooled_half_widths(found: Sequence[Paired]) -> list[float]:
     """Half widths of the 95 % intervals of their means, with one deviation for all.
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_ds.comparison import pair, pooled_half_widths
+from fp8_ds.comparison import Stepwise, pair, pooled_half_widths, stepwise
+from fp8_ds.curves import Curve
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
 from parity.arms import ARMS, OF_LINEARS, RECIPES, STATES
 
@@ -46,6 +47,8 @@ TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained 
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
 LAST_SHARE = 0.1
+_LOGGED = 10
+"""Steps between two that are logged."""
 _TRAINING_TEXT = (
     "Both runs of a pair see the same batches, so that what a batch adds to both cancels: ± is the standard error over "
     "the logged steps. FP8 arms have the rounding of their own forward in it, as in training."
@@ -81,24 +84,6 @@ class Difference:
     @property
     def by_seed(self) -> dict[int, float]:
         return dict(zip(self.seeds, self.paired.by_pair, strict=True))
-
-
-@dataclass(frozen=True)
-class TrainingDifference:
-    """An arm's training loss to another's on the same batches, of one seed.
-
-    Attributes:
-        mean: of the relative differences of the logged steps, in per cent.
-        error: standard error of it, from their scatter.
-        cut: the last step that both have, if one of the runs was cut off there.
-    """
-
-    arm: str
-    base: str
-    seed: int
-    mean: float
-    error: float
-    cut: int | None
 
 
 def final_losses(rows: Rows, regime: int, steps: int) -> dict[str, dict[int, float]]:
@@ -185,23 +170,27 @@ def report_in_bf16(rows: Rows, runs: Mapping[str, Mapping[str, Any]], steps: int
     return "\n".join(lines)
 
 
-def training_differences(rows: Rows, regime: int, steps: int) -> list[TrainingDifference]:
-    """Of all pairs of arms and seeds, over a tenth of the steps: up to the last one that both have logged."""
-    curves: dict[tuple[str, int], dict[int, float]] = {}
+def training_curves(rows: Rows, regime: int) -> dict[tuple[str, int], Curve]:
+    """By arm and seed, those of cut runs too."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
     for row in rows:
         if int(row["regime"]) == regime and row["train_loss"]:
-            curves.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["train_loss"])
-    found = []
+            found.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["train_loss"])
+    return {
+        key: Curve("", tuple(sorted(losses)), tuple(losses[step] for step in sorted(losses)))
+        for key, losses in found.items()
+    }
+
+
+def training_differences(rows: Rows, regime: int, steps: int) -> dict[tuple[str, str], dict[int, Stepwise]]:
+    """Of all pairs of arms by seed, over a tenth of the steps."""
+    curves = training_curves(rows, regime)
+    found: dict[tuple[str, str], dict[int, Stepwise]] = {}
     for arm, base in PAIRS[regime]:
         for seed in sorted(seed for name, seed in curves if name == arm and (base, seed) in curves):
-            mine, theirs = curves[arm, seed], curves[base, seed]
-            both = sorted(mine.keys() & theirs.keys())
-            end = both[-1] if both else 0
-            each = [100 * (mine[step] / theirs[step] - 1) for step in both if step > end - LAST_SHARE * steps]
-            if len(each) > 1:
-                error = statistics.stdev(each) / math.sqrt(len(each))
-                cut = end if end < max(*mine, *theirs) else None
-                found.append(TrainingDifference(arm, base, seed, statistics.fmean(each), error, cut))
+            difference = stepwise(curves[arm, seed], curves[base, seed], LAST_SHARE * steps)
+            if difference is not None:
+                found.setdefault((arm, base), {})[seed] = difference
     return found
 
 
@@ -214,10 +203,12 @@ def report_training(rows: Rows, steps: int, regimes: Sequence[int]) -> str:
             continue
         lines += [f"## Regime {regime}: training loss in the last tenth of the steps", "", _TRAINING_TEXT, ""]
         lines += ["| difference | by seed, % | mean, % |", "|---|---|---|"]
-        for arm, base in dict.fromkeys((d.arm, d.base) for d in found):
-            mine = [d for d in found if (d.arm, d.base) == (arm, base)]
-            cells = ", ".join(f"{d.mean:+.3f} ± {d.error:.3f}{f' (up to step {d.cut})' if d.cut else ''}" for d in mine)
-            lines.append(f"| {arm} - {base} | {cells} | {statistics.fmean(d.mean for d in mine):+.3f} |")
+        for (arm, base), by_seed in found.items():
+            cells = ", ".join(
+                f"{d.mean:+.3f} ± {d.error:.3f}" + f" (up to step {d.last_step})" * (d.last_step < steps - _LOGGED)
+                for d in by_seed.values()
+            )
+            lines.append(f"| {arm} - {base} | {cells} | {statistics.fmean(d.mean for d in by_seed.values()):+.3f} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_ds import comparison
-from fp8_ds.comparison import Group, Result
+from fp8_ds.comparison import Group, Result, Stepwise
 from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.launcher import which_gpus
@@ -24,7 +24,9 @@ from fp8_ds.parity.arms import BASE, seeded
 from fp8_ds.parity.loop import FIELDS
 from fp8_ds.statistics import Paired
 
-HELD_OUT = "held_out_loss"
+HELD_OUT, TRAINING = "held_out_loss", "train_loss"
+_LAST_SHARE = 0.1
+"""Of the steps, over which training losses are compared."""
 _SETTINGS = "study.json"
 _TAIL = 2000
 _SHORTEST_PIECE = 60.0
@@ -213,6 +215,21 @@ class Study:
                 found[arm] = comparison.pair(*zip(*both, strict=True))
         return found
 
+    def training_differences(self) -> dict[str, dict[int, Stepwise]]:
+        """By arm and seed, over the last tenth of the steps: runs of a seed see the same batches."""
+        base, *others = self.arms
+        found: dict[str, dict[int, Stepwise]] = {}
+        for arm in others:
+            for seed in self.seeds:
+                logs = [self.log(Run(name, seed)) for name in (arm, base)]
+                if not all(log.exists() for log in logs):
+                    continue
+                mine, theirs = (read_curve(log, TRAINING) for log in logs)
+                difference = comparison.stepwise(mine, theirs, _LAST_SHARE * self.settings.steps)
+                if difference is not None:
+                    found.setdefault(arm, {})[seed] = difference
+        return found
+
     def rows(self) -> str:
         """All finished logs as one CSV: arm, seed and the columns of a log."""
         text = io.StringIO()
@@ -244,6 +261,16 @@ class Study:
                 "The same models, the last evaluation computed in bf16 with weights decoded from the masters:",
             ]
             lines += ["", *(f"- {arm}: {comparison.describe_mean(paired)}" for arm, paired in found.items()), ""]
+        if training := self.training_differences():
+            lines += [
+                "",
+                "Training loss over the last tenth of the steps, where both runs of a pair see the same batches:",
+                "",
+            ]
+            for arm, by_seed in training.items():
+                each = (f"{d.mean:+.3f} ± {d.error:.3f} % (seed {seed})" for seed, d in by_seed.items())
+                lines.append(f"- {arm}: {', '.join(each)}")
+            lines += ["", "± is the standard error over the steps; seeds differ by more."]
         reasons = {run.name: self.about(run).get("not_evaluated_in_bf16") for run in self.runs()}
         lines += [f"- NOT EVALUATED in bf16: {name}: {reason}" for name, reason in reasons.items() if reason]
         lines += [f"- NOT FINISHED: {run.name}" for run in self.pending()]

@@ -358,11 +358,14 @@ def test_training_losses_are_compared_step_by_step_over_the_last_tenth_that_both
     curves += curve("e4m11-e4m3", 0, 9.027, 300)
     curves += curve("e4m11-fast", 1, 9.0, 10)  # one step is no difference
     curves += curve("e4m11-delayed", 2, 9.0)  # no other run of its seed
-    found = {(d.arm, d.base): (d.mean, d.cut) for d in summary.training_differences(curves, 3, 400)}
+    found = {
+        pair: {seed: (d.mean, d.last_step) for seed, d in by_seed.items()}
+        for pair, by_seed in summary.training_differences(curves, 3, 400).items()
+    }
     assert found == {
-        ("e4m11", "stock"): (pytest.approx(0.2), None),
-        ("e4m11-e4m3", "stock"): (pytest.approx(0.3), 300),
-        ("e4m11-e4m3", "e4m11"): (pytest.approx(0.3), 300),
+        ("e4m11", "stock"): {0: (pytest.approx(0.2), 400)},
+        ("e4m11-e4m3", "stock"): {0: (pytest.approx(0.3), 300)},
+        ("e4m11-e4m3", "e4m11"): {0: (pytest.approx(0.3), 300)},
     }
     text = summary.report_training(curves, 400, [1, 3])
     assert "| e4m11-e4m3 - stock | +0.300 ± 0.000 (up to step 300) | +0.300 |" in text and "Regime 1" not in text

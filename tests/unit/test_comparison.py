@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.comparison import Group, as_data, compare, describe, describe_steps, read_group
+from fp8_ds.comparison import Group, as_data, compare, describe, describe_steps, read_group, stepwise
 from fp8_ds.curves import Curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.statistics import Paired, half_width, t_quantile
@@ -24,6 +24,20 @@ def test_the_interval_is_students() -> None:
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
     assert half_width([1.0]) == math.inf
     assert t_quantile(15) == t_quantile(99) == 2.131
+
+
+def test_losses_of_a_pair_are_compared_step_by_step_where_a_batch_adds_to_both() -> None:
+    steps = tuple(range(10, 210, 10))
+    of_batch = [2.0 + step % 7 for step in steps]
+    base = Curve("base", steps, tuple(of_batch))
+    late = tuple(loss * (1.001 if k % 2 else 1.003) if k >= 16 else 9.0 for k, loss in enumerate(of_batch))
+    found = stepwise(Curve("other", steps, late), base, 40)
+    assert found is not None and found.mean == pytest.approx(0.2) and found.last_step == 200
+    assert found.error == pytest.approx(0.2 / math.sqrt(3) / math.sqrt(4))  # of 0.1, 0.3, 0.1, 0.3
+    cut = Curve("cut", steps[:19], late[:19])
+    found = stepwise(cut, base, 30)
+    assert found is not None and found.last_step == 190 and found.mean == pytest.approx((0.3 + 0.1 + 0.3) / 3)
+    assert stepwise(cut, base, 10) is None and stepwise(Curve("none", (5,), (1.0,)), base, 100) is None
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,18 @@ def test_fp8_models_are_compared_as_they_compute_in_bf16_too(tmp_path: Path, wor
     assert "- default: +0.010 %, one pair" in study.report()
 
 
+def test_training_losses_of_a_pair_are_compared_step_by_step(tmp_path: Path, worker: dict[str, Any]) -> None:
+    study = Study(tmp_path, settings(), ARMS, range(2))
+    study.go_on(None, lambda text: None)
+    assert "Training loss" not in study.report()  # one logged step is no difference
+    for arm, factor in (("bf16", 1.0), ("default", 1.002)):
+        lines = ["step,tokens,seconds,train_loss,held_out_loss", "0,0,0,,3.0"]
+        lines += [f"{step},8,1.0,{(2 + step % 3) * (factor if step > 18 else 5.0)}," for step in range(1, 21)]
+        (study.folder / f"runs/{arm}-s1.csv").write_text("\n".join(lines) + "2.0\n")
+    page = study.report().split("Training loss over the last tenth")[1]
+    assert "- default: +0.200 ± 0.000 % (seed 1)\n" in page
+
+
 def test_a_failure_does_not_stop_the_others_and_a_pause_does(tmp_path: Path, worker: dict[str, Any]) -> None:
     worker |= {"fails": ("default-s0",), "pauses": ("bf16-s1",)}
     study = Study(tmp_path, settings(), ARMS, range(2))
