@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from parity import data, summary
-from parity.arms import ARMS
+from parity.arms import ARMS, WITHOUT_DEEPSPEED
 from parity.models import SIZES
 from parity.runs import Results, Scheduler
 from parity.studies import STUDIES, describe_plan, work_list
@@ -102,6 +102,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only-report", action="store_true", help="tables and plots of what --resume-from has")
     parser.add_argument("--plan", action="store_true", help="print the runs and predicted seconds")
     args = parser.parse_args()
+    batch = SIZES[args.size].batch
+    if args.micro_batches < 1 or batch % args.micro_batches:
+        parser.error(f"--micro-batches: expected a divisor of {batch}, got {args.micro_batches}. Cut it evenly.")
+    if args.micro_batches > 1 and (alone := sorted({*WITHOUT_DEEPSPEED} & {*args.arms})):
+        parser.error(f"--micro-batches: expected 1 with {', '.join(alone)}, which accumulate nothing. Leave them out.")
     args.seeds2 = args.seeds2 if args.seeds2 is not None else args.seeds
     return args
 

@@ -48,7 +48,8 @@ class Step:
 
     Args:
         name: of it.
-        command: of a shell in this checkout; {python} and {out} are filled in, {seconds} is what it may take.
+        command: of a shell in this checkout; {python}, {out} and {own}, a folder in it for this step alone, are filled
+            in; {seconds} is what it may take.
         seconds: that it takes on an H200, about; it is killed at 1.3 times that.
         why: what is shown by it.
         gpus: that it needs.
@@ -75,13 +76,14 @@ _RECIPES = "delayed rowwise gw_hp blockwise"
 _PARITY_ARMS = "stock fp8 e4m19 e4m11 e4m11-nearest bf16-nearest"
 
 
+_GPT_PARITY = "{python} benchmarks/gpt_parity.py --compile --whole --out {own} --budget {seconds}"
+"""Files of each step's own: runs of other settings are refused beside these, and steps run side by side."""
+
+
 def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _PARITY_ARMS) -> str:
     """Seeds of their own: a machine's first weights of regimes 2 and 3 are not another's."""
-    return _benchmark(
-        "gpt_parity",
-        f"--compile --whole --by-regime --regimes {regimes} --seeds {seeds} --seeds2 3 4 --arms {arms} "
-        f"--estimate 300 --budget {{seconds}} {more}",
-    )
+    what = f"--by-regime --regimes {regimes} --seeds {seeds} --seeds2 3 4 --arms {arms} --estimate 300 {more}"
+    return f"{_GPT_PARITY} {what}"
 
 
 _TESTS_MEGATRON = (
@@ -172,11 +174,7 @@ STEPS = (
     *(
         Step(
             f"parity-recipes-{k}",
-            _benchmark(
-                "gpt_parity",
-                f"--study recipes --compile --whole --regimes 3 --seeds {k} --arms stock fp8 {_RECIPES} "
-                "--estimate 480 --budget {seconds}",
-            ),
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {k} --arms stock fp8 {_RECIPES} --estimate 480",
             1700,
             f"issue 8 E: every recipe beside stock over 201 M tokens, seed {k}",
             gpus=2,
@@ -433,7 +431,8 @@ def start_step(step: Step, out: Path, seconds: float, gpus: tuple[str, ...]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     limit = min(seconds, 1.3 * step.seconds)
     inside = int(min(step.seconds, limit - MIN_SECONDS / 2))
-    command = step.command.format(python=shlex.quote(sys.executable), out=shlex.quote(str(out)), seconds=inside)
+    folders = {"out": shlex.quote(str(out)), "own": shlex.quote(str(out / step.name))}
+    command = step.command.format(python=shlex.quote(sys.executable), seconds=inside, **folders)
     path = folder / f"{step.name}.txt"
     environment = {**os.environ, **torchs_cudnn(), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with path.open("wb") as log:

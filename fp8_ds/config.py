@@ -81,6 +81,11 @@ class LinearConfig(_Block):
                 'fp8.linear.fast_accumulation: expected "none" with recipe "blockwise", got '
                 f'"{self.fast_accumulation}". torch\'s product of blocks has none: remove the key.'
             )
+        if self.recipe == "rowwise_with_gw_hp" and "grad_weight" in self.fast_gemms:
+            raise ConfigError(
+                'fp8.linear.fast_accumulation: expected "output_and_grad_input" at most with recipe '
+                '"rowwise_with_gw_hp", got "all". Its grad_weight is computed in bf16.'
+            )
         if self.backend == "reference" and len(self.fast_gemms) > 1:
             raise ConfigError(
                 'fp8.linear.fast_accumulation: expected "none" or "output" with backend "reference", got '

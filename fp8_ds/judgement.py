@@ -215,7 +215,8 @@ def _gemms(linear: LinearConfig, device: torch.device) -> str:
         return "reference, which is slow"
     if device.type == "cpu":
         return "torch, on this CPU"
-    return f"torch, on tensor cores; fast accumulation of {', '.join(linear.fast_gemms) or 'none'}"
+    fast = f"fast accumulation of {', '.join(linear.fast_gemms)}" if linear.fast_gemms else "no fast accumulation"
+    return f"torch, on tensor cores; {fast}"
 
 
 def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ _TO_FP8 = tuple((arm, "fp8") for arm in STATES)
 _OF_LINEARS = (
     *((arm, base) for arm in OF_LINEARS for base in ("stock", "e4m11")),
     ("e4m11-fast-e4m3", "e4m11-fast"),
+    ("e4m11-fast-e4m3", "e4m11-e4m3"),
     ("e4m11-e4m3-fast-input", "e4m11-fast-e4m3"),
 )
 PAIRS = {

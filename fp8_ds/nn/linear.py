@@ -226,5 +226,4 @@ class Fp8Linear(nn.Linear):
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def extra_repr(self) -> str:
-        recipe = self.fp8_recipe
-        return f"{super().extra_repr()}, fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}"
+        return f"{super().extra_repr()}, {self.fp8_recipe.describe()}"

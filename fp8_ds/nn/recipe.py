@@ -77,7 +77,13 @@ class Recipe(ABC):
         self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
         self.fast_gemms = linear_config.fast_gemms
+        self.linear_config = linear_config
         self.shared = shared
+
+    def describe(self) -> str:
+        """For `print(model)`."""
+        fast = "+".join(self.fast_gemms) or "none"
+        return f"fp8={self.name}, grad={self.grad_format.name}, backend={self.backend}, fast={fast}"
 
     def product(
         self, gemm: Gemm, a_fp8: Tensor, b_fp8: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, dtype: torch.dtype

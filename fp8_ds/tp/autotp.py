@@ -83,9 +83,8 @@ class AutoTpFp8Linear(Fp8Linear):
 
     def extra_repr(self) -> str:
         """DeepSpeed's and ours."""
-        recipe = self.fp8_recipe
         stock: Any = type(self).__bases__[1]
-        return f"{stock.extra_repr(self)}, fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}"
+        return f"{stock.extra_repr(self)}, {self.fp8_recipe.describe()}"
 
     def _check_eager(self) -> None:
         """DeepCompile's pass has not taken this layer's collectives away."""

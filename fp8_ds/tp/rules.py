@@ -233,7 +233,7 @@ class SharedTensorwiseRecipe(TensorwiseRecipe):
     """
 
     def __init__(self, recipe: TensorwiseRecipe, group: dist.ProcessGroup) -> None:
-        self.grad_format, self.backend, self.shared = recipe.grad_format, recipe.backend, recipe.shared
+        super().__init__(recipe.linear_config, recipe.shared)
         self.group = group
 
     def quantize(self, x: Tensor, fmt: Float8Format, needs_rows: bool, needs_columns: bool) -> Quantized:

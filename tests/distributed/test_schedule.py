@@ -121,28 +121,29 @@ def evaluate(engine: Any, step: int) -> float:
     return float(loss)
 
 
-def jump(stage: int) -> dict[str, Any]:
-    engine = training.build(training.ds_config(stage, {}))
+def jump(stage: int, recipe: str) -> dict[str, Any]:
+    config = training.ds_config(stage, {"linear": {"recipe": recipe}})
+    engine = training.build(config)
     training.train(engine, 15)
     in_fp8 = evaluate(engine, 500)
     layers = engine.set_layer_precision("up", "bf16")
     some = evaluate(engine, 500)
-    engine.set_layer_precision(["up", "down"], "bf16")
+    engine.set_layer_precision("", "bf16")
     in_bf16 = evaluate(engine, 500)
-    engine.set_layer_precision(["up", "down"], "schedule")
+    engine.set_layer_precision("", "schedule")
     again = evaluate(engine, 500)
     report = engine.fp8_report()["num_layers_in_bf16"]
     after = training.train(engine, 2, 15)
     training.destroy(engine)
-    engine = training.build(training.ds_config(stage, {}))
+    engine = training.build(config)
     straight = training.train(engine, 17)[15:]
     training.destroy(engine)
     return {"losses": (in_fp8, some, in_bf16, again), "layers": layers, "left": report, "after": (after, straight)}
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any, stage: int) -> None:
-    for result in ranks(2).run(jump, stage):
+@pytest.mark.parametrize(("stage", "recipe"), [(1, "delayed"), pytest.param(3, "tensorwise", marks=pytest.mark.slow)])
+def test_a_switch_makes_no_jump_in_the_loss_and_the_way_back_is_exact(ranks: Any, stage: int, recipe: str) -> None:
+    for result in ranks(2).run(jump, stage, recipe):
         in_fp8, some, in_bf16, again = result["losses"]
         assert result["layers"] == [f"blocks.{i}.up" for i in range(3)] and result["left"] == 0
         assert in_fp8 == again

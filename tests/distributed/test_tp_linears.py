@@ -59,9 +59,9 @@ class _FastProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fast_products(name: str, value: str) -> dict[str, dict[tuple[int, int], set[bool]]]:
+def fast_products(name: str, value: str, scales: str) -> dict[str, dict[tuple[int, int], set[bool]]]:
     """Of both kinds of layer."""
-    tp = tpar.context()
+    tp = tpar.context(scales=scales)
     x, grad = operands(torch.bfloat16)
     found = {}
     for kind, (make, run) in tpar.RUN.items():
@@ -73,10 +73,12 @@ def fast_products(name: str, value: str) -> dict[str, dict[tuple[int, int], set[
 
 
 @pytest.mark.parametrize("value", ["none", "output", "output_and_grad_input", "all"])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(ranks: Any, name: str, value: str) -> None:
+@pytest.mark.parametrize(("name", "scales"), [("tensorwise", "local"), ("tensorwise", "shared"), ("rowwise", "local")])
+def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(
+    ranks: Any, name: str, scales: str, value: str
+) -> None:
     fast = LinearConfig(fast_accumulation=value).fast_gemms
-    found = ranks(2).run(fast_products, name, value)[0]
+    found = ranks(2).run(fast_products, name, value, scales)[0]
     for kind, out_features in (("column", ODD_OUT // 2), ("row", ODD_OUT)):
         by_gemm: dict[str, set[bool]] = {"output": set(), "grad_input": set(), "grad_weight": set()}
         for (m, n), flags in found[kind].items():

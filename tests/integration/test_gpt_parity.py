@@ -179,7 +179,8 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     assert difference.by_seed == {0: pytest.approx(0.0872, abs=1e-3), 1: pytest.approx(0.0874, abs=1e-3)}
     results.write()
     assert (tmp_path / "result.csv").read_text() == source.read_text()
-    args = parity_args(cache, "--size", "124m", "--compile", "--micro-batches", "4", "--resume-from", str(source))
+    more = ("--micro-batches", "4", "--arms", "stock", "e4m11")
+    args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source), *more)
     with pytest.raises(SystemExit, match=r"'micro_batches': \(1, 4\)"):
         runs.Results(tmp_path / "other", parity.settings_of(args, "2524c25bebc534ec", ""), [source])
 
@@ -482,6 +483,36 @@ def test_a_run_in_three_pieces_has_the_losses_of_one(
         for log in (piece("whole"), piece("cut", state))
     ]
     assert len(lines[0]) > 10 and lines[0] == lines[1]
+
+
+def test_micro_batches_that_do_not_cut_a_batch_evenly_are_refused(
+    bench: Any, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (("--micro-batches", "3", "--arms", "stock"), "expected a divisor of 4, got 3"),
+        (("--micro-batches", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
+    ):
+        with pytest.raises(SystemExit):
+            parity_args(cache, *words)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_batch_in_two_micro_batches_is_one_step_with_its_loss(
+    root: Path, cache: Path, tmp_path: Path, cpu_environment: dict[str, str]
+) -> None:
+    env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = "0"  # the store takes a free one
+    env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
+    command = [sys.executable, "-m", "parity.worker", "--regime=1", "--seed=0", "--steps=6", "--lr=1e-2"]
+    losses = []
+    for number in (1, 2):
+        log = tmp_path / f"{number}.csv"
+        more = ["--size=tiny", f"--cache={cache}", "--arm=stock", f"--micro-batches={number}", f"--log={log}"]
+        done = subprocess.run([*command, *more], stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
+        assert done.returncode == 0, done.stdout[-4000:]
+        losses.append([float(line.split(",")[3]) for line in log.read_text().splitlines()[2:]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0][-1] < losses[0][0] - 0.1
 
 
 def test_control_without_its_switch_is_refused(bench: Any) -> None:

@@ -94,7 +94,9 @@ def test_a_step_waits_for_another_and_for_its_gpus_and_is_not_overtaken(bench: A
 def test_pieces_of_megatron_side_by_side_write_no_file_of_each_other(bench: Any) -> None:
     """Each reads the JSON and the text of its folders, and writes them again."""
     commands = [step.command for step in bench("session").STEPS if "megatron_pretrain" in step.command]
-    words = [shlex.split(command.format(python="python", out="out", seconds=100)) for command in commands]
+    words = [
+        shlex.split(command.format(python="python", out="out", own="out/own", seconds=100)) for command in commands
+    ]
     folders = [line[line.index("--out") + 1] for line in words]
     assert len(set(folders)) == len(folders) >= 7
     assert all(line[line.index("--cache") + 1] == "$(mktemp -d)" for line in words)
@@ -105,7 +107,7 @@ def test_every_command_is_one_that_its_script_takes(
     bench: Any, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in bench("session").STEPS:
-        words = shlex.split(step.command.format(python="python", out="out", seconds=100))
+        words = shlex.split(step.command.format(python="python", out="out", own="out/own", seconds=100))
         if words[1:3] == ["-m", "pytest"]:
             assert all((root / word).exists() for word in words if word.startswith("tests/"))
             continue
@@ -136,3 +138,16 @@ def test_steps_are_chosen_by_name_or_by_gpus(
         assert stop.value.code == 0
     assert chosen == ["gather", "tests", *(step.name for step in session.STEPS if step.gpus == 2)]
     assert "parity-8gpus" in run_main("session", "--list")
+
+
+def test_parity_runs_of_two_steps_share_no_files(bench: Any, tmp_path: Path) -> None:
+    session = bench("session")
+    show = [
+        session.Step(step.name, f"echo {{own}} > {{out}}/{step.name}.txt", 20.0, "a test")
+        for step in session.STEPS
+        if "gpt_parity.py" in step.command
+    ]
+    assert all("--out {own} " in step.command for step in session.STEPS if "gpt_parity.py" in step.command)
+    session.run_session(show[:2], tmp_path, 100.0)
+    folders = {(tmp_path / f"{step.name}.txt").read_text().strip() for step in show[:2]}
+    assert folders == {str(tmp_path / step.name) for step in show[:2]} and len(folders) == 2

@@ -169,6 +169,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.linear.fast_accumulation:",
         ['expected "none" with recipe "blockwise", got "output"', "remove the key"],
     ),
+    "fast sums of a product in bf16": (
+        on(recipe="rowwise_with_gw_hp", fast_accumulation="all"),
+        "fp8.linear.fast_accumulation:",
+        ['expected "output_and_grad_input" at most with recipe "rowwise_with_gw_hp", got "all"', "in bf16"],
+    ),
     "fast sums in float32": (
         on(backend="reference", fast_accumulation="output_and_grad_input"),
         "fp8.linear.fast_accumulation:",

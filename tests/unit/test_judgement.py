@@ -156,7 +156,7 @@ def test_how_products_accumulate_is_said_where_they_run_on_tensor_cores() -> Non
     gpu = torch.device("cuda")
     said = judgement._gemms(LinearConfig(fast_accumulation="output_and_grad_input"), gpu)
     assert said == "torch, on tensor cores; fast accumulation of output, grad_input"
-    assert judgement._gemms(LinearConfig(recipe="blockwise"), gpu).endswith("of none")
+    assert judgement._gemms(LinearConfig(recipe="blockwise"), gpu).endswith("; no fast accumulation")
 
 
 def test_what_will_be_used_is_said(script: Path) -> None:

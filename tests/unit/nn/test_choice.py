@@ -133,6 +133,8 @@ def test_the_default_accumulation_of_a_recipe_is_the_one_that_rows_do_not_name(
     assert kind.fast_accumulation == found
     asked = kind.linear_config()
     assert (asked.recipe, asked.fast_accumulation) == (recipe, config.fast_accumulation)
+    measured, _ = make_steps(kind.model_copy(update={"m": 16}), CPU)
+    assert measured.module.fp8_recipe.fast_gemms == config.fast_gemms
 
 
 # --- host and device ---
