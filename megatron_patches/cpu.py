@@ -21,6 +21,7 @@ from megatron_patches.dataset_helpers import copy_helper
 
 _CPU = torch.device("cpu")
 _NAMELESS: dict[str, Any] = {
+    "is_available": False,  # it asks device_count once DeepSpeed is imported; data loaders would pin memory
     "current_device": _CPU,
     "device_count": 1,
     "set_device": None,

@@ -247,6 +247,7 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
             config,
             use_transformer_engine=use_transformer_engine,
             normalization=config.normalization,
+            qk_l2_norm=getattr(config, "qk_l2_norm", False),
             vp_stage=vp_stage,
         )
     values = {
@@ -260,6 +261,7 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
         "use_te_activation_func": getattr(config, "use_te_activation_func", False),
         "use_te_op_fuser": getattr(config, "use_transformer_engine_op_fuser", False),
         "mla_down_proj_fusion": getattr(config, "mla_down_proj_fusion", False),
+        "use_grouped_gemm_for_dense_mlp": getattr(config, "use_grouped_gemm_for_dense_mlp", False),
     }
     kind = "with_transformer_engine" if use_transformer_engine else "local"
     make = getattr(stock_specs, f"get_gpt_layer_{kind}_spec")

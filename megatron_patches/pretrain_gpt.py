@@ -94,6 +94,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
         from megatron_patches.cpu import on_cpu
 
         stack.enter_context(on_cpu(training=True))
+    patches.check()  # all rows, before any is applied
     from megatron_patches import arguments as ours
     from megatron_patches import health, norm, optimizer
 

@@ -58,7 +58,9 @@ def gradients(layout: Layout) -> dict[str, Any]:
         with _CountProducts() as products, count_collectives() as moved:
             training.step(mt.batches(1))
         found = {name: p.main_grad.clone() for name, p in training.module.named_parameters()}
-        return {"gradients": found, "products": products.count, "gathered": moved.num_bytes["all_gather"]}
+        recipes = {one.fp8_recipe.name for one in training.module.modules() if getattr(one, "fp8_recipe", None)}
+        gathered = moved.num_bytes["all_gather"]
+        return {"gradients": found, "products": products.count, "gathered": gathered, "recipes": recipes}
 
 
 def of_stock(layout: Layout) -> Layout:
@@ -129,7 +131,7 @@ def test_every_gradient_is_megatrons(ranks: Ranks, stock_gradients: Any, name: s
     stock = stock_gradients(layout)
     per_linear = 2 if recipe == "rowwise_with_gw_hp" else 3
     assert fp8[0]["products"] == per_linear * NUM_LINEARS * mt.NUM_MICRO
-    assert stock[0]["products"] == 0
+    assert stock[0]["products"] == 0 and fp8[0]["recipes"] == {recipe}
     for rank in range(2):
         assert fp8[rank]["gradients"].keys() == stock[rank]["gradients"].keys()
         for parameter, grad in stock[rank]["gradients"].items():
@@ -314,6 +316,9 @@ def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     for kind in ("input", "weight", "grad_output"):
         assert {f"fp8-amax/{kind}/{place}" for place in places} <= set(scalars), kind
         assert 0 < scalars[f"fp8/amax-max/{kind}"] < 100
+        for field in ("saturation", "underflow"):
+            assert {f"fp8-{field}/{kind}/{place}" for place in places} <= set(scalars), (field, kind)
+            assert 0 <= scalars[f"fp8/{field}-max/{kind}"] < 0.5
     offset = {"pp2": 1}.get(name, 0)  # the second stage counts its layers from 0 again
     for rank, one in enumerate((first, second)):
         for parameter, amax in one["weights"].items():

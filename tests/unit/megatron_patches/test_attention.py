@@ -224,6 +224,13 @@ def test_fp8_is_near_and_not_equal() -> None:
     assert 20 < sqnr_db(exact, out) < 60
 
 
+def test_the_rotation_reaches_the_backend() -> None:
+    q, k, v = (x.float() for x in operands())
+    plain, rotated = (call(build("fa3_fp8_emulated", hadamard), q, k, v) for hadamard in (False, True))
+    assert not torch.equal(plain, rotated)
+    assert sqnr_db(plain, rotated) > 20
+
+
 def test_the_precision_file_names_layers() -> None:
     payload = lambda **values: SimpleNamespace(config=values)  # noqa: E731
     module = build("fa3_fp8_emulated", hadamard=True)

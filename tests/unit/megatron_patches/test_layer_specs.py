@@ -263,6 +263,29 @@ def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleName
     assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
 
 
+def test_the_name_and_the_flag_say_which_attention(stock_script: SimpleNamespace) -> None:
+    for name, backend in (("gpt_sdpa", "sdpa"), ("gpt_fa3_fp8_emulated", "fa3_fp8_emulated")):
+        stock_script.spec[1], stock_script.fp8_attention_hadamard = name, backend != "sdpa"
+        spec = layer_specs._objects()[name]
+        settings = spec.submodules.self_attention.submodules.core_attention.params["fp8_attention"]
+        assert settings == AttentionSettings(backend, backend != "sdpa")
+
+
+@pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
+def test_norms_of_queries_and_keys_are_those_asked_for(freq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_block, transformer_layer
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    for module in (layer_specs.stock_specs, transformer_block, transformer_layer):
+        for name, value in (("get_num_layers_to_build", 4), ("get_transformer_layer_offset", 0)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
+    moe = config(num_moe_experts=4, moe_layer_freq=freq, add_bias_linear=False, qk_l2_norm=True)
+    spec = layer_specs.stock_layer_spec(moe, use_transformer_engine=False)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        assert layer.submodules.self_attention.submodules.q_layernorm is L2Norm
+
+
 def test_without_fp8_or_attention_linears_are_stock() -> None:
     found = modules(layer_spec(config(), use_transformer_engine=False))
     assert (found["linear_qkv"], found["linear_fc2"]) == (ColumnParallelLinear, RowParallelLinear)
