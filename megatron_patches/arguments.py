@@ -16,6 +16,7 @@ from fp8_ds.attention import BACKENDS
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.ops.gemm import BACKENDS as GEMM_BACKENDS
 from megatron_patches import compat, optimizer
+from megatron_patches.engine_observers import RECIPES as SAMPLED
 from megatron_patches.recipes import GRAD_DTYPES, OURS, Fp8Settings, settings
 
 SPEC = ("megatron_patches.layer_specs", "gpt")
@@ -74,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--fp8-health-interval",
         type=int,
         default=0,
-        help="iterations from one sample of amax, saturation and underflow to the next, of linears without Transformer "
-        "Engine; 0: coverage and bytes only",
+        help="iterations from one sample of amax, saturation and underflow of the linears to the next; 0: coverage and "
+        "bytes only",
     )
     _mend_help(parser)
     group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
@@ -265,10 +266,21 @@ def _check_health(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--fp8-health-interval: expected 0 or more iterations, got {interval}. Pass 0 for coverage and bytes only."
         )
-    if interval and args.fp8_linear_recipe is None:
+    if not interval or args.fp8_linear_recipe is not None:
+        return
+    if args.fp8 is None:
         raise ConfigError(
-            f"--fp8-health-interval: expected 0 without FP8 linears of fp8_ds, got {interval}. There are no others to "
-            "sample: remove it, or pass --transformer-impl local, --fp8-format and --fp8-recipe."
+            f"--fp8-health-interval: expected 0 without FP8 linears, got {interval}. There are none to sample: remove "
+            "it, or pass --fp8-format and --fp8-recipe."
+        )
+    if args.fp8_recipe not in SAMPLED:
+        raise ConfigError(
+            f"--fp8-health-interval: expected 0 with --fp8-recipe {args.fp8_recipe} of Transformer Engine, got "
+            f"{interval}. Of {', '.join(SAMPLED)} the casts are known: remove it."
+        )
+    if flag := optimizer.cuda_graphs(args):
+        raise ConfigError(
+            f"--fp8-health-interval: expected 0 with {flag}, got {interval}. Graphs call no hook: remove one of them."
         )
 
 

@@ -2,9 +2,9 @@
 
 - coverage: share of the FLOPs of all matrix products of an iteration that run in FP8: linears, experts by the tokens
   they get on average, the head, and attention's products (causal: half of them). Of FP8 attention only the forward is.
-- gathered: bytes that FP8 all-gathers delivered to a rank in one training iteration.
-- amax, saturation, underflow: see fp8_ds/monitor/statistics.py; of linears of fp8_ds, every --fp8-health-interval
-  iterations. Transformer Engine's own are in its debug tool.
+- gathered: bytes that FP8 all-gathers of fp8_ds delivered to a rank in one training iteration.
+- amax, saturation, underflow: see fp8_ds/monitor/statistics.py; every --fp8-health-interval iterations, of linears of
+  fp8_ds or Transformer Engine's (engine_observers.py).
 
 Evaluation, which comes between two iterations, counts nowhere.
 """
@@ -21,8 +21,9 @@ import torch
 
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import KINDS, LayerStatistics, StatisticsTable
+from megatron_patches.engine_observers import EngineObservers, is_engine_linear
+from megatron_patches.registry import LayerRegistry
 
-_ENGINE = "transformer_engine"
 _EXPERTS = "experts"
 _FORWARD_SHARE = 1 / 3
 """Of a product and its two gradients, the forward."""
@@ -42,6 +43,13 @@ class Products(NamedTuple):
         return Products(self.in_fp8 + other.in_fp8, self.total + other.total)
 
 
+def engine_is_fp8(layer: Any) -> bool:
+    """Whether Transformer Engine's linears of a transformer layer are in FP8."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    return bool(layer.config.fp8) and not is_first_last_bf16_layer(layer.config, layer.layer_number - 1)
+
+
 def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
     """Of each linear and the attention of a transformer layer, on this rank.
 
@@ -49,23 +57,20 @@ def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
         layer: Megatron's, of any spec.
         sequence_length: tokens that attend to each other.
     """
-    from megatron.core.fp8_utils import is_first_last_bf16_layer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
     from megatron_patches.linear import MegatronFp8Linear
 
     config = layer.config
-    engine_is_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer.layer_number - 1)
     for name, module in layer.named_modules():
-        place = type(module).__module__
         tail = name.rsplit(".", 1)[-1]
         if isinstance(module, MegatronFp8Linear):
             share = 0.0 if module.fp8_recipe is None else 1.0 if module.fp8_recipe.needs_grad_columns else 2 / 3
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             share = 0.0
-        elif tail.startswith("linear_") and (_ENGINE in place):
-            share = float(engine_is_fp8)
+        elif is_engine_linear(name, module):
+            share = float(engine_is_fp8(layer))
         elif tail == "core_attention":
             share = 0.0
             if isinstance(module, MegatronFp8Attention) and module.fp8_attention is not None:
@@ -91,10 +96,13 @@ def describe(layers: Iterable[Any]) -> str:
     linears: Counter[str] = Counter()
     attentions: Counter[str] = Counter()
     for layer in layers:
-        for module in layer.modules():
+        for name, module in layer.named_modules():
             if isinstance(module, MegatronFp8Linear):
                 recipe = module.fp8_recipe
                 linears[f"bf16 ({module.bf16_reason})" if recipe is None else f"fp8_ds {recipe.name}"] += 1
+            elif is_engine_linear(name, module):
+                computes = layer.config.fp8_recipe if engine_is_fp8(layer) else "bf16"
+                linears[f"Transformer Engine {computes}"] += 1
             elif isinstance(module, MegatronFp8Attention):
                 settings = module.fp8_attention
                 attentions[
@@ -126,20 +134,25 @@ class Health:
         self._num_bytes = self._bytes_before = 0
         self._waiting: list[Any] = []
         self._statistics: LayerStatistics = {}
-        self._observers: Observers | None = None
+        self._observers: Observers | EngineObservers | None = None
         self._is_sampling, self._sampled = False, 0
         self._every = getattr(args, "fp8_health_interval", 0)
-        linears: dict[str, Any] = {
-            f"layers.{layer.layer_number}.{name}": module
-            for layer in registry.layers()
-            for name, module in layer.named_modules()
-            if isinstance(module, MegatronFp8Linear) and module.fp8_recipe is not None
-        }
-        if self._every and linears:
+        ours, engines = dict[str, Any](), dict[str, Any]()
+        for layer in registry.layers():
+            for name, module in layer.named_modules():
+                place = f"layers.{layer.layer_number}.{name}"
+                if isinstance(module, MegatronFp8Linear) and module.fp8_recipe is not None:
+                    ours[place] = module
+                elif is_engine_linear(name, module) and engine_is_fp8(layer) and hasattr(module, "weight"):
+                    engines.setdefault(place, module)  # a further one of that number is of multi-token prediction
+        if self._every and (linears := ours or engines):
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
             device = next(iter(next(iter(linears.values())).parameters())).device
             self._table = StatisticsTable(tuple(linears), device, group)
-            self._observers = Observers(linears, self._table)
+            if ours:
+                self._observers = Observers(linears, self._table)
+            else:
+                self._observers = EngineObservers(linears, self._table, args.fp8_recipe, args.fp8)
 
     def coverage(self) -> Products:
         """Of this rank's stage, the head included."""
@@ -155,9 +168,7 @@ class Health:
 
     def after_iteration(self, iteration: int) -> None:
         """Ends a sample; the next begins with the next forward in training. On all ranks."""
-        if self.registry.fp8 is None:
-            return
-        total = self.registry.fp8.num_bytes_gathered
+        total = self._total_bytes()
         self._num_bytes, self._bytes_before = total - self._bytes_before, total
         if self._observers is not None:
             if self._is_sampling:
@@ -166,6 +177,10 @@ class Health:
                 self._statistics, self._sampled = self._table.receive() or {}, iteration
             self._is_sampling = (iteration + 1) % self._every == 0
         self._wait_for_training()
+
+    def _total_bytes(self) -> int:
+        """That FP8 gathers of fp8_ds have delivered so far."""
+        return 0 if self.registry.fp8 is None else self.registry.fp8.num_bytes_gathered
 
     def _wait_for_training(self) -> None:
         self._stop_waiting()
@@ -181,7 +196,7 @@ class Health:
         if not layer.training:
             return
         self._stop_waiting()
-        self._bytes_before = self.registry.fp8.num_bytes_gathered
+        self._bytes_before = self._total_bytes()
         if self._is_sampling and self._observers is not None:
             self._observers.attach()
 
@@ -191,9 +206,10 @@ class Health:
         stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
         torch.distributed.all_gather_object(stages, mine, group=self._pipeline)
         coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
-        scalars = {"fp8/coverage": coverage.percent, "fp8/gathered-bytes": float(max(one[1] for one in stages))}
+        scalars = {"fp8/coverage": coverage.percent}
         texts = [f"coverage: {coverage.percent:.2f} % of GEMM FLOPs"]
-        if self.registry.fp8 is not None:
+        if self.registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
+            scalars["fp8/gathered-bytes"] = float(max(one[1] for one in stages))
             texts.append(f"gathered per rank: {scalars['fp8/gathered-bytes'] / 2**20:.3f} MiB")
         every = {name: one for _, _, statistics in stages for name, one in statistics.items()}
         for field in ("amax", "saturation", "underflow"):
@@ -220,32 +236,68 @@ def find_registry(args: Any) -> Any:
     return specs.registry_of(vars(specs)[args.spec[1]])
 
 
-def wrap_training_log(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For patches.apply: Megatron's log, then ours."""
-    signature = inspect.signature(stock)
-    known: list[Health] = []
+def registry_of_model(chunks: Iterable[Any]) -> LayerRegistry:
+    """Of all transformer layers of a model that was built by another spec than ours.
 
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
-        from megatron.training import global_vars
+    Args:
+        chunks: of the model, as Megatron has wrapped them.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-        settings = global_vars.get_args()
-        registry = find_registry(settings)
-        if registry is None:
+    registry = LayerRegistry()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                registry.add(module)
+    return registry
+
+
+class HealthLog:
+    """Health beside Megatron's own log, of the one model that a process trains: two wrappers for patches.apply."""
+
+    def __init__(self) -> None:
+        self._registry: Any = None
+        self._health: Health | None = None
+
+    def wrap_setup_model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Of `setup_model_and_optimizer`: the layers are known from then on."""
+
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            from megatron.training import global_vars
+
+            settings = global_vars.get_args()
+            self._registry = find_registry(settings)
+            if self._registry is None and settings.fp8:
+                self._registry = registry_of_model(result[0])
             return result
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        if not known:
-            known.append(Health(registry, settings))
-            from megatron.training.utils import print_rank_last
 
-            print_rank_last(f" [fp8] {describe(registry.layers())}")
-        known[0].after_iteration(iteration)
-        if iteration % settings.log_interval == 0:
-            line, scalars = known[0].report()
-            _write(iteration, line, scalars, global_vars)
-        return result
+        return setup_model_and_optimizer
 
-    return training_log
+    def wrap_training_log(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's log, then ours."""
+        signature = inspect.signature(stock)
+
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            if self._registry is None:
+                return result
+            from megatron.training import global_vars
+
+            settings = global_vars.get_args()
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            if self._health is None:
+                self._health = Health(self._registry, settings)
+                from megatron.training.utils import print_rank_last
+
+                print_rank_last(f" [fp8] {describe(self._registry.layers())}")
+            self._health.after_iteration(iteration)
+            if iteration % settings.log_interval == 0:
+                line, scalars = self._health.report()
+                _write(iteration, line, scalars, global_vars)
+            return result
+
+        return training_log
 
 
 def _write(iteration: int, line: str, scalars: dict[str, float], global_vars: Any) -> None:

@@ -13,7 +13,6 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -35,29 +34,8 @@ from megatron_patches.attention import AttentionSettings, attention_class, left_
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import Fp8Settings, settings_of
+from megatron_patches.registry import LayerRegistry
 from megatron_patches.weights import StepWeights
-
-
-class LayerRegistry:
-    """The transformer layers that have been built from a spec, and the settings of their linears.
-
-    Attributes:
-        fp8: None: linears are Megatron's.
-    """
-
-    def __init__(self) -> None:
-        self.fp8: Fp8Settings | None = None
-        self._layers: list[weakref.ref[Any]] = []
-
-    def add(self, layer: Any) -> None:
-        self._layers.append(weakref.ref(layer))
-
-    def layers(self) -> list[Any]:
-        """That are alive, in the order they were built in."""
-        return [layer for reference in self._layers if (layer := reference()) is not None]
-
-    def __deepcopy__(self, memo: Any) -> LayerRegistry:
-        return self  # specs are copied
 
 
 class RegisteredLayer(StepWeights):

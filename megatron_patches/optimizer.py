@@ -115,12 +115,11 @@ def from_arguments(args: Any) -> OptimizerStates | None:
     for name, flag in _OTHER_FLAGS.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{flag}: expected off with --fp8-optimizer-states, got on. Turn one of them off.")
-    for name, flag in _CUDA_GRAPHS.items():
-        if drop_transposes and getattr(args, name, None) not in (None, False, "none"):
-            raise UnsupportedError(
-                f"{flag}: expected off with --fp8-drop-transposes, got on. Graphs read memory that would be freed: "
-                "turn one of them off."
-            )
+    if drop_transposes and (graphs := cuda_graphs(args)):
+        raise UnsupportedError(
+            f"{graphs}: expected off with --fp8-drop-transposes, got on. Graphs read memory that would be freed: turn "
+            "one of them off."
+        )
     return states
 
 
@@ -136,6 +135,13 @@ _CUDA_GRAPHS = {
     "enable_cuda_graph": "--enable-cuda-graph",
     "external_cuda_graph": "--external-cuda-graph",
 }
+
+
+def cuda_graphs(args: Any) -> str | None:
+    """The flag by which layers of Megatron's become CUDA graphs; versions differ. None: they do not."""
+    return next(
+        (flag for name, flag in _CUDA_GRAPHS.items() if getattr(args, name, None) not in (None, False, "none")), None
+    )
 
 
 def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) -> None:

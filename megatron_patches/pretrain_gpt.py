@@ -110,14 +110,16 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
         if missing:
             stack.callback(patches.apply(missing).remove)
 
-    parse = ours.wrap_parse_args(after)
+    parse, log = ours.wrap_parse_args(after), health.HealthLog()
     applied = patches.apply(
         {
             "megatron.training.arguments.add_megatron_arguments": ours.wrap_add_arguments,
             "megatron.training.arguments.parse_args": parse,
             "megatron.training.initialize.parse_args": parse,
-            "megatron.training.training.setup_model_and_optimizer": ours.wrap_setup_model,
-            "megatron.training.training.training_log": health.wrap_training_log,
+            "megatron.training.training.setup_model_and_optimizer": lambda stock: ours.wrap_setup_model(
+                log.wrap_setup_model(stock)
+            ),
+            "megatron.training.training.training_log": log.wrap_training_log,
         }
     )
     stack.callback(applied.remove)

@@ -123,7 +123,7 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         (["--fp8-recipe", "tensorwise"], ConfigError, r"--fp8-format with it, got tensorwise and no format"),
         ([*LOCAL, "--fp8-recipe", "mxfp8"], ConfigError, r"--fp8-format with it, got mxfp8 and no format"),
         ([*FP8, "--fp8-health-interval", "-1"], ConfigError, r"--fp8-health-interval: expected 0 or more .*, got -1"),
-        (["--fp8-health-interval", "5"], ConfigError, r"expected 0 without FP8 linears of fp8_ds, got 5"),
+        (["--fp8-health-interval", "5"], ConfigError, r"expected 0 without FP8 linears, got 5"),
         (["--fp8-attention-hadamard"], ConfigError, r"expected --fp8-attention-backend fa3_fp8"),
         ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
         (["--attention-backend", "local", "--fp8-attention-backend", "sdpa"], ConfigError, r"got local"),
@@ -202,6 +202,21 @@ def test_what_the_quick_start_says_for_the_wrapper_is_taken(monkeypatch: pytest.
     for command in commands:
         arguments.digest_arguments(parser().parse_known_args(command.replace("\\", "").split())[0])
     assert digest(*FP8, "--fp8-health-interval", "100").fp8_health_interval == 100
+
+
+def test_health_is_sampled_of_transformer_engines_recipes_whose_casts_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "transformer_engine", lambda: compat.TransformerEngine(True, "2.11"))
+    words = ("--fp8-format", "hybrid", "--fp8-health-interval", "10", "--fp8-recipe")
+    for recipe in ("tensorwise", "delayed", "blockwise"):
+        assert digest(*words, recipe).fp8_health_interval == 10
+    with pytest.raises(ConfigError, match=r"expected 0 with --fp8-recipe mxfp8 of Transformer Engine, got 10"):
+        digest(*words, "mxfp8")
+    parsed = parser().parse_args([*words, "tensorwise"])
+    parsed.enable_cuda_graph = True
+    with pytest.raises(ConfigError, match=r"expected 0 with --enable-cuda-graph, got 10"):
+        arguments.digest_arguments(parsed)
 
 
 def test_masks_are_megatrons_own_affair_with_its_own_attention() -> None:

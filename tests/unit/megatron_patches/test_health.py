@@ -111,6 +111,12 @@ def test_one_line_says_what_computes_what() -> None:
         "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) | attention: 1 x sdpa, 1 x stock (qk_clip)"
     )
     assert health.describe([Layer()]) == "linears: Megatron's own | attention: Megatron's own"
+    engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
+    layers = [Layer(fp8="hybrid", fp8_recipe="blockwise"), Layer()]
+    for layer in layers:
+        layer.linear_fc1 = linear(engine, 8, 4)
+    found = health.describe(layers)
+    assert found.startswith("linears: 1 x Transformer Engine blockwise, 1 x Transformer Engine bf16 |")
 
 
 class Watch:
@@ -175,15 +181,57 @@ def watching(fp8: Any, layers: list[Any], every: int) -> Any:
     return watched
 
 
-def test_nothing_is_added_without_our_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(spec=None)
-    megatron_training, variables = ModuleType("megatron.training"), ModuleType("megatron.training.global_vars")
+@pytest.fixture
+def megatron_training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """megatron.training as far as health asks it: its arguments, and what is printed."""
+    printed: list[str] = []
+    args = SimpleNamespace(spec=None, fp8=None, fp8_health_interval=0, log_interval=2, seq_length=32)
+    variables, utils = ModuleType("megatron.training.global_vars"), ModuleType("megatron.training.utils")
     variables.get_args = lambda: args  # type: ignore[attr-defined]
-    megatron_training.global_vars = variables  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.training", megatron_training)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+    variables.get_tensorboard_writer = variables.get_wandb_writer = lambda: None  # type: ignore[attr-defined]
+    utils.print_rank_last = printed.append  # type: ignore[attr-defined]
+    package = ModuleType("megatron.training")
+    package.global_vars = variables  # type: ignore[attr-defined]
+    for module in (package, variables, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return SimpleNamespace(args=args, printed=printed)
 
-    def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int) -> str:
-        return f"stock {iteration}"
 
-    assert health.wrap_training_log(training_log)({}, {}, 0.1, 3) == "stock 3"
+def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int) -> str:
+    return f"stock {iteration}"
+
+
+def test_nothing_is_added_without_fp8(megatron_training: SimpleNamespace) -> None:
+    log = health.HealthLog()
+    model = [nn.Linear(1, 1)]
+    assert log.wrap_setup_model(lambda: (model, "optimizer", "scheduler"))()[0] is model
+    assert log.wrap_training_log(training_log)({}, {}, 0.1, 2) == "stock 2"
+    assert megatron_training.printed == []
+
+
+def test_a_model_of_megatrons_own_spec_is_found(
+    megatron_training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers are Transformer Engine's, and nothing but their being watched is ours."""
+    monkeypatch.setattr("megatron.core.transformer.transformer_layer.TransformerLayer", Gathering)
+    made: list[Any] = []
+    monkeypatch.setattr(health, "Health", lambda registry, args: made.append(registry) or Fake())
+    monkeypatch.setattr(health, "describe", lambda layers: f"{len(layers)} layers")
+    megatron_training.args.fp8 = "hybrid"
+    log, model = health.HealthLog(), nn.Sequential(Gathering(None), nn.Linear(1, 1), Gathering(None))
+    log.wrap_setup_model(lambda: ([model], "optimizer", "scheduler"))()
+    logged = log.wrap_training_log(training_log)
+    for iteration in (1, 2):
+        logged({}, {}, 0.1, iteration)
+    (registry,) = made
+    assert registry.fp8 is None and registry.layers() == [model[0], model[2]]
+    assert megatron_training.printed == [" [fp8] 2 layers", " [fp8] iteration        2 | all is well"]
+
+
+class Fake:
+    """A Health."""
+
+    def after_iteration(self, iteration: int) -> None: ...
+
+    def report(self) -> tuple[str, dict[str, float]]:
+        return "all is well", {}

@@ -1,13 +1,16 @@
-"""Transformer Engine's module classes as far as checkpoints go: parameters, their names, `_extra_state`; no GEMM.
+"""Transformer Engine's module classes as far as checkpoints and a trial on a CPU go: parameters, their names,
+`_extra_state`, and plain products without FP8.
 
-With it Megatron's own TE layers (megatron/core/extensions/transformer_engine.py) are built, and their own
-`sharded_state_dict` runs, on a machine without Transformer Engine. Parameters are named, and cut, as in
-transformer_engine/pytorch/module/{linear,layernorm_linear}.py of 2.8: read, not copied.
+With it Megatron's own TE layers (megatron/core/extensions/transformer_engine.py) are built and trained, on one rank of
+a tensor-parallel group, and their own `sharded_state_dict` runs, on a machine without Transformer Engine. Parameters
+are named, and cut, as in transformer_engine/pytorch/module/{linear,layernorm_linear}.py of 2.8: read, not copied.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,9 +19,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 NAME = "transformer_engine"
+CALLS = Counter[str]()
+"""Forwards by class."""
 
 
 class _Module(nn.Module):
@@ -30,6 +36,8 @@ class _Module(nn.Module):
 
 
 class Linear(_Module):
+    save_original_input = False
+
     def __init__(
         self,
         in_features: int,
@@ -51,36 +59,66 @@ class Linear(_Module):
         if bias:
             self.bias = nn.Parameter(torch.zeros(rows, dtype=params_dtype))
 
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        CALLS[type(self).__name__] += 1
+        return F.linear(x, self.weight)
+
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features: int, out_features: int, *, normalization: str = "LayerNorm", **others: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, normalization: str = "LayerNorm", eps: float = 1e-5, **others: Any
+    ) -> None:
         super().__init__(in_features, out_features, **others)
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, False
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features))
         if normalization != "RMSNorm":
             self.layer_norm_bias = nn.Parameter(torch.zeros(in_features))
 
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        weight = self.layer_norm_weight.to(x.dtype)
+        if self.normalization == "RMSNorm":
+            return super().forward(F.rms_norm(x, x.shape[-1:], weight, self.eps))
+        return super().forward(F.layer_norm(x, x.shape[-1:], weight, self.layer_norm_bias.to(x.dtype), self.eps))
+
 
 class RMSNorm(_Module):
-    def __init__(self, hidden_size: int, **others: Any) -> None:
+    def __init__(self, hidden_size: int = 0, *, normalized_shape: int = 0, eps: float = 1e-5, **others: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size or normalized_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, **others: Any) -> None:
-        super().__init__(hidden_size)
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
+    def __init__(self, hidden_size: int = 0, **others: Any) -> None:
+        super().__init__(hidden_size, **others)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class DotProductAttention(_Module):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__()
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
+        """Causal; [s, b, h, d]."""
+        CALLS["DotProductAttention"] += 1
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
 
 def get_cpu_offload_context(*args: Any, **others: Any) -> tuple[Any, Any]:
     return nullcontext(), lambda *tensors: None
 
 
+_RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "CustomRecipe")
+_WITHOUT = (f"{NAME}.pytorch.optimizers",)
+"""Megatron takes its own Adam where these are missing."""
 _CLASSES = {one.__name__: one for one in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention)}
 
 
@@ -91,7 +129,11 @@ class _Anything(ModuleType):
         if self.__name__ == f"{NAME}.pytorch" and name in _CLASSES:
             return _CLASSES[name]
         value: Any = MagicMock()
-        if name == "get_cpu_offload_context":
+        if f"{self.__name__}.{name}" in (f"{NAME}.common", f"{NAME}.common.recipe"):
+            value = importlib.import_module(f"{self.__name__}.{name}")
+        elif name in _RECIPES:
+            value = type(name, (), {"__init__": lambda self, *args, **kwargs: vars(self).update(kwargs)})
+        elif name == "get_cpu_offload_context":
             value = get_cpu_offload_context
         elif name.endswith("Tensor"):
             value = type(name, (), {})  # Megatron asks whether tensors are of it
@@ -101,7 +143,8 @@ class _Anything(ModuleType):
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == NAME else None
+        is_ours = fullname.split(".")[0] == NAME and fullname not in _WITHOUT
+        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         found = _Anything(spec.name)
