@@ -50,10 +50,10 @@ test: $(READY)
 	$(ON_CPU) $(PY) -m pytest -q -n 2 --max-worker-restart 0 $(TEST_ARGS)
 
 test-slow: $(READY)
-	$(ON_CPU) $(PY) -m pytest -q -m "slow and not gpu" $(TEST_ARGS)
+	$(ON_CPU) $(PY) -m pytest -q -rs -m "slow and not gpu" $(TEST_ARGS)
 
 test-gpu: $(READY)
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pytest -q -m gpu $(TEST_ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pytest -q -rs -m gpu $(TEST_ARGS)
 
 # Two network namespaces as hosts: root and iproute2; sshd and pdsh are installed where they are missing.
 test-multinode: $(READY)

@@ -376,6 +376,15 @@ STEPS = (
         240,
         "issue 6 G: is form (b) at half of stock's memory without kept transposes? Predicted 0.49",
     ),
+    Step(
+        "megatron-both",
+        _megatron(
+            "both",
+            "--arms ours-a+bf16grads ours-b11+bf16grads+drop stock-bf16-states --reference stock-tensorwise+bf16grads",
+        ),
+        380,
+        "issue 6 G: speed and half the memory in one run; predicted 54.7k and 53.5k tokens/s beside 49.5k, 35.5 GiB",
+    ),
     Step("megatron-tp2", _megatron("tp2"), 380, "issue 6 G: TP=2 with sequence parallelism", gpus=2),
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+from pathlib import Path
 
 ARGUMENTS = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -24,3 +26,19 @@ SHARDED = ("--bf16", "--use-distributed-optimizer")
 def losses_in(output: str) -> list[float]:
     """Of each iteration that is logged; the last rank logs."""
     return [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", output)]
+
+
+def words_of_8b(root: Path, tmp_path: Path, has_apex: bool, **env: str) -> list[str]:
+    """What the script passes on, where Apex's kernel for gradient accumulation imports or not."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit {int(not has_apex)}\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    given = dict.fromkeys(("MEGATRON_LM_PATH", "TOKENIZER", "DATA", "OUTPUT"), str(tmp_path))
+    run = subprocess.run(
+        [root / "examples/megatron/llama3_8b_8gpus.sh", "--last", "1"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python), **given, **env},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split("\n")[:-1]

@@ -58,7 +58,7 @@ def helper_of_the_clone() -> None:
 @pytest.fixture
 def losses(root: Path) -> Any:
     """losses(*words, ranks=1, ours=False, checked=False): of each iteration, by the stock script or the wrapper;
-    checked: by megatron_checked.py, which looks into the weights."""
+    checked: by megatron_checked.py, which looks into the weights. losses.output: what the last run has printed."""
 
     def run(*words: str, ranks: int = 1, ours: bool = False, checked: bool = False) -> list[float]:
         if torch.cuda.device_count() < ranks:
@@ -70,6 +70,7 @@ def losses(root: Path) -> Any:
         env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run([*command, *ARGUMENTS, *words], env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        run.output = done.stdout  # type: ignore[attr-defined]
         found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
         assert found and all(0 < value < 20 for value in found), done.stdout[-3000:]
         if checked:
@@ -89,15 +90,22 @@ def distance(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("words", [OURS, (*OURS, *STATES)], ids=["layers", "states"])
+RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
+"""Between bf16 and FP8 weights nothing else goes over."""
+
+
+@pytest.mark.parametrize(
+    "words", [OURS, (*OURS, *STATES), (*OURS, *FP8_WEIGHTS, *RESHARDABLE)], ids=["layers", "states", "FP8 weights"]
+)
 def test_checkpoints_of_stocks_te_spec_go_on_in_ours_and_back(losses: Any, tmp_path: Path, words: tuple[str]) -> None:
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    losses(*KEPT, "--save", first)
-    stock = losses(*KEPT, "--load", first, "--train-iters", "8")
+    of_stock = (*KEPT, *(word for word in words if word in RESHARDABLE))
+    losses(*of_stock, "--save", first)
+    stock = losses(*of_stock, "--load", first, "--train-iters", "8")
     ours = losses(*KEPT, *words, "--load", first, "--train-iters", "8", "--save", second, ours=True)
     assert len(stock) == len(ours) == 4 and stock != ours
     assert distance(stock, ours) < CLOSE
-    back = losses(*KEPT, "--load", second, "--train-iters", "10")
+    back = losses(*of_stock, "--load", second, "--train-iters", "10")
     again = losses(*KEPT, *words, "--load", second, "--train-iters", "10", ours=True)
     assert len(back) == 2 and distance(back, again) < CLOSE
 
@@ -116,6 +124,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(losses: Any, tmp_path: Path, wor
 def test_transformer_engine_reads_the_high_parts_of_masters(losses: Any, words: tuple[str, ...], ranks: int) -> None:
     """After each step: bytes, a scale that is a power of two, and the transpose that backwards read."""
     losses(*OURS, *FP8_WEIGHTS, *words, ranks=ranks, checked=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_health_looks_into_transformer_engines_linears(losses: Any, recipe: str) -> None:
+    words = ("--fp8-recipe", recipe)
+    plain = losses(*words, ours=True)
+    assert losses(*words, "--fp8-health-interval", "2", ours=True) == plain, "what is looked at is left as it is"
+    shown = re.search(
+        r"\[fp8\] iteration +4 \| .*amax: ([0-9.e+-]+) .*saturation: ([0-9.]+) %.*underflow", losses.output
+    )
+    assert shown is not None, losses.output[-3000:]
+    assert 0 < float(shown[1]) < 1000 and (recipe == "delayed" or float(shown[2]) == 0)
+
+
+def test_context_parallel_attention_is_transformer_engines(losses: Any) -> None:
+    words = ("--context-parallel-size", "2")
+    assert losses(*words, *OURS, ranks=2, ours=True) == losses(*words, ranks=2)
 
 
 def test_dropped_transposes_change_nothing_but_memory(losses: Any) -> None:

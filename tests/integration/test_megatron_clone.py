@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretrain_arguments import ARGUMENTS, FP8, SHARDED, TP, losses_in
+from pretrain_arguments import ARGUMENTS, FP8, SHARDED, TP, losses_in, words_of_8b
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
@@ -123,6 +123,70 @@ def test_the_stock_script_takes_our_spec(root: Path, tmp_path: Path, stock: Any)
         assert found[name] != expected
         assert max(abs(one - other) for one, other in zip(found[name], expected, strict=True)) < 0.01
     assert found["gpt"] != found["gpt_fa3_fp8_emulated"], "the end of the name is the backend of attention"
+
+
+MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
+
+
+@pytest.mark.parametrize("freq", ["1", "([0,1])"], ids=["every layer", "alternating"])
+def test_experts_follow_megatrons(root: Path, stock: Any, freq: str) -> None:
+    minor = re.search(r"^MINOR = (\d+)", (Path(str(CLONE)) / "megatron/core/package_info.py").read_text(), re.MULTILINE)
+    if int(minor[1]) < 19:  # type: ignore[index]
+        pytest.skip("the router of core 0.16 does not run without Transformer Engine")
+    words = (*MOE, "--moe-layer-freq", freq, "--qk-layernorm")
+    run = launch(root, *ARGUMENTS, *words, *FP8)
+    found, expected = losses(run), stock(words, 1)
+    assert len(found) == 5 and found != expected
+    assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) < 0.02
+
+
+def test_the_precision_file_names_a_layer_whose_attention_stays_stock(root: Path, tmp_path: Path, stock: Any) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "precision.yaml"
+    path.write_text(
+        "configs: {a: {fp8_attention_backend: stock}}\n"
+        'matchers: {m: {config: a, type: glob, pattern: "*layers.0*core_attention", enabled: true}}\n'
+    )
+    words = ("--fp8-attention-backend", "fa3_fp8_emulated")
+    whole = launch(root, *ARGUMENTS, *words)
+    partly = launch(root, *ARGUMENTS, *words, "--te-precision-config-file", str(path))
+    assert len({tuple(losses(whole)), tuple(losses(partly)), tuple(stock((), 1))}) == 3
+    assert "attention: 2 x fa3_fp8_emulated" in whole.stdout
+    assert re.search(r"attention: 1 x stock \(.*\), 1 x fa3_fp8_emulated", partly.stdout), partly.stdout[-2000:]
+
+
+PARSE = """
+import contextlib, json, os, sys
+sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+os.environ.update(WORLD_SIZE="8", RANK="0")
+from megatron_patches import arguments as ours
+from megatron_patches import compat
+from megatron_patches.cpu import on_cpu
+with on_cpu(training=True):
+    import megatron.training.arguments as theirs
+    compat.transformer_engine = lambda: compat.TransformerEngine(True, "2.11.0")
+    theirs.is_te_min_version = lambda *args, **kwargs: True
+    theirs.add_megatron_arguments = ours.wrap_add_arguments(theirs.add_megatron_arguments)
+    sys.argv = ["pretrain_gpt.py", *json.load(sys.stdin)]
+    found = theirs.validate_args(ours.digest_arguments(theirs.parse_args()))
+print("taken", found.num_layers, found.hidden_size, found.data_parallel_size)
+"""
+
+
+@pytest.mark.parametrize("engine", ["te", "fp8_ds"])
+@pytest.mark.parametrize("states", ["0", "1"])
+@pytest.mark.parametrize("attention", ["fa3", "none"])
+def test_megatron_takes_what_the_8b_example_passes(
+    root: Path, tmp_path: Path, engine: str, states: str, attention: str
+) -> None:
+    words = words_of_8b(root, tmp_path, False, ENGINE=engine, STATES=states, ATTENTION=attention)
+    words = words[words.index("megatron_patches.pretrain_gpt") + 1 : -2]
+    environment = {**os.environ, "PYTHONPATH": python_path(root), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", PARSE], env=environment, input=json.dumps(words), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "taken 32 4096 " in run.stdout
 
 
 def test_help_lists_both(root: Path) -> None:

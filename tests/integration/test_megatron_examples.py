@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pretrain_arguments import words_of_8b
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
@@ -39,22 +40,6 @@ def test_a_missing_clone_is_named(root: Path, name: str) -> None:
         [root / "examples/megatron" / name], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert run.returncode != 0 and "MEGATRON_LM_PATH" in run.stderr
-
-
-def words_of_8b(root: Path, tmp_path: Path, has_apex: bool, **env: str) -> list[str]:
-    """What the script passes on, where Apex's kernel for gradient accumulation imports or not."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit {int(not has_apex)}\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    given = dict.fromkeys(("MEGATRON_LM_PATH", "TOKENIZER", "DATA", "OUTPUT"), str(tmp_path))
-    run = subprocess.run(
-        [root / "examples/megatron/llama3_8b_8gpus.sh", "--last", "1"],
-        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python), **given, **env},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split("\n")[:-1]
 
 
 @pytest.mark.parametrize(
