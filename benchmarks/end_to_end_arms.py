@@ -286,14 +286,15 @@ PIECES = {
             "ours-e4m11-compiled+fast+e4m3+fused+attention.backend=fa3+cudagraphs",
         ),
     ),
-    # What fast accumulation gives, by product, and beside delayed scales; and whether 16 GiB suffice with CUDA graphs.
+    # Whether 16 GiB suffice with CUDA graphs, and what fast accumulation gives beside delayed scales, and by product.
     "accumulation": Piece(
         "llama-2b",
-        "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs",
+        "stock-eager",
         (
-            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+linear.fast_accumulation=output_and_grad_input",
-            "ours-e4m11-compiled+fast+fused+delayed+attention.backend=fa3+cudagraphs",
             "ours-e4m11-compiled+fast+nonlinear+attention.backend=fa3+cudagraphs",
+            "torchao-tensorwise-adamwfp8-compiled",
+            "ours-e4m11-compiled+fast+fused+delayed+attention.backend=fa3+cudagraphs",
+            "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+linear.fast_accumulation=output_and_grad_input",
         ),
     ),
     "release": Piece("llama-2b", None, ("ours-e4m11-release-compiled+nonlinear+delayed+liger",)),

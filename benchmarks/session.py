@@ -165,11 +165,18 @@ STEPS = (
             after="parity-delayed-first",
         )
         for name, seed, arms, more, seconds, why in (
-            ("8k", 32, "stock e4m11-fast-e4m3", "--micro-batches 4", 720, _FAST_WHY.format("8,192")),
+            ("8k", 32, "stock e4m11-fast-e4m3 blockwise", "--micro-batches 4", 1280, _FAST_WHY.format("8,192")),
             ("8k", 33, "stock e4m11-fast-e4m3", "--micro-batches 4", 720, _FAST_WHY.format("8,192")),
             ("e4m3", 34, "stock e4m11-e4m3-fast-input e4m11", "", 900, _FAST_WHY.format("32,768")),
             ("e4m3", 35, "stock e4m11-e4m3-fast-input e4m11", "", 900, _FAST_WHY.format("32,768")),
         )
+    ),
+    Step(
+        "parity-8k-32-e4m11",
+        _parity(f"{_FEWER_FIRST_STEPS} --micro-batches 4", "3", "32", "e4m11"),
+        400,
+        "issue 4 H: accurate sums beside parity-8k-32, on another GPU of its machine",
+        after="parity-delayed-first",
     ),
     *(
         Step(

@@ -28,15 +28,15 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def llama() -> Any:
+def llama(head_dim: int = 16) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 4 * head_dim, "intermediate_size": 6 * head_dim, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
-def train(fp8: dict[str, Any], stage: int) -> dict[str, Any]:
+def train(fp8: dict[str, Any], stage: int, head_dim: int = 16) -> dict[str, Any]:
     """Losses and the line about attention; padded rows and packed ones are in the batches."""
     import deepspeed
 
@@ -44,14 +44,14 @@ def train(fp8: dict[str, Any], stage: int) -> dict[str, Any]:
 
     seen = Lines()
     logger.addHandler(seen)
-    model = llama()
+    model = llama(head_dim)
     config = training.ds_config(stage, fp8)
     engine = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
     logger.removeHandler(seen)
     losses = []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 64, (4, 33), generator=generator).cumsum(1) % 64
+        tokens = torch.randint(0, 64, (4, 33), generator=generator).cumsum(1).to(engine.device) % 64
         mask = torch.ones_like(tokens)
         mask[1, -5:] = 0 if step % 2 else 1
         loss = engine(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_attention
 import torch
 from torch import Tensor
 
@@ -173,3 +174,14 @@ def test_fp8_keeps_half_the_bytes_of_q_k_and_v() -> None:
     lse = 2 * 4 * 2048 * 4
     assert kept["fa3"] <= lse + 4096
     assert kept["fa3_fp8"] <= q.numel() + 2 * k.numel() + lse + 8192
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("backend", ["fa3", "fa3_fp8", "fa2", "cudnn", "flex", "sdpa"])
+def test_an_engine_trains_with_it(gpu_ranks: Any, backend: str, stage: int) -> None:
+    need(backend)
+    blocks: list[dict[str, Any]] = [{}, {"attention": {"backend": backend}}]
+    (stock,), (ours,) = (gpu_ranks(1).run(test_attention.train, fp8, stage, 64) for fp8 in blocks)
+    assert (stock["implementation"], ours["implementation"]) == ("sdpa", f"fp8_ds_{backend}")
+    assert len(ours["losses"]) == 4 and ours["losses"] == pytest.approx(stock["losses"], rel=0.02)
+    assert any(f"fp8: attention: {backend}" in line for line in ours["lines"])

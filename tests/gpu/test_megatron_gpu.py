@@ -38,8 +38,11 @@ ARGUMENTS = shlex.split("""
     --no-gradient-accumulation-fusion --tokenizer-type NullTokenizer --vocab-size 511 --eval-iters 0
     --eval-interval 100 --num-workers 0 --log-interval 1 --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --swiglu --attention-dropout 0 --hidden-dropout 0
-    --attention-backend fused --fp8-format hybrid --fp8-recipe tensorwise
 """)
+FP8 = ("--attention-backend", "fused", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+"""Transformer Engine's; later words have the last say."""
+LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
+"""Without it: Megatron's own layers, and ours in their place."""
 OURS = ("--fp8-attention-backend", "sdpa")
 STATES = ("--fp8-optimizer-states",)
 FP8_WEIGHTS = (*STATES, "--fp8-param-gather", "--fp8-master", "e4m19")
@@ -57,10 +60,12 @@ def helper_of_the_clone() -> None:
 
 @pytest.fixture
 def losses(root: Path) -> Any:
-    """losses(*words, ranks=1, ours=False, checked=False): of each iteration, by the stock script or the wrapper;
-    checked: by megatron_checked.py, which looks into the weights. losses.output: what the last run has printed."""
+    """losses(*words, ranks=1, ours=False, checked=False, layers=FP8): of each iteration, by the stock script or the
+    wrapper; checked: by megatron_checked.py, which looks into the weights. losses.output: what the last run printed."""
 
-    def run(*words: str, ranks: int = 1, ours: bool = False, checked: bool = False) -> list[float]:
+    def run(
+        *words: str, ranks: int = 1, ours: bool = False, checked: bool = False, layers: tuple[str, ...] = FP8
+    ) -> list[float]:
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} here")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -68,7 +73,8 @@ def losses(root: Path) -> Any:
         command += ["-m", "megatron_patches.pretrain_gpt"] if ours else [script]
         env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "MAKEFLAGS": "n"}
         env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run([*command, *ARGUMENTS, *words], env=env, capture_output=True, text=True, timeout=400)
+        command += [*ARGUMENTS, *layers, *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         run.output = done.stdout  # type: ignore[attr-defined]
         found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
@@ -169,3 +175,25 @@ def test_losses_follow_stocks(losses: Any, words: tuple[str, ...], ranks: int) -
         assert states != plain and distance(states, stock) < CLOSE
         weights = losses(*words, *OURS, *FP8_WEIGHTS, ranks=ranks, ours=True)
         assert weights not in (plain, states) and distance(weights, stock) < 2 * CLOSE  # its first updates differ
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fp8_format", "words", "ranks"),
+    [
+        *((recipe, "hybrid", (), 1) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+        ("blockwise", "e4m3", (), 1),
+        ("tensorwise", "hybrid", TP, 2),
+    ],
+    ids=["tensorwise", "rowwise", "gw_hp", "blockwise", "tensor parallel"],
+)
+def test_linears_without_transformer_engine_follow_megatrons_own(
+    losses: Any, recipe: str, fp8_format: str, words: tuple[str, ...], ranks: int
+) -> None:
+    # Megatron's own norms take no sequence parallelism without a spec of ours.
+    stock = losses(*words, *(OURS if ranks > 1 else ()), ranks=ranks, ours=ranks > 1, layers=LOCAL)
+    fp8 = ("--fp8-format", fp8_format, "--fp8-recipe", recipe)
+    linears = losses(*words, *fp8, ranks=ranks, ours=True, layers=LOCAL)
+    assert len(linears) == 4 and linears != stock and distance(linears, stock) < CLOSE
+    assert re.search(r"\[fp8\] iteration +4 \| coverage: [5-9]\d\.\d+ % of GEMM FLOPs", losses.output)
+    states = losses(*words, *fp8, *OURS, *STATES, ranks=ranks, ours=True, layers=LOCAL)
+    assert states != linears and distance(states, stock) < CLOSE
