@@ -378,6 +378,13 @@ STEPS = (
         "launches, nothing beside it",
     ),
     Step(
+        "megatron-dp2",
+        _TESTS_MEGATRON.replace("-n 4 --dist worksteal", "-n 0 -x") + " -k 'data and parallel'",
+        180,
+        "issue 6: FP8 weights with two data parallel ranks, one launch after another; failed once, output lost",
+        gpus=2,
+    ),
+    Step(
         "megatron-drop",
         _megatron("drop", "--arms ours-b11+bf16grads+drop --reference stock-tensorwise+bf16grads"),
         240,

@@ -160,13 +160,14 @@ def test_dropped_transposes_change_nothing_but_memory(losses: Any) -> None:
         # Not gpt_cudnn: stock's attention here is cuDNN's, too, and gives the same losses to the last digit.
         (("--spec", "megatron_patches.layer_specs", "gpt_sdpa"), 1),
         (("--num-experts", "4", "--moe-router-topk", "2"), 1),
+        ((), 2),
         (TP, 2),
         (("--pipeline-model-parallel-size", "2"), 2),
     ],
-    ids=["spec", "experts", "tensor parallel", "pipeline"],
+    ids=["spec", "experts", "data parallel", "tensor parallel", "pipeline"],
 )
 def test_losses_follow_stocks(losses: Any, words: tuple[str, ...], ranks: int) -> None:
-    by_spec = words[0] == "--spec"
+    by_spec = "--spec" in words
     stock = losses(*(() if by_spec else words), ranks=ranks)
     plain = losses(*words, *(() if by_spec else OURS), ranks=ranks, ours=not by_spec)
     assert len(plain) == 4 and plain != stock and distance(plain, stock) < CLOSE
