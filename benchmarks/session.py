@@ -189,6 +189,13 @@ STEPS = (
         for k in (0, 1, 2)
     ),
     Step(
+        "parity-1b",
+        f"{_GPT_PARITY} --study 1b --seeds 0 --arms stock fp8 --estimate 1400 --saving 5",
+        1690,
+        "issue 8 E: 0.99 B parameters, 100.7 M tokens; predicted 63 s of text, then 1,506 and 1,113 side by side",
+        gpus=2,
+    ),
+    Step(
         "parity-blockwise-1gpu",
         _parity(_FEWER_FIRST_STEPS, "3", "21", "stock blockwise"),
         1050,
