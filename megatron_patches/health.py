@@ -3,6 +3,7 @@
 - coverage: share of the FLOPs of all matrix products of an iteration that run in FP8: linears, experts by the tokens
   they get on average, the head, and attention's products (causal: half of them). Of FP8 attention only the forward is.
 - gathered: bytes that FP8 all-gathers of fp8_ds delivered to a rank in one training iteration.
+- weights gathered: bytes that the distributed optimizer's all-gathers deliver to a rank after an update.
 - amax, saturation, underflow: see fp8_ds/monitor/statistics.py; every --fp8-health-interval iterations, of linears of
   fp8_ds or Transformer Engine's (engine_observers.py).
 
@@ -87,6 +88,33 @@ def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
         yield Products(total * share, total)
 
 
+class Gathers(NamedTuple):
+    """Bytes delivered to a rank after an update, its own shard among them: of FP8 weights, and of all."""
+
+    in_fp8: int
+    total: int
+
+
+def weight_gathers(chunks: Iterable[Any]) -> Gathers:
+    """By the distributed optimizer; none without it, or where no rank has another's shard.
+
+    Args:
+        chunks: of the model, in Megatron's DistributedDataParallel.
+    """
+    in_fp8 = total = 0
+    for chunk in chunks:
+        groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
+        for group in groups:
+            if getattr(group, "intra_distributed_optimizer_instance_size", 1) == 1:
+                continue
+            for bucket in group.buckets:
+                data = bucket.param_data
+                if data is not None:
+                    total += data.nbytes
+                    in_fp8 += data.nbytes if data.dtype == torch.uint8 else 0
+    return Gathers(in_fp8, total)
+
+
 def describe(layers: Iterable[Any]) -> str:
     """What computes the linears and the attention of these layers, one line."""
     from fp8_ds.attention import describe_backend
@@ -121,14 +149,16 @@ class Health:
     Args:
         registry: of the spec.
         args: Megatron's.
+        chunks: of the model, as Megatron has wrapped them.
     """
 
-    def __init__(self, registry: Any, args: Any) -> None:
+    def __init__(self, registry: Any, args: Any, chunks: Iterable[Any]) -> None:
         from megatron.core import parallel_state
 
         from megatron_patches.linear import MegatronFp8Linear
 
         self.args, self.registry = args, registry
+        self._weights = weight_gathers(chunks)
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._num_bytes = self._bytes_before = 0
@@ -202,7 +232,7 @@ class Health:
 
     def report(self) -> tuple[str, dict[str, float]]:
         """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
-        mine = (tuple(self.coverage()), self._num_bytes, self._statistics)
+        mine = (tuple(self.coverage()), self._num_bytes, self._statistics, tuple(self._weights))
         stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
         torch.distributed.all_gather_object(stages, mine, group=self._pipeline)
         coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
@@ -211,7 +241,13 @@ class Health:
         if self.registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
             scalars["fp8/gathered-bytes"] = float(max(one[1] for one in stages))
             texts.append(f"gathered per rank: {scalars['fp8/gathered-bytes'] / 2**20:.3f} MiB")
-        every = {name: one for _, _, statistics in stages for name, one in statistics.items()}
+        weights = max((Gathers(*one[3]) for one in stages), key=lambda gathers: gathers.total)
+        if weights.total:
+            scalars["fp8/weights-gathered-bytes"] = float(weights.total)
+            scalars["fp8/weights-gathered-fp8-bytes"] = float(weights.in_fp8)
+            shown = f"{weights.total / 2**20:.3f} MiB, {weights.in_fp8 / 2**20:.3f} of it FP8"
+            texts.append(f"weights gathered per rank: {shown}")
+        every = {name: one for _, _, statistics, _ in stages for name, one in statistics.items()}
         for field in ("amax", "saturation", "underflow"):
             values = {(kind, name): getattr(one[kind], field) for name, one in every.items() for kind in one}
             scalars.update({f"fp8-{field}/{kind}/{name}": value for (kind, name), value in values.items()})
@@ -257,6 +293,7 @@ class HealthLog:
 
     def __init__(self) -> None:
         self._registry: Any = None
+        self._chunks: Any = None
         self._health: Health | None = None
 
     def wrap_setup_model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +304,7 @@ class HealthLog:
             from megatron.training import global_vars
 
             settings = global_vars.get_args()
-            self._registry = find_registry(settings)
+            self._registry, self._chunks = find_registry(settings), result[0]
             if self._registry is None and settings.fp8:
                 self._registry = registry_of_model(result[0])
             return result
@@ -287,7 +324,7 @@ class HealthLog:
             settings = global_vars.get_args()
             iteration = signature.bind(*args, **kwargs).arguments["iteration"]
             if self._health is None:
-                self._health = Health(self._registry, settings)
+                self._health = Health(self._registry, settings, self._chunks)
                 from megatron.training.utils import print_rank_last
 
                 print_rank_last(f" [fp8] {describe(self._registry.layers())}")

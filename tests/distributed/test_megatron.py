@@ -293,7 +293,7 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             tensor_model_parallel_size=layout.tp,
             fp8_health_interval=2,
         )
-        watched = Health(registry_of(training.module.transformer_layer_spec), args)
+        watched = Health(registry_of(training.module.transformer_layer_spec), args, [training.model])
         data = mt.batches(2)
         for iteration in (1, 2):
             training.step(data)
@@ -334,6 +334,15 @@ def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     attention, head = mt.WIDTH * mt.LENGTH, mt.WIDTH * mt.VOCABULARY
     share = mt.NUM_LAYERS * per_layer / (mt.NUM_LAYERS * (per_layer + attention) + head)
     assert scalars["fp8/coverage"] == pytest.approx(100 * share)
+
+
+def test_health_says_what_the_distributed_optimizer_gathers(ranks: Ranks) -> None:
+    first, second = ranks(2).run(health, LAYOUTS["dp2_distributed_optimizer"])
+    assert first["line"] == second["line"]
+    num_bytes = first["scalars"]["fp8/weights-gathered-bytes"]
+    weights = 4 * (mt.NUM_LAYERS * (mt.WIDTH * (128 + 64 + 256) + 128 * mt.WIDTH) + 2 * mt.WIDTH * mt.VOCABULARY)
+    assert weights < num_bytes < 1.1 * weights and first["scalars"]["fp8/weights-gathered-fp8-bytes"] == 0
+    assert f"| weights gathered per rank: {num_bytes / 2**20:.3f} MiB, 0.000 of it FP8 |" in first["line"]
 
 
 def test_health_is_not_of_evaluation(ranks: Ranks) -> None:

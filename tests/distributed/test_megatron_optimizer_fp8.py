@@ -233,6 +233,29 @@ def test_first_masters_are_the_numbers_that_were_drawn(ranks: Any, master: str) 
     base.assert_same({name: value.bfloat16() for name, value in masters.items()}, drawn)
 
 
+def gathers(master: str | None) -> tuple[Any, int, int]:
+    """What health says that an update gathers, what one has gathered, and elements of FP8 weights."""
+    from fp8_ds.comm import count_collectives
+    from megatron_patches.health import weight_gathers
+
+    layout = base.bf16(True)
+    with run(layout, master) if master else base.run(layout, None) as training:
+        data = mt.batches(1)
+        with count_collectives() as moved:
+            training.step(data)
+        numel = sum(p.numel() for p in fp8_weights(training).values())
+        return weight_gathers([training.model]), moved.num_bytes["all_gather"], numel
+
+
+def test_health_counts_what_an_update_gathers(ranks: Any) -> None:
+    for (said, seen, numel), (stock_said, stock_seen, _) in zip(
+        ranks(2).run(gathers, "e4m19"), ranks(2).run(gathers, None), strict=True
+    ):
+        assert (said.total, stock_said.total) == (seen, stock_seen) and stock_said.in_fp8 == 0
+        assert numel <= said.in_fp8 <= 1.1 * numel < said.total < 0.7 * stock_said.total
+    assert ranks(1).run(gathers, "e4m19")[0][0].total == 0, "nobody has another's shard"
+
+
 # --- norms, and other layouts ---
 
 
