@@ -10,6 +10,8 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, os.environ.get("MEGATRON_LM_PATH", ""))
 
@@ -20,13 +22,29 @@ from megatron_patches import pretrain_gpt
 from megatron_patches.optimizer_sharded import Fp8DistributedOptimizer
 
 
+def assert_same_on_all_ranks(value: Tensor, group: Any, what: str) -> None:
+    """Collective."""
+    low, high = value.detach().clone(), value.detach().clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    assert torch.equal(low, high), f"{what}: data parallel ranks differ in {int((low != high).sum())} numbers"
+
+
 def num_checked(optimizer: Any) -> int:
     """FP8 weights, each found to be as Transformer Engine 2.11 has to read it: other ranks' shards of it, too.
+
+    Collective, over the ranks that share the weights: bytes, scales and amaxes are theirs as well.
 
     Args:
         optimizer: after a step, its weights gathered.
     """
-    weights = optimizer._fp8_weights.weights
+    weights, names = optimizer._fp8_weights.weights, optimizer._fp8_weights.names
+    scales, group = optimizer._fp8_weights.scales, optimizer.data_parallel_group
+    scales.wait()
+    assert_same_on_all_ranks(scales.amax, group, "amaxes")
+    for name, p in zip(names, weights, strict=True):
+        assert_same_on_all_ranks(p._scale_inv, group, f"{name}, scale")
+        assert_same_on_all_ranks(p._data, group, f"{name}, bytes")
     for p in weights:
         assert float(torch.frexp(p._scale_inv)[0]) == 0.5, "a power of two"
         value = p._data.view(torch.float8_e4m3fn).float() * p._scale_inv

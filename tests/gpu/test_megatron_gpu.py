@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,10 +59,18 @@ def helper_of_the_clone() -> None:
     copy_helper(Path(str(CLONE)) / "megatron/core/datasets")
 
 
+def first_error(stderr: str) -> str:
+    """Where the first rank failed, and torchrun's table of exit codes and signals, which is the end."""
+    start = stderr.find("Traceback (most recent call last)")
+    return stderr[-3000:] if start < 0 else f"{stderr[start:start + 5000]}\n[...]\n{stderr[-2500:]}"
+
+
 @pytest.fixture
-def losses(root: Path) -> Any:
+def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """losses(*words, ranks=1, ours=False, checked=False, layers=FP8): of each iteration, by the stock script or the
     wrapper; checked: by megatron_checked.py, which looks into the weights. losses.output: what the last run printed."""
+
+    logs = tmp_path_factory.mktemp("launches")
 
     def run(
         *words: str, ranks: int = 1, ours: bool = False, checked: bool = False, layers: tuple[str, ...] = FP8
@@ -74,8 +83,15 @@ def losses(root: Path) -> Any:
         env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "MAKEFLAGS": "n"}
         env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
         command += [*ARGUMENTS, *layers, *words]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        number = len(list(logs.glob("*.out")))
+        out, err = logs / f"{number}.out", logs / f"{number}.err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            try:
+                status: Any = subprocess.run(command, env=env, stdout=stdout, stderr=stderr, timeout=400).returncode
+            except subprocess.TimeoutExpired:
+                status = "none after 400 s"
+        done = SimpleNamespace(stdout=out.read_text(), stderr=err.read_text())
+        assert status == 0, f"status {status}\n{done.stdout[-3000:]}\n{first_error(done.stderr)}"
         run.output = done.stdout  # type: ignore[attr-defined]
         found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
         assert found and all(0 < value < 20 for value in found), done.stdout[-3000:]
