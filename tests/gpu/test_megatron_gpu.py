@@ -62,7 +62,7 @@ def helper_of_the_clone() -> None:
 def first_error(stderr: str) -> str:
     """Where the first rank failed, and torchrun's table of exit codes and signals, which is the end."""
     start = stderr.find("Traceback (most recent call last)")
-    return stderr[-3000:] if start < 0 else f"{stderr[start:start + 5000]}\n[...]\n{stderr[-2500:]}"
+    return stderr[-3000:] if start < 0 else f"{stderr[start : start + 5000]}\n[...]\n{stderr[-2500:]}"
 
 
 @pytest.fixture
