@@ -291,7 +291,7 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled+fast+nonlinear+attention.backend=fa3+cudagraphs",
+            "ours-e4m11-compiled+fast+nonlinear+delayed+attention.backend=fa3+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fast+fused+delayed+attention.backend=fa3+cudagraphs",
             "ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs+linear.fast_accumulation=output_and_grad_input",

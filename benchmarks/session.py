@@ -262,8 +262,8 @@ STEPS = (
         "fast-arms",
         _benchmark("end_to_end", "--piece accumulation --budget {seconds}"),
         480,
-        "issue 4 H 1: what fast accumulation gives in a step; predicted 117 ms, 115 with a fast grad_input, 110 with "
-        "delayed scales, 113.5 and 14.6 GiB with inputs of norms and SwiGLUs in FP8",
+        "issue 4 H 1: what fast accumulation gives in a step; predicted 112.3 ms with delayed scales, 116 and 15.0 GiB "
+        "with these and inputs of norms and SwiGLUs in FP8, 115 tensorwise with a fast grad_input",
     ),
     Step(
         "kernels-tune",
