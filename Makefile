@@ -26,12 +26,14 @@ $(PY):
 		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV); fi
 
-# DeepSpeed's setup imports torch, so torch comes first and DeepSpeed is built without isolation.
+# DeepSpeed's setup imports torch, so torch comes first and DeepSpeed is built without isolation. Of Transformer Engine
+# tests drive its Python code, beside the environment: tests/distributed/transformer_engine_python.py.
 $(READY): pyproject.toml setup.py | $(PY)
 	$(PY) -c "$(RECENT_TORCH)" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
 	$(PY) -m pip install -q "setuptools>=77" wheel ninja packaging py-cpuinfo
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "$(DEEPSPEED)"
 	$(PY) -m pip install -q --no-build-isolation -e ".[test]"
+	$(PY) -m pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine-python transformer_engine==2.11.0
 	@touch $@
 
 $(LINT_READY): $(READY)
