@@ -296,6 +296,16 @@ STEPS = (
         125,
         "issue 4 H 1: where the headline's recipe spends its time",
     ),
+    Step(
+        "profile-nonlinear",
+        _benchmark(
+            "end_to_end",
+            "--model llama-2b --profile ours-e4m11-compiled+fast+nonlinear+attention.backend=fa3+cudagraphs "
+            "--budget {seconds}",
+        ),
+        125,
+        "issue 4 H 1: what 16 GiB with CUDA graphs cost; 6.5 ms where 0.4 were expected",
+    ),
     Step("peers", _benchmark("end_to_end", "--piece peers --budget {seconds}"), 540, "issue 4 H 1: ours beside peers"),
     Step(
         "graphs", _benchmark("end_to_end", "--piece graphs --budget {seconds}"), 260, "issue 4 C: idle between kernels"
