@@ -230,8 +230,8 @@ class _FromKept:
                 grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, rounding="twice", amax=self.amax
             )
         else:
-            grads = [*swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:], rounding="twice")]
-            columns, scale_inv = swiglu_columns(gate, up, FORMAT, scalings[0], rounding="twice")
+            *grads, amax = swiglu_backward_kept(grad_product, gate, up, fmt, scalings[1:], rounding="twice")
+            columns, scale_inv = swiglu_columns(gate, up, FORMAT, scalings[0], rounding="twice", amax=amax)
         self.grads = _rows(grads[0], scalings[1]), _rows(grads[1], scalings[2])
         return self.recipes.down.kept(grad_product, Quantized(None, columns, scale_inv))
 

@@ -264,7 +264,11 @@ def _backward_columns_kernel(
     if kept_scales is None:
         columns = reference.swiglu_columns(*factors, scaling, product, dtype, fp8_max, twice)
     else:
-        columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), gate.new_empty((), dtype=torch.float32)
+        if scaling == "tensorwise":
+            *_, measured = reference.swiglu(*factors, scaling, product, False, dtype, fp8_max, twice)
+        else:
+            measured = gate.new_empty((), dtype=torch.float32)
+        columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), measured
     first, second = reference.swiglu_backward_fp8(
         grad_hidden, *factors, False, scaling, grads, record, grad_dtype, grad_max, twice
     )
@@ -467,14 +471,18 @@ def swiglu_backward_kept(
     *,
     record: bool = True,
     rounding: Rounding = "once",
-) -> tuple[Fp8Output, Fp8Output]:
+) -> tuple[Fp8Output, Fp8Output, Tensor | None]:
     """`swiglu_backward_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
 
     Args: as there, and
         scalings: of grad_gate and of grad_up: slots, or "tensorwise" for both.
+
+    Returns:
+        (grad_gate, grad_up, amax of the product for `swiglu_columns`, float32, 0-dim; None: not tensorwise).
     """
     found = _backward_columns(grad_hidden, gate, up, (fmt, fmt), (None, *scalings), record, rounding, None)
-    return Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None)
+    amax = found[1] if mode_of(scalings[0])[0] == "tensorwise" else None
+    return Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None), amax
 
 
 def swiglu_backward_columns(

@@ -139,7 +139,8 @@ def _quarter_of_all(
     MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, GRAD_MAX: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """bf16 of the product in one of a tile's four tensors, with the largest gradients so far; theirs are stored."""
+    """bf16 of the product in one of a tile's four tensors (KEPT: in the first pass of tensorwise), with the largest
+    gradients so far; theirs are stored."""
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     grad = load_rows(grad_hidden, rows, cols, grad_stride, mask, EVEN)
@@ -150,7 +151,7 @@ def _quarter_of_all(
     if MODE != AMAX:
         store_rows(gate_fp8, rows, cols, num_cols, quantize(grad_gate, gate_factor, GRAD_MAX, PTX), mask, EVEN)
         store_rows(up_fp8, rows, cols, num_cols, quantize(grad_up, up_factor, GRAD_MAX, PTX), mask, EVEN)
-    return grad_up if KEPT else hidden(g, u, TWICE, PTX), gate_largest, up_largest
+    return grad_up if KEPT and MODE != AMAX else hidden(g, u, TWICE, PTX), gate_largest, up_largest
 
 
 @triton.jit(
@@ -169,7 +170,7 @@ def swiglu_backward_columns_kernel(
 ):  # fmt: skip
     """Rows of the gradients of gate and up and, unless KEPT, the transposed plane of the product, in one read.
 
-    MEASURES: the amax of the product, too, is found in the first pass of tensorwise. KEPT: as above.
+    MEASURES: the amax of the product, too, is found in the first pass of tensorwise, KEPT or not. KEPT: as above.
     """
     first_row, first_col = tile_corner(num_cols, QUARTER)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
@@ -215,7 +216,7 @@ def swiglu_backward_columns_kernel(
     if MODE != FROM_AMAX:
         _note(gate_amax, gate_scale_inv, bits_of_largest(gate_largest), MODE, RECORD)
         _note(up_amax, up_scale_inv, bits_of_largest(up_largest), MODE, RECORD)
-        if not KEPT and (MODE == GIVEN or MEASURES):
+        if (MODE == AMAX and MEASURES) or (MODE == GIVEN and not KEPT):
             _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
     if not KEPT and MODE != AMAX:
         word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)

@@ -168,14 +168,15 @@ def swiglu_backward_columns(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
 
-    With `kept_scales` no columns: `swiglu_columns` reads codes by itself.
+    With `kept_scales` no columns: `swiglu_columns` reads codes by itself. In the place of their scale_inv is the amax of
+    the product then, tensorwise.
     """
     num_rows, num_cols = gate.shape
     columns = torch.empty((0 if kept_scales else num_cols, num_rows), dtype=dtypes[0], device=gate.device)
     fp8s = [torch.empty((num_rows, num_cols), dtype=dtypes[1], device=gate.device) for _ in range(2)]
     founds = [torch.empty((), dtype=torch.float32, device=gate.device) for _ in range(3)]
     of_grads = [_scales(mode, slot, found) for slot, found in zip(slots[1:], founds[1:], strict=True)]
-    if kept_scales is not None:
+    if kept_scales is not None and mode != "tensorwise":
         of_product = (founds[0],) * 3
     elif mode == "tensorwise" and amax is not None:
         of_product = founds[0], founds[0], amax
@@ -210,7 +211,8 @@ def swiglu_backward_columns(
             enable_fp_fusion=False,
             **tile_options(_BOTH_QUARTER, num_rows, num_cols, words),
         )
-    return columns, of_product[1], fp8s[0], of_grads[0][1], fp8s[1], of_grads[1][1]
+    of_columns = of_product[1 if kept_scales is None else 2]
+    return columns, of_columns, fp8s[0], of_grads[0][1], fp8s[1], of_grads[1][1]
 
 
 def _product(

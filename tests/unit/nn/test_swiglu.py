@@ -18,7 +18,7 @@ from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_columns, swiglu_with_amax
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_kept, swiglu_columns, swiglu_with_amax
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
@@ -217,13 +217,12 @@ def test_the_products_columns_are_the_bytes_of_its_rows_transposed(recipe, nonli
 
 
 @pytest.mark.parametrize(
-    ("recipe", "nonlinear", "is_known"),
-    [("tensorwise", "bf16", True), ("tensorwise", "fp8", False), ("delayed", "bf16", False)],
+    ("recipe", "nonlinear", "whose"),
+    [("tensorwise", "bf16", "forward"), ("tensorwise", "fp8", "gradients"), ("delayed", "bf16", "nobody")],
 )
-def test_the_products_amax_is_measured_once_where_gate_and_up_come_back_as_they_were(
-    recipe, nonlinear, is_known, monkeypatch
-):
-    measured, used = [], []
+def test_the_products_amax_is_measured_with_what_is_read_for_something_else(recipe, nonlinear, whose, monkeypatch):
+    """The forward's, where gate and up come back as they were, else that of the pass for the gradients' amaxes."""
+    measured, again, used = [], [], []
 
     def forward(*args, **kwargs):
         measured.append(swiglu_with_amax(*args, **kwargs))
@@ -233,18 +232,25 @@ def test_the_products_amax_is_measured_once_where_gate_and_up_come_back_as_they_
         used.append(amax)
         return swiglu_backward_columns(*args, amax=amax, **kwargs)
 
+    def kept(*args, **kwargs):
+        found = swiglu_backward_kept(*args, **kwargs)
+        again.append(found[2])
+        return found
+
     def kept_columns(*args, amax=None, **kwargs):
         used.append(amax)
         return swiglu_columns(*args, amax=amax, **kwargs)
 
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_columns", columns)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_kept", kept)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", kept_columns)
     run(*[make(recipe, nonlinear)[0]] * 2)
-    assert len(measured) == len(used) == 1
-    assert (used[0] is not None) == is_known
-    if is_known:
-        assert_bitwise(measured[0][1], used[0])
+    assert len(measured) == len(used) == 1 and len(again) == (whose == "gradients")
+    expected = {"forward": measured[0][1], "gradients": next(iter(again), None), "nobody": None}[whose]
+    assert (used[0] is None) == (expected is None)
+    if expected is not None:
+        assert_bitwise(expected, used[0])
 
 
 def weights_of(mlp):

@@ -216,9 +216,11 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
     tail = (True, (E4M3.dtype, E5M2.dtype), (E4M3.max, E5M2.max), twice)
     if kept is not None:
         factors = kept[0][0], kept[1][0], (kept[0][1], kept[1][1])
-        none, _, *grads = kernels.swiglu_backward_columns(grad, *factors, mode, tuple(other), None, *tail)
+        none, measured, *grads = kernels.swiglu_backward_columns(grad, *factors, mode, tuple(other), None, *tail)
         assert none.numel() == 0
-        found = [[*kernels.swiglu_columns(*factors, mode, other[0], None, *formats[0], twice), *grads]]
+        if amax is not None:
+            assert_same(measured, amax)
+        found = [[*kernels.swiglu_columns(*factors, mode, other[0], amax, *formats[0], twice), *grads]]
     else:
         found = [
             kernels.swiglu_backward_columns(grad, gate, up, None, mode, tuple(other), known, *tail)

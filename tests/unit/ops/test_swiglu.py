@@ -241,8 +241,11 @@ def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
         GRAD, gate, up, E5M2, tuple(own[1:]) if scaling == "given" else "tensorwise", rounding="twice"
     )
     if is_kept:
-        got = swiglu_columns(*factors, E4M3, other[0], rounding="twice")
-        got = *got, *swiglu_backward_kept(GRAD, *factors, E5M2, tuple(other[1:]), rounding="twice")
+        *both, amax = swiglu_backward_kept(GRAD, *factors, E5M2, tuple(other[1:]), rounding="twice")
+        assert (amax is None) == (scaling == "given")
+        if amax is not None:
+            assert_same(amax, swiglu_with_amax(gate, up, E4M3, scaling, rounding="twice")[1])
+        got = *swiglu_columns(*factors, E4M3, other[0], rounding="twice", amax=amax), *both
     else:
         got = swiglu_backward_columns(GRAD, *factors, (E4M3, E5M2), tuple(other), rounding="twice")
     for a, b in zip([*columns, *grads[0][:2], *grads[1][:2]], [*got[:2], *got[2][:2], *got[3][:2]], strict=True):
