@@ -318,8 +318,11 @@ def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, 
         amax = swiglu_with_amax(*plain, E4M3, own[0], record=False, rounding="twice")[1]
         for known in (None,) if is_kept else (None, amax):
             if is_kept:
-                got = swiglu_columns(*factors, E4M3, other[0], rounding="twice")
-                got = *got, *swiglu_backward_kept(grad, *factors, E5M2, tuple(other[1:]), rounding="twice")
+                *both, found = swiglu_backward_kept(grad, *factors, E5M2, tuple(other[1:]), rounding="twice")
+                assert (found is None) == (amax is None)
+                got = *swiglu_columns(*factors, E4M3, other[0], rounding="twice", amax=found), *both
+                if amax is not None:
+                    assert_same(found, amax)
             else:
                 got = swiglu_backward_columns(grad, *factors, (E4M3, E5M2), tuple(other), rounding="twice", amax=known)
             assert_same(columns, got[0])

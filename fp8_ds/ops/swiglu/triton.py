@@ -168,8 +168,8 @@ def swiglu_backward_columns(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of the product (x_fp8 transposed, scale_inv), of grad_gate and of grad_up (x_fp8, scale_inv).
 
-    With `kept_scales` no columns: `swiglu_columns` reads codes by itself. In the place of their scale_inv is, tensorwise,
-    the amax of the product.
+    With `kept_scales` no columns: `swiglu_columns` reads codes by itself. Tensorwise the amax of the product is in the
+    place of their scale_inv.
     """
     num_rows, num_cols = gate.shape
     columns = torch.empty((0 if kept_scales else num_cols, num_rows), dtype=dtypes[0], device=gate.device)
