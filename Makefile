@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 LINT_READY := $(VENV)/.ready-lint
 DOCS_READY := $(VENV)/.ready-docs
+ENGINE := $(VENV)/transformer_engine-python
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py docs/hooks.py docs/img/training_step.py docs/img/first_page.py
@@ -26,15 +27,17 @@ $(PY):
 		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV); fi
 
-# DeepSpeed's setup imports torch, so torch comes first and DeepSpeed is built without isolation. Of Transformer Engine
-# tests drive its Python code, beside the environment: tests/distributed/transformer_engine_python.py.
+# DeepSpeed's setup imports torch, so torch comes first and DeepSpeed is built without isolation.
 $(READY): pyproject.toml setup.py | $(PY)
 	$(PY) -c "$(RECENT_TORCH)" 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
 	$(PY) -m pip install -q "setuptools>=77" wheel ninja packaging py-cpuinfo
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "$(DEEPSPEED)"
 	$(PY) -m pip install -q --no-build-isolation -e ".[test]"
-	$(PY) -m pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine-python transformer_engine==2.11.0
 	@touch $@
+
+# Python code alone, beside the environment and not in it: tests/distributed/transformer_engine_python.py.
+$(ENGINE): | $(READY)
+	$(PY) -m pip install -q --no-deps --target $@ transformer_engine==2.11.0
 
 $(LINT_READY): $(READY)
 	$(PY) -m pip install -q --no-build-isolation -e ".[dev]"
@@ -47,11 +50,11 @@ $(DOCS_READY): $(READY)
 demo: $(READY)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) examples/deepspeed/demo.py $(DEMO_ARGS)
 
-test: $(READY)
+test: $(READY) $(ENGINE)
 	$(ON_CPU) $(PY) tests/build_op.py
 	$(ON_CPU) $(PY) -m pytest -q -n 2 --max-worker-restart 0 $(TEST_ARGS)
 
-test-slow: $(READY)
+test-slow: $(READY) $(ENGINE)
 	$(ON_CPU) $(PY) -m pytest -q -rs -m "slow and not gpu" $(TEST_ARGS)
 
 test-gpu: $(READY)

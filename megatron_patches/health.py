@@ -149,16 +149,16 @@ class Health:
     Args:
         registry: of the spec.
         args: Megatron's.
-        chunks: of the model, as Megatron has wrapped them.
+        weights: what an update gathers.
     """
 
-    def __init__(self, registry: Any, args: Any, chunks: Iterable[Any]) -> None:
+    def __init__(self, registry: Any, args: Any, weights: Gathers) -> None:
         from megatron.core import parallel_state
 
         from megatron_patches.linear import MegatronFp8Linear
 
         self.args, self.registry = args, registry
-        self._weights = weight_gathers(chunks)
+        self._weights = weights
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._num_bytes = self._bytes_before = 0
@@ -232,7 +232,7 @@ class Health:
 
     def report(self) -> tuple[str, dict[str, float]]:
         """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
-        mine = (tuple(self.coverage()), self._num_bytes, self._statistics, tuple(self._weights))
+        mine = (tuple(self.coverage()), self._num_bytes, self._statistics, self._weights)
         stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
         torch.distributed.all_gather_object(stages, mine, group=self._pipeline)
         coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
@@ -241,7 +241,7 @@ class Health:
         if self.registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
             scalars["fp8/gathered-bytes"] = float(max(one[1] for one in stages))
             texts.append(f"gathered per rank: {scalars['fp8/gathered-bytes'] / 2**20:.3f} MiB")
-        weights = max((Gathers(*one[3]) for one in stages), key=lambda gathers: gathers.total)
+        weights: Gathers = max((one[3] for one in stages), key=lambda gathers: gathers.total)
         if weights.total:
             scalars["fp8/weights-gathered-bytes"] = float(weights.total)
             scalars["fp8/weights-gathered-fp8-bytes"] = float(weights.in_fp8)
@@ -293,7 +293,7 @@ class HealthLog:
 
     def __init__(self) -> None:
         self._registry: Any = None
-        self._chunks: Any = None
+        self._weights = Gathers(0, 0)
         self._health: Health | None = None
 
     def wrap_setup_model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +304,7 @@ class HealthLog:
             from megatron.training import global_vars
 
             settings = global_vars.get_args()
-            self._registry, self._chunks = find_registry(settings), result[0]
+            self._registry, self._weights = find_registry(settings), weight_gathers(result[0])
             if self._registry is None and settings.fp8:
                 self._registry = registry_of_model(result[0])
             return result
@@ -324,7 +324,7 @@ class HealthLog:
             settings = global_vars.get_args()
             iteration = signature.bind(*args, **kwargs).arguments["iteration"]
             if self._health is None:
-                self._health = Health(self._registry, settings, self._chunks)
+                self._health = Health(self._registry, settings, self._weights)
                 from megatron.training.utils import print_rank_last
 
                 print_rank_last(f" [fp8] {describe(self._registry.layers())}")

@@ -6,7 +6,7 @@ Transformer Engine's Float8Tensor needs a GPU: here is a stand-in with what Mega
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,13 +80,13 @@ class StandIn(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def build(layout: mt.Layout) -> nn.Module:
-    """mt.build's model; the weights of its layers are FP8."""
+def build(layout: mt.Layout, make: Callable[[Tensor], nn.Parameter]) -> nn.Module:
+    """mt.build's model; the weights of its layers are FP8: what `make` makes of those drawn."""
     module: nn.Module = stock_build(layout).bfloat16()
     for name, layer in module.named_modules():
         if "linear" in name and getattr(layer, "weight", None) is not None and layer.weight.dim() == 2:
             attributes = {k: v for k, v in vars(layer.weight).items() if not k.startswith("_")}
-            layer.weight = nn.Parameter(StandIn.quantize(layer.weight.detach()))
+            layer.weight = make(layer.weight.detach())
             for key, value in attributes.items():
                 setattr(layer.weight, key, value)
     return module
@@ -112,32 +112,34 @@ def make_transposes(weights: list[StandIn]) -> None:
         p._transpose = p._data.t().contiguous()
 
 
+STAND_IN = SimpleNamespace(
+    make=lambda drawn: nn.Parameter(StandIn.quantize(drawn)),
+    tensor=StandIn,
+    replace_raw_data=move,
+    post_all_gather_processing=None,
+)
+
+
 @contextmanager
-def run(layout: mt.Layout, master: str | None, **states: Any) -> Iterator[mt.Training]:
-    """As `base.run`, with a Transformer Engine that knows of FP8 tensors and nothing else."""
+def run(layout: mt.Layout, master: str | None, engine: Any = STAND_IN, **states: Any) -> Iterator[mt.Training]:
+    """As `base.run`, with a Transformer Engine that knows of FP8 tensors and nothing else.
+
+    Args:
+        engine: `STAND_IN`, or what transformer_engine_python.py gives.
+    """
     from megatron.core import fp8_utils
     from megatron.core.distributed import param_and_grad_buffer
 
-    names = {
-        "HAVE_TE_FP8_TENSOR_CLASS": True,
-        "FP8_TENSOR_CLASS": StandIn,
-        "_modify_underlying_storage_impl": move,
-        "dequantize_fp8_tensor": lambda tensor: tensor.dequantize(),
-    }
-    stock = {name: getattr(fp8_utils, name) for name in names}
-    coalescing = param_and_grad_buffer._coalescing_manager
-    try:
-        param_and_grad_buffer._coalescing_manager = one_by_one
-        for name, value in names.items():
-            setattr(fp8_utils, name, value)
-        mt.build = build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(param_and_grad_buffer, "_coalescing_manager", one_by_one)
+        patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
+        patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", engine.tensor)
+        patch.setattr(fp8_utils, "_modify_underlying_storage_impl", engine.replace_raw_data)
+        patch.setattr(fp8_utils, "te_post_all_gather_processing", engine.post_all_gather_processing)
+        patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+        patch.setattr(mt, "build", lambda layout: build(layout, engine.make))
         with base.run(layout, master, states, fp8_recipe="tensorwise") as training:
             yield training
-    finally:
-        param_and_grad_buffer._coalescing_manager = coalescing
-        mt.build = stock_build
-        for name, value in stock.items():
-            setattr(fp8_utils, name, value)
 
 
 def fp8_weights(training: mt.Training) -> dict[str, Any]:

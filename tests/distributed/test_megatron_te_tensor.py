@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import megatron_training as mt
 import pytest
 import test_megatron_optimizer as base
 import test_megatron_optimizer_fp8 as stand_in
-from torch import nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import transformer_engine_python as te
@@ -35,26 +33,6 @@ WHOLE = base.bf16(True, config={"hidden_size": 256, "ffn_hidden_size": 512})
 SPLIT = base.bf16(True, config={"hidden_size": 192, "ffn_hidden_size": 320})
 
 
-def build(layout: mt.Layout, quantize: Any) -> nn.Module:
-    """mt.build's model; weights of its layers are FP8, and keep what was drawn as Transformer Engine keeps it."""
-    module: nn.Module = stand_in.stock_build(layout).bfloat16()
-    for name, layer in module.named_modules():
-        if "linear" in name and getattr(layer, "weight", None) is not None and layer.weight.dim() == 2:
-            attributes = {key: value for key, value in vars(layer.weight).items() if not key.startswith("_")}
-            drawn = layer.weight.detach()
-            weight = layer.weight = nn.Parameter(quantize(drawn))
-            weight._high_precision_init_val = drawn.clone()  # type: ignore[attr-defined]
-            weight.get_high_precision_init_val = MethodType(  # type: ignore[attr-defined]
-                lambda self: getattr(self, "_high_precision_init_val", None), weight
-            )
-            weight.clear_high_precision_init_val = MethodType(  # type: ignore[attr-defined]
-                lambda self: delattr(self, "_high_precision_init_val"), weight
-            )
-            for key, value in attributes.items():
-                setattr(weight, key, value)
-    return module
-
-
 @contextmanager
 def run(layout: mt.Layout, master: str, **states: Any) -> Iterator[mt.Training]:
     # All that asks for Transformer Engine does so before there is half of one.
@@ -62,22 +40,12 @@ def run(layout: mt.Layout, master: str, **states: Any) -> Iterator[mt.Training]:
     import megatron.core.optimizer.clip_grads
     import megatron.core.pipeline_parallel
     import megatron.core.transformer.moe.moe_utils  # noqa: F401
-    from megatron.core import fp8_utils
-    from megatron.core.distributed import param_and_grad_buffer
 
     import megatron_patches.layer_specs
     import megatron_patches.optimizer_sharded  # noqa: F401
 
-    with te.engine() as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(param_and_grad_buffer, "_coalescing_manager", stand_in.one_by_one)
-        patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
-        patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", engine.tensor)
-        patch.setattr(fp8_utils, "_modify_underlying_storage_impl", engine.replace_raw_data)
-        patch.setattr(fp8_utils, "te_post_all_gather_processing", engine.post_all_gather_processing)
-        patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
-        patch.setattr(mt, "build", lambda layout: build(layout, engine.quantize))
-        with base.run(layout, master, states, fp8_recipe="tensorwise") as training:
-            yield training
+    with te.engine() as engine, stand_in.run(layout, master, engine, **states) as training:
+        yield training
 
 
 def train(layout: mt.Layout, master: str, **states: Any) -> dict[str, Any]:

@@ -13,16 +13,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROOT = Path(sys.prefix) / "transformer_engine-python" / "transformer_engine"
 _COMPILED = "transformer_engine_torch"
 _PACKAGES = ("", ".common", ".pytorch", ".pytorch.optimizers", ".debug", ".debug.pytorch")
+_DRAWN = "_high_precision_init_val"
 _DEBUG = "transformer_engine.debug.pytorch.debug_quantization"
 
 
@@ -74,6 +75,15 @@ def _package(name: str) -> ModuleType:
     return module
 
 
+def _weight(quantized: Any, drawn: Tensor) -> nn.Parameter:
+    """As Transformer Engine's modules make it where they are to keep what was drawn."""
+    weight: Any = nn.Parameter(quantized)
+    setattr(weight, _DRAWN, drawn.clone())
+    weight.get_high_precision_init_val = MethodType(lambda self: getattr(self, _DRAWN, None), weight)
+    weight.clear_high_precision_init_val = MethodType(lambda self: delattr(self, _DRAWN), weight)
+    return weight
+
+
 @contextmanager
 def engine() -> Iterator[SimpleNamespace]:
     """What Megatron takes from Transformer Engine for FP8 weights, on a GPU that reads transposes (Hopper); inside the
@@ -94,7 +104,7 @@ def engine() -> Iterator[SimpleNamespace]:
         storage.is_non_tn_fp8_gemm_supported = lambda: False  # type: ignore[attr-defined]
         quantizer = tensor.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu", rowwise=True, columnwise=True)
         yield SimpleNamespace(
-            quantize=quantizer.quantize,
+            make=lambda drawn: _weight(quantizer.quantize(drawn), drawn),
             tensor=tensor.QuantizedTensor,
             replace_raw_data=utils.replace_raw_data,
             post_all_gather_processing=utils.post_all_gather_processing,

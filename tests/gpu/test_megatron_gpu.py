@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,14 +89,14 @@ def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
                 status: Any = subprocess.run(command, env=env, stdout=stdout, stderr=stderr, timeout=400).returncode
             except subprocess.TimeoutExpired:
                 status = "none after 400 s"
-        done = SimpleNamespace(stdout=out.read_text(), stderr=err.read_text())
-        assert status == 0, f"status {status}\n{done.stdout[-3000:]}\n{first_error(done.stderr)}"
-        run.output = done.stdout  # type: ignore[attr-defined]
-        found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", done.stdout)]
-        assert found and all(0 < value < 20 for value in found), done.stdout[-3000:]
+        printed = out.read_text()
+        assert status == 0, f"status {status}\n{printed[-3000:]}\n{first_error(err.read_text())}"
+        run.output = printed  # type: ignore[attr-defined]
+        found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", printed)]
+        assert found and all(0 < value < 20 for value in found), printed[-3000:]
         if checked:
-            looks = re.findall(r"checked [1-9]\d* FP8 weights", done.stdout)
-            assert len(looks) == ranks * len(found), done.stdout[-3000:]
+            looks = re.findall(r"checked [1-9]\d* FP8 weights", printed)
+            assert len(looks) == ranks * len(found), printed[-3000:]
         return found
 
     return run

@@ -215,7 +215,7 @@ def test_a_model_of_megatrons_own_spec_is_found(
     """Its layers are Transformer Engine's, and nothing but their being watched is ours."""
     monkeypatch.setattr("megatron.core.transformer.transformer_layer.TransformerLayer", Gathering)
     made: list[Any] = []
-    monkeypatch.setattr(health, "Health", lambda registry, args, chunks: made.append(registry) or Fake())
+    monkeypatch.setattr(health, "Health", lambda registry, args, weights: made.append(registry) or Fake())
     monkeypatch.setattr(health, "describe", lambda layers: f"{len(layers)} layers")
     megatron_training.args.fp8 = "hybrid"
     log, model = health.HealthLog(), nn.Sequential(Gathering(None), nn.Linear(1, 1), Gathering(None))

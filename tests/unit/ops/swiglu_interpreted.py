@@ -210,6 +210,7 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
     own, other = slots(), slots()
     formats = (E4M3.dtype, E4M3.max), (E5M2.dtype, E5M2.max)
     amax = None if mode == "given" else reference_amax(gate, up, twice)
+    amaxes = [None] if amax is None else [None, amax]
     expected = kernels.swiglu_columns(gate, up, None, mode, own[0], amax, *formats[0], twice)
     rows = kernels.swiglu_backward_fp8(grad, gate, up, False, mode, tuple(own[1:]), True, *formats[1], twice, False)
     expected = [*expected, *rows[0][:2], *rows[1][:2]]
@@ -220,11 +221,12 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
         assert none.numel() == 0
         if amax is not None:
             assert_same(measured, amax)
-        found = [[*kernels.swiglu_columns(*factors, mode, other[0], amax, *formats[0], twice), *grads]]
+        found = [
+            [*kernels.swiglu_columns(*factors, mode, other[0], known, *formats[0], twice), *grads] for known in amaxes
+        ]
     else:
         found = [
-            kernels.swiglu_backward_columns(grad, gate, up, None, mode, tuple(other), known, *tail)
-            for known in (None, amax)[: 1 + (amax is not None)]
+            kernels.swiglu_backward_columns(grad, gate, up, None, mode, tuple(other), known, *tail) for known in amaxes
         ]
     for got in found:
         for a, b in zip(expected, got, strict=True):
