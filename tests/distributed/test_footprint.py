@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import training
+from rank_memory import RankMemory
 
 from fp8_ds.footprint import Footprint, estimate, read_run
 from fp8_ds.model_spec import ModelSpec, loss_of
-from fp8_ds.testing.memory import PeakMemory
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ def measure(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     config = training.ds_config(stage, fp8, zero_optimization=zero, train_micro_batch_size_per_gpu=BATCH)
     options = {key: value for key, value in SHAPE.items() if key != "model_type"}
     gc.collect()
-    with PeakMemory() as memory:
+    with RankMemory() as memory:
         torch.manual_seed(0)
         # "eager" would keep scores, and so does SDPA on a CPU; the estimate is of a fused kernel: leave attention out.
         model = LlamaForCausalLM(LlamaConfig(**options, use_cache=False)).bfloat16()

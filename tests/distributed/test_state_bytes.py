@@ -10,12 +10,12 @@ import test_release
 import torch
 import torch.distributed as dist
 import training
+from rank_memory import RankMemory
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
 from fp8_ds.estimate import Setup, StateBytes, estimate_states, weights_of
 from fp8_ds.optim.states import state_bytes
-from fp8_ds.testing.memory import PeakMemory
 
 pytestmark = pytest.mark.distributed
 
@@ -24,13 +24,6 @@ RAGGED = {"width": 136, "hidden": 408, "num_blocks": 2, "frozen": "blocks.1.up"}
 """Fragments and shards begin and end within groups of 128; one layer is frozen."""
 BUCKET = 50_000
 MASTERS = ("fp32", "e4m19", "e4m11")
-
-
-def settle() -> None:
-    """Afterwards gloo's threads hold no tensor that they have reduced, and no cycle holds one."""
-    for _ in range(8):
-        dist.all_reduce(torch.zeros(1))
-    gc.collect()
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
@@ -69,15 +62,15 @@ def measure(stage: int, block: dict[str, Any], model: dict[str, Any], **options:
     if "schedule" in block:  # states are fp32 after the first step
         optimizer = OptimizerConfig()
     zero = {"stage3_param_persistence_threshold": 500, **options.pop("zero_optimization", {})}
-    with PeakMemory() as memory:
+    with RankMemory() as memory:
         engine = test_release.build(stage, block, model, num_elements=BUCKET, zero_optimization=zero, **options)
         training.train(engine, 1)
-        settle()
+        gc.collect()
         between, parts = memory.live, measured_parts(engine)
         loss = engine(training.micro_batches(1, 1)[0][:1])
         engine.backward(loss)
         del loss
-        settle()
+        gc.collect()
         at_step = memory.live
         engine.step()
     training.destroy(engine)

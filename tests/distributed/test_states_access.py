@@ -10,6 +10,7 @@ import test_states as base
 import torch
 import torch.distributed as dist
 import training
+from rank_memory import RankMemory
 from torch import Tensor
 
 from fp8_ds.testing.memory import PeakMemory
@@ -349,7 +350,7 @@ def memory_of(stage: int, master: str | None) -> dict[str, float]:
 
     gc.collect()
     fp8 = base.states(master) if master else None
-    with PeakMemory() as memory:
+    with RankMemory() as memory:
         engine = training.build(training.ds_config(stage, fp8, zero_optimization=BUCKETS), MODEL)
         result = {"initialize": float(memory.peak)}
         training.train(engine, 1)
