@@ -12,7 +12,6 @@ import torch._dynamo  # noqa: F401  # imported lazily by torch otherwise, which 
 import training
 from rank_memory import RankMemory
 
-
 pytestmark = pytest.mark.distributed
 
 MODEL = {"width": 256, "hidden": 1024, "num_blocks": 4, "bias": False}
