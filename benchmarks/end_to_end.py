@@ -71,7 +71,6 @@ import json
 import os
 import platform
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +87,7 @@ from end_to_end_arms import GRAMMAR, MODELS, PIECES, Arm, Model, Piece, ds_confi
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
 from fp8_ds.launcher import which_gpus
+from fp8_ds.testing.processes import ENDED, run_or_end
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")
@@ -157,23 +157,13 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
 
 
 def _run(command: list[str], output: Any, limit: float) -> int:
-    """Exit status of the command; 124 if it and its children had to be ended."""
+    """Exit status of the command; `ENDED` if it and its children had to be ended."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     if not torch.cuda.is_available():
         env["DS_ACCELERATOR"] = "cpu"
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(10)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-        return 124
+    return run_or_end(command, limit, stdout=output, stderr=subprocess.STDOUT, env=env)
 
 
 def _error(code: int, output: str, limit: float) -> str:
@@ -183,7 +173,7 @@ def _error(code: int, output: str, limit: float) -> str:
         if "NOT INSTALLED:" in line:
             return line[line.index("NOT INSTALLED:") :]
     told = [line for line in lines if re.search(r"(Error|Exception|Exit)\b.*: ", line) and "launch.py" not in line]
-    reason = f"no end after {limit:.0f} s" if code == 124 else f"exit status {code}"
+    reason = f"no end after {limit:.0f} s" if code == ENDED else f"exit status {code}"
     return without_folders(f"{reason}: {told[-1] if told else 'no error in its output'}\n{output[-ERROR_CHARS:]}")
 
 

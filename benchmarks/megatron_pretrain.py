@@ -52,7 +52,6 @@ import importlib.util
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +81,7 @@ from megatron_pretrain_arms import (
 from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
 from results_io import ROOT, command_line, dated_stem, without_folders
 
+from fp8_ds.testing.processes import ENDED, run_or_end
 from megatron_patches.dataset_helpers import copy_helper
 
 HERE = Path(__file__).resolve().parent
@@ -120,29 +120,11 @@ def environment(clone: Path, on_cpu: bool) -> dict[str, str]:
     return env
 
 
-def run_process(command: list[str], env: Mapping[str, str], output: Path, limit: float) -> int:
-    """Exit status; 124 if it had to be ended."""
-    with output.open("w") as file, tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
-        )
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 10)):
-                try:
-                    os.killpg(process.pid, number)
-                    process.wait(grace)
-                except (ProcessLookupError, subprocess.TimeoutExpired):
-                    continue
-            return 124
-
-
 def error_of(code: int, log: str, limit: float) -> str:
     """First line: the reason; then the end of the log."""
     told = [line for line in log.splitlines() if re.search(r"(Error|Exception|Exit)\b.*: ", line)]
     told = [line for line in told if "ChildFailedError" not in line and "torch/distributed/elastic" not in line]
-    reason = f"no end after {limit:.0f} s" if code == 124 else f"exit status {code}"
+    reason = f"no end after {limit:.0f} s" if code == ENDED else f"exit status {code}"
     return without_folders(f"{reason}: {told[-1].strip() if told else 'no error in its log'}\n{log[-ERROR_CHARS:]}")
 
 
@@ -167,7 +149,10 @@ def run_arm(arm: Arm, m: Model, s: Settings, mode: str, args: argparse.Namespace
     command = command_of(arm, args.megatron_path, words_of(arm, m, s, args.cache / "indices"), s.on_cpu)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "log")
-        code = run_process(command, environment(args.megatron_path, s.on_cpu), output, limit)
+        environ = environment(args.megatron_path, s.on_cpu)
+        with output.open("w") as file, tempfile.TemporaryDirectory() as empty:
+            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+            code = run_or_end(command, limit, grace=GRACE_SECONDS, env=environ, cwd=empty, **streams)
         log = output.read_text(errors="replace")
     if args.log is not None:
         with args.log.open("a") as file:

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_ds.testing.processes import ENDED, run_or_end
 from megatron_patches.dataset_helpers import copy_helper
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")
@@ -49,6 +49,8 @@ FP8_WEIGHTS = (*STATES, "--fp8-param-gather", "--fp8-master", "e4m19")
 TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 # More iterations than the checkpoint was planned for.
 KEPT = ("--ckpt-format", "torch_dist", "--override-opt-param-scheduler", "--save-interval", "4")
+LIMIT = 400.0
+"""Seconds of one launch."""
 CLOSE = 0.03
 """Between losses of about 6: other attention kernels, and updates rounded in another way."""
 
@@ -85,12 +87,10 @@ def losses(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         number = len(list(logs.glob("*.out")))
         out, err = logs / f"{number}.out", logs / f"{number}.err"
         with out.open("w") as stdout, err.open("w") as stderr:
-            try:
-                status: Any = subprocess.run(command, env=env, stdout=stdout, stderr=stderr, timeout=400).returncode
-            except subprocess.TimeoutExpired:
-                status = "none after 400 s"
+            status = run_or_end(command, LIMIT, grace=40, env=env, stdout=stdout, stderr=stderr)
         printed = out.read_text()
-        assert status == 0, f"status {status}\n{printed[-3000:]}\n{first_error(err.read_text())}"
+        reason = f"none after {LIMIT:.0f} s" if status == ENDED else status
+        assert status == 0, f"status {reason}\n{printed[-3000:]}\n{first_error(err.read_text())}"
         run.output = printed  # type: ignore[attr-defined]
         found = [float(value) for value in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", printed)]
         assert found and all(0 < value < 20 for value in found), printed[-3000:]

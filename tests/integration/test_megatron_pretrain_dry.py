@@ -457,11 +457,3 @@ def test_a_clone_has_the_dataset_helper_before_an_arm_starts(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     driver.prepare_clone(tmp_path / "clone")
     assert (tmp_path / "clone" / folder / helper).read_text() == "installed"
-
-
-def test_what_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
-    driver = bench("megatron_pretrain")
-    assert (
-        driver.run_process([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log", 1)
-        == 124
-    )
