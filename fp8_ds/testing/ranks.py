@@ -88,11 +88,12 @@ def _rank_main(
         # Every engine built or destroyed collects garbage: do not scan what is there for good, 1.5 million objects of
         # torch's compiler and what DeepSpeed keeps of each engine.
         gc.collect()
-        _destroy_groups(num_registered)
         gc.freeze()
         request = pipe.recv_bytes()
         if not request:
             break
+        # Not before: another rank may still be connecting a group that this one has already.
+        _destroy_groups(num_registered)
         pipe.send_bytes(_answer(request))
 
 
@@ -235,7 +236,7 @@ class RankPool:
         return max((len(os.listdir(folder)) for folder in folders if folder.exists()), default=0)
 
     def settle(self) -> None:
-        """Wait until the ranks have cleaned up after the last call, which they do when they have answered."""
+        """Wait until the ranks have cleaned up after the last call, which they do before the next one."""
         if self._processes:
             self.run(_nothing)
 

@@ -147,6 +147,16 @@ def test_process_groups_that_a_call_has_left_are_ended_and_those_that_are_kept_a
     assert pool.run(sum_in_the_kept_group) == [2, 2]
 
 
+def test_process_groups_live_until_every_rank_has_answered(pool: RankPool) -> None:
+    """A rank that connects a group more slowly than another fails if that one ends it."""
+    pool.settle()
+    before = pool.num_threads()
+    pool.run(make_groups, 0)
+    assert pool.num_threads() >= before + 2 * 2
+    pool.settle()
+    assert pool.num_threads() <= before
+
+
 def test_threads_of_the_ranks_are_counted(pool: RankPool) -> None:
     pool.close()
     assert pool.num_threads() == 0
