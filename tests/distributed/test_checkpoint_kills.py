@@ -16,6 +16,7 @@ import torch
 import training
 from test_checkpoint_faults import refusal
 
+from fp8_ds.testing import HANG
 from fp8_ds.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
@@ -105,7 +106,7 @@ def kill_rounds(folder: Path, stage: int, fp8: dict[str, Any], num_kills: int, s
 def kill_the_others(pool: RankPool, victim: int) -> None:
     """A moment after the victim, as a launcher does."""
     processes = list(pool._processes)
-    processes[victim].join(timeout=120)
+    processes[victim].join(timeout=HANG)
     time.sleep(0.2)
     for process in processes:
         process.kill()

@@ -282,7 +282,7 @@ def test_a_failed_run_is_reported_and_the_list_goes_on(bench: Any, cache: Path, 
     job = runs.Job(1, "stock", 0)
     (scheduler.logs / f"{job.name}.log").write_text("ValueError: the reason\n")
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-    process.wait(30)
+    process.wait(HANG)
     scheduler.running.append(runs.Running(job, process, 0, time.monotonic()))
     scheduler._collect()
     assert "the reason" in scheduler.results.failures[job.name]
@@ -301,7 +301,7 @@ def test_a_run_that_was_cut_is_left_and_no_failure(bench: Any, cache: Path, tmp_
     assert f"--state={cache / 'state' / job.name}" in command
     (scheduler.logs / f"{job.name}.part").write_text("step,tokens\n0,0\n10,90\n")
     process = subprocess.Popen([sys.executable, "-c", "pass"])
-    process.wait(30)
+    process.wait(HANG)
     scheduler.running.append(runs.Running(job, process, 0, time.monotonic()))
     scheduler._collect()
     assert scheduler.paused == [job.name] and not scheduler.results.failures

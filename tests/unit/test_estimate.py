@@ -20,6 +20,7 @@ from fp8_ds.estimate import (
     estimate_states,
     weights_of,
 )
+from fp8_ds.testing import HANG
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 
@@ -205,7 +206,7 @@ def fresh() -> dict[str, list[str]]:
         "import json, sys, fp8_ds.estimate as e; found = {'tables': e.markdown_tables(), 'modules': [*sys.modules]}; "
     )
     code += "print(json.dumps(found))"
-    return json.loads(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60))
+    return json.loads(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=HANG))
 
 
 def test_neither_torch_nor_deepspeed_is_needed(fresh: dict[str, list[str]]) -> None:

@@ -15,6 +15,7 @@ from fp8_ds.cli.app import app
 from fp8_ds.cli.plan import _runs
 from fp8_ds.diagnosis import Check
 from fp8_ds.nn.flops import Product
+from fp8_ds.testing import HANG
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/ds_zero3_fp8.json"
@@ -399,7 +400,7 @@ def test_commands_start_without_torch() -> None:
     import sys
 
     code = "import sys, fp8_ds.cli.app; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
 
 def test_plan_does_not_name_layers_that_a_row_does_not_hold() -> None:

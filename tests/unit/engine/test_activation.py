@@ -10,6 +10,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from fp8_ds.testing import HANG
+
 ROOT = Path(__file__).parents[3]
 
 STUB = """
@@ -40,7 +42,7 @@ def run(code: str, *packages: Path, site_dir: Path | None = None) -> str:
         packages += (Path(pydantic.__file__).parents[1],)
     env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, *packages)))
     command = [sys.executable, "-S", "-c", start + code]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=HANG)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
