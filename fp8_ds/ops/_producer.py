@@ -84,6 +84,11 @@ def empty_output(rows: int, cols: int, mode: str, dtype: torch.dtype, with_hp: b
     ]
 
 
+def takes_kernel(x: Tensor) -> bool:
+    """No elements, no launch: the reference has nothing to compute then."""
+    return x.is_cuda and x.numel() > 0
+
+
 def empty_amax(mode: str, like: Tensor) -> Tensor:
     """float32 of unknown content for an amax that the op measures for all: 0-dim if "tensorwise", else none."""
     return torch.empty(() if mode == "tensorwise" else (0,), dtype=torch.float32, device=like.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,9 +28,7 @@ def run_or_end(command: Sequence[str], limit: float, *, grace: float = 10.0, **o
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
-            try:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
                 process.wait(seconds)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
         return ENDED

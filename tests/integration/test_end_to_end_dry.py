@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.testing.processes import ENDED
 
 # --- arms and pieces ---
 
@@ -196,6 +197,11 @@ def test_arm_that_does_not_fit_is_left_out_and_the_reference_still_closes(bench:
     ran, skipped = run_piece(bench, seconds, 90)
     assert ran == ["stock-eager", "ours-fp32-eager", "ours-e4m11-eager", "stock-eager"]
     assert len(skipped) == 1 and skipped[0].startswith("ours-e4m19-eager: left out, it takes 32 s with the reference")
+
+
+def test_arm_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
+    with (tmp_path / "output").open("w") as output:
+        assert bench("end_to_end")._run(["sleep", "600"], output, 0.5) == ENDED
 
 
 def test_rival_that_is_not_installed_says_so(bench: Any) -> None:

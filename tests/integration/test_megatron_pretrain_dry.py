@@ -5,7 +5,9 @@ $MEGATRON_LM_PATH names the clone; tests that need it are slow, and say so where
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
+import importlib.util
 import itertools
 import json
 import os
@@ -457,3 +459,14 @@ def test_a_clone_has_the_dataset_helper_before_an_arm_starts(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     driver.prepare_clone(tmp_path / "clone")
     assert (tmp_path / "clone" / folder / helper).read_text() == "installed"
+
+
+def test_arm_that_hangs_is_ended_and_says_so(
+    bench: Any, arms: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, m, s = bench("megatron_pretrain"), arms.MODELS["llama-2b"], arms.Settings(40, 5)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(driver, "command_of", lambda *_: ["sleep", "600"])
+    args = argparse.Namespace(megatron_path=tmp_path, cache=tmp_path, log=None)
+    found = driver.run_arm(arms.parse_arm("stock-bf16"), m, s, "speed", args, 1.0)
+    assert found["error"].startswith("no end after 1 s")

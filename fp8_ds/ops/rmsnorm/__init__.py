@@ -26,6 +26,7 @@ from fp8_ds.ops._producer import (
     empty_output,
     is_twice,
     mode_of,
+    takes_kernel,
 )
 from fp8_ds.ops._register import register
 from fp8_ds.ops.rmsnorm import reference
@@ -37,11 +38,6 @@ MAX_COLS = 32768
 
 _KEEP: list[torch.library.Library] = []
 """Library handles; the ops live as long as these."""
-
-
-def _takes_kernel(x: Tensor) -> bool:
-    """No elements, no launch: the reference has nothing to compute then."""
-    return x.is_cuda and x.numel() > 0
 
 
 def _kernel(
@@ -59,7 +55,7 @@ def _kernel(
     with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slot = SlotTensors(scale, scale_inv, amax_local)
-    if _takes_kernel(x):
+    if takes_kernel(x):
         from fp8_ds.ops.rmsnorm import triton  # the package is missing where there is no GPU
 
         return triton.rmsnorm(x, weight, eps, scaling, slot, record, dtype, fp8_max, twice, with_hp)
@@ -78,7 +74,7 @@ def _fake(
 def _backward_kernel(
     grad_output: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if _takes_kernel(x):
+    if takes_kernel(x):
         from fp8_ds.ops.rmsnorm import triton
 
         return triton.rmsnorm_backward(grad_output, x, weight, rstd, grad_residual)

@@ -8,17 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
+from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output, takes_kernel
 from fp8_ds.ops._register import register
 from fp8_ds.ops.swiglu import reference
 
 _KEEP: list[torch.library.Library] = []
 """Library handles; the ops live as long as these."""
-
-
-def _takes_kernel(x: Tensor) -> bool:
-    """No elements, no launch: the reference has nothing to compute then."""
-    return x.is_cuda and x.numel() > 0
 
 
 def _kernel(
@@ -35,7 +30,7 @@ def _kernel(
     with_hp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slot = SlotTensors(scale, scale_inv, amax_local)
-    if _takes_kernel(gate):
+    if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton  # the package is missing where there is no GPU
 
         return triton.swiglu(gate, up, scaling, slot, record, dtype, fp8_max, twice, with_hp)
@@ -52,7 +47,7 @@ def _fake(
 
 
 def _backward_kernel(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool, twice: bool) -> tuple[Tensor, Tensor]:
-    if _takes_kernel(gate):
+    if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
         return triton.swiglu_backward(grad_hidden, gate, up, packed, twice)
@@ -95,7 +90,7 @@ def _backward_fp8_kernel(
     with_hp: bool,
 ) -> SixTensors:
     slots = SlotTensors(gate_scale, gate_scale_inv, gate_amax), SlotTensors(up_scale, up_scale_inv, up_amax)
-    if _takes_kernel(gate):
+    if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
         outputs = triton.swiglu_backward_fp8(
@@ -160,7 +155,7 @@ def _columns_kernel(
     twice: bool,
 ) -> tuple[Tensor, Tensor]:
     slot, kept_scales = SlotTensors(scale, scale_inv, None), _scales_of(gate_kept, up_kept)
-    if _takes_kernel(gate):
+    if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
         return triton.swiglu_columns(gate, up, kept_scales, scaling, slot, amax, dtype, fp8_max, twice)
@@ -210,7 +205,7 @@ def _backward_columns_kernel(
     product = SlotTensors(scale, scale_inv, None)
     grads = SlotTensors(gate_scale, gate_scale_inv, gate_amax), SlotTensors(up_scale, up_scale_inv, up_amax)
     kept_scales = _scales_of(gate_kept, up_kept)
-    if _takes_kernel(gate):
+    if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
         return triton.swiglu_backward_columns(
