@@ -40,6 +40,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from parity import data, summary
 from parity.arms import ARMS, WITHOUT_DEEPSPEED
 from parity.models import SIZES
@@ -88,6 +89,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile whole models, not only the loss")
     parser.add_argument("--micro-batches", type=int, default=1, help="that a step's 32 sequences are cut into")
     parser.add_argument("--gpus", type=int, help="default: all that are visible; one on CPU")
+    parser.add_argument(
+        "--gpus-per-run", type=int, default=1, help="data parallel: each takes a part of a step's batch"
+    )
     parser.add_argument("--per-gpu", type=int, default=1)
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
     parser.add_argument("--budget", type=float, default=560, help="seconds, preparing the text included")
@@ -107,8 +111,21 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--micro-batches: expected a divisor of {batch}, got {args.micro_batches}. Cut it evenly.")
     if args.micro_batches > 1 and (alone := sorted({*WITHOUT_DEEPSPEED} & {*args.arms})):
         parser.error(f"--micro-batches: expected 1 with {', '.join(alone)}, which accumulate nothing. Leave them out.")
+    if args.gpus_per_run > 1:
+        _check_group(parser, args, batch)
     args.seeds2 = args.seeds2 if args.seeds2 is not None else args.seeds
     return args
+
+
+def _check_group(parser: argparse.ArgumentParser, args: argparse.Namespace, batch: int) -> None:
+    """Of several GPUs a run, whether there are so many and what they share can be cut."""
+    gpus = args.gpus if args.gpus is not None else torch.cuda.device_count() or args.gpus_per_run
+    if gpus < args.gpus_per_run:
+        parser.error(f"--gpus-per-run: expected at most the {gpus} GPUs of --gpus, got {args.gpus_per_run}.")
+    if batch // args.micro_batches % args.gpus_per_run:
+        parser.error(f"--gpus-per-run: expected a divisor of {batch // args.micro_batches}, got {args.gpus_per_run}.")
+    if alone := sorted({*WITHOUT_DEEPSPEED} & {*args.arms}):
+        parser.error(f"--gpus-per-run: expected 1 with {', '.join(alone)}, which know one rank. Leave them out.")
 
 
 def result_name(args: argparse.Namespace) -> str:
@@ -131,6 +148,7 @@ def settings_of(args: argparse.Namespace, digest: str, sentence: str) -> dict[st
         "compile": args.compile,
         "checkpoint_at": args.checkpoint_at,
         "micro_batches": args.micro_batches,
+        "gpus_per_run": args.gpus_per_run,
         "digest": digest,
         "text": sentence,
     }

@@ -24,7 +24,7 @@ from parity.worker import file_digest
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 FIELDS = ("regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss")
-_LATER_SETTINGS = {"micro_batches": 1}
+_LATER_SETTINGS = {"micro_batches": 1, "gpus_per_run": 1}
 """What runs had before there was a name for it."""
 SHORTEST_PIECE = 90.0
 """Seconds; with less left no run starts: it would do little more than compile."""
@@ -102,7 +102,7 @@ class Results:
 
 
 class Scheduler:
-    """Runs a work list, `per_gpu` jobs at a time on each device, until it is empty or time is up.
+    """Runs a work list, `per_gpu` jobs at a time on each device or group of `gpus_per_run`, until it is empty or time is up.
 
     A run that the time does not suffice for keeps its state in the cache folder; the next call goes on with it.
     """
@@ -110,7 +110,7 @@ class Scheduler:
     def __init__(self, args: argparse.Namespace, results: Results) -> None:
         self.args = args
         self.results = results
-        self.devices = args.gpus if args.gpus is not None else max(1, torch.cuda.device_count())
+        self.devices = args.gpus if args.gpus is not None else max(args.gpus_per_run, torch.cuda.device_count())
         self.checkpoint = args.cache / "checkpoint.pt"
         self.logs = args.cache / "runs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,8 @@ class Scheduler:
 
     def run(self) -> None:
         """Until nothing is left that can start in time; what still runs at the deadline is ended."""
-        slots = [device for device in range(self.devices) for _ in range(self.args.per_gpu)]
+        groups = self.devices // self.args.gpus_per_run
+        slots = [group for group in range(groups) for _ in range(self.args.per_gpu)]
         while True:
             self._collect()
             self._reconcile()
@@ -224,7 +225,10 @@ class Scheduler:
             "checkpoint-at": args.checkpoint_at,
             "micro-batches": args.micro_batches,
         }
-        command = [sys.executable, "-m", "parity.worker", *(f"--{key}={value}" for key, value in values.items())]
+        ranks = ["torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus_per_run}", "-m", "--"]
+        launcher = ranks if args.gpus_per_run > 1 else []
+        command = [sys.executable, "-m", *launcher, "parity.worker"]
+        command += [f"--{key}={value}" for key, value in values.items()]
         command += [f"--save-checkpoint={self.checkpoint}"] if job.makes_checkpoint else []
         command += ["--only-checkpoint"] if job.only_checkpoint else []
         return [*command, *(["--compile"] if args.compile else [])]
@@ -240,7 +244,8 @@ class Scheduler:
         if torch.cuda.is_available():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             devices = visible.split(",") if visible else [str(k) for k in range(self.devices)]
-            env["CUDA_VISIBLE_DEVICES"] = devices[slot]
+            count = self.args.gpus_per_run
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * count : (slot + 1) * count])
         (self.logs / f"{job.name}.csv").unlink(missing_ok=True)  # of a run that was dropped
         with (self.logs / f"{job.name}.log").open("wb") as output:
             process = subprocess.Popen(self.command(job), stdout=output, stderr=subprocess.STDOUT, env=env)

@@ -1,4 +1,5 @@
-"""One run of a parity study on one device: trains, writes its CSV as it goes, renames it when it is done.
+"""One run of a parity study: trains, writes its CSV as it goes, renames it when it is done. On one device, or on a rank
+of each under torchrun, data parallel: a step's sequences are then cut into one part for each rank.
 
 Arms under DeepSpeed differ in the "fp8" block only; the two rivals without DeepSpeed are a plain loop with the same
 model, data, clipping and learning rates. All arms of a seed start from the same weights, representable in bf16.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.parity.arms import seeded
-from fp8_ds.parity.loop import Length, Ranks, State
+from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
@@ -67,7 +68,7 @@ class EngineTaker(Taker):
         if get_accelerator().device_name() == "cpu":
             optimizer["torch_adam"] = True
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SIZES[args.size].batch // args.micro_batches,
+            "train_micro_batch_size_per_gpu": SIZES[args.size].batch // (args.micro_batches * world_size()),
             "gradient_accumulation_steps": args.micro_batches,
             "gradient_clipping": CLIP,
             "bf16": {"enabled": True},
@@ -194,15 +195,21 @@ class Run:
 
     def __init__(self, taker: Taker, args: argparse.Namespace, device: torch.device) -> None:
         self.taker, self.args, self.size = taker, args, SIZES[args.size]
+        self.ranks = device_ranks(device)
         self.windows = Windows(args.cache / "train.npy", self.size.seq_len, device)
         self.held_out = Windows(args.cache / "held_out.npy", self.size.seq_len, device)
         self.order = training_windows(self.windows, args, self.size.batch).to(device)
 
     def step(self, number: int) -> Tensor:
-        return self.taker.take(self.windows.batch(self.order[number]), learning_rate(self.args, number))
+        mine = of_this_rank(self.order[number])
+        return self.taker.take(self.windows.batch(mine), learning_rate(self.args, number))
 
     def evaluate(self) -> float:
-        return evaluate(self.taker, self.held_out, self.size)
+        return self.loss_of(self.taker)
+
+    def loss_of(self, taker: Taker) -> float:
+        """Held-out loss of what has the same weights on all ranks."""
+        return self.ranks.mean(evaluate(taker, self.held_out, self.size))
 
     def save(self, folder: Path) -> None:
         self.taker.save(folder)
@@ -211,12 +218,22 @@ class Run:
         self.taker.load(folder)
 
 
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def of_this_rank(windows: Tensor) -> Tensor:
+    """Its part of a batch, as large as every other rank's."""
+    return windows.chunk(world_size())[int(os.environ.get("RANK", "0"))]
+
+
 def evaluate(taker: Taker, held_out: Windows, size: Size) -> float:
-    """Mean held-out loss; the same windows for all arms, seeds and steps."""
+    """Mean held-out loss of this rank's part; the same windows for all arms, seeds and steps."""
     num = min(-(-size.held_out_tokens // size.seq_len), held_out.num_windows)
     num = max(size.batch, num // size.batch * size.batch)
     taker.model.eval()
-    losses = [taker.loss(held_out.batch(part)).double() for part in torch.arange(num).split(size.batch)]
+    batches = torch.arange(num).split(size.batch)
+    losses = [taker.loss(held_out.batch(of_this_rank(batch))).double() for batch in batches]
     taker.model.train()
     return float(torch.stack(losses).mean())
 
@@ -255,17 +272,18 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     names = ("regime", "arm", "seed", "steps", "lr", "size", "stage", "compile", "checkpoint_at", "only_checkpoint")
     names += ("micro_batches",)
     identity = {name: getattr(args, name) for name in names} | {"digest": text["digest"], "checkpoint": checkpoint}
-    state = State(args.state, identity, Ranks()) if args.state else None
+    identity |= {"gpus_per_run": world_size()}
+    run = Run(taker, args, device)
+    state = State(args.state, identity, run.ranks) if args.state else None
     save_at = round(args.checkpoint_at * args.steps) if args.save_checkpoint else -1
 
     def after_step(step: int) -> bool:
-        if step == save_at:
+        if step == save_at and run.ranks.writes:
             save_first_weights(taker, args.save_checkpoint)
         return step == save_at and args.only_checkpoint
 
     length = Length(args.steps, size.batch * size.seq_len)
-    run = Run(taker, args, device)
-    seconds = train_in_pieces(run, length, args.log, state, end, after_step=after_step)
+    seconds = train_in_pieces(run, length, args.log, state, end, run.ranks, after_step)
     if seconds is None:
         return None
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
@@ -285,7 +303,7 @@ def _evaluated_in_bf16(run: Run, vocab_size: int, device: torch.device) -> dict[
     weights = run.taker.weights_in_bf16()
     if weights is None:
         return {}
-    return {"held_out_loss_bf16": evaluate(Exported(run.size, vocab_size, weights, device), run.held_out, run.size)}
+    return {"held_out_loss_bf16": run.loss_of(Exported(run.size, vocab_size, weights, device))}
 
 
 def file_digest(path: Path) -> str:
@@ -318,12 +336,13 @@ def main() -> None:
     args = parse_args()
     end = time.monotonic() + args.seconds
     if torch.cuda.is_available():
-        device = torch.device("cuda", 0)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         device = torch.device("cpu")
     about = train(args, device, end)
-    if about is not None:
+    if about is not None and os.environ.get("RANK", "0") == "0":
         args.log.with_suffix(".json").write_text(json.dumps(about))
 
 

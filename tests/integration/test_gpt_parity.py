@@ -143,7 +143,8 @@ def test_predicted_seconds_give_back_the_speed_that_was_measured(bench: Any, roo
     for arm in ("stock", "e4m11"):
         measured = max(float(row["seconds"]) for row in rows if row["arm"] == arm)
         assert studies.predicted_seconds("124m", arm, 3072) == pytest.approx(measured, rel=0.12)
-    assert studies.predicted_seconds("1b", "stock", 3072) < 1600  # with start and text, half an hour of a machine
+    both = sum(studies.predicted_seconds("1b", arm, 3072) for arm in ("stock", "fp8"))
+    assert both / 2 < 1500  # with start and text, half an hour of a machine with two GPUs
     assert "| all |" in studies.describe_plan(studies.STUDIES["1b"], [studies.Job(1, "stock", 0)])
 
 
@@ -154,7 +155,7 @@ def test_one_b_is_a_llama_of_about_a_billion_parameters(bench: Any) -> None:
         block = models.LlamaBlock(size.dim, size.ffn, size.kv_heads)
     matrices = size.layers * sum(p.numel() for p in block.parameters() if p.ndim == 2) + size.dim * size.vocab_size
     assert matrices == studies.matrix_parameters(size)
-    assert 0.95e9 < matrices + size.dim * size.vocab_size < 1.05e9
+    assert 0.9e9 < matrices + size.dim * size.vocab_size < 1.05e9
     small = models.SIZES["tiny-llama"]
     model = models.GPT(small, 512, seed=0)
     tokens = torch.randint(0, 512, (2, 65))
@@ -171,7 +172,7 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source))
     settings = parity.settings_of(args, "2524c25bebc534ec", "")
     older = json.loads(source.with_suffix(".json").read_text())["settings"].keys()
-    assert settings.keys() - older == {"micro_batches"} and not older - settings.keys()
+    assert settings.keys() - older == {"micro_batches", "gpus_per_run"} and not older - settings.keys()
     results = runs.Results(tmp_path / "result", settings, [source])
     pending = {job.name for job in runs.Scheduler(args, results).pending()}
     assert len(results.runs) == 6 and not pending & set(results.runs)
@@ -485,12 +486,18 @@ def test_a_run_in_three_pieces_has_the_losses_of_one(
     assert len(lines[0]) > 10 and lines[0] == lines[1]
 
 
-def test_micro_batches_that_do_not_cut_a_batch_evenly_are_refused(
+def test_batches_that_cannot_be_cut_evenly_are_refused(
     bench: Any, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
         (("--micro-batches", "3", "--arms", "stock"), "expected a divisor of 4, got 3"),
         (("--micro-batches", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
+        (("--gpus-per-run", "2", "--arms", "stock"), "expected at most the 1 GPUs"),
+        (("--gpus-per-run", "2", "--gpus", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
+        (
+            ("--gpus-per-run", "2", "--gpus", "2", "--micro-batches", "4", "--arms", "fp8"),
+            "expected a divisor of 1, got 2",
+        ),
     ):
         with pytest.raises(SystemExit):
             parity_args(cache, *words)
@@ -513,6 +520,53 @@ def test_a_batch_in_two_micro_batches_is_one_step_with_its_loss(
         assert done.returncode == 0, done.stdout[-4000:]
         losses.append([float(line.split(",")[3]) for line in log.read_text().splitlines()[2:]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0][-1] < losses[0][0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["stock", "e4m11"])
+def test_a_run_on_two_ranks_is_cut_and_gone_on_with_and_has_the_losses_of_one_rank(
+    run_main: Callable[..., str], cache: Path, tmp_path: Path, arm: str
+) -> None:
+    """By up to the order of sums; each rank with another half of the batch, or the loss would be another."""
+    common = (
+        "--size",
+        "tiny-llama",
+        "--steps",
+        20,
+        "--seeds",
+        0,
+        "--regimes",
+        1,
+        "--arms",
+        arm,
+        "--lr",
+        "1e-2",
+        "1e-5",
+    )
+    found = {}
+    for ranks in (1, 2):
+        out = tmp_path / f"of{ranks}"
+        (tmp_path / str(ranks)).mkdir()
+        for path in cache.iterdir():
+            (tmp_path / str(ranks) / path.name).symlink_to(path)
+        more = ("--cache", tmp_path / str(ranks), "--out", out, "--gpus", ranks, "--gpus-per-run", ranks)
+        if ranks == 2:
+            cut = run_main("gpt_parity", *common, *more, "--estimate", 1, "--budget", 1000, "--saving", 1000)
+            assert "paused" in cut and f"finished r1-{arm}-s0" not in cut
+        said = run_main("gpt_parity", *common, *more, "--estimate", 1, "--budget", 3000)
+        assert f"finished r1-{arm}-s0" in said
+        (written,) = out.glob("*.csv")
+        with written.open() as file:
+            found[ranks] = [
+                [float(row[name] or "nan") for name in ("train_loss", "held_out_loss")] for row in csv.DictReader(file)
+            ]
+        about = json.loads(written.with_suffix(".json").read_text())
+        assert about["settings"]["gpus_per_run"] == ranks
+        if arm == "e4m11":
+            found[ranks].append([about["runs"]["r1-e4m11-s0"]["held_out_loss_bf16"]] * 2)
+    losses = found[1]
+    assert len(losses) > 10 and losses[-1][1] < losses[0][1] - 0.1
+    np.testing.assert_allclose(found[2], losses, rtol=0.01 if arm == "stock" else 0.03)
 
 
 def test_control_without_its_switch_is_refused(bench: Any) -> None:
