@@ -102,7 +102,7 @@ class Results:
 
 
 class Scheduler:
-    """Runs a work list, `per_gpu` jobs at a time on each device or group of `gpus_per_run`, until it is empty or time is up.
+    """Runs a work list until it is empty or time is up, `per_gpu` jobs at a time on every `gpus_per_run` devices.
 
     A run that the time does not suffice for keeps its state in the cache folder; the next call goes on with it.
     """

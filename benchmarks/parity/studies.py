@@ -99,11 +99,13 @@ _MEASURED_WIDTHS = (768, 2560)
 _TERAFLOPS = {False: (280, 425), True: (315, 590)}
 """Of matrix products and attention by stock (False) and FP8 arms (True), at the two widths. 768: steps 614 to 3,072 of
 stock's runs and 307 to 3,072 of e4m11's in benchmarks/results/2026-11-21-gpt-parity-rotary.csv, compiled: 410,000 and
-462,000 tokens/s. 2560 was not measured: between these and Llama 2 B, 4096 wide, where 31,900 (eager) and 65,000
+462,000 tokens/s. 2560 is a guess: between these and Llama 2 B, 4096 wide, where 31,900 (eager) and 65,000
 tokens/s are 385 and 784 TFLOP/s (2026-11-21-end-to-end.md) with steps of a quarter of the tokens, so four times the
-share of the update, which cost stock some 70 of 257 ms there."""
-START_UP = {"124m": 20, "1b": 100}
-"""Seconds that a run takes before its steps are at speed: 10 to 26 in the rotary results; a guess for 1b."""
+share of the update, which cost stock some 70 of 257 ms there. Two H100, data parallel, had 402 and 496 a GPU
+(2026-11-25-gpt-parity-1b.md)."""
+START_UP = {"124m": 20, "1b": 60}
+"""Seconds that a run takes before its steps are at speed: 10 to 26 in the rotary results; 1b's on two H100, with its
+first weights drawn on the CPU."""
 
 
 def matrix_parameters(size: Size) -> int:

@@ -1,5 +1,6 @@
-"""One run of a parity study: trains, writes its CSV as it goes, renames it when it is done. On one device, or on a rank
-of each under torchrun, data parallel: a step's sequences are then cut into one part for each rank.
+"""One run of a parity study: trains, writes its CSV as it goes, renames it when it is done.
+
+On one device, or under torchrun on several, data parallel: each rank takes its part of a step's sequences.
 
 Arms under DeepSpeed differ in the "fp8" block only; the two rivals without DeepSpeed are a plain loop with the same
 model, data, clipping and learning rates. All arms of a seed start from the same weights, representable in bf16.

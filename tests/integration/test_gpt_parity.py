@@ -494,10 +494,7 @@ def test_batches_that_cannot_be_cut_evenly_are_refused(
         (("--micro-batches", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
         (("--gpus-per-run", "2", "--arms", "stock"), "expected at most the 1 GPUs"),
         (("--gpus-per-run", "2", "--gpus", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
-        (
-            ("--gpus-per-run", "2", "--gpus", "2", "--micro-batches", "4", "--arms", "fp8"),
-            "expected a divisor of 1, got 2",
-        ),
+        (("--gpus-per-run", "2", "--gpus", "2", "--micro-batches", "4", "--arms", "fp8"), "a divisor of 1, got 2"),
     ):
         with pytest.raises(SystemExit):
             parity_args(cache, *words)
@@ -528,21 +525,8 @@ def test_a_run_on_two_ranks_is_cut_and_gone_on_with_and_has_the_losses_of_one_ra
     run_main: Callable[..., str], cache: Path, tmp_path: Path, arm: str
 ) -> None:
     """By up to the order of sums; each rank with another half of the batch, or the loss would be another."""
-    common = (
-        "--size",
-        "tiny-llama",
-        "--steps",
-        20,
-        "--seeds",
-        0,
-        "--regimes",
-        1,
-        "--arms",
-        arm,
-        "--lr",
-        "1e-2",
-        "1e-5",
-    )
+    common = ("--size", "tiny-llama", "--steps", 20, "--seeds", 0, "--regimes", 1, "--arms", arm, "--estimate", 1)
+    common = (*common, "--lr", "1e-2", "1e-5")
     found = {}
     for ranks in (1, 2):
         out = tmp_path / f"of{ranks}"
@@ -551,9 +535,9 @@ def test_a_run_on_two_ranks_is_cut_and_gone_on_with_and_has_the_losses_of_one_ra
             (tmp_path / str(ranks) / path.name).symlink_to(path)
         more = ("--cache", tmp_path / str(ranks), "--out", out, "--gpus", ranks, "--gpus-per-run", ranks)
         if ranks == 2:
-            cut = run_main("gpt_parity", *common, *more, "--estimate", 1, "--budget", 1000, "--saving", 1000)
+            cut = run_main("gpt_parity", *common, *more, "--budget", 1000, "--saving", 1000)
             assert "paused" in cut and f"finished r1-{arm}-s0" not in cut
-        said = run_main("gpt_parity", *common, *more, "--estimate", 1, "--budget", 3000)
+        said = run_main("gpt_parity", *common, *more, "--budget", 3000)
         assert f"finished r1-{arm}-s0" in said
         (written,) = out.glob("*.csv")
         with written.open() as file:
