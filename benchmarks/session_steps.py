@@ -158,7 +158,7 @@ STEPS = (
     Step(
         "parity-1b",
         "{python} benchmarks/gpt_parity.py --study 1b --seeds 0 --arms stock fp8 --gpus-per-run 2 --compile "
-        "--saving 5 --budget {seconds} --out {own}",
+        "--out {own} --saving 5 --budget {seconds}",
         1690,
         "issue 8 E: 0.92 B parameters, 100.7 M tokens; predicted 60 s of text, then 810 and 615 s, on both GPUs each",
         gpus=2,
@@ -177,6 +177,19 @@ STEPS = (
             f"issue 8 E: the next pair of each, seed {seed}; as long as 2026-11-24's",
         )
         for seed in (22, 23)
+    ),
+    *(
+        Step(
+            f"parity-{name}-2gpus",
+            _parity(_FEWER_FIRST_STEPS, "3", seeds, f"stock {arms}"),
+            1600,
+            why,
+            gpus=2,
+        )
+        for name, seeds, arms, why in (
+            ("rows", "22 23", "rowwise gw_hp blockwise", "issue 8 E: two more pairs of each; 300 to 400 s a run"),
+            ("last", "12 13", "fp8 fp8-bf16-last fp8-bf16-last5", "issue 8 D: is the gap closed? Predicted 1,460 s"),
+        )
     ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),
