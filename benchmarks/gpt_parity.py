@@ -111,7 +111,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--micro-batches: expected a divisor of {batch}, got {args.micro_batches}. Cut it evenly.")
     if args.micro_batches > 1 and (alone := sorted({*WITHOUT_DEEPSPEED} & {*args.arms})):
         parser.error(f"--micro-batches: expected 1 with {', '.join(alone)}, which accumulate nothing. Leave them out.")
-    if args.gpus_per_run > 1:
+    if args.gpus_per_run != 1:
         _check_group(parser, args, batch)
     args.seeds2 = args.seeds2 if args.seeds2 is not None else args.seeds
     return args
@@ -120,8 +120,8 @@ def parse_args() -> argparse.Namespace:
 def _check_group(parser: argparse.ArgumentParser, args: argparse.Namespace, batch: int) -> None:
     """Of several GPUs a run, whether there are so many and what they share can be cut."""
     gpus = args.gpus if args.gpus is not None else torch.cuda.device_count() or args.gpus_per_run
-    if gpus < args.gpus_per_run:
-        parser.error(f"--gpus-per-run: expected at most the {gpus} GPUs of --gpus, got {args.gpus_per_run}.")
+    if not 1 <= args.gpus_per_run <= gpus:
+        parser.error(f"--gpus-per-run: expected from 1 to the {gpus} GPUs of --gpus, got {args.gpus_per_run}.")
     if batch // args.micro_batches % args.gpus_per_run:
         parser.error(f"--gpus-per-run: expected a divisor of {batch // args.micro_batches}, got {args.gpus_per_run}.")
     if alone := sorted({*WITHOUT_DEEPSPEED} & {*args.arms}):

@@ -179,6 +179,12 @@ def _batch(config: Mapping[str, Any], world_size: int, micro_batch: int | None) 
             f"micro-batch: expected an integer, got {config.get('train_micro_batch_size_per_gpu')!r} in the "
             "configuration. Name one with --micro-batch."
         )
+    if whole and not micro_batch and whole != micro * (steps or 1) * world_size:
+        raise ConfigError(
+            f"train_batch_size: expected {micro} (train_micro_batch_size_per_gpu) x {steps or 1} "
+            f"(gradient_accumulation_steps) x {world_size} (ranks), got {whole}, which DeepSpeed refuses. Name another "
+            "--world, or change one."
+        )
     return micro, steps or 1
 
 

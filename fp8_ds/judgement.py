@@ -89,6 +89,7 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
     import torch
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    config, given = filled_in(config), config
     try:
         fp8 = Fp8Config.from_block(config["fp8"])
         if not fp8.enabled:
@@ -103,7 +104,12 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
         return Verdict("no", (f"It is refused at start: {error}",))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
         return Verdict("no", (mismatch,))
+    if world is None and (mismatch := _never_fits(config)) is not None:
+        return Verdict("no", (mismatch,))
     notes, remedies = ["fp8_ds accepts the configuration."], []
+    if config is not given:
+        notes.append('bf16.enabled is "auto": Trainer and Accelerate fill it in, DeepSpeed alone takes it for false.')
+        remedies.append("Start Trainer with `--bf16 true`, Accelerate with mixed precision bf16; else write true.")
     if not any(key in config for key in _BATCH_SIZES):
         notes.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
         remedies.append(f'Add "{_BATCH_SIZES[1]}".')
@@ -112,6 +118,17 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
     on, why, remedy = _loaded(script)
     remedies += [remedy] if remedy else []
     return Verdict(on, (*notes, why), tuple(remedies), _used(fp8, config, device))
+
+
+def filled_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With bf16 on where it is "auto", as Trainer and Accelerate hand it to DeepSpeed for a run in bf16; else the same
+    object. All other "auto" means the default here, as it does to DeepSpeed.
+    """
+    for key in ("bf16", "bfloat16"):
+        block = config.get(key)
+        if isinstance(block, Mapping) and block.get("enabled") == "auto":
+            return {**config, key: {**block, "enabled": True}}
+    return config
 
 
 def malformed(config: Mapping[str, Any]) -> str | None:
@@ -167,11 +184,29 @@ def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
         micro = total // ranks // steps
     elif steps is None:
         steps = total // micro // ranks
+        if total % (micro * ranks):
+            return _no_multiple(total, micro, f"ranks of data parallelism, {ranks}", micro * ranks)
     if min(micro, steps) >= 1 and total == micro * steps * ranks:
         return None
     return (
         f"train_batch_size: expected {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) "
         f"x {ranks} (ranks of data parallelism), got {total}. DeepSpeed refuses that: change one, or leave one out."
+    )
+
+
+def _never_fits(config: Mapping[str, Any]) -> str | None:
+    """Why DeepSpeed's own start fails on any number of ranks; None: on some it does not. Of what is not `malformed`."""
+    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, _STEPS))
+    if total is None or micro is None or any(isinstance(size, str) for size in (total, micro, steps)):
+        return None
+    own = 1 if steps is None else steps
+    return None if total % (micro * own) == 0 else _no_multiple(total, micro, f"{_STEPS}, {own}", micro * own)
+
+
+def _no_multiple(total: int, micro: int, other: str, product: int) -> str:
+    return (
+        f"train_batch_size: expected a multiple of {product}, train_micro_batch_size_per_gpu, {micro}, times {other}, "
+        f"got {total}. DeepSpeed refuses that: change one, or leave one out."
     )
 
 

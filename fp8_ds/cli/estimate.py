@@ -58,11 +58,12 @@ def estimate(
         if memory is not None and not math.isfinite(memory * 2**30):
             raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
         from fp8_ds import footprint
+        from fp8_ds.judgement import filled_in
         from fp8_ds.model_spec import read_spec
 
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
-        run = footprint.read_run(read_config(config), world, micro_batch, seq, checkpointing)
+        run = footprint.read_run(filled_in(read_config(config)), world, micro_batch, seq, checkpointing)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30
@@ -97,7 +98,7 @@ def _as_json(
         "fp32_states": found.later and {"from_step": run.fp32_states_from_step, **_numbers(found.later)},
         "peak": found.peak,
         "memory": None if memory is None else int(memory * 2**30),
-        "fits": fits,
+        "fits": None if memory is None else fits,
     }
     if wants_largest:
         result["largest"] = fitting and {"layers": fitting[0], "parameters": fitting[1].num_parameters}

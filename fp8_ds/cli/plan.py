@@ -28,7 +28,9 @@ def plan(
     Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error, 4 an error of your model.
     """
     with failures(as_json):
-        found = _find(model, read_config(config), world, seq, settings or ())
+        from fp8_ds.judgement import filled_in
+
+        found = _find(model, dict(filled_in(read_config(config))), world, seq, settings or ())
     if as_json:
         show(found | {"layers": [vars(product) for product in found["layers"]]})
     else:

@@ -492,7 +492,8 @@ def test_batches_that_cannot_be_cut_evenly_are_refused(
     for words, said in (
         (("--micro-batches", "3", "--arms", "stock"), "expected a divisor of 4, got 3"),
         (("--micro-batches", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
-        (("--gpus-per-run", "2", "--arms", "stock"), "expected at most the 1 GPUs"),
+        (("--gpus-per-run", "2", "--arms", "stock"), "expected from 1 to the 1 GPUs"),
+        (("--gpus-per-run", "0", "--arms", "stock"), "got 0"),
         (("--gpus-per-run", "2", "--gpus", "2", "--arms", "stock", "torchao"), "expected 1 with torchao"),
         (("--gpus-per-run", "2", "--gpus", "2", "--micro-batches", "4", "--arms", "fp8"), "a divisor of 1, got 2"),
     ):

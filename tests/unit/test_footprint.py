@@ -343,6 +343,13 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         read_run(config(2) | {"train_micro_batch_size_per_gpu": "auto"}, 1, None, 128)
     with pytest.raises(ConfigError, match="expected a multiple of 12, micro-batches of 3 on 4 ranks, got 256"):
         read_run(config(2) | {"train_batch_size": 256}, 4, 3, 128)
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match=r"expected 2 .* x 2 .* x 2 \(ranks\), got 7"):
+        read_run(config(2) | sizes, 2, None, 128)
+    assert read_run(config(2) | sizes | {"train_batch_size": 8}, 2, None, 128).micro_batch == 2
+    assert read_run(config(2) | sizes, 2, 3, 128).micro_batch == 3  # named: what if
+    with pytest.raises(ConfigError, match=r"expected 2 .* x 1 .* x 3 \(ranks\), got 8"):
+        read_run({**config(2), "train_batch_size": 8, "train_micro_batch_size_per_gpu": None}, 3, None, 128)
     with pytest.raises(ConfigError, match="expected 1, 2 or 3, got 0"):
         read_run({"bf16": {"enabled": True}}, 1, 1, 128)
     with pytest.raises(UnsupportedError, match="offload_param"):

@@ -317,6 +317,16 @@ def test_batch_sizes_fit_where_deepspeeds_own_arithmetic_lets_them() -> None:
     assert seen == {True, False}
 
 
+def test_bf16_that_trainer_fills_in_is_on_and_said(script: Path) -> None:
+    config = {**STOCK, "fp8": {"enabled": True}}
+    assert not any("auto" in reason for reason in judge(config, script).reasons)
+    verdict = judge({**config, "bf16": {"enabled": "auto"}}, script)
+    assert verdict.on == "yes" and any('bf16.enabled is "auto"' in reason for reason in verdict.reasons)
+    assert any("--bf16 true" in remedy for remedy in verdict.remedies)
+    assert judge({**config, "bf16": {"enabled": False}}, script).on == "no"
+    assert judgement.filled_in(config) is config
+
+
 def test_ranks_that_do_not_fit_turn_it_off_and_say_what_would(script: Path) -> None:
     config = {**STOCK, "fp8": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 3}
     assert judge(config, script, world=4).on == "yes"
@@ -325,6 +335,10 @@ def test_ranks_that_do_not_fit_turn_it_off_and_say_what_would(script: Path) -> N
         verdict.on == "no" and "train_batch_size: expected 1 " in verdict.reasons[0] and "got 12" in verdict.reasons[0]
     )
     assert judge(config, script).on == "yes"
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    never = judge({**STOCK, "fp8": {"enabled": True}, **sizes}, script)
+    assert never.on == "no" and "expected a multiple of 2, " in never.reasons[0]
+    assert "expected a multiple of 14, " in str(judgement.batch_mismatch({**sizes, "train_batch_size": 20}, 7))
     auto = {**config, "train_batch_size": "auto"}
     assert judge(auto, script, world=8).on == "yes"
     cut = {**config, "tensor_parallel": {"autotp_size": 2}}

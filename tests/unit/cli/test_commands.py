@@ -182,17 +182,26 @@ def test_a_configuration_that_is_no_json_object_is_refused(tmp_path: Path, conte
 # --- estimate ---
 
 
+def test_bf16_that_trainer_fills_in_is_taken_for_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = written(tmp_path, zero_optimization={"stage": 2}, bf16={"enabled": "auto"}, fp8={"enabled": True})
+    assert run("plan", "llama-8b", "--config", config, *ONE_LAYER)[0] == 0
+    assert run("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)[0] == 0
+
+
 def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fp8 = {"enabled": True, "optimizer": {"states": "fp8"}}  # on one rank without buckets, which would be 1 GB
     config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
     common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
     code, found = run(*common)
-    assert code == 0 and found["fits"] and found["peak"] == max(found["peak_in_backward"], found["peak_in_step"])
+    assert (
+        code == 0 and found["fits"] is None and found["peak"] == max(found["peak_in_backward"], found["peak_in_step"])
+    )
     gib = found["peak"] / 2**30
     assert run(*common, "--memory", 0.99 * gib)[0] == 1
     code, found = run(*common, "--memory", 3 * gib, "--largest")
-    assert code == 0 and found["largest"]["layers"] > 1
+    assert code == 0 and found["fits"] is True and found["largest"]["layers"] > 1
     code, found = run(*common, "--largest")
     assert code == 2 and "expected --memory beside it" in found["error"]
 
