@@ -188,8 +188,24 @@ STEPS = (
         )
         for name, seeds, arms, why in (
             ("rows", "22 23", "rowwise gw_hp blockwise", "issue 8 E: two more pairs of each; 300 to 400 s a run"),
-            ("last", "12 13", "fp8 fp8-bf16-last fp8-bf16-last5", "issue 8 D: is the gap closed? Predicted 1,460 s"),
         )
+    ),
+    Step(
+        "parity-201m-first",
+        f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --gpus-per-run 2 --only-first-weights --estimate 100",
+        240,
+        "issue 8 E: text and first weights of the next ones, on both GPUs; predicted 60 and 110 s",
+        gpus=2,
+    ),
+    Step(
+        "parity-last-2gpus",
+        f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 12 13 --arms stock fp8 fp8-bf16-last fp8-bf16-last5 "
+        "--estimate 480",
+        1560,
+        "issue 8 D, E: do the last 10 or 5 % in bf16 close the gap? Two pairs of 201 M tokens, branches off fp8's runs; "
+        "predicted 530 s a run, 100 and 80 a branch, 1,290 s",
+        gpus=2,
+        after="parity-201m-first",
     ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),

@@ -42,8 +42,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
 controls of regime 2. "-e4m3": gradients are E4M3. "-fast": all products accumulate fast, "-fast-input" those of the
 gradient of the input only, beside the output's."""
-SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "e4m11-bf16-last")
-"""The last tenth of the steps computes in bf16, or 5 %. Only where they are asked for by name."""
+TRUNKS = {"fp8-bf16-last": "fp8", "fp8-bf16-last5": "fp8", "e4m11-bf16-last": "e4m11"}
+"""Of arms whose last tenth of the steps, or 5 %, computes in bf16: that which trains the same bits until then."""
+SCHEDULED = tuple(TRUNKS)
+"""Only where they are asked for by name."""
 RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")
 """Beside "fp8", which is tensorwise; states as in stock."""
 STATES = ("fp32-master", "e4m19", "e4m11")

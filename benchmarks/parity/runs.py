@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from results_io import without_folders
 
+from parity.arms import TRUNKS
 from parity.studies import Job, work_list
 from parity.worker import file_digest
 
@@ -168,11 +169,22 @@ class Scheduler:
             self.results.drop(job)
 
     def ready(self, jobs: list[Job]) -> list[Job]:
-        return [job for job in jobs if job.regime == 1 or self.checkpoint.exists()]
+        """Of these, what need not wait: for first weights, or for the run whose first steps are this one's, too."""
+        coming = {job.name for job in jobs} | {entry.job.name for entry in self.running}
+        waits = {job.name for job in jobs if (trunk := trunk_of(job)) is not None and trunk.name in coming}
+        return [job for job in jobs if job.name not in waits and (job.regime == 1 or self.checkpoint.exists())]
 
-    def needed(self) -> float:
+    def branches(self, job: Job) -> list[str]:
+        """Arms that go on from this run."""
+        return [other.arm for other in self.jobs() if trunk_of(other) == job and other.name not in self.results.runs]
+
+    def needed(self, job: Job) -> float:
         """Seconds that must be left for a run to start."""
         whole = max(self.durations, default=self.args.estimate)
+        progress = self.args.cache / "state" / job.name / "progress.json"
+        if progress.exists():
+            done = json.loads(progress.read_text())["step"] / self.args.steps
+            whole = min(whole, SHORTEST_PIECE + (1 - done) * whole)
         return whole if self.args.whole else min(whole, SHORTEST_PIECE)
 
     def run(self) -> None:
@@ -182,26 +194,24 @@ class Scheduler:
         while True:
             self._collect()
             self._reconcile()
-            jobs = self.pending()
+            pending = self.pending()
             left = self.deadline - time.monotonic()
-            if left < self.needed():
-                self.left_out = [job.name for job in jobs]
-                jobs = []
+            jobs = [job for job in self.ready(pending) if left >= self.needed(job)]
             free = list(slots)
             for entry in self.running:
                 free.remove(entry.slot)
             # The device with the most free slots first: two jobs share one only when all are busy.
             free.sort(key=lambda slot: -free.count(slot))
             spread = list(dict.fromkeys(free))
-            for job in self.ready(jobs)[: len(spread)]:
+            for job in jobs[: len(spread)]:
                 self._start(job, spread.pop(0))
                 if self.args.stagger:
                     time.sleep(self.args.stagger)
-            if not self.running and not self.ready(jobs):
-                self.left_out = [*self.paused, *(self.left_out or [job.name for job in jobs])]
+            if not self.running and not jobs:
+                self.left_out = [*self.paused, *(job.name for job in pending)]
                 return
             if left < 0:
-                self._end()
+                self._end([job.name for job in pending])
                 return
             time.sleep(0.3)
 
@@ -231,6 +241,7 @@ class Scheduler:
         command += [f"--{key}={value}" for key, value in values.items()]
         command += [f"--save-checkpoint={self.checkpoint}"] if job.makes_checkpoint else []
         command += ["--only-checkpoint"] if job.only_checkpoint else []
+        command += ["--branches", *branches] if (branches := self.branches(job)) else []
         return [*command, *(["--compile"] if args.compile else [])]
 
     def _start(self, job: Job, slot: int) -> None:
@@ -276,7 +287,7 @@ class Scheduler:
             self.results.write()
             print(f"FAILED {job.name}:\n{tail}", flush=True)
 
-    def _end(self) -> None:
+    def _end(self, pending: list[str]) -> None:
         """End this list's own processes; they are run again by the next call."""
         for entry in self.running:
             entry.process.terminate()
@@ -285,6 +296,12 @@ class Scheduler:
                 entry.process.wait(10)
             except subprocess.TimeoutExpired:
                 entry.process.kill()
-            self.left_out.append(f"{entry.job.name} (cut off)")
-        self.left_out = [*self.paused, *self.left_out]
+        cut_off = [f"{entry.job.name} (cut off)" for entry in self.running]
+        self.left_out = [*self.paused, *pending, *cut_off]
         self.running.clear()
+
+
+def trunk_of(job: Job) -> Job | None:
+    """The run whose first steps are those of this one, which goes on from there."""
+    trunk = TRUNKS.get(job.arm)
+    return None if trunk is None else Job(job.regime, trunk, job.seed)

@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8_ds.config import ScheduleConfig
 from fp8_ds.parity.arms import seeded
 from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
+from fp8_ds.schedule import PrecisionSchedule
 from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
 from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
+from parity.studies import Job
 
 BETAS, EPS, CLIP = (0.9, 0.95), 1e-8, 1.0
 WARMUP = 0.05
@@ -275,7 +278,8 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     identity = {name: getattr(args, name) for name in names} | {"digest": text["digest"], "checkpoint": checkpoint}
     identity |= {"gpus_per_run": world_size()}
     run = Run(taker, args, device)
-    state = State(args.state, identity, run.ranks) if args.state else None
+    length = Length(args.steps, size.batch * size.seq_len)
+    state = State(args.state, identity, run.ranks, _branches(args, identity, run, length)) if args.state else None
     save_at = round(args.checkpoint_at * args.steps) if args.save_checkpoint else -1
 
     def after_step(step: int) -> bool:
@@ -283,7 +287,6 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
             save_first_weights(taker, args.save_checkpoint)
         return step == save_at and args.only_checkpoint
 
-    length = Length(args.steps, size.batch * size.seq_len)
     seconds = train_in_pieces(run, length, args.log, state, end, run.ranks, after_step)
     if seconds is None:
         return None
@@ -297,6 +300,26 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
         "digest": text["digest"],
         "checkpoint": checkpoint,
     } | _evaluated_in_bf16(run, vocab_size, device)
+
+
+def _branches(args: argparse.Namespace, identity: dict[str, Any], run: Run, length: Length) -> dict[int, list[State]]:
+    """Where to leave this run's state for the arms of --branches, by steps taken."""
+    found: dict[int, list[State]] = {}
+    for arm in args.branches:
+        folder = args.state.parent / Job(args.regime, arm, args.seed).name
+        step = branches_off_after(arm, args.steps) // length.log_every * length.log_every
+        if step:
+            found.setdefault(step, []).append(State(folder, {**identity, "arm": arm}, run.ranks))
+    return found
+
+
+def branches_off_after(arm: str, steps: int) -> int:
+    """Steps that an arm of `SCHEDULED` has in common with its trunk."""
+    block = ARMS[arm]
+    assert block is not None
+    last = PrecisionSchedule.of(ScheduleConfig(**block["schedule"], total_steps=steps), (), None).last
+    assert last is not None
+    return last
 
 
 def _evaluated_in_bf16(run: Run, vocab_size: int, device: torch.device) -> dict[str, float]:
@@ -329,6 +352,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only-checkpoint", action="store_true", help="end when it is saved")
     parser.add_argument("--log", type=Path, required=True, help="CSV; beside it, .json")
     parser.add_argument("--state", type=Path, help="folder of the run between two pieces")
+    parser.add_argument("--branches", nargs="*", default=[], choices=SCHEDULED, help="arms that go on from this run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of this piece, start-up included")
     return parser.parse_args()
 

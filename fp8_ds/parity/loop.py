@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,12 +82,21 @@ class State:
         folder: of this run alone.
         identity: what must be the same for the run to go on: arm, seed, steps, text. JSON.
         ranks: of the run.
+        branches: states of other runs, which have the first steps in common with this one, by the number of these;
+            a step that is logged. The run leaves its own state there, and they go on from it.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        ranks: Ranks,
+        branches: Mapping[int, Sequence[State]] | None = None,
+    ) -> None:
         self.folder = folder
         self.identity = json.loads(json.dumps(identity))
         self.ranks = ranks
+        self.branches = branches or {}
 
     def read(self) -> dict[str, Any] | None:
         """What `write` kept, or None: nothing there, or another run's."""
@@ -176,6 +185,8 @@ def train(
             raise NumericsError(f"train_loss: expected a finite loss, got {mean} at step {step}. This arm diverged.")
         if ends:
             break
+        for branch in state.branches.get(step, ()) if state is not None else ():
+            branch.write(trainer, step, seconds, lines)
         if state is not None and step < length.steps and ranks.any(time.monotonic() > deadline):
             state.write(trainer, step, seconds, lines)
             return None

@@ -314,7 +314,43 @@ def test_whole_runs_are_not_begun_where_time_is_short(bench: Any, cache: Path, t
     runs = bench("parity.runs")
     for more, needed in (((), runs.SHORTEST_PIECE), (("--whole",), 240)):
         scheduler = runs.Scheduler(parity_args(cache, *more), runs.Results(tmp_path / "result", {}, None))
-        assert scheduler.needed() == needed
+        assert scheduler.needed(scheduler.jobs()[0]) == needed
+
+
+def test_a_branch_waits_for_its_trunk_and_then_needs_the_time_of_its_own_steps_only(
+    bench: Any, cache: Path, tmp_path: Path
+) -> None:
+    runs = bench("parity.runs")
+    names = ("stock", "fp8", "fp8-bf16-last", "fp8-bf16-last5", "e4m11-bf16-last")
+    args = parity_args(cache, "--regimes", "1", "--seeds", "0", "--steps", "100", "--whole", "--arms", *names)
+    scheduler = runs.Scheduler(args, runs.Results(tmp_path / "result", {}, None))
+    stock, trunk, tenth, twentieth, alone = scheduler.jobs()
+    assert [job.arm for job in (stock, trunk, tenth, twentieth, alone)] == list(names)
+    assert scheduler.ready(scheduler.pending()) == [stock, trunk, alone]
+    assert scheduler.command(trunk)[-3:] == ["--branches", tenth.arm, twentieth.arm]
+    assert "--branches" not in scheduler.command(stock)
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait(HANG)
+    scheduler.running.append(runs.Running(trunk, process, 0, time.monotonic()))
+    assert scheduler.ready(scheduler.pending()) == [stock, alone]
+    scheduler.running.clear()
+    scheduler.results.runs |= {trunk.name: {}, tenth.name: {}}
+    assert scheduler.ready(scheduler.pending()) == [stock, twentieth, alone]
+    assert scheduler.command(trunk)[-2:] == ["--branches", twentieth.arm]
+
+    assert scheduler.needed(twentieth) == args.estimate
+    folder = cache / "state" / twentieth.name
+    folder.mkdir(parents=True)
+    (folder / "progress.json").write_text(json.dumps({"step": 90}))
+    assert scheduler.needed(twentieth) == pytest.approx(runs.SHORTEST_PIECE + 0.1 * args.estimate)
+    assert scheduler.needed(stock) == args.estimate
+
+
+def test_where_a_branch_parts_is_the_first_step_of_its_schedule_in_bf16(bench: Any) -> None:
+    worker = bench("parity.worker")
+    found = [worker.branches_off_after(arm, 6144) for arm in SCHEDULED]
+    assert found == [5530, 5837, 5530]  # of 0.9 and 0.95 times 6144, rounded up
+    assert {bench("parity.arms").ARMS[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.1, 0.05}
 
 
 def rows(regime: int, losses: dict[str, list[float]]) -> list[dict[str, str]]:
@@ -484,6 +520,31 @@ def test_a_run_in_three_pieces_has_the_losses_of_one(
         for log in (piece("whole"), piece("cut", state))
     ]
     assert len(lines[0]) > 10 and lines[0] == lines[1]
+
+
+@pytest.mark.slow
+def test_branches_have_the_losses_of_runs_of_their_own(
+    run_main: Callable[..., str], cache: Path, tmp_path: Path
+) -> None:
+    """With 40 steps the last tenth begins after step 36; the state they go on from is of step 30."""
+
+    def losses(name: str, *arms: str) -> dict[str, list[list[str]]]:
+        common = ("--size", "tiny", "--steps", 40, "--seeds", 0, "--regimes", 1, "--cache", cache, "--lr", 1e-3, 1e-5)
+        said = run_main("gpt_parity", *common, "--out", tmp_path / name, "--arms", *arms, "--estimate", 1)
+        assert f"finished r1-{arms[-1]}-s0" in said
+        (written,) = (tmp_path / name).glob("*.csv")
+        found: dict[str, list[list[str]]] = {}
+        with written.open() as file:
+            for row in csv.DictReader(file):
+                found.setdefault(row["arm"], []).append([row["step"], row["train_loss"], row["held_out_loss"]])
+        return found
+
+    together, alone = losses("together", "fp8", "fp8-bf16-last"), losses("alone", "fp8-bf16-last")
+    assert together["fp8-bf16-last"] == alone["fp8-bf16-last"] and len(alone["fp8-bf16-last"]) > 10
+    trunk, branch = together["fp8"], together["fp8-bf16-last"]
+    same = [a == b for a, b in zip(trunk, branch, strict=True)]
+    assert same == [int(step) < 36 for step, *_ in trunk]  # after step 36 the held-out loss is of bf16 already
+    assert not any((cache / "state").rglob("progress.json"))
 
 
 def test_batches_that_cannot_be_cut_evenly_are_refused(

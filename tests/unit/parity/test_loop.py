@@ -63,6 +63,19 @@ def test_a_run_in_pieces_logs_what_a_run_in_one_does(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists() and not (tmp_path / "cut.part").exists()
 
 
+def test_a_branch_goes_on_where_it_leaves_its_trunk_and_logs_what_both_have_done(tmp_path: Path) -> None:
+    def branch() -> State:
+        return State(tmp_path / "branch", {"arm": "branch"}, Ranks())
+
+    trunk = State(tmp_path / "trunk", {"arm": "trunk"}, Ranks(), {15: [branch()]})
+    train(Fake(), LENGTH, tmp_path / "trunk.csv", trunk)
+    assert not (tmp_path / "trunk").exists()
+    fake = Fake()
+    train(fake, LENGTH, tmp_path / "branch.csv", branch())
+    assert fake.taken == list(range(15, 25)) and columns(tmp_path / "branch.csv") == columns(tmp_path / "trunk.csv")
+    assert not (tmp_path / "branch").exists()
+
+
 def test_the_state_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     train(Fake(), LENGTH, tmp_path / "a.csv", State(tmp_path / "state", {"seed": 1}, Ranks()), deadline=0.0)
     fake = Fake()
