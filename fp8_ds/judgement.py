@@ -21,6 +21,14 @@ _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _STEPS = "gradient_accumulation_steps"
+_NO_SIZE = (
+    f"It does not start: DeepSpeed needs {' or '.join(_BATCH_SIZES)}, and this configuration has neither. Trainer and "
+    'Accelerate add none, they fill in "auto" alone.'
+)
+_ADD_SIZE = (
+    f'Add "{_BATCH_SIZES[1]}": a number, or "auto" under Trainer or Accelerate. Where the script adds it, judge the '
+    "configuration with it."
+)
 _BLOCKS = {
     "zero_optimization": '{"stage": 2}',
     "bf16": '{"enabled": true}',
@@ -102,6 +110,8 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
         _refuse(fp8, config, device)
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
+    if all(config.get(key) is None for key in _BATCH_SIZES):
+        return Verdict("no", (_NO_SIZE,), (_ADD_SIZE,))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
         return Verdict("no", (mismatch,))
     if world is None and (mismatch := _never_fits(config)) is not None:
@@ -110,9 +120,6 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
     if config is not given:
         notes.append('bf16.enabled is "auto": Trainer and Accelerate fill it in, DeepSpeed alone takes it for false.')
         remedies.append("Start Trainer with `--bf16 true`, Accelerate with mixed precision bf16; else write true.")
-    if not any(key in config for key in _BATCH_SIZES):
-        notes.append(f"It names none of {' and '.join(_BATCH_SIZES)}, of which DeepSpeed needs one to start.")
-        remedies.append(f'Add "{_BATCH_SIZES[1]}".')
     if device.type == "cpu":
         notes.append("No GPU here: the numbers would be those of FP8, computed slowly.")
     on, why, remedy = _loaded(script)

@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import typer.main
 
+from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
 from fp8_ds.config import Fp8Config
+from fp8_ds.diagnosis import Check
 from fp8_ds.engine.refusals import refuse_config
+from fp8_ds.judgement import judge
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -85,6 +88,16 @@ def test_blocks_of_configuration_can_be_loaded(page: Path) -> None:
             stage = config.get("zero_optimization", {}).get("stage", 2)
             fp8.check_stage(stage)
             refuse_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}} | config)
+
+
+@PAGE
+def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in braces, which a reader takes as they are; only whether fp8_ds is loaded is left open."""
+    monkeypatch.setattr(diagnosis, "autoload_check", lambda: Check("autoload", "optional", "off"))
+    for text in fenced(page, "json"):
+        if text.lstrip().startswith("{"):
+            verdict = judge(json.loads(text))
+            assert verdict.on == "if", verdict.reasons
 
 
 @PAGE

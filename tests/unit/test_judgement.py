@@ -197,12 +197,29 @@ def test_a_layer_choice_that_a_cpu_cannot_make_is_off(
     assert verdict.on == "no" and 'expected "all" on cpu, got "measured"' in verdict.reasons[0]
 
 
-@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", None])
-def test_a_configuration_without_a_batch_size_is_told_so(script: Path, key: str | None) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "on"),
+    [
+        ({"train_batch_size": 8}, "yes"),
+        ({"train_micro_batch_size_per_gpu": 8}, "yes"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "yes"),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": None}, "yes"),
+        ({}, "no"),
+        ({"gradient_accumulation_steps": 8}, "no"),
+        ({"train_micro_batch_size_per_gpu": None}, "no"),
+    ],
+)
+@pytest.mark.parametrize("world", [None, 8])
+def test_without_a_batch_size_it_is_off_for_deepspeed_does_not_start(
+    script: Path, sizes: dict[str, Any], on: str, world: int | None
+) -> None:
     config = {name: value for name, value in STOCK.items() if name != "train_micro_batch_size_per_gpu"}
-    config |= {"fp8": {"enabled": True}, **({} if key is None else {key: 8})}
-    told = [reason for reason in judge(config, script).reasons if "of which DeepSpeed needs one to start" in reason]
-    assert len(told) == (key is None)
+    verdict = judge({**config, **sizes, "fp8": {"enabled": True}}, script, world=world)
+    assert verdict.on == on
+    if "auto" not in sizes.values():
+        assert stock_refuses(sizes, 8) == (on == "no")
+    assert any("DeepSpeed needs train_batch_size or" in reason for reason in verdict.reasons) == (on == "no")
+    assert any('Add "train_micro_batch_size_per_gpu"' in remedy for remedy in verdict.remedies) == (on == "no")
 
 
 # --- what DeepSpeed cannot read ---
