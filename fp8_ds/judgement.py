@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.diagnosis import Check
+from fp8_ds.engine.known_keys import unknown_keys
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def judge(
     if missing:
         reasons = tuple(f"{check.name}: {check.found}." for check in missing)
         return Verdict("no", reasons, tuple(f"{check.name}: {check.remedy}." for check in missing))
-    return _judge(config, script, world)
+    verdict = _judge(config, script, world)
+    return replace(verdict, reasons=(*unknown_keys(config), *verdict.reasons))
 
 
 def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +108,14 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
     else:
         typer.echo(f"fp8-ds: {message}", err=True)
     return typer.Exit(code)
+
+
+def say_unknown_keys(config: Mapping[str, Any]) -> None:
+    """Each top-level key that DeepSpeed passes over is named on standard error: what follows may follow from it."""
+    from fp8_ds.engine.known_keys import unknown_keys
+
+    for line in unknown_keys(config):
+        typer.echo(f"fp8-ds: {line}", err=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:

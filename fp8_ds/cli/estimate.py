@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, console, failures, gib, read_config, show
+from fp8_ds.cli.common import (
+    EXIT_NO,
+    JsonOption,
+    SetOption,
+    argument,
+    console,
+    failures,
+    gib,
+    read_config,
+    say_unknown_keys,
+    show,
+)
 
 if TYPE_CHECKING:
     from fp8_ds.footprint import Footprint, Run
@@ -61,9 +72,11 @@ def estimate(
         from fp8_ds.judgement import filled_in
         from fp8_ds.model_spec import read_spec
 
+        block = filled_in(read_config(config))
+        say_unknown_keys(block)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
-        run = footprint.read_run(filled_in(read_config(config)), world, micro_batch, seq, checkpointing)
+        run = footprint.read_run(block, world, micro_batch, seq, checkpointing)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30

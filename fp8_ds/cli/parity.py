@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, failures, read_config, show
+from fp8_ds.cli.common import (
+    EXIT_NO,
+    JsonOption,
+    SetOption,
+    argument,
+    failures,
+    read_config,
+    say_unknown_keys,
+    show,
+)
 
 if TYPE_CHECKING:
     from fp8_ds.parity.study import Study
@@ -72,7 +81,9 @@ def parity(
         options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
         if gpus is not None and gpus > 1 and _num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
-        study = _study(model, read_config(config), out, settings or [], texts, options)
+        block = read_config(config)
+        say_unknown_keys(block)
+        study = _study(model, block, out, settings or [], texts, options)
         study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
         with argument("--out"):
             study.write()

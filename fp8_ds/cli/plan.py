@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8_ds.cli.common import EXIT_NO, JsonOption, SetOption, argument, console, failures, read_config, show
+from fp8_ds.cli.common import (
+    EXIT_NO,
+    JsonOption,
+    SetOption,
+    argument,
+    console,
+    failures,
+    read_config,
+    say_unknown_keys,
+    show,
+)
 
 if TYPE_CHECKING:
     from fp8_ds.nn.flops import Product
@@ -30,7 +40,9 @@ def plan(
     with failures(as_json):
         from fp8_ds.judgement import filled_in
 
-        found = _find(model, dict(filled_in(read_config(config))), world, seq, settings or ())
+        block = dict(filled_in(read_config(config)))
+        say_unknown_keys(block)
+        found = _find(model, block, world, seq, settings or ())
     if as_json:
         show(found | {"layers": [vars(product) for product in found["layers"]]})
     else:

@@ -84,13 +84,18 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
         return None
     import torch
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import logger
 
     from fp8_ds.engine.cut_models import refuse_mpu
     from fp8_ds.engine.fingerprint import fingerprint
+    from fp8_ds.engine.known_keys import unknown_keys
     from fp8_ds.engine.refusals import refuse_model
     from fp8_ds.engine.roll_call import own_rank
     from fp8_ds.engine.startup import refuse_start
 
+    if own_rank() == 0:
+        for line in unknown_keys(config):  # first: what is refused next may follow from it
+            logger.warning(line)
     device = torch.device(get_accelerator().device_name())
     refuse_start(fp8, config, device, own_rank())
     model = arguments.get("model")

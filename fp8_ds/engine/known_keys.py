@@ -1,0 +1,42 @@
+"""Top-level keys that DeepSpeed reads. It passes over all others in silence, so that a misspelled block is as none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_NAMES = """
+activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+communication_data_type compile compression_training csv_monitor curriculum_learning data_efficiency data_parallel_size
+data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity
+expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+gradient_predivide_factor graph_harvesting hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
+optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients steps_per_print
+tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+"""
+KNOWN_KEYS = frozenset(_NAMES.split())
+"""Of deepspeed 0.18.9, 0.19.0 and 0.19.8 together, `DeepSpeedConfig` and what it calls, `initialize`,
+`runtime/zero/config.py`; among them some that 0.19.8 refuses by name."""
+_OURS = "fp8"
+_COMMENT_SIGNS = ("_", "/", "#")
+"""JSON has no comments, and such keys stand in for them."""
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """A line for each top-level key of `config` that neither DeepSpeed nor fp8_ds reads, with the one that is nearest.
+
+    No refusal: DeepSpeed starts all the same, and the user's own code may read the key.
+    """
+    known = KNOWN_KEYS | {_OURS}
+    lines = []
+    for key in config:
+        if key in known or str(key).startswith(_COMMENT_SIGNS):
+            continue
+        near = difflib.get_close_matches(str(key).lower(), sorted(known), n=1)
+        remedy = f'Did you mean "{near[0]}"?' if near else "Correct it, or keep it for code of yours that reads it."
+        lines.append(f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}")
+    return lines

@@ -1,0 +1,115 @@
+"""A top-level key that DeepSpeed passes over is named, at a start and by the commands; all that it reads are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8_ds.cli.app import app
+from fp8_ds.engine import initialize as starting
+from fp8_ds.engine.known_keys import KNOWN_KEYS, unknown_keys
+from fp8_ds.judgement import judge
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "fp8": {"enabled": True},
+}
+
+
+class Recorded(dict[str, Any]):
+    """Which keys are asked for, of itself and of copies of it."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:  # for `key in config.keys()`
+        return self
+
+    def __copy__(self) -> Recorded:
+        return Recorded(self)
+
+
+def test_every_key_that_the_installed_deepspeed_reads_is_known() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    Recorded.asked.clear()
+    DeepSpeedConfig(Recorded(train_batch_size=1))
+    assert len(Recorded.asked) > 50 and Recorded.asked - KNOWN_KEYS == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("zero_optimisation", 'Did you mean "zero_optimization"?'),
+        ("Zero_Optimization", 'Did you mean "zero_optimization"?'),
+        ("micro_batch_size_per_gpu", 'Did you mean "train_micro_batch_size_per_gpu"?'),
+        ("fp_8", 'Did you mean "fp8"?'),
+        ("corpus", "Correct it, or keep it for code of yours that reads it."),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(key: str, remedy: str) -> None:
+    said = f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}"
+    assert unknown_keys({**CONFIG, key: {}}) == [said]
+
+
+def test_comments_and_configurations_without_a_mistake_are_left_alone() -> None:
+    assert unknown_keys({**CONFIG, "_comment": "for two hosts", "//": "", "#": ""}) == []
+
+
+@pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])
+def test_rank_0_says_it_at_a_start_before_anything_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: str, num_lines: int
+) -> None:
+    from deepspeed.utils import logger
+
+    from fp8_ds.errors import UnsupportedError
+
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning", lines.append)
+    monkeypatch.setenv("RANK", rank)
+    config = {**CONFIG, "zero_optimisation": {"stage": 2}}
+    del config["zero_optimization"]
+    with pytest.raises(UnsupportedError, match=r"zero_optimization\.stage: 0"):
+        starting._accept(config, {"model": torch.nn.Linear(16, 16)})
+    assert [line.split(":")[0] for line in lines] == ["zero_optimisation"] * num_lines
+
+
+def test_doctor_says_it_whatever_the_answer_is() -> None:
+    whole = {**CONFIG, "gradient_cliping": 1.0}
+    for config in (whole, {**whole, "zero_optimization": {"stage": 0}}, {**whole, "fp8": {"enabled": False}}):
+        assert judge(config).reasons[0].startswith("gradient_cliping: ")
+        assert judge(config).reasons[1:] == judge({k: v for k, v in config.items() if k != "gradient_cliping"}).reasons
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_plan_and_estimate_say_it_beside_their_answer(tmp_path: Path, command: str) -> None:
+    pytest.importorskip("transformers")
+    shape = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4")
+    settings = [word for setting in (*shape, "num_key_value_heads=2", "vocab_size=64") for word in ("--set", setting)]
+    words = [command, "llama-8b", "--config", str(tmp_path / "ds.json"), "--seq", "16", *settings, "--json"]
+    for key, code in (("zero_optimisation", 2), ("gradient_cliping", 0)):
+        config = {**CONFIG, key: {}}
+        if code:
+            del config["zero_optimization"]
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code == code and ("error" in json.loads(found.stdout)) == bool(code)
+        assert found.stderr.startswith(f"fp8-ds: {key}: expected a key that DeepSpeed reads")
