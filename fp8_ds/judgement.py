@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _STEPS = "gradient_accumulation_steps"
 _NO_SIZE = (
-    f"It does not start: DeepSpeed needs {' or '.join(_BATCH_SIZES)}, and this configuration has neither. Trainer and "
+    f"It does not start: DeepSpeed needs {' or '.join(BATCH_SIZES)}, and this configuration has neither. Trainer and "
     'Accelerate add none, they fill in "auto" alone.'
 )
 _ADD_SIZE = (
-    f'Add "{_BATCH_SIZES[1]}": a number, or "auto" under Trainer or Accelerate. Where the script adds it, judge the '
+    f'Add "{BATCH_SIZES[1]}": a number, or "auto" under Trainer or Accelerate. Where the script adds it, judge the '
     "configuration with it."
 )
 _BLOCKS = {
@@ -112,7 +112,7 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
         _refuse(fp8, config, device)
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
-    if all(config.get(key) is None for key in _BATCH_SIZES):
+    if all(config.get(key) is None for key in BATCH_SIZES):
         return Verdict("no", (_NO_SIZE,), (_ADD_SIZE,))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
         return Verdict("no", (mismatch,))
@@ -150,7 +150,7 @@ def malformed(config: Mapping[str, Any]) -> str | None:
         allowed = isinstance(value, bool) if key == "zero_optimization" else value is None and key == "bf16"
         if not allowed and not isinstance(value, Mapping):
             return f'{key}: expected an object, got {json.dumps(value)}. Write "{key}": {example}, or remove the key.'
-    for key in (*_BATCH_SIZES, _STEPS):
+    for key in (*BATCH_SIZES, _STEPS):
         size = config.get(key)
         if size not in (None, "auto") and (isinstance(size, str) or not _whole(size)):
             return f'{key}: expected an integer from 1 on, or "auto", got {json.dumps(size)}. Write the number.'
@@ -185,7 +185,7 @@ def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
     ranks, left = divmod(world, autotp)
     if left:
         return f"tensor_parallel.autotp_size: expected a divisor of {world} ranks, got {autotp}. Use such a one."
-    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, _STEPS))
+    total, micro, steps = (config.get(key) for key in (*BATCH_SIZES, _STEPS))
     if any(isinstance(size, str) for size in (total, micro, steps)) or total is None:
         return None
     if micro is None:
@@ -205,7 +205,7 @@ def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
 
 def _never_fits(config: Mapping[str, Any]) -> str | None:
     """Why DeepSpeed's own start fails on any number of ranks; None: on some it does not. Of what is not `malformed`."""
-    total, micro, steps = (config.get(key) for key in (*_BATCH_SIZES, _STEPS))
+    total, micro, steps = (config.get(key) for key in (*BATCH_SIZES, _STEPS))
     if total is None or micro is None or any(isinstance(size, str) for size in (total, micro, steps)):
         return None
     own = 1 if steps is None else steps

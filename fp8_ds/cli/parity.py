@@ -24,6 +24,8 @@ from fp8_ds.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.model_spec import ModelSpec
     from fp8_ds.parity.study import Study
 
 
@@ -134,15 +136,21 @@ def _study(
     names = (options.arms or f"{known_arms.BASE},{default}").split(",")
     with argument("--arms"):
         chosen = dict(known_arms.resolve(name, own) for name in names)
-    _check(config, {name: block for name, block in chosen.items() if block is not None})
+    gpus = options.gpus or max(1, _num_gpus())
+    _check(config, gpus)
+    wanted = _enabled(config, chosen)
     with argument("MODEL"):
         spec = read_spec(model, settings)
     if options.pretrained and (not Path(model).is_dir() or settings):
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
+    _check_plans(spec, wanted)
+    _say_schedule(config, options.steps)
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
-    gpus = options.gpus or max(1, _num_gpus())
     with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
-        tokens = text.prepare(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size, options.seq)
+        tokens = text.prepare(
+            *(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size, options.seq),
+            per_evaluation=_sequences(config, gpus),
+        )
     stock = {key: value for key, value in config.items() if key != "fp8"}
     shared = Settings(
         model=model,
@@ -171,22 +179,89 @@ def _named_by_path(options: Mapping[str, Sequence[Path]], other: str) -> Iterato
             raise
 
 
-def _check(config: dict[str, Any], blocks: dict[str, dict[str, Any]]) -> None:
-    """Raises: ConfigError: a run would be refused, or is not what the study needs."""
-    from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.refusals import refuse_config, zero_stage
+def _check(config: dict[str, Any], gpus: int) -> None:
+    """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
     from fp8_ds.errors import ConfigError
+    from fp8_ds.judgement import BATCH_SIZES, batch_mismatch, malformed
 
     if find_spec("matplotlib") is None:  # said before hours of runs, not after them
         raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.")
     if "optimizer" not in config:
         raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
+    if (problem := malformed(config)) is not None:
+        raise ConfigError(f"--config: {problem}")
     automatic = [key for key, value in config.items() if value == "auto"]
+    for key in ("optimizer", "scheduler"):
+        automatic += [f"{key}.params.{name}" for name, value in _params(config, key).items() if value == "auto"]
     if automatic:
         raise ConfigError(f'--config: expected numbers, got "auto" for {", ".join(automatic)}. Write the number.')
-    for block in blocks.values():
-        refuse_config({**config, "fp8": block})
-        Fp8Config.from_block(block).check_stage(zero_stage(config))
+    if all(config.get(key) is None for key in BATCH_SIZES):
+        raise ConfigError(
+            f"--config: expected {' or '.join(BATCH_SIZES)} in it, got neither. DeepSpeed does not start then: add one."
+        )
+    if (problem := batch_mismatch(config, gpus)) is not None:
+        raise ConfigError(f"--config: {problem}")
+
+
+def _sequences(config: dict[str, Any], gpus: int) -> int:
+    """Of a micro-batch on all ranks, in a configuration that `_check` has let pass."""
+    if (micro := config.get("train_micro_batch_size_per_gpu")) is not None:
+        return int(micro) * (gpus // (int(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1))
+    return int(config["train_batch_size"]) // int(config.get("gradient_accumulation_steps") or 1)
+
+
+def _params(config: dict[str, Any], key: str) -> Mapping[str, Any]:
+    params = config.get(key, {}).get("params")
+    return params if isinstance(params, Mapping) else {}
+
+
+def _enabled(config: dict[str, Any], arms: Mapping[str, dict[str, Any] | None]) -> dict[str, Fp8Config]:
+    """The blocks of the arms that are in FP8. Raises: ConfigError, UnsupportedError: a start would refuse one."""
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.engine.startup import refuse_settings
+
+    read = {name: Fp8Config.from_block(block) for name, block in arms.items() if block is not None}
+    found = {name: fp8 for name, fp8 in read.items() if fp8.enabled}
+    for name, fp8 in found.items():
+        refuse_settings(fp8, {**config, "fp8": arms[name]})
+    return found
+
+
+def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config]) -> None:
+    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later."""
+    from fp8_ds.errors import ConfigError, Fp8DsError
+    from fp8_ds.nn.convert import make_plan
+
+    try:
+        module = spec.build()
+    except Fp8DsError:
+        raise
+    except Exception as error:  # whatever a function of the user's may raise without weights that it can read
+        if spec.function is None:
+            raise
+        what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        typer.echo(
+            f"fp8-ds: MODEL: expected {spec.name} to build its model on the meta device, got {what}. Whether "
+            "it has layers for FP8 shows when the first run in FP8 starts.",
+            err=True,
+        )
+        return
+    for name, fp8 in arms.items():
+        try:
+            make_plan(module, fp8.linear)
+        except ConfigError as error:
+            raise ConfigError(f"--arms {name}: {error}") from error
+
+
+def _say_schedule(config: dict[str, Any], steps: int) -> None:
+    """A scheduler that ends before or after the runs is as the user has it, and may not be what the user wants here."""
+    total = _params(config, "scheduler").get("total_num_steps")
+    if total is not None and total != steps:
+        typer.echo(
+            f"fp8-ds: scheduler.params.total_num_steps: expected {steps}, as --steps, got {total}. The learning rate "
+            'follows the scheduler: change one, or remove "scheduler" for one that ends with the runs.',
+            err=True,
+        )
 
 
 def _num_gpus() -> int:
@@ -209,7 +284,8 @@ def _show(study: Study, as_json: bool) -> None:
             typer.echo(f"FAILED: {name}, see {study.folder / 'runs' / name}.log")
         if left:
             typer.echo(f"Left: {', '.join(left)}. The same command goes on.")
-        typer.echo(f"{study.folder / 'parity.md'}, .csv, .png, .html")
+        files = sorted(study.folder.glob("parity.*"), key=lambda path: (path.suffix != ".md", path))
+        typer.echo(", ".join([str(files[0]), *(path.suffix for path in files[1:])]))
     is_whole = len(results) == len(study.arms) - 1 and not left and not study.failures
     if not is_whole or any(result.verdict != "parity" for result in results):
         raise typer.Exit(EXIT_NO)

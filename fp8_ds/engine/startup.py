@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     import torch
 
 
+def refuse_settings(fp8: Fp8Config, config: Config) -> None:
+    """Nothing happens if the block and the rest of the configuration go together, wherever the run is.
+
+    Args:
+        fp8: the "fp8" block of `config`.
+        config: DeepSpeed's.
+
+    Raises:
+        ConfigError: a key has nothing to take effect on.
+        UnsupportedError: FP8 ZeRO does not support the configuration.
+    """
+    refuse_config(config)
+    fp8.check_stage(zero_stage(config))
+    check_total(fp8.schedule, _total_steps(config))
+
+
 def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:
     """Nothing happens if a run can start with this configuration, as far as no model is needed to say so.
 
@@ -25,9 +41,7 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
         ConfigError: a key has nothing to take effect on.
         UnsupportedError: FP8 ZeRO does not support the configuration, or what it names cannot be had here.
     """
-    refuse_config(config)
-    fp8.check_stage(zero_stage(config))
-    check_total(fp8.schedule, _total_steps(config))
+    refuse_settings(fp8, config)
     if fp8.monitor.every:
         refuse_unread_reports(fp8.monitor.sink, config, rank)
     if fp8.attention.backend is not None:

@@ -65,7 +65,13 @@ class Tokens:
 
 
 def prepare(
-    folder: Path, data: Sequence[Path], held_out: Sequence[Path], tokenizer: str | None, vocab_size: int, seq_len: int
+    folder: Path,
+    data: Sequence[Path],
+    held_out: Sequence[Path],
+    tokenizer: str | None,
+    vocab_size: int,
+    seq_len: int,
+    per_evaluation: int = 1,
 ) -> Tokens:
     """`train.npy`, `held_out.npy` and `text.json` are in the folder; made once.
 
@@ -76,10 +82,11 @@ def prepare(
         tokenizer: folder of a tokenizer of transformers; None: tokens are bytes.
         vocab_size: of the model.
         seq_len: predicted tokens per window.
+        per_evaluation: held-out windows that an evaluation needs at least, a micro-batch on each rank.
 
     Raises:
-        ConfigError: there is less text than a window, a file is no text, a token is outside the vocabulary, or the
-            folder has tokens of other text.
+        ConfigError: there is less text than a window, or than an evaluation needs, a file is no text, a token is
+            outside the vocabulary, or the folder has tokens of other text.
         OSError: a file cannot be read.
     """
     about = folder / "text.json"
@@ -91,14 +98,14 @@ def prepare(
             raise ConfigError(
                 f"--data: expected {known.sources}, whose tokens are in {folder}, got {sources}. Use another --out."
             )
-        _check_windows((known.num_train, known.num_held_out), seq_len)
+        _check_windows((known.num_train, known.num_held_out), seq_len, per_evaluation)
         return known
     encode, end = _encoder(tokenizer)
     documents = list(_documents(data, "--data", encode, end))
     others = list(_documents(held_out, "--held-out", encode, end))
     train, rest = (documents, others) if others else _split(documents)
     streams = [_joined(train, vocab_size, "--data"), _joined(rest, vocab_size, "--held-out")]
-    _check_windows([len(stream) for stream in streams], seq_len)
+    _check_windows([len(stream) for stream in streams], seq_len, per_evaluation)
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=8)
     for name, stream in zip(("train", "held_out"), streams, strict=True):
@@ -183,12 +190,14 @@ def _split(documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarr
     return [stream[:cut]], [stream[cut:]]
 
 
-def _check_windows(num_tokens: Sequence[int], seq_len: int) -> None:
-    for option, num in zip(("--data", "--held-out"), num_tokens, strict=True):
-        if num <= seq_len:
+def _check_windows(num_tokens: Sequence[int], seq_len: int, per_evaluation: int) -> None:
+    for option, num, windows in zip(("--data", "--held-out"), num_tokens, (1, per_evaluation), strict=True):
+        if num <= windows * seq_len:
+            what = f"{windows} windows of --seq {seq_len}, a micro-batch on each rank"
+            what = f"one window of --seq {seq_len}" if windows == 1 else what
             raise ConfigError(
-                f"{option}: expected at least {seq_len + 1} tokens, one window of --seq {seq_len}, got {num}. Name "
-                "more text, or a shorter --seq."
+                f"{option}: expected at least {windows * seq_len + 1} tokens, {what}, got {num}. Name more text, or a "
+                "shorter --seq."
             )
 
 

@@ -126,7 +126,7 @@ class EngineTrainer:
         if num == 0:
             raise ConfigError(
                 f"--held-out: expected at least {per_batch} windows of {self.spec['seq']} tokens, a micro-batch on "
-                f"{self.world} ranks, got {self.held_out.num_windows}. Name more text."
+                f"each rank, got {self.held_out.num_windows}. Name more text."
             )
         self.engine.eval()
         mine = torch.arange(num * per_batch).view(num, self.world, self.micro_batch)[:, self.rank]

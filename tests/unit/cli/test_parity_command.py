@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,23 @@ CONFIG: dict[str, Any] = {
     "fp8": {"enabled": True, "linear": {"recipe": "rowwise"}},
 }
 
+MODELS = """
+import torch
+def embedding(): return torch.nn.Embedding(256, 64)
+def reads(): return torch.nn.Linear(64, int(torch.ones(64).sum()))
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("matplotlib")
     (tmp_path / "text.txt").write_text("some text, " * 500)
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "bf16_at_the_end.json").write_text('{"enabled": true, "schedule": {"bf16_last_fraction": 0.1}}')
+    (tmp_path / "nothing.json").write_text('{"enabled": true, "linear": {"filter_fqns": ["layers", "lm_head"]}}')
+    (tmp_path / "off.json").write_text('{"enabled": false}')
+    (tmp_path / "our_models.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "our_models", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_num_gpus", lambda: 0)
     return tmp_path
@@ -51,9 +63,11 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return started
 
 
+COMMON = ["--config", "ds.json", "--data", "text.txt", "--steps", "20", "--seq", "16", "--json"]
+
+
 def run(*arguments: object) -> tuple[int, dict[str, Any]]:
-    common = ["parity", "llama-8b", "--config", "ds.json", "--data", "text.txt", "--steps", "20", "--seq", "16"]
-    result = CliRunner().invoke(app, [*common, *SMALL, *map(str, arguments), "--json"])
+    result = CliRunner().invoke(app, ["parity", "llama-8b", *COMMON, *SMALL, *map(str, arguments)])
     return result.exit_code, json.loads(result.stdout)
 
 
@@ -94,10 +108,17 @@ def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> 
     [
         ({"optimizer": None}, (), 'expected an "optimizer" in it'),
         ({"train_micro_batch_size_per_gpu": "auto"}, (), 'got "auto" for train_micro_batch_size_per_gpu'),
+        ({"train_micro_batch_size_per_gpu": None}, (), "--config: expected train_batch_size or train_micro_batch"),
+        ({"train_batch_size": 5}, (), "--config: train_batch_size: expected a multiple of 2"),
+        ({"bf16": True}, (), "--config: bf16: expected an object, got true"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, (), 'got "auto" for optimizer.params.lr'),
         ({"zero_optimization": {"stage": 0}}, (), "zero_optimization.stage: 0"),
+        ({}, ("--arms", "bf16,mine=bf16_at_the_end.json"), "fp8.schedule.total_steps"),
         ({}, ("--arms", "bf16"), "--arms: expected a base and another"),
         ({}, ("--arms", "bf16,fp9"), "--arms: expected some of bf16"),
         ({}, ("--pretrained",), "--pretrained: expected a folder with weights"),
+        ({"train_micro_batch_size_per_gpu": 8}, (), "--held-out: expected at least 129 tokens, 8 windows of --seq 16"),
+        ({"train_micro_batch_size_per_gpu": None, "train_batch_size": 8}, (), "--held-out: expected at least 129 "),
         ({}, ("--gpus", 2), "--gpus: expected 1 without a GPU, got 2"),
     ],
 )
@@ -108,6 +129,57 @@ def test_what_cannot_be_run_is_refused_before_a_run_starts(
     (folder / "ds.json").write_text(json.dumps(config))
     code, found = run(*more)
     assert code == 2 and message in found["error"] and not blocks
+
+
+@pytest.mark.parametrize(
+    ("model", "arms", "message"),
+    [
+        ("gpt2", "bf16,default", "--arms default: fp8: expected at least one linear to convert, got none of 1: lm_"),
+        ("gpt2", "bf16,default", "; 48 Conv1D, not nn.Linear"),
+        ("our_models:embedding", "bf16,e4m11", "--arms e4m11: fp8: expected at least one linear to convert, got none"),
+        ("llama-8b", "bf16,default,mine=nothing.json", "--arms mine: fp8: expected at least one linear to convert"),
+    ],
+)
+def test_a_model_without_a_layer_in_fp8_is_refused_before_a_run_starts(
+    folder: Path, blocks: dict[str, Any], model: str, arms: str, message: str
+) -> None:
+    settings = SMALL if model == "llama-8b" else []
+    result = CliRunner().invoke(app, ["parity", model, *COMMON, *settings, "--arms", arms])
+    assert result.exit_code == 2 and message in json.loads(result.stdout)["error"] and not blocks
+    assert not (folder / "parity").exists()
+
+
+def test_arms_without_fp8_need_no_layer_for_it(folder: Path, blocks: dict[str, Any]) -> None:
+    words = ["parity", "our_models:embedding", *COMMON, "--seeds", "2", "--arms", "bf16,off=off.json"]
+    assert CliRunner().invoke(app, words).exit_code == 0 and len(blocks) == 4
+
+
+def test_a_function_that_needs_weights_is_run_all_the_same(folder: Path, blocks: dict[str, Any]) -> None:
+    result = CliRunner().invoke(app, ["parity", "our_models:reads", *COMMON, "--seeds", "2"])
+    assert result.exit_code == 0 and len(blocks) == 4
+    assert "fp8-ds: MODEL: expected our_models:reads to build its model on the meta device, got " in result.stderr
+
+
+@pytest.mark.parametrize(("total", "is_said"), [(20, False), (1000, True), (None, False)])
+def test_a_scheduler_with_another_number_of_steps_is_named(
+    folder: Path, blocks: dict[str, Any], total: int | None, is_said: bool
+) -> None:
+    scheduler = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}} if total else {}
+    (folder / "ds.json").write_text(json.dumps(CONFIG | scheduler))
+    result = CliRunner().invoke(app, ["parity", "llama-8b", *COMMON, *SMALL, "--seeds", "2"])
+    assert result.exit_code == 0
+    assert ("scheduler.params.total_num_steps: expected 20, as --steps, got 1000" in result.stderr) == is_said
+
+
+def test_files_that_were_not_written_are_not_named(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["parity", "llama-8b", *COMMON, *SMALL, "--seeds", "2"]
+    words.remove("--json")
+    assert CliRunner().invoke(app, words).stdout.splitlines()[-1] == "parity/parity.md, .csv, .html, .png"
+    monkeypatch.setattr(Study, "_launch", lambda *_: (1, "kaputt"))
+    last = CliRunner().invoke(app, [*words, "--out", "failed"]).stdout.splitlines()[-1]
+    assert last == "failed/parity.md, .csv"
 
 
 def test_what_draws_the_curves_is_missed_before_the_runs(
