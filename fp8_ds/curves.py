@@ -15,6 +15,7 @@ from fp8_ds.errors import ConfigError
 
 _STEP_NAMES = ("step", "global_step", "iteration", "steps")
 _LOSS = "loss"
+_TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     if path.is_dir():
         return _of_folder(path, column)
     rows = list(_rows(path))
+    if path.name == _TRAINER_STATE and column is None:
+        _refuse_unlogged(path, {key for _, row in rows for key in row})
     if not rows:
         raise ConfigError(f"{path}: expected losses, got a file without values. Was the run still starting?")
     name = column or _loss_name(path, rows)
@@ -70,6 +73,19 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     return Curve(str(path), steps, tuple(points[step] for step in steps))
 
 
+def _refuse_unlogged(path: Path, names: set[str]) -> None:
+    """Raises: ConfigError: no loss of a step is among what Trainer has logged; `train_loss` is the mean of a run."""
+    losses = {name for name in names if _LOSS in name.lower() and name != "train_loss"}
+    evaluations = sorted(name for name in losses if name.startswith("eval"))
+    if losses - set(evaluations):
+        return
+    instead = f", or compare its evaluations by `--column {evaluations[0]}`" if evaluations else ""
+    raise ConfigError(
+        f"{path}: expected losses of steps, got none: Trainer has logged no step. Run it with a lower "
+        f"`--logging_steps`, whose default is 500{instead}."
+    )
+
+
 def _number(value: Any, path: Path) -> float:
     try:
         return float(value)
@@ -78,7 +94,7 @@ def _number(value: Any, path: Path) -> float:
 
 
 def _of_folder(folder: Path, column: str | None) -> Curve:
-    files = [*folder.rglob("*.csv"), *folder.rglob("*.jsonl"), *folder.rglob("trainer_state.json")]
+    files = [*folder.rglob("*.csv"), *folder.rglob("*.jsonl"), *folder.rglob(_TRAINER_STATE)]
     files += [file for file in folder.rglob("*tfevents*") if file.is_file()]
     found, reasons = [], []
     for file in sorted(files):
@@ -86,9 +102,11 @@ def _of_folder(folder: Path, column: str | None) -> Curve:
             found.append(read_curve(file, column))
         except ConfigError as error:
             reasons.append(str(error))
-    states = [curve for curve in found if curve.name.endswith("trainer_state.json")]
+    states = [curve for curve in found if curve.name.endswith(_TRAINER_STATE)]
     if states and len(states) == len(found):  # one for each checkpoint, the last has all steps
         return max(states, key=lambda curve: len(curve.steps))
+    if not found and reasons and all(file.name == _TRAINER_STATE for file in files):
+        raise ConfigError(reasons[-1])  # of the last checkpoint as of the others
     if len(found) != 1:
         detail = ", ".join(curve.name for curve in found) or "; ".join(reasons) or "no such file"
         raise ConfigError(f"{folder}: expected one file with a loss, got {len(found)} ({detail}). Name the file.")
@@ -112,7 +130,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 yield step, {tag: value}
         except (IndexError, ValueError, struct.error) as error:
             raise ConfigError(f"{path}: expected TensorBoard's records, got others ({error}). Name another.") from error
-    elif path.name == "trainer_state.json" or path.suffix == ".jsonl":
+    elif path.name == _TRAINER_STATE or path.suffix == ".jsonl":
         yield from _json_rows(path)
     elif path.suffix == ".csv":
         try:

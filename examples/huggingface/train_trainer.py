@@ -1,7 +1,7 @@
 """A Trainer script: `import fp8_ds` and the "fp8" block in ds_zero3_fp8.json are all that is not stock.
 
 deepspeed examples/huggingface/train_trainer.py --output_dir out --deepspeed examples/huggingface/ds_zero3_fp8.json \
-    --bf16 true --max_steps 100
+    --bf16 true --max_steps 100 --logging_steps 10
 """
 
 import sys

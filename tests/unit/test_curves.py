@@ -77,6 +77,28 @@ def test_json_lines_and_trainer_state(tmp_path: Path) -> None:
     assert read_curve(tmp_path / "run").steps == (1, 2)
 
 
+END_OF_A_RUN = {"step": 100, "train_runtime": 9.0, "train_loss": 2.5, "total_flos": 0.0}
+
+
+@pytest.mark.parametrize("history", [[], [END_OF_A_RUN]])
+def test_a_trainer_that_logged_no_step_is_told_which_option_to_lower(
+    tmp_path: Path, history: list[dict[str, float]]
+) -> None:
+    path = tmp_path / "checkpoint-100/trainer_state.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"log_history": history}))
+    for named in (path, tmp_path):
+        with pytest.raises(ConfigError, match=r"^\S*trainer_state.json: .* Trainer has logged no step\. Run"):
+            read_curve(named)
+    evaluated = [{"step": step, "eval_loss": 3.0 - step} for step in (1, 2)]
+    path.write_text(json.dumps({"log_history": [*evaluated, *history]}))
+    with pytest.raises(ConfigError, match=r"lower `--logging_steps`.*or compare .* by `--column eval_loss`\."):
+        read_curve(path)
+    assert read_curve(path, "eval_loss").losses == (2.0, 1.0)
+    path.write_text(json.dumps({"log_history": [{"step": 10, "loss": 3.0}, *history]}))
+    assert read_curve(path).steps == (10,)
+
+
 def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
     with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):
