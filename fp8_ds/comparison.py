@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,50 @@ class Comparison:
         return self.steps[-self.last :]
 
 
+def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
+    """Of each text as `read_group`; a group without a name has as much of the end of its path as no other has.
+
+    Raises:
+        ConfigError: as `read_group`, or two groups are given one name.
+        OSError: a path cannot be read.
+    """
+    split = [_split(text) for text in texts]
+    given = [name for name, _ in split if name is not None]
+    if twice := next((name for name in given if given.count(name) > 1), None):
+        raise ConfigError(f"{twice}: expected a name of its own for each run, got it twice. Write NAME=PATH.")
+    names = _distinct([name or Path(paths[0]) for name, paths in split])
+    return [replace(read_group(text, column), name=name) for text, name in zip(texts, names, strict=True)]
+
+
+def _split(text: str) -> tuple[str | None, list[str]]:
+    """Name, if there is one, and paths; a path that is there may have an equals sign in it."""
+    name, equals, paths = text.partition("=")
+    if not equals or Path(text.split(",")[0]).exists():
+        return None, text.split(",")
+    return name, paths.split(",")
+
+
+def _distinct(given: Sequence[str | Path]) -> list[str]:
+    """Names as they are; of paths the shortest ends that tell them apart, numbered where it is the same path."""
+    lengths = [1] * len(given)
+    while True:
+        names = [
+            one if isinstance(one, str) else Path(*one.parts[-length:]).as_posix()
+            for one, length in zip(given, lengths, strict=True)
+        ]
+        too_short = [
+            k
+            for k, one in enumerate(given)
+            if isinstance(one, Path) and names.count(names[k]) > 1 and lengths[k] < len(one.parts)
+        ]
+        if not too_short:
+            break
+        for k in too_short:
+            lengths[k] += 1
+    seen = [names[: k + 1].count(name) for k, name in enumerate(names)]
+    return [name if number == 1 else f"{name} ({number})" for name, number in zip(names, seen, strict=True)]
+
+
 def read_group(text: str, column: str | None) -> Group:
     """`[NAME=]PATH[,PATH...]`: one run or several seeds.
 
@@ -80,10 +124,9 @@ def read_group(text: str, column: str | None) -> Group:
         ConfigError: a path has no curve, or two have the same.
         OSError: it cannot be read.
     """
-    name, equals, paths = text.partition("=")
-    if not equals:
-        name, paths = Path(text.split(",")[0]).name, text
-    curves = tuple(read_curve(Path(path), column) for path in paths.split(","))
+    given, paths = _split(text)
+    name = given or Path(paths[0]).name
+    curves = tuple(read_curve(Path(path), column) for path in paths)
     for one, other in itertools.combinations(curves, 2):
         if one.name == other.name or (one.steps, one.losses) == (other.steps, other.losses):
             raise ConfigError(

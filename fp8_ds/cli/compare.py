@@ -39,7 +39,7 @@ def compare(
         if png is not None and png.suffix.lower() != ".png":
             raise ConfigError(f"--png: expected a file that ends in .png, got {png}. Name one.")
         with argument("RUNS"):
-            groups = [comparison.read_group(run, column) for run in runs]
+            groups = comparison.read_groups(runs, column)
         found = comparison.compare(groups, last, until)
         with argument("--png or --html"):
             _write(found, png, report, window)

@@ -167,6 +167,41 @@ def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
     assert len(read_group(f"fp8={one},{other}", None).curves) == 2
 
 
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (("{0}/a/log.csv", "{0}/b/log.csv"), ("a/log.csv", "b/log.csv")),
+        (("{0}/a/log.csv", "{0}/c.csv"), ("log.csv", "c.csv")),
+        (("{0}/a/log.csv", "{0}/a/x/log.csv", "{0}/b/x/log.csv"), ("a/log.csv", "a/x/log.csv", "b/x/log.csv")),
+        (("{0}/a", "{0}/a/x", "{0}/b/x"), ("a", "a/x", "b/x")),
+        (("log.csv={0}/a/log.csv", "{0}/b/log.csv"), ("log.csv", "b/log.csv")),
+        (("{0}/c.csv", "{0}/c.csv"), ("{0}/c.csv", "{0}/c.csv (2)")),
+        (("{0}/lr=1/log.csv", "{0}/lr=2/log.csv"), ("lr=1/log.csv", "lr=2/log.csv")),
+        (("bf16={0}/lr=1/log.csv", "fp8={0}/lr=2/log.csv"), ("bf16", "fp8")),
+    ],
+)
+def test_runs_of_one_file_name_have_names_that_tell_them_apart(
+    tmp_path: Path, texts: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    level = 2.0
+    for folder in ("a", "a/x", "b", "b/x", "lr=1", "lr=2"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write(tmp_path / folder, "log", level := level + 0.1)
+    write(tmp_path, "c", 2.0)
+    if "{0}/a" in texts:  # a folder with one curve
+        (tmp_path / "a/log.csv").unlink()
+    result = CliRunner().invoke(app, ["compare", *(text.format(tmp_path) for text in texts), "--json"])
+    assert result.exit_code == 1, result.output
+    assert tuple(json.loads(result.output)["ends"]) == tuple(name.format(tmp_path) for name in names)
+
+
+def test_two_runs_that_are_given_one_name_are_refused(tmp_path: Path) -> None:
+    runs = [f"{name}={write(tmp_path, file, 2.0)}" for name, file in (("bf16", "a"), ("fp8", "b"), ("fp8", "c"))]
+    result = CliRunner().invoke(app, ["compare", *runs, "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.output)["error"].startswith("fp8: expected a name of its own for each run, got it twice.")
+
+
 def test_a_picture_and_a_page_show_where_a_run_diverged(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bad = tmp_path / "bad.csv"
