@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -463,10 +463,25 @@ def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
             return f'Did you mean "{near[0]}"?'
     if details["type"] == "string_too_short":
         return "An empty string is part of every name and would leave no layer to convert: remove it."
-    default = Fp8Config.keys().get(key)
-    if default is None or default.default == "required":
+    known = Fp8Config.keys().get(key)
+    if known is None:
         return "See docs/config.md."
-    return f"Remove the key for the default, {default.default}."
+    if (bare := _without_quotes(value, known.values.split(", "))) is not None:
+        return f"Write {bare} without quotes: in JSON they make a string of it."
+    if known.default == "required":
+        return "Write true or false."
+    return f"Remove the key for the default, {known.default}."
+
+
+def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
+    """The JSON that a string would be without its quotes, also in Python's spelling; None: it is none of `values`."""
+    bare = value.strip().lower().replace("none", "null") if isinstance(value, str) else ""
+    try:
+        found = json.loads(bare)
+    except ValueError:
+        return None
+    kind = {bool: bare, type(None): bare, int: "integer", float: "number"}.get(type(found))
+    return bare if kind in values or (kind == "integer" and "number" in values) else None
 
 
 def _auto_remedy(key: str) -> str:
@@ -476,8 +491,9 @@ def _auto_remedy(key: str) -> str:
 
 
 def _block_remedy(block: Any) -> str:
-    if isinstance(block, bool):
-        return f'Write "fp8": {{"enabled": {_as_json(block)}}}.'
+    bare = block.strip().lower() if isinstance(block, str) else _as_json(block)
+    if bare in ("true", "false"):
+        return f'Write "fp8": {{"enabled": {bare}}}.'
     if block == "auto":
         return '"auto" is not supported: write {"enabled": true}, or remove the key.'
     return "See docs/config.md."
