@@ -132,7 +132,8 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
 
     setup = run.setup
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
-    title = f"{model}, stage {setup.stage}, {setup.num_ranks} ranks, {states}"
+    ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks"
+    title = f"{model}, stage {setup.stage}, {ranks}, {states}"
     columns = {"GiB": found}
     if found.in_bf16 is not None:
         columns |= {"layers in bf16": found.in_bf16}

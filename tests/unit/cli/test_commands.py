@@ -206,6 +206,13 @@ def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     assert code == 2 and "expected --memory beside it" in found["error"]
 
 
+@pytest.mark.parametrize(("world", "words"), [(1, "stage 3, 1 rank, "), (2, "stage 3, 2 ranks, ")])
+def test_the_title_of_an_estimate_counts_ranks(world: int, words: str) -> None:
+    pytest.importorskip("transformers")
+    common = ("estimate", "llama-8b", "--config", CONFIG, "--seq", 64, "--micro-batch", 1, "--world", world, *ONE_LAYER)
+    assert words in CliRunner().invoke(app, [str(word) for word in common]).stdout
+
+
 def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": {"fp32_states_from_step": 700}}
