@@ -33,8 +33,8 @@ class CheckpointError(Fp8DsError, RuntimeError):
 
 
 @contextmanager
-def refusals_in_one_line() -> Iterator[None]:
-    """What is refused inside is the last line of a rank, which ends with status 2.
+def refusals_without_traceback() -> Iterator[None]:
+    """What is refused inside is the last that a rank prints, its message alone, and the rank ends with status 2.
 
     Under a launcher every rank is refused alike: as many tracebacks would bury what to do. Other errors have theirs.
 

@@ -43,7 +43,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def main() -> None:
     script, arguments = split_arguments(sys.argv[1:])
     import fp8_ds  # noqa: F401  (installs)
-    from fp8_ds.errors import refusals_in_one_line
+    from fp8_ds.errors import refusals_without_traceback
 
     sys.argv = [script, *arguments]
     # As `python SCRIPT.py` has it: the script's folder comes first, in place of the folder that `-m` put there.
@@ -52,7 +52,7 @@ def main() -> None:
         sys.path[0] = folder
     else:
         sys.path.insert(0, folder)
-    with refusals_in_one_line():
+    with refusals_without_traceback():
         runpy.run_path(script, run_name="__main__")
 
 

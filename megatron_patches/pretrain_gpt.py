@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp8_ds.errors import ConfigError, SeamError, refusals_in_one_line
+from fp8_ds.errors import ConfigError, SeamError, refusals_without_traceback
 from megatron_patches import compat, patches
 
 _SCRIPT = "pretrain_gpt.py"
@@ -128,7 +128,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
 
 def main() -> None:
     """Refusals are said in one line, the last of a rank, and end it with status 2."""
-    with refusals_in_one_line(), ExitStack() as stack:
+    with refusals_without_traceback(), ExitStack() as stack:
         script = prepare(sys.argv[1:], stack)
         sys.argv[0] = str(script)
         runpy.run_path(str(script), run_name="__main__")
