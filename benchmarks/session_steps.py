@@ -194,7 +194,7 @@ STEPS = (
         "parity-201m-first",
         f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --gpus-per-run 2 --only-first-weights --estimate 100",
         240,
-        "issue 8 E: text and first weights of the next ones, on both GPUs; predicted 60 and 110 s",
+        "issue 8 E: text and first weights of the next ones, on both GPUs; 205 s on two H100",
         gpus=2,
     ),
     Step(
@@ -202,8 +202,18 @@ STEPS = (
         f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 12 13 --arms stock fp8 fp8-bf16-last fp8-bf16-last5 "
         "--estimate 480",
         1560,
-        "issue 8 D, E: do the last 10 or 5 % in bf16 close the gap? Two pairs of 201 M tokens, branches off fp8's runs; "
-        "predicted 530 s a run, 100 and 80 a branch, 1,290 s",
+        "issue 8 D, E: do the last 10 or 5 % in bf16 close the gap? 201 M tokens, branches off fp8's runs; on H100 620 "
+        "and 670 s a run, 120 and 90 a branch, so that two pairs and one's branches fit",
+        gpus=2,
+        after="parity-201m-first",
+    ),
+    Step(
+        "parity-e4m3-2gpus",
+        f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 14 --arms stock fp8 fp8-e4m3 gw_hp-e4m3 fp8-e4m3-bf16-last "
+        "--estimate 640",
+        1560,
+        "issue 8 E, 4 H: do E4M3 gradients bring parity, and gw_hp with them? 201 M tokens; predicted 1,340 s, the "
+        "branch 130 more",
         gpus=2,
         after="parity-201m-first",
     ),

@@ -9,6 +9,7 @@ from fp8_ds.parity.arms import CHANGES, changed
 DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
 LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
+E4M3_GRADIENTS = {"linear": {"grad_dtype": "e4m3"}}
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
 
 
@@ -29,12 +30,16 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
+    "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
+    "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
+    "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
     "e4m11-e4m3-fast-input": _linears(grad_dtype="e4m3", fast_accumulation="output_and_grad_input"),
     "e4m11-fast": _linears(fast_accumulation="all"),
     "e4m11-fast-e4m3": _linears(fast_accumulation="all", grad_dtype="e4m3"),
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
+    "fp8-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
@@ -42,7 +47,12 @@ ARMS: dict[str, dict[str, Any] | None] = {
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
 controls of regime 2. "-e4m3": gradients are E4M3. "-fast": all products accumulate fast, "-fast-input" those of the
 gradient of the input only, beside the output's."""
-TRUNKS = {"fp8-bf16-last": "fp8", "fp8-bf16-last5": "fp8", "e4m11-bf16-last": "e4m11"}
+TRUNKS = {
+    "fp8-bf16-last": "fp8",
+    "fp8-bf16-last5": "fp8",
+    "fp8-e4m3-bf16-last": "fp8-e4m3",
+    "e4m11-bf16-last": "e4m11",
+}
 """Of arms whose last tenth of the steps, or 5 %, computes in bf16: that which trains the same bits until then."""
 SCHEDULED = tuple(TRUNKS)
 """Only where they are asked for by name."""
@@ -50,6 +60,8 @@ RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")
 """Beside "fp8", which is tensorwise; states as in stock."""
 STATES = ("fp32-master", "e4m19", "e4m11")
 """FP8 moments and each format of masters; recipe tensorwise."""
+GRADIENTS = {"fp8-e4m3": "fp8", "rowwise-e4m3": "rowwise", "gw_hp-e4m3": "gw_hp"}
+"""Recipes with E4M3 gradients, and the arms with E5M2's. "blockwise" has no other."""
 OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
 """What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -169,10 +169,14 @@ class Scheduler:
             self.results.drop(job)
 
     def ready(self, jobs: list[Job]) -> list[Job]:
-        """Of these, what need not wait: for first weights, or for the run whose first steps are this one's, too."""
+        """Of these, what need not wait: for first weights, or for the run whose first steps are this one's, too.
+
+        Branches come last: they are short, and fit where a whole run no longer does.
+        """
         coming = {job.name for job in jobs} | {entry.job.name for entry in self.running}
         waits = {job.name for job in jobs if (trunk := trunk_of(job)) is not None and trunk.name in coming}
-        return [job for job in jobs if job.name not in waits and (job.regime == 1 or self.checkpoint.exists())]
+        found = [job for job in jobs if job.name not in waits and (job.regime == 1 or self.checkpoint.exists())]
+        return sorted(found, key=lambda job: trunk_of(job) is not None)
 
     def branches(self, job: Job) -> list[str]:
         """Arms that go on from this run."""

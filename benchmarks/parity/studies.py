@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parity.arms import ARMS, OF_LINEARS, RECIPES, SCHEDULED, STATES
+from parity.arms import ARMS, GRADIENTS, OF_LINEARS, RECIPES, SCHEDULED, STATES
 from parity.models import SIZES, Size
 
 REGIME_ARMS = {
     1: ("stock", "fp8", *RECIPES, *STATES, "torchao"),
     2: ("stock", "e4m11", "e4m11-nearest", "bf16-nearest", "fp8", "e4m19", *RECIPES, "fp32-master"),
-    3: ("stock", *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, "fp32-master"),
+    3: ("stock", *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, *GRADIENTS, "fp32-master"),
 }
 
 
@@ -47,7 +47,7 @@ STUDIES = {
     "recipes": Study(
         *("124m", 6144, (3, 2), (0, 1, 2)),
         arms=("stock", "fp8", *RECIPES, *STATES, *_CONTROLS),
-        bounded=("fp8", *RECIPES, *STATES),
+        bounded=("fp8", *RECIPES, *GRADIENTS, *STATES),
         checkpoint_at=0.25,
     ),
     "1b": Study("1b", 3072, (1,), (0, 1), arms=("stock", "fp8", "e4m11"), bounded=("fp8",)),

@@ -13,17 +13,11 @@ from typing import Any
 from fp8_ds.comparison import Stepwise, pair, pooled_half_widths, stepwise
 from fp8_ds.curves import Curve
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
-from parity.arms import ARMS, OF_LINEARS, RECIPES, STATES
+from parity.arms import ARMS, GRADIENTS, OF_LINEARS, RECIPES, STATES, TRUNKS
 
 Rows = Sequence[dict[str, str]]
-_LAST = (
-    ("fp8-bf16-last", "stock"),
-    ("fp8-bf16-last", "fp8"),
-    ("fp8-bf16-last5", "stock"),
-    ("fp8-bf16-last5", "fp8"),
-    ("e4m11-bf16-last", "stock"),
-    ("e4m11-bf16-last", "e4m11"),
-)
+_LAST = tuple((arm, base) for arm, trunk in TRUNKS.items() for base in ("stock", trunk))
+_GRADIENTS = tuple((arm, base) for arm, other in GRADIENTS.items() for base in ("stock", other))
 _TO_STOCK = tuple((arm, "stock") for arm in ("fp8", *RECIPES, *STATES))
 _TO_FP8 = tuple((arm, "fp8") for arm in STATES)
 _OF_LINEARS = (
@@ -41,7 +35,7 @@ PAIRS = {
         ("e4m11-nearest", "e4m11"),
         ("bf16-nearest", "stock"),
     ),
-    3: (*_TO_STOCK, *_OF_LINEARS, *_TO_FP8, *_LAST),
+    3: (*_TO_STOCK, *_GRADIENTS, *_OF_LINEARS, *_TO_FP8, *_LAST),
 }
 """(arm, what it is compared with), by regime."""
 TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
