@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.known_keys import unknown_keys
+from fp8_ds.engine.known_keys import removed_key, unknown_keys
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
         _refuse(fp8, config, device)
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
+    if (removed := removed_key(config)) is not None:
+        return Verdict("no", (f"DeepSpeed refuses it at start: {removed}",))
     if all(config.get(key) is None for key in BATCH_SIZES):
         return Verdict("no", (_NO_SIZE,), (_ADD_SIZE,))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:

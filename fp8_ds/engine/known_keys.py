@@ -1,4 +1,7 @@
-"""Top-level keys that DeepSpeed reads. It passes over all others in silence, so that a misspelled block is as none."""
+"""Keys that DeepSpeed reads, and those it no longer does.
+
+It passes over what it does not know in silence, so that a misspelled block is as none.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +43,16 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
         remedy = f'Did you mean "{near[0]}"?' if near else "Correct it, or keep it for code of yours that reads it."
         lines.append(f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}")
     return lines
+
+
+def removed_key(config: Mapping[str, Any]) -> str | None:
+    """What the installed DeepSpeed says, and stops with, of a key that it once had; None: there is no such key."""
+    from deepspeed.runtime import config as theirs
+
+    reject = getattr(theirs, "_reject_removed_config_keys", None)  # 0.19.8 and later
+    try:
+        if reject is not None:
+            reject(dict(config))
+    except theirs.DeepSpeedConfigError as error:
+        return str(error)
+    return None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fp8_ds import comparison
@@ -255,6 +256,7 @@ class Study:
                 cells += f" | {about.get('tokens_per_second', '')} | {about.get('peak_gib') or ''}"
                 lines.append(f"| {run.arm} | {run.seed} | {cells} | {about.get('plan') or ''} |")
         lines += ["", *(f"- {comparison.describe(result)}" for result in self.results())]
+        lines += self._learned()
         if found := self.differences_in_bf16():
             lines += [
                 "",
@@ -276,6 +278,16 @@ class Study:
         lines += [f"- NOT FINISHED: {run.name}" for run in self.pending()]
         lines += [f"\nFAILED {name}\n```\n{tail}\n```" for name, tail in self.failures.items()]
         return "\n".join([*lines, ""])
+
+    def _learned(self) -> list[str]:
+        """What verdicts are worth: how far the base's loss has come, in the mean over its finished runs."""
+        base = next(iter(self.arms))
+        logs = [log for seed in self.seeds if (log := self.log(Run(base, seed))).exists()]
+        if not logs:
+            return []
+        curves = [read_curve(log, HELD_OUT) for log in logs]
+        first, last = (fmean(curve.losses[k] for curve in curves) for k in (0, -1))
+        return [f"- {base} went from {first:.4f} to {last:.4f}: where little is learned, little can differ."]
 
     def write(self) -> None:
         """`parity.csv`, `parity.md` and, of the arms that have all the base's seeds, `parity.png` and `parity.html`."""

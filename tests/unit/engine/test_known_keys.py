@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
 from fp8_ds.engine import initialize as starting
-from fp8_ds.engine.known_keys import KNOWN_KEYS, unknown_keys
+from fp8_ds.engine.known_keys import KNOWN_KEYS, removed_key, unknown_keys
 from fp8_ds.judgement import judge
 
 CONFIG: dict[str, Any] = {
@@ -68,6 +68,34 @@ def test_every_key_that_the_installed_deepspeed_reads_is_known() -> None:
 def test_an_unknown_key_is_named_with_the_nearest(key: str, remedy: str) -> None:
     said = f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}"
     assert unknown_keys({**CONFIG, key: {}}) == [said]
+
+
+def test_a_key_that_deepspeed_no_longer_supports_is_refused_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime import config as theirs
+
+    def reject(config: dict[str, Any]) -> None:
+        if "amp" in config:
+            raise theirs.DeepSpeedConfigError("Apex is gone.")
+
+    monkeypatch.setattr(theirs, "_reject_removed_config_keys", reject, raising=False)
+    found = judge({**CONFIG, "amp": {"enabled": True}})
+    assert (found.on, found.reasons) == ("no", ("DeepSpeed refuses it at start: Apex is gone.",))
+    assert judge(CONFIG).on != "no"
+    monkeypatch.delattr(theirs, "_reject_removed_config_keys")  # as in 0.18.9
+    assert removed_key({"amp": {}}) is None
+
+
+def test_the_installed_deepspeed_is_asked_about_removed_keys() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    for key in ("amp", "elasticity", "mics_shard_size"):
+        config = {"train_batch_size": 1, **({"zero_optimization": {key: 2}} if key.startswith("mics") else {key: {}})}
+        try:
+            DeepSpeedConfig(dict(config))
+        except DeepSpeedConfigError as error:
+            assert removed_key(config) == str(error)
+        else:
+            assert removed_key(config) is None
 
 
 def test_comments_and_configurations_without_a_mistake_are_left_alone() -> None:

@@ -80,6 +80,7 @@ def test_results_are_paired_and_have_the_verdicts_of_compare(tmp_path: Path, wor
     assert lines[0] == "arm,seed,step,tokens,seconds,train_loss,held_out_loss" and len(lines) == 1 + 6 * 2
     page = (tmp_path / "parity.md").read_text()
     assert "| default | 1 | 2.1004 |  | 160 |  | all |" in page and ": parity (mean at most 0.1 %" in page
+    assert "- bf16 went from 3.1000 to 2.1000: where little is learned" in page
     assert "computed in bf16" not in page  # no run has been evaluated so
 
 
