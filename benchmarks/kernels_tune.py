@@ -39,6 +39,7 @@ from torch import Tensor
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.groupwise import quantize_groupwise
+from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
 from fp8_ds.ops.quantize import amax, quantize_colwise_t, quantize_delayed_planes, quantize_planes
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
@@ -204,6 +205,26 @@ KERNELS = (
         lambda x: _sum_of_squares(*x),
     ),
     Kernel(
+        "observe codes",
+        "observe.triton",
+        {"CODES": (8192, 16384, 32768), "CODES_WARPS": (4, 8, 16), "SPAN": (4, 16)},
+        1,
+        _codes,
+        lambda x: _observed(observe_codes, x, torch.ones((), device=x.device), can_saturate=True),
+        (NARROW, WIDE),
+        lambda s: 32 <= s["CODES"] / s["CODES_WARPS"] / 32 <= 128,
+    ),
+    Kernel(
+        "observe numbers",
+        "observe.triton",
+        {"NUMBERS": (4096, 8192, 16384), "NUMBERS_WARPS": (4, 8, 16), "SPAN": (4, 16)},
+        2,
+        _matrix,
+        lambda x: _observed(observe_hp, x),
+        (NARROW, WIDE),
+        lambda s: 16 <= s["NUMBERS"] / s["NUMBERS_WARPS"] / 32 <= 64,
+    ),
+    Kernel(
         "rmsnorm", "rmsnorm.triton", {"_PER_THREAD": (8, 16, 32, 64)}, 3, _norm_inputs, lambda x: _norm(x), (NARROW,)
     ),
     Kernel(
@@ -293,6 +314,12 @@ KERNELS = (
         (NARROW, WEIGHT),
     ),
 )
+
+
+def _observed(observe: Callable[..., None], x: Tensor, *args: Tensor, **options: bool) -> Tensor:
+    counts = new_counts(device=x.device)
+    observe(x, *args, counts, **options)
+    return counts
 
 
 def _sum_of_squares(known: dict[int, SumOfSquares], xs: list[Tensor]) -> Tensor:

@@ -15,14 +15,35 @@ what is known of a tensor whose codes have not been counted yet (two)."""
 MAXIMA = (0, 1, 6)
 """Which of them are maximumed; the others are added up."""
 
+
+def _codes_kernel(codes: Tensor, scale_inv: Tensor, counts: Tensor, can_saturate: bool) -> None:
+    if codes.is_cuda and codes.numel():
+        from fp8_ds.ops.observe import triton  # the package is missing where there is no GPU
+
+        if triton.takes_codes(codes):
+            with torch.cuda.device_of(codes):  # Triton launches on the current device
+                return triton.observe_codes(codes, scale_inv, counts, can_saturate)
+    return reference.observe_codes(codes, scale_inv, counts, can_saturate)
+
+
+def _hp_kernel(x: Tensor, scale_inv: Tensor | None, fp8_max: float, counts: Tensor) -> None:
+    if x.is_cuda and x.numel():
+        from fp8_ds.ops.observe import triton
+
+        if triton.takes_numbers(x):
+            with torch.cuda.device_of(x):
+                return triton.observe_hp(x, scale_inv, fp8_max, counts)
+    return reference.observe_hp(x, scale_inv, fp8_max, counts)
+
+
 _observe_codes, _LIBRARY_CODES = register(
     "observe_codes(Tensor codes, Tensor scale_inv, Tensor(a!) counts, bool can_saturate) -> ()",
-    reference.observe_codes,
+    _codes_kernel,
     lambda codes, scale_inv, counts, can_saturate: None,
 )
 _observe_hp, _LIBRARY_HP = register(
     "observe_hp(Tensor x, Tensor? scale_inv, float fp8_max, Tensor(a!) counts) -> ()",
-    reference.observe_hp,
+    _hp_kernel,
     lambda x, scale_inv, fp8_max, counts: None,
 )
 

@@ -71,5 +71,5 @@ def observe_hp(x: Tensor, scale_inv: Tensor | None, fp8_max: float, counts: Tens
     if scale_inv is None:
         counts[PENDING_SATURATED].fill_(1)  # assigned by an index, a number of the host's would be waited for
     else:
-        inside = x.abs() <= fp8_max * scale_inv  # so that NaN is not
+        inside = x.abs().float() <= fp8_max * scale_inv  # so that NaN is not; bf16 would round the bound
         counts[PENDING_SATURATED] = x.numel() - inside.sum() + 1

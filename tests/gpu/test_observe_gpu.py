@@ -1,0 +1,67 @@
+"""The counts of one read on CUDA are the reference's, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_ds.formats import E4M3, E5M2, Float8Format
+from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def scales(kind: str, num_rows: int, num_cols: int) -> Tensor:
+    blocks = -(-num_cols // 128)
+    shape = {"one": (), "rows": (num_rows, 1), "blocks": (num_rows, blocks), "squares": (-(-num_rows // 128), blocks)}
+    return torch.exp2(torch.randint(-6, 7, shape[kind]).float())
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("kind", ["one", "rows", "blocks", "squares"])
+@pytest.mark.parametrize("shape", [(8192, 4096), (1000, 1408), (77, 333), (300, 129)], ids=str)
+def test_counts_are_the_references(shape: tuple[int, int], kind: str, fmt: Float8Format, no_waiting: None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").bfloat16() * 100
+    x[3], x[5, 7] = 0.0, 1e30
+    codes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    codes[(codes & 0x7F) > (0x7E if fmt is E4M3 else 0x7B)] = 1
+    scale_inv, bound = scales(kind, *shape).cuda(), torch.tensor(0.3, device="cuda")
+    codes = codes.view(fmt.dtype)
+    found, expected = new_counts(device="cuda"), new_counts(device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for limit in (None, bound):
+        observe_hp(x, found, limit, fmt.max)
+        observe_codes(codes, scale_inv, found, can_saturate=True)
+        observe_codes(codes, scale_inv, found, can_saturate=True)
+    torch.cuda.set_sync_debug_mode("default")
+    for limit in (None, bound):
+        reference.observe_hp(x, limit, fmt.max, expected)
+        reference.observe_codes(codes, scale_inv, expected, True)
+        reference.observe_codes(codes, scale_inv, expected, True)
+    assert torch.equal(found, expected)
+    assert found[2] == 4 * codes.numel() and found[3] > 0 and found[5] == 2 * shape[1]
+
+
+def test_what_is_not_finite_and_what_is_not_contiguous_is_counted_too() -> None:
+    x = torch.randn(300, 400, device="cuda").bfloat16()
+    x[200, 300] = float("nan")
+    codes = x.to(E4M3.torch_dtype)
+    for some_x, some_codes in ((x, codes), (x.t(), codes.t())):
+        found, expected = new_counts(device="cuda"), new_counts(device="cuda")
+        observe_hp(some_x, found)
+        observe_codes(some_codes, torch.ones((), device="cuda"), found, can_saturate=True)
+        reference.observe_hp(some_x, None, 0.0, expected)
+        reference.observe_codes(some_codes, torch.ones((), device="cuda"), expected, True)
+        assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+        assert found[0].isnan() and found[6].isnan()
