@@ -19,7 +19,6 @@ from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers, layers
 from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import StatisticsTable
-from fp8_ds.nn.linear import Fp8Linear
 
 Say = Callable[[str], None]
 
@@ -124,7 +123,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
     """
     config, group = engine.fp8.config.guard, engine.optimizer.dp_process_group
-    parallel = [name for name, module in layers(engine.module).items() if type(module) is not Fp8Linear]
+    parallel = [name for name, module in layers(engine.module).items() if module.is_parallel]
     if config.action == "bf16" and parallel:
         raise UnsupportedError(
             f'fp8.guard.action: expected "report" with tensor-parallel layers, got "bf16" with {parallel[0]}. Their '

@@ -54,7 +54,7 @@ class LayerPrecision:
     ) -> None:
         converted = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Fp8Linear)}
         self._device = device
-        self._parallel = next((fqn for fqn, m in converted.items() if type(m) is not Fp8Linear), "")
+        self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
         if config.model_copy(update={"fp32_states_from_step": None}) != ScheduleConfig() and self._is_anywhere(
             bool(self._parallel)
         ):

@@ -14,6 +14,7 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
+from fp8_ds.nn import conv1d
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
@@ -119,12 +120,23 @@ def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | 
     """What `module` can become: an Fp8Linear if it is exactly an nn.Linear; what a tensor-parallel one names."""
     if type(module) in foreign:
         return foreign[type(module)]
+    if conv1d.is_conv1d(module):
+        return conv1d.Fp8Conv1D
     return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
 
 
 def _full_shape(weight: torch.Tensor) -> tuple[int, ...]:
     # deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape.
     return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _features(module: Any) -> tuple[int, ...]:
+    """(out_features, in_features) of a linear, whichever way its weight lies."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return module.out_features, module.in_features
+    shape = _full_shape(weight)
+    return shape[::-1] if conv1d.is_conv1d(module) else shape
 
 
 def _parameter_uses(model: nn.Module) -> Counter[int]:
@@ -154,17 +166,20 @@ def _verdict(
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if 0 in _full_shape(weight):
         return False, "empty"
+    if conv1d.is_conv1d(module) and linear_config.recipe not in conv1d.RECIPES:
+        return False, f"a Conv1D, which can be {' or '.join(conv1d.RECIPES)}"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"
     return True, "eligible"
 
 
 def _others(model: nn.Module) -> str:
-    """Classes that multiply by matrices and are no nn.Linear: GPT-2's Conv1D, experts in one parameter."""
+    """Classes that multiply by matrices and are no linears: experts in one parameter."""
     kinds = Counter(
         type(module).__name__
         for module in model.modules()
         if not isinstance(module, (nn.Linear, nn.Embedding))
+        and not conv1d.is_conv1d(module)
         and any(len(_full_shape(p)) > 1 for p in module.parameters(recurse=False))
     )
     return "".join(f"; {number} {kind}, not nn.Linear" for kind, number in kinds.items())
@@ -178,8 +193,8 @@ def make_plan(
 ) -> Plan:
     """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
 
-    Converted is what is exactly an nn.Linear with its class's forward, has no name that contains one of `filter_fqns`,
-    shares its weight with no other module, and trains (or `frozen` is "fp8").
+    Converted is what is exactly an nn.Linear, or transformers' Conv1D, with its class's forward, has no name that
+    contains one of `filter_fqns`, shares its weight with no other module, and trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -194,14 +209,13 @@ def make_plan(
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Fp8Linear):
             raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
-        if isinstance(module, nn.Linear) or type(module) in foreign:
+        if isinstance(module, nn.Linear) or type(module) in foreign or conv1d.is_conv1d(module):
             names.setdefault(module, []).append(fqn)
     uses = _parameter_uses(model)
     layers = []
     for module, fqns in names.items():
         converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config)
-        weight: Any = module._parameters.get("weight")
-        shape = (module.out_features, module.in_features) if weight is None else _full_shape(weight)
+        shape = _features(module)
         layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
     plan = Plan(tuple(layers))
     if plan.num_converted == 0 and not may_be_empty:
@@ -250,7 +264,7 @@ def apply_plan(
             raise ConfigError(
                 f"layer plan: expected an nn.Linear at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
             )
-        shape = _full_shape(module.weight)
+        shape = _features(module)
         if shape != (layer.out_features, layer.in_features):
             raise ConfigError(
                 f"layer plan: expected {layer.fqn!r} of shape {(layer.out_features, layer.in_features)}, got {shape}. "

@@ -30,8 +30,12 @@ def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
             has gathered the weight in bf16): the bf16 values by the payload's scales. Without a payload (no ZeRO):
             current scaling, as `recipe` has it.
         recipe: of the layer.
+
+    Returns:
+        [O, I]; of a weight that is stored [I, O] (`recipe.is_turned`) a view.
     """
-    return recipe.read_weight(weight)
+    weight_fp8 = recipe.read_weight(weight)
+    return weight_fp8._replace(data=weight_fp8.data.t()) if recipe.is_turned else weight_fp8
 
 
 def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -70,7 +74,7 @@ def linear_grads(
         send: called with grad_input [T, I] before the weight's gradient is computed, which a collective may overlap.
 
     Returns:
-        (grad_input [T, I], grad_weight [O, I] in the weight's dtype), None for what is not wanted.
+        (grad_input [T, I], grad_weight as the weight is stored, in its dtype), None for what is not wanted.
     """
     if not needs_input and kept is None:
         return None, None
@@ -101,13 +105,18 @@ def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_width(input: Tensor, weight: Tensor) -> None:
-    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ.
+    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ."""
+    check_features(input, weight.shape[-1])
+
+
+def check_features(input: Tensor, num: int) -> None:
+    """Raises ValueError where `input` [..., I] has not so many features.
 
     Before the autograd function, for torch 2.11's sake as well: it cannot trace a size that is a symbol when the
     function begins and a number when it ends, as with one graph a linear and linears of several widths.
     """
-    if input.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"input: expected [..., {weight.shape[-1]}], got {list(input.shape)}.")
+    if input.shape[-1] != num:
+        raise ValueError(f"input: expected [..., {num}], got {list(input.shape)}.")
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -157,11 +166,13 @@ class Fp8Linear(nn.Linear):
 
     Attributes:
         fp8_recipe: where scales come from, gradient format, GEMM backend.
+        is_parallel: of a subclass: whether ranks share its weight's rows or columns, whose gathers move FP8 only.
         mlp_function: of a subclass: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
             `nn.swiglu.swiglu_mlp` does; None where nothing does.
     """
 
     fp8_recipe: Recipe
+    is_parallel: ClassVar[bool] = False
     mlp_function: ClassVar[Callable[[Sequence[Any]], Callable[..., Tensor] | None] | None] = None
 
     @classmethod
@@ -195,7 +206,10 @@ class Fp8Linear(nn.Linear):
             input: [..., in_features].
             bias: [out_features].
         """
-        input = self.checked(input, self.weight)
+        return self.computed(self.checked(input, self.weight), bias)
+
+    def computed(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`product` of an input that is checked."""
         apply: Any = _LinearFunction.apply  # untyped in torch
         output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, torch.is_grad_enabled())
         return output
@@ -212,6 +226,11 @@ class Fp8Linear(nn.Linear):
             ValueError: the dtype is none that can be quantised; the widths differ.
         """
         check_width(input, weight)
+        return Fp8Linear.readable(input)
+
+    @staticmethod
+    def readable(input: Tensor) -> Tensor:
+        """As `checked`, whatever its width."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if input.dtype not in _INPUT_DTYPES:

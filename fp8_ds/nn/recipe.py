@@ -67,11 +67,13 @@ class Recipe(ABC):
     Attributes:
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
+        is_turned: whether the layer's weight is stored [I, O], and its gradient, too (nn/conv1d.py).
     """
 
     name: str
     needs_grad_columns = True
     is_fp8 = True
+    is_turned = False
 
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
         self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
@@ -200,7 +202,7 @@ class Recipe(ABC):
     def grad_weight(
         self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
-        """[O, I]; grad_TO is None where a producer has quantised it (`grad_scaling`)."""
+        """[O, I], or as the weight is stored; grad_TO is None where a producer has quantised it (`grad_scaling`)."""
 
 
 class TensorwiseRecipe(Recipe):
@@ -235,6 +237,8 @@ class TensorwiseRecipe(Recipe):
     ) -> Tensor:
         assert grad_fp8.columns is not None
         x_fp8_IT, x_scale_inv = kept
+        if self.is_turned:
+            return self.product("grad_weight", x_fp8_IT, grad_fp8.columns, x_scale_inv, grad_fp8.scale_inv, dtype)
         return self.product("grad_weight", grad_fp8.columns, x_fp8_IT, grad_fp8.scale_inv, x_scale_inv, dtype)
 
 

@@ -31,6 +31,7 @@ class Bf16Recipe(Recipe):
         self.fp8 = fp8
         self.grad_format = fp8.grad_format
         self.backend = fp8.backend
+        self.is_turned = fp8.is_turned
         self.shared = None
 
     def describe(self) -> str:
@@ -80,7 +81,8 @@ class Bf16Recipe(Recipe):
         self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
         assert grad_TO is not None
-        return (grad_TO.t() @ kept[0].to(grad_TO.dtype)).to(dtype)
+        x_TI = kept[0].to(grad_TO.dtype)
+        return (x_TI.t() @ grad_TO if self.is_turned else grad_TO.t() @ x_TI).to(dtype)
 
 
 class DelayedBf16Recipe(Bf16Recipe):

@@ -40,6 +40,7 @@ class AutoTpFp8Linear(Fp8Linear):
         gathers_fp8: whether a gathered output travels in FP8.
     """
 
+    is_parallel = True
     gathers_fp8 = True
 
     # What the host class has (deepspeed/module_inject/layers.py).
@@ -109,7 +110,12 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
             apply: Any = _OverlappedColumn.apply  # untyped in torch
             record = torch.is_grad_enabled()
             output = apply(
-                self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
+                self.checked(input, self.weight),
+                self.weight,
+                self.bias,
+                self.fp8_recipe,
+                record,
+                self.mp_group,
             )
         else:
             if self.mp_group is not None:

@@ -228,6 +228,7 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
     and with shared scales one all-reduce of 4 bytes each for x, grad_output and a weight that ZeRO does not hold.
     """
 
+    is_parallel = True
     tp_rule: Rule | None
 
     @classmethod
@@ -350,6 +351,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
     weight that ZeRO does not hold.
     """
 
+    is_parallel = True
     tp_rule: Rule | None
 
     @classmethod

@@ -17,19 +17,34 @@ VOCABULARY, LENGTH, MICRO_BATCH = 96, 32, 4
 class Block(nn.Module):
     """Norm and a two-linear MLP with a residual. `hidden` not a multiple of 16 makes ragged shards.
 
-    `external` reads the second weight in a matmul of its own, past the module that owns it.
+    `external` reads the second weight in a matmul of its own, past the module that owns it. `conv1d`: both are
+    transformers' Conv1D with the same numbers, whose biases, where a linear has none, are zero and frozen.
     """
 
-    def __init__(self, width: int, hidden: int, bias: bool, external: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, bias: bool, external: bool = False, conv1d: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=False)
+        up, down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=False)
+        self.up, self.down = (as_conv1d(up), as_conv1d(down)) if conv1d else (up, down)
         self.external = external
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.up(self.norm(x)))
         return x + (F.linear(h, self.down.weight) if self.external else self.down(h))
+
+
+def as_conv1d(linear: nn.Linear) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.random.fork_rng(), torch.no_grad():  # what it draws is not drawn: the numbers are the linear's
+        module: Any = Conv1D(linear.out_features, linear.in_features)
+        module.weight.copy_(linear.weight.t())
+        if linear.bias is None:
+            module.bias.requires_grad_(False)
+        else:
+            module.bias.copy_(linear.bias)
+    found: nn.Module = module
+    return found
 
 
 class TinyLM(nn.Module):
@@ -46,12 +61,13 @@ class TinyLM(nn.Module):
         bias: bool = True,
         checkpointing: str = "",
         external: bool = False,
+        conv1d: bool = False,
         tiny: bool = False,
         frozen: str = "",
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, hidden, bias, external) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width, hidden, bias, external, conv1d) for _ in range(num_blocks))
         self.tiny = nn.Linear(1, 5, bias=False) if tiny else None
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)

@@ -85,11 +85,19 @@ def test_plan_says_of_each_matrix_what_it_is_and_why() -> None:
     assert by_name["model.layers.2.mlp.up_proj"]["shape"] == [128, 64]
 
 
-def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8() -> None:
+def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "n_layer=2")
+    assert code == 0 and found["num_fp8"] == 8
+    by_name = {row["fqn"]: row for row in found["layers"]}
+    assert by_name["transformer.h.0.attn.c_attn"]["shape"] == [2304, 768]  # of a weight [768, 2304]
+    config = json.loads(Path(CONFIG).read_text())
+    config["fp8"].setdefault("linear", {})["recipe"] = "rowwise"
+    (tmp_path / "rows.json").write_text(json.dumps(config))
+    code, found = run("plan", "gpt2", "--config", tmp_path / "rows.json", "--set", "n_layer=2")
     assert code == 1 and found["num_fp8"] == 0
-    assert [row["reason"] for row in found["layers"]].count("a Conv1D, not an nn.Linear") == 8
+    reasons = [row["reason"] for row in found["layers"]]
+    assert reasons.count("a Conv1D, which can be tensorwise or delayed") == 8
     code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL)
     experts = [row for row in found["layers"] if row["shape"][0] == 8 and len(row["shape"]) == 3]
     assert code == 0 and len(experts) == 6
@@ -104,7 +112,7 @@ def test_plan_takes_every_key_that_the_class_of_the_configuration_has() -> None:
         code, found = run("plan", "llama-8b", "--config", CONFIG, *SMALL, "--set", setting)
         assert code == 0 and found["num_layers"] == 22
     code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "num_hidden_layers=2")  # its other name for n_layer
-    assert [row["reason"] for row in found["layers"]].count("a Conv1D, not an nn.Linear") == 8
+    assert code == 0 and found["num_fp8"] == 8
 
 
 def test_plan_joins_rows_that_differ_in_numbers_only() -> None:

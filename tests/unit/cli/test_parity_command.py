@@ -134,8 +134,8 @@ def test_what_cannot_be_run_is_refused_before_a_run_starts(
 @pytest.mark.parametrize(
     ("model", "arms", "message"),
     [
-        ("gpt2", "bf16,default", "--arms default: fp8: expected at least one linear to convert, got none of 1: lm_"),
-        ("gpt2", "bf16,default", "; 48 Conv1D, not nn.Linear"),
+        ("gpt2", "bf16,rowwise", "--arms rowwise: fp8: expected at least one linear to convert, got none of 49: "),
+        ("gpt2", "bf16,config", "c_attn (a Conv1D, which can be tensorwise or delayed)"),
         ("our_models:embedding", "bf16,e4m11", "--arms e4m11: fp8: expected at least one linear to convert, got none"),
         ("llama-8b", "bf16,default,mine=nothing.json", "--arms mine: fp8: expected at least one linear to convert"),
     ],
