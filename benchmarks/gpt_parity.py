@@ -188,7 +188,7 @@ def main() -> None:
     else:
         results, left_out = run_study(args, stem)
     results.write()
-    regimes = sorted(study.regimes)
+    regimes = sorted({*study.regimes, *(int(row["regime"]) for row in results.rows)})
     steps = results.settings["steps"]
     report = summary.report(results.rows, steps, study.bounded, regimes)
     report += "\n" + summary.report_in_bf16(results.rows, results.runs, steps, regimes)
