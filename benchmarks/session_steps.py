@@ -227,6 +227,13 @@ STEPS = (
         after="parity-201m-first",
     ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
+    Step(
+        "doctor",
+        "{python} -c 'from fp8_ds.cli.app import main; main()' doctor --json --config configs/ds_zero2_fp8_states.json "
+        "> {out}/doctor.json",
+        40,
+        "issue 8 B: what doctor says on this machine, and how fast products by each recipe are",
+    ),
     Step("layer-table", "{python} benchmarks/layer_table.py --out {out}/nvidia-h200.json", 320, "issue 4 D: the table"),
     Step(
         "attention",

@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +62,8 @@ def failures(as_json: bool) -> Iterator[None]:
     from fp8_ds.errors import Fp8DsError
 
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, which is for the answer
+            yield
     except Fp8DsError as error:
         raise _failed(str(error), EXIT_USAGE, as_json) from error
     except _ArgumentFileError as error:

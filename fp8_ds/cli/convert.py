@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -47,7 +45,7 @@ def convert(
     from fp8_ds.checkpoint.convert import kind_of
 
     # DeepSpeed's converters print on stdout, which belongs to the JSON object.
-    with failures(as_json), contextlib.redirect_stdout(sys.stderr):
+    with failures(as_json):
         with argument("source"):
             kind_of(source)
         found = run(source, out, to.value, tag, stage, model, trust_pickle)

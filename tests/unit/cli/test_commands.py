@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -420,9 +423,6 @@ def test_autoload_alone_turns_it_on(tmp_path: Path, autoload_is: Any) -> None:
 
 
 def test_commands_start_without_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, fp8_ds.cli.app; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
@@ -435,3 +435,12 @@ def test_plan_does_not_name_layers_that_a_row_does_not_hold() -> None:
         for i in range(4)
     ]
     assert [name for name, _ in _runs(layers)] == ["layers.{0,3}.fc (2)", "layers.{1..2}.fc (2)"]
+
+
+def test_what_deepspeed_logs_is_not_in_the_answer() -> None:
+    """Without DS_ACCELERATOR its first import warns, on standard output."""
+    code = "from fp8_ds.cli.app import main; main()"
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    command = [sys.executable, "-c", code, "doctor", "--config", str(CONFIG), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG, check=False)
+    assert json.loads(result.stdout)["checks"] and result.returncode in (0, 1)

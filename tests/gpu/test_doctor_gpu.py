@@ -1,0 +1,30 @@
+"""`fp8-ds doctor` on a GPU: what it finds there, and the speed of a product by each recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8_ds.cli.app import app
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+CONFIG = Path(__file__).parents[2] / "configs/ds_zero2_fp8_states.json"
+
+
+def test_doctor_knows_the_gpu_and_times_every_recipe() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(CONFIG)])
+    found = json.loads(result.stdout)
+    by_name = {check["name"]: check for check in found["checks"]}
+    for name in ("torch", "CUDA", "GPU", "cuDNN", "NCCL", "seams", "triton"):
+        assert by_name[name]["status"] == "ok", by_name[name]
+    assert torch.cuda.get_device_name(0) in by_name["GPU"]["found"]
+    assert "9.0" in by_name["GPU"]["found"] or torch.cuda.get_device_capability(0) != (9, 0)
+    assert found["can_train"] and found["config"]["on"] == "if"  # the script is not known
+    assert {probe["recipe"] for probe in found["probes"]} > {"tensorwise", "blockwise"} and len(found["probes"]) == 5
+    for probe in found["probes"]:
+        assert not probe["refused"] and probe["teraflops"] > 50 and probe["bf16_teraflops"] > 50, probe
+        assert probe["is_exact"] or probe["sqnr_db"] > 50, probe
