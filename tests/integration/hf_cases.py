@@ -146,7 +146,7 @@ def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any],
     first.save_model(str(out / "model"))
     engine = first.deepspeed
     expected = masters(engine)
-    exported = computed_with(engine) if fp8.get("optimizer", {}).get("states") == "fp8" else expected
+    exported = computed_with(engine) if fp8.get("optimizer") == {"states": "fp8"} else expected
     found = {
         "losses": losses(first),
         "eval_losses": [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row],
@@ -217,18 +217,20 @@ def models(out: Path, stage: int) -> dict[str, Any]:
         "qwen3_tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
         "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **experts)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
+        "gpt2_fp8_states": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
     }
     found = {}
     for name, make in made.items():
         torch.manual_seed(0)
-        trainer = Trainer(model=make(), args=arguments(out / name, stage), train_dataset=Sequences())
+        fp8 = {"optimizer": {"states": "fp8"}} if name.endswith("fp8_states") else {}
+        trainer = Trainer(model=make(), args=arguments(out / name, stage, fp8), train_dataset=Sequences())
         try:
             trainer.train()
         except fp8_ds.ConfigError as error:
             found[name] = {"refused": str(error)}
             continue
         trainer.save_model(str(out / name))
-        expected = masters(trainer.deepspeed)
+        expected = computed_with(trainer.deepspeed) if fp8 else masters(trainer.deepspeed)
         saved = saved_weights(out / name)
         plan = trainer.deepspeed.fp8_report()["plan"]
         end(trainer.deepspeed)

@@ -229,3 +229,24 @@ def test_the_heads_that_the_page_names_are_in_fp8_until_they_are_named() -> None
         for linear, is_fp8 in ((LinearConfig(), True), (named, False)):
             converted = [one.fqn for one in make_plan(model, linear).layers if one.converted]
             assert (head in converted) == is_fp8 and any("layer" in fqn for fqn in converted)
+
+
+def test_gpt2_with_linears_is_the_same_function_and_its_layers_are_in_fp8() -> None:
+    import torch
+
+    from fp8_ds.config import LinearConfig
+    from fp8_ds.nn.convert import make_plan
+
+    transformers = pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    exec(next(code for code in fenced(ROOT / "docs/huggingface.md", "python") if "with_linears" in code), names)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        after = names["with_linears"](model)(tokens).logits
+    torch.testing.assert_close(after, before)
+    assert make_plan(model, LinearConfig()).describe() == (
+        "fp8: 8 of 9 linears, 92.3 % of linear weights; bf16: lm_head (filter_fqns)"
+    )
