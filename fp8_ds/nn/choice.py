@@ -315,7 +315,7 @@ def choose(plan: Plan, cases: Mapping[str, Case], times: Mapping[Case, Times], i
             continue
         converted = case in in_fp8
         rows.append(replace(row, converted=converted, reason=f"{times[case].verdict(converted)} at M {case.m}"))
-    return Plan(tuple(rows))
+    return replace(plan, layers=tuple(rows))
 
 
 class Book:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn import conv1d
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.matrices import OtherMatrices, full_shape
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
@@ -50,26 +51,41 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All linears of a model in module order; the same on every rank, and kept in the checkpoint."""
+    """All linears of a model in module order; the same on every rank, and kept in the checkpoint.
+
+    Attributes:
+        layers: the linears.
+        others: what else there is, for the text alone; None in a plan from a checkpoint.
+    """
 
     layers: tuple[LayerPlan, ...]
+    others: OtherMatrices | None = field(default=None, compare=False)
 
     @property
     def num_converted(self) -> int:
         return sum(layer.converted for layer in self.layers)
 
     def describe(self) -> str:
-        """One line: how many linears and which share of their weights are FP8, what is not, and why."""
+        """One line: how many linears and which share of their weights are FP8, what is not, and why.
+
+        Where a model has matrices that are no linears, also which share of all weights is FP8, and theirs.
+        """
         numel = sum(layer.numel for layer in self.layers)
         numel_fp8 = sum(layer.numel for layer in self.layers if layer.converted)
         share = 100.0 * numel_fp8 / max(numel, 1)
         text = f"fp8: {self.num_converted} of {len(self.layers)} linears, {share:.1f} % of linear weights"
+        others = self.others if self.others is not None and self.others.kinds else None
+        if others is not None:
+            text += f", {others.percent_of_model(numel_fp8):.1f} % of all weights"
         left = [layer for layer in self.layers if not layer.converted]
-        if not left:
-            return text
-        names = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in left[:_NUM_NAMES_SHOWN])
-        more = f", and {len(left) - _NUM_NAMES_SHOWN} more" if len(left) > _NUM_NAMES_SHOWN else ""
-        return f"{text}; bf16: {names}{more}"
+        if left:
+            names = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in left[:_NUM_NAMES_SHOWN])
+            more = f", and {len(left) - _NUM_NAMES_SHOWN} more" if len(left) > _NUM_NAMES_SHOWN else ""
+            text += f"; bf16: {names}{more}"
+        if others is not None:
+            share = others.percent_of_model(others.numel)
+            text += f"; bf16, not nn.Linear: {others.describe()} ({share:.1f} % of all weights)"
+        return text
 
     def table(self) -> str:
         """One row per linear: name, [out, in], fp8 or bf16, reason."""
@@ -125,17 +141,12 @@ def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | 
     return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
 
 
-def _full_shape(weight: torch.Tensor) -> tuple[int, ...]:
-    # deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape.
-    return tuple(getattr(weight, "ds_shape", weight.shape))
-
-
 def _features(module: Any) -> tuple[int, ...]:
     """(out_features, in_features) of a linear, whichever way its weight lies."""
     weight = module._parameters.get("weight")
     if weight is None:
         return module.out_features, module.in_features
-    shape = _full_shape(weight)
+    shape = full_shape(weight)
     return shape[::-1] if conv1d.is_conv1d(module) else shape
 
 
@@ -164,25 +175,13 @@ def _verdict(
         return False, "tied weight"
     if not weight.is_floating_point() or weight.element_size() < 2:
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
-    if 0 in _full_shape(weight):
+    if 0 in full_shape(weight):
         return False, "empty"
     if conv1d.is_conv1d(module) and linear_config.recipe not in conv1d.RECIPES:
         return False, f"a Conv1D, which can be {' or '.join(conv1d.RECIPES)}"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"
     return True, "eligible"
-
-
-def _others(model: nn.Module) -> str:
-    """Classes that multiply by matrices and are no linears: experts in one parameter."""
-    kinds = Counter(
-        type(module).__name__
-        for module in model.modules()
-        if not isinstance(module, (nn.Linear, nn.Embedding))
-        and not conv1d.is_conv1d(module)
-        and any(len(_full_shape(p)) > 1 for p in module.parameters(recurse=False))
-    )
-    return "".join(f"; {number} {kind}, not nn.Linear" for kind, number in kinds.items())
 
 
 def make_plan(
@@ -217,16 +216,26 @@ def make_plan(
         converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config)
         shape = _features(module)
         layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
-    plan = Plan(tuple(layers))
+    plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
-        found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
-        found += _others(model)
-        raise ConfigError(
-            f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. "
-            'Shorten "linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
-            'wrap forwards after the conversion, or turn "fp8.enabled" off.'
-        )
+        raise _nothing_to_convert(plan)
     return plan
+
+
+def _nothing_to_convert(plan: Plan) -> ConfigError:
+    found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
+    advice = "Shorten"
+    if plan.others is not None and plan.others.kinds:
+        found += f"; {plan.others.describe()}, not nn.Linear"
+        advice = (
+            "Only linears are computed in FP8: use a model that is made of nn.Linear, put nn.Linear in place of "
+            f'{plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
+        )
+    return ConfigError(
+        f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
+        '"linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+        'wrap forwards after the conversion, or turn "fp8.enabled" off.'
+    )
 
 
 def apply_plan(
@@ -326,4 +335,4 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
         module.revert()
     _name_leaders(model)  # none whose amax nobody records any more
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
-    return Plan(tuple(rows))
+    return replace(plan, layers=tuple(rows))

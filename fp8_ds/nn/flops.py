@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fp8_ds.nn.convert import Plan
+from fp8_ds.nn.matrices import other_matrices
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,24 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
         plan: of this model, from `make_plan`.
     """
     planned = {layer.fqn: layer for layer in plan.layers}
-    lookups = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    others: dict[str, list[Product]] = {}
+    for fqn, module, name, p in other_matrices(model):
+        others.setdefault(fqn, []).append(_other(f"{fqn}.{name}", module, p))
     found: list[Product] = []
     for fqn, module in model.named_modules():
         if layer := planned.get(fqn):
             shape = layer.out_features, layer.in_features
             kind = type(module).__name__
             found.append(Product(fqn, kind, shape, 2 * layer.numel, layer.converted, layer.reason))
-        elif not isinstance(module, (nn.Linear, nn.Embedding)):
-            found.extend(_others(fqn, module, lookups))
+        else:
+            found.extend(others.get(fqn, ()))
     return found
 
 
-def _others(fqn: str, module: nn.Module, lookups: set[int]) -> Iterator[Product]:
-    """Matrices of classes that are no linears: transformers' Conv1D, experts in one parameter, routers."""
-    for name, p in module.named_parameters(recurse=False):
-        if p.dim() < 2 or id(p) in lookups:
-            continue
-        kind = type(module).__name__
-        share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
-        yield Product(
-            f"{fqn}.{name}", kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind}, not an nn.Linear"
-        )
+def _other(fqn: str, module: nn.Module, p: nn.Parameter) -> Product:
+    kind = type(module).__name__
+    share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
+    return Product(fqn, kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind}, not an nn.Linear")
 
 
 def _share_of_experts(module: nn.Module, num_experts: int) -> float:

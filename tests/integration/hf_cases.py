@@ -1,6 +1,6 @@
 """Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks.
 
-deepspeed hf_cases.py OUT_FOLDER CASE:STAGE [CASE:STAGE ...]
+deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES] [CASE:STAGE[:STATES] ...]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import fp8_ds
+from fp8_ds.nn import Fp8Linear
 
 EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {
@@ -50,16 +50,17 @@ def llama(**more: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, **more))
 
 
-def ds_config(stage: int, **linear: Any) -> dict[str, Any]:
+def ds_config(stage: int, **fp8: Any) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(EXAMPLE_CONFIG.read_text())
     config["zero_optimization"] |= {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config["fp8"]["linear"] = linear
+    config["fp8"] |= fp8
     return config
 
 
-def arguments(out: Path, stage: int, linear: dict[str, Any] | None = None, **more: Any) -> TrainingArguments:
+def arguments(out: Path, stage: int, fp8: dict[str, Any] | None = None, **more: Any) -> TrainingArguments:
+    """Args: fp8: keys of the "fp8" block."""
     options: dict[str, Any] = {
-        "deepspeed": ds_config(stage, **(linear or {})),
+        "deepspeed": ds_config(stage, **(fp8 or {})),
         "use_cpu": not torch.cuda.is_available(),
         "bf16": True,
         "max_steps": 4,
@@ -87,50 +88,82 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: safe_get_full_fp32_param(p).bfloat16().cpu() for name, p in named}
 
 
+def computed_with(engine: Any) -> dict[str, torch.Tensor]:
+    """As `masters`, but where a split master's upper part is the bf16 weight, outside FP8, ties are away from zero."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = masters(engine)
+    in_fp8 = {f"{name}.weight" for name, module in engine.module.named_modules() if isinstance(module, Fp8Linear)}
+    for name, p in engine.module.named_parameters():
+        if name in found and name not in in_fp8:
+            bits = safe_get_full_fp32_param(p).float().cpu().view(torch.int32)
+            found[name] = ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
+    return found
+
+
 def differing(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names in both whose tensors are not equal, bit for bit."""
     return [name for name in saved.keys() & expected.keys() if not torch.equal(saved[name], expected[name])]
 
 
+def num_weights(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """By names of parameters; an adapter's without its own name are those of the adapter "default"."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    saved = load_file(folder / "adapter_model.safetensors")
+    return {name.replace(".weight", ".default.weight"): tensor for name, tensor in saved.items()}
 
 
-def trainer_resumes(out: Path, stage: int) -> dict[str, Any]:
+def trainer_resumes(out: Path, stage: int, states: str = "fp32") -> dict[str, Any]:
+    """A whole model, with states of the optimizer in fp32 or FP8."""
+    return resumes(out, stage, llama, {"optimizer": {"states": states}})
+
+
+def lora_resumes(out: Path, stage: int) -> dict[str, Any]:
+    """Adapters alone: neither checkpoint nor saved model has the frozen weights, which are the same in each start."""
+    return resumes(out, stage, lambda: with_lora(llama()), LORA_BLOCK, learning_rate=3e-2)
+
+
+def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Four steps with evaluation and gradient checkpointing, saved after two; the last two again from there."""
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
     def trainer() -> Any:
         torch.manual_seed(0)
-        args = arguments(out, stage, **options)
-        return Trainer(model=llama(), args=args, train_dataset=Sequences(), eval_dataset=Sequences())
+        args = arguments(out, stage, fp8, **options, **more)
+        return Trainer(model=make(), args=args, train_dataset=Sequences(), eval_dataset=Sequences())
 
     first = trainer()
     first.train()
     first.save_model(str(out / "model"))
-    whole = losses(first)
-    evaluated = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
-    expected = masters(first.deepspeed)
-    report = first.deepspeed.fp8_report()
-    end(first.deepspeed)
+    engine = first.deepspeed
+    expected = masters(engine)
+    exported = computed_with(engine) if fp8.get("optimizer") == {"states": "fp8"} else expected
+    found = {
+        "losses": losses(first),
+        "eval_losses": [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row],
+        "fp8": engine.fp8_report(),
+        "checkpoints_activations": engine.module.is_gradient_checkpointing,
+    }
+    end(engine)
     second = trainer()
     second.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-    again = losses(second)
-    reports = masters(second.deepspeed)
+    again = masters(second.deepspeed)
     end(second.deepspeed)
     saved = saved_weights(out / "model")
-    return {
-        "losses": whole,
-        "eval_losses": evaluated,
-        "resumed": again,
-        "masters_differ": differing(reports, expected),
-        "saved_differ": differing(saved, expected),
+    return found | {
+        "resumed": losses(second),
+        "masters_differ": differing(again, expected),
+        "saved_differ": differing(saved, exported),
         "num_saved": len(saved.keys() & expected.keys()),
         "num_masters": len(expected),
-        "fp8": report,
     }
 
 
@@ -158,8 +191,24 @@ def pretrained(out: Path, stage: int) -> dict[str, Any]:
     }
 
 
+def saved_by_stock(out: Path, stage: int, model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What Trainer writes without FP8 from the same weights: they are put into `model` and trained at rate 0."""
+    named = dict(model.named_parameters())
+    assert named.keys() == weights.keys()
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(weights[name])
+    args = arguments(out, stage, {"enabled": False}, max_steps=1, learning_rate=0.0)
+    trainer = Trainer(model=model, args=args, train_dataset=Sequences())
+    trainer.train()
+    assert not hasattr(trainer.deepspeed, "fp8_report")
+    trainer.save_model(str(out))
+    end(trainer.deepspeed)
+    return saved_weights(out)
+
+
 def models(out: Path, stage: int) -> dict[str, Any]:
-    """Families of models, each trained a few steps and saved."""
+    """Families of models, each trained a few steps and saved; and what stock code saves from the same weights."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     gpt2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
     made: dict[str, Callable[[], Any]] = {
@@ -167,27 +216,29 @@ def models(out: Path, stage: int) -> dict[str, Any]:
         "qwen3_tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
         "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **experts)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
+        "gpt2_fp8_states": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
     }
     found = {}
     for name, make in made.items():
         torch.manual_seed(0)
-        trainer = Trainer(model=make(), args=arguments(out / name, stage), train_dataset=Sequences())
-        try:
-            trainer.train()
-        except fp8_ds.ConfigError as error:
-            found[name] = {"refused": str(error)}
-            continue
+        fp8 = {"optimizer": {"states": "fp8"}} if name.endswith("fp8_states") else {}
+        trainer = Trainer(model=make(), args=arguments(out / name, stage, fp8), train_dataset=Sequences())
+        trainer.train()
         trainer.save_model(str(out / name))
-        expected = masters(trainer.deepspeed)
+        expected = computed_with(trainer.deepspeed) if fp8 else masters(trainer.deepspeed)
         saved = saved_weights(out / name)
+        plan = trainer.deepspeed.fp8_report()["plan"]
+        end(trainer.deepspeed)
+        stock = saved_by_stock(out / f"{name}-stock", stage, make(), expected)
         found[name] = {
             "losses": losses(trainer),
-            "plan": trainer.deepspeed.fp8_report()["plan"],
-            "saved_differ": differing(saved, expected),
-            "missing": sorted(expected.keys() - saved.keys()),
-            "more": sorted(saved.keys() - expected.keys()),
+            "plan": plan,
+            "names": sorted(saved),
+            "stock_names": sorted(stock),
+            "saved_differ": differing(saved, stock) + differing(saved, expected),
+            "num_weights_saved": num_weights(saved),
+            "num_weights": num_weights(expected),
         }
-        end(trainer.deepspeed)
     return found
 
 
@@ -241,17 +292,25 @@ def unwrapped(engine: Any) -> Iterator[Any]:
         offload._register_deepspeed_module(offload.module)
 
 
+LORA_BLOCK = {"linear": {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}}
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "up_proj"]
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+
+
 def lora(out: Path, stage: int) -> dict[str, Any]:
     """PEFT's LoRA on frozen base weights in FP8: trained, saved as an adapter, loaded into a bf16 model."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel
 
     torch.manual_seed(0)
     base = llama()
     before = {name: p.detach().bfloat16().clone() for name, p in base.named_parameters()}
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    linear = {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}
-    args = arguments(out, stage, linear, max_steps=8, learning_rate=1e-2)
-    trainer = Trainer(model=get_peft_model(base, config), args=args, train_dataset=Sequences())
+    args = arguments(out, stage, LORA_BLOCK, max_steps=8, learning_rate=1e-2)
+    trainer = Trainer(model=with_lora(base), args=args, train_dataset=Sequences())
     trainer.train()
     engine = trainer.deepspeed
     report = engine.fp8_report()
@@ -346,8 +405,8 @@ def end(engine: Any) -> None:
     gc.collect()
 
 
-CASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
-    one.__name__: one for one in (trainer_resumes, pretrained, models, generation, lora, accelerate)
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    one.__name__: one for one in (trainer_resumes, lora_resumes, pretrained, models, generation, lora, accelerate)
 }
 
 
@@ -355,12 +414,12 @@ def main() -> None:
     out, *cases = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     deepspeed.init_distributed()
     for case in cases:
-        name, _, stage = case.partition(":")
+        name, stage, *more = case.split(":")
         folder = Path(out, case.replace(":", "-"))
         folder.mkdir(parents=True, exist_ok=True)
-        result = CASES[name](folder, int(stage))
+        result = CASES[name](folder, int(stage), *more)
         dist.barrier()
-        Path(out, f"{name}-{stage}-{dist.get_rank()}.json").write_text(json.dumps(result))
+        Path(out, f"{folder.name}-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -112,6 +112,7 @@ def test_a_plan_keeps_in_fp8_what_is_faster_there_and_says_by_how_much() -> None
     ]
     assert "slow (bf16 is faster: 41 us against 57 us at M 4096)" in chosen.describe()
     assert type(chosen).from_state(json.loads(json.dumps(chosen.to_state()))) == chosen
+    assert chosen.others is plan.others is not None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Matrices of a model that are no linears: experts in one parameter, routers. They stay in bf16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_ds.nn.conv1d import is_conv1d
+
+_NUM_KINDS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class OtherMatrices:
+    """What a plan leaves in bf16 without a row for it.
+
+    Attributes:
+        kinds: class and number of the modules that hold such matrices; those of most weights first.
+        numel: of these matrices.
+        numel_model: of all parameters.
+    """
+
+    kinds: tuple[tuple[str, int], ...]
+    numel: int
+    numel_model: int
+
+    @classmethod
+    def of(cls, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> OtherMatrices:
+        """Those of `model`; as `other_matrices`."""
+        modules: dict[str, set[int]] = {}
+        numels: Counter[str] = Counter()
+        seen: set[int] = set()
+        for _, module, _, p in other_matrices(model, foreign):
+            kind = type(module).__name__
+            modules.setdefault(kind, set()).add(id(module))
+            numels[kind] += 0 if id(p) in seen else full_shape(p).numel()
+            seen.add(id(p))
+        kinds = tuple((kind, len(modules[kind])) for kind, _ in numels.most_common())
+        return cls(kinds, numels.total(), sum(full_shape(p).numel() for p in model.parameters()))
+
+    def percent_of_model(self, numel: int) -> float:
+        return 100.0 * numel / max(self.numel_model, 1)
+
+    def describe(self) -> str:
+        """`2 MixtralExperts, 2 MixtralTopKRouter`; empty where there are none."""
+        names = [f"{number} {kind}" for kind, number in self.kinds[:_NUM_KINDS_SHOWN]]
+        if len(self.kinds) > _NUM_KINDS_SHOWN:
+            names.append(f"{sum(number for _, number in self.kinds[_NUM_KINDS_SHOWN:])} more")
+        return ", ".join(names)
+
+
+def other_matrices(
+    model: nn.Module, foreign: Collection[type[nn.Module]] = ()
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Name and module, and name and Parameter in it, of each floating-point matrix, or stack of them, of other classes.
+
+    Embeddings look up rows and are none; nor is a weight that is tied to one.
+
+    Args:
+        model: on any device, also under deepspeed.zero.Init.
+        foreign: further classes of linears, which are left out.
+    """
+    embeddings = [module for module in model.modules() if _is_embedding(module)]
+    lookups = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
+    for fqn, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) or is_conv1d(module) or type(module) in foreign
+        if is_linear or _is_embedding(module):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            is_matrix = sum(size > 1 for size in full_shape(p)) > 1
+            if is_matrix and p.is_floating_point() and id(p) not in lookups:
+                yield fqn, module, name, p
+
+
+def full_shape(p: Any) -> torch.Size:
+    """deepspeed.zero.Init leaves an empty tensor and the true shape in ds_shape."""
+    return torch.Size(getattr(p, "ds_shape", p.shape))
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """AutoTP's and those of vision models are of other classes, by such names."""
+    return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
