@@ -14,6 +14,8 @@ import test_tp_llama as tp_llama
 import torch
 import training
 
+from fp8_ds.curves import read_events
+
 pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
@@ -131,6 +133,28 @@ def test_deepspeeds_csv_monitor_gets_a_file_for_each_number(ranks: Any, tmp_path
     assert "fp8_blocks.0.up_grad_output_underflow.csv" in names
     rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()
     assert len(rows) == 2 and rows[1].split(",")[0] == str(2 * 2 * training.MICRO_BATCH)  # samples after 2 steps
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_ends(
+    start_ranks: Any, tmp_path: Path, num: int
+) -> None:
+    output = start_ranks(Path(__file__).with_name("last_reports.py"), tmp_path, ranks=num)
+    assert "Exception ignored" not in output and "Traceback" not in output, output
+    assert output.count("rank 0: fp8: monitor, step 4: JsonLines('/dev/full') failed (OSError: [Errno 28]") == 1
+    found: dict[str, dict[int, float]] = {}
+    for path in (tmp_path / "tensorboard").iterdir():
+        for label, samples, value in read_events(path):
+            if label.startswith("fp8/"):
+                found.setdefault(label, {})[samples] = value
+    both = [step * num * training.MICRO_BATCH for step in (2, 4)]
+    assert {label.rpartition("/")[2] for label in found} >= {"coverage", "amax", "underflow", "scale_age"}
+    for label, values in found.items():
+        assert list(values) == both, label
+        rows = (tmp_path / "csv" / f"{label.replace('/', '_')}.csv").read_text().splitlines()
+        assert [int(row.split(",")[0]) for row in rows[1:]] == both
+        assert [float(row.split(",")[1]) for row in rows[1:]] == pytest.approx(list(values.values()), rel=1e-6)
+    assert len(list((tmp_path / "csv").glob("fp8_*.csv"))) == len(found)
 
 
 def on_a_full_disk(stage: int, fp8: dict[str, Any]) -> tuple[list[float], list[str], list[int]]:
