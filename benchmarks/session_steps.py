@@ -232,6 +232,12 @@ STEPS = (
         "losses-more", _benchmark("end_to_end", "--piece losses-more --budget {seconds}"), 400, "the same, other arms"
     ),
     Step("monitor", _benchmark("end_to_end", "--piece monitor --budget {seconds}"), 200, "issue 8 C: its cost"),
+    Step(
+        "monitor-100",
+        _benchmark("end_to_end", "--piece monitor-100 --budget {seconds}"),
+        330,
+        "issue 8 C: its cost with every 100, timed; under 1 % is predicted",
+    ),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
     Step("megatron-speed", _megatron("speed"), 480, "issue 6 G: ours beside stock Megatron-LM"),
     Step("megatron-states", _megatron("states"), 450, "issue 6 G: FP8 Adam in forms (a) and (b)"),
