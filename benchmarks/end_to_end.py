@@ -10,12 +10,12 @@
 
 Pieces, models and the names of arms: end_to_end_arms.py. Every arm is a process of its own; DeepSpeed's arms are
 started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO` there), or in what
-their names say. A piece
-measures its reference first and last, and ratios are taken within it. A step's time is the median of 3 blocks of 10
-steps after a warm-up; tokens are random and uniform; gradients are clipped at norm 1 in all arms. An arm that fails is
-recorded with the end of its log, one that no longer fits into `--budget` is left out with a line, the rest goes on.
-Each call appends a run to one dated JSON and makes table and chart from it. Losses: the whole model (8 layers), 200
-steps, learning rate 3e-4 after 20 steps of warm-up, text of parity/data.py, the same windows for all arms.
+their names say. A piece measures its reference first and last, and ratios are taken within it. A step's time is the
+median of 3 blocks of 10 steps after a warm-up, unless a piece says otherwise; tokens are random and uniform; gradients
+are clipped at norm 1 in all arms. An arm that fails is recorded with the end of its log, one that no longer fits into
+`--budget` is left out with a line, the rest goes on. Each call appends a run to one dated JSON and makes table and
+chart from it. Losses: the whole model (8 layers), 200 steps, learning rate 3e-4 after 20 steps of warm-up, text of
+parity/data.py, the same windows for all arms.
 
 Predictions, written before the first run on an H200. Of peers: what was measured there for DESIGN.md.
 
@@ -83,7 +83,19 @@ from typing import Any
 
 import end_to_end_report
 import torch
-from end_to_end_arms import GRAMMAR, MODELS, PIECES, Arm, Model, Piece, ds_config, parse_arm, predicted_seconds, sized
+from end_to_end_arms import (
+    GRAMMAR,
+    MODELS,
+    PIECES,
+    Arm,
+    Model,
+    Piece,
+    Timing,
+    ds_config,
+    parse_arm,
+    predicted_seconds,
+    sized,
+)
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
 from fp8_ds.launcher import which_gpus
@@ -226,6 +238,7 @@ def make_spec(
     args: argparse.Namespace, piece: Piece, arm: Arm, model: Model, text: dict[str, Any] | None
 ) -> dict[str, Any]:
     """All that a worker needs to know."""
+    timing = chosen_timing(args, piece)
     return {
         "arm": arm.as_dict(),
         "model": vars(sized(model, arm)),
@@ -234,9 +247,9 @@ def make_spec(
         "cross_entropy": piece.cross_entropy or args.cross_entropy,
         "attention": args.attention,
         "clip": args.clip,
-        "warm_up": args.warm_up,
-        "blocks": args.blocks,
-        "steps": args.loss_steps if piece.mode == "losses" else args.steps,
+        "warm_up": timing.warm_up,
+        "blocks": timing.blocks,
+        "steps": args.loss_steps if piece.mode == "losses" else timing.steps,
         "profile_steps": 3,
         "traces": _trace_folder(args, arm),
         "text": text,
@@ -281,10 +294,15 @@ def chosen_model(args: argparse.Namespace, piece: Piece) -> Model:
     return replace(MODELS[piece.model], **{key: value for key, value in changes.items() if value is not None})
 
 
+def chosen_timing(args: argparse.Namespace, piece: Piece) -> Timing:
+    """The piece's own, or the command line's."""
+    return piece.timing or Timing(args.warm_up, args.blocks, args.steps)
+
+
 def measure(args: argparse.Namespace) -> Path:
     """Runs a piece; returns the JSON to which it was appended."""
     name, piece = chosen_piece(args)
-    model = chosen_model(args, piece)
+    model, timing = chosen_model(args, piece), chosen_timing(args, piece)
     began = time.monotonic()
     for arm_name in filter(None, (piece.reference, *piece.arms)):
         parse_arm(arm_name, model)
@@ -301,7 +319,7 @@ def measure(args: argparse.Namespace) -> Path:
         "cross_entropy": piece.cross_entropy or args.cross_entropy,
         "attention": args.attention,
         "clip": args.clip,
-        "timing": f"{args.blocks} x {args.steps} steps after {args.warm_up}",
+        "timing": str(timing),
         "zero_optimization": ds_config(Arm("", "stock", False), model, args.clip, False)["zero_optimization"],
         "text": text and text["about"],
         "command": command_line(),
@@ -316,12 +334,12 @@ def measure(args: argparse.Namespace) -> Path:
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
-    num_steps = args.loss_steps if piece.mode == "losses" else args.warm_up + args.blocks * args.steps
+    num_steps = args.loss_steps if piece.mode == "losses" else timing.num_steps
 
     def predict(arm_name: str, known: Mapping[tuple[str, str], float]) -> float:
         return predicted_seconds(parse_arm(arm_name, model), model, piece.mode, num_steps, known)
 
-    known = end_to_end_report.known_seconds(earlier, run["model"])
+    known = end_to_end_report.known_seconds(earlier, run["model"], run["timing"])
     run_piece(piece, args.budget - (time.monotonic() - began), one, predict, known, save=save)
     return path
 
@@ -344,7 +362,7 @@ def parse_args() -> argparse.Namespace:
         "--attention", choices=["causal", "sdpa", "cudnn"], default="causal", help="of all arms: end_to_end_trainers.py"
     )
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
-    how.add_argument("--blocks", type=int, default=3)
+    how.add_argument("--blocks", type=int, default=3, help="that are timed; some pieces have their own, and steps")
     how.add_argument("--steps", type=int, default=10, help="of a block")
     how.add_argument("--warm-up", type=int, default=10)
     how.add_argument("--loss-steps", type=int, default=200)

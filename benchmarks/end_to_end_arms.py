@@ -247,11 +247,29 @@ def ds_config(arm: Arm, model: Model, clip: float, on_cpu: bool) -> dict[str, An
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Blocks of timed steps, after a warm-up."""
+
+    warm_up: int
+    blocks: int
+    steps: int
+
+    @property
+    def num_steps(self) -> int:
+        """Warm-up included."""
+        return self.warm_up + self.blocks * self.steps
+
+    def __str__(self) -> str:
+        return f"{self.blocks} x {self.steps} steps after {self.warm_up}"
+
+
+@dataclass(frozen=True)
 class Piece:
     """What one command of at most ten minutes measures; the reference runs first and last.
 
     Args:
         cross_entropy: of all arms: "stock", "liger", or None: as the command line says.
+        timing: of all arms; None: as the command line says.
     """
 
     model: str
@@ -259,6 +277,7 @@ class Piece:
     arms: tuple[str, ...]
     mode: str = "speed"
     cross_entropy: str | None = None
+    timing: Timing | None = None
 
 
 PIECES = {
@@ -369,6 +388,14 @@ PIECES = {
             "ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",
             "ours-e4m11-compiled+fused+monitor.every=1+monitor.sink=health-1.jsonl",
         ),
+    ),
+    # What each hundredth costs, as recommended: each block has one sample. The first, for which a graph is compiled,
+    # is in the warm-up.
+    "monitor-100": Piece(
+        "llama-2b",
+        "ours-e4m11-compiled+fused",
+        ("ours-e4m11-compiled+fused+monitor.every=100+monitor.sink=health-100.jsonl",),
+        timing=Timing(110, 2, 100),
     ),
     # 4. Small layers.
     "gpt2": Piece(

@@ -65,12 +65,14 @@ def each_once(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def known_seconds(runs: Iterable[Mapping[str, Any]], model: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """(arm, mode) to seconds that it took last, with the very model."""
+def known_seconds(
+    runs: Iterable[Mapping[str, Any]], model: Mapping[str, Any], timing: str
+) -> dict[tuple[str, str], float]:
+    """(arm, mode) to seconds that it took last, with the very model and as many steps."""
     return {
         (result["arm"], run["mode"]): result["wall_s"]
         for run in runs
-        if run["model"] == model
+        if run["model"] == model and run["timing"] == timing
         for result in run["results"]
         if "error" not in result
     }

@@ -282,7 +282,7 @@ def measure(args: argparse.Namespace) -> Path:
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.write(path, [*earlier, {**run, "results": results, "skipped": skipped}])
 
-    known = end_to_end_report.known_seconds(earlier, piece.model)
+    known = end_to_end_report.known_seconds(earlier, run["model"], run["timing"])
     run_piece(piece, args.budget - (time.monotonic() - began), one, predict, known, save=save)
     return path
 

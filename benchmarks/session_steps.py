@@ -253,6 +253,12 @@ STEPS = (
         200,
         "issue 8 C: its cost, by one kernel an operand; predicted 7 to 12 ms a sampled step, where it was 92",
     ),
+    Step(
+        "monitor-100",
+        _benchmark("end_to_end", "--piece monitor-100 --budget {seconds}"),
+        330,
+        "issue 8 C: its cost with every 100, timed; under 1 % is predicted",
+    ),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
     Step("megatron-speed", _megatron("speed"), 480, "issue 6 G: ours beside stock Megatron-LM"),
     Step("megatron-states", _megatron("states"), 450, "issue 6 G: FP8 Adam in forms (a) and (b)"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fp8_ds.engine.health import Health
@@ -46,7 +47,7 @@ class Following:
             say,
         )
         self._update_precision()
-        self.health = Health.of(engine, self._send_to_bf16, say, warn)
+        self.health = Health.of(engine, self._send_to_bf16, say, partial(warn, rank=engine.global_rank))
         if self.health is not None:
             self.health.monitor.start(engine.global_steps)
         self._calls = self._that_follow()

@@ -12,6 +12,11 @@ def say(line: str) -> None:
         logger.warning(line)
 
 
-def warn(line: str) -> None:
-    """A line from this rank; what others do not know."""
-    logger.warning(f"rank {ds_comm.get_rank()}: {line}")
+def warn(line: str, rank: int | None = None) -> None:
+    """A line from this rank; what others do not know.
+
+    Args:
+        line: what is told.
+        rank: this one, of what may be told when the process group is gone; None: the group is asked.
+    """
+    logger.warning(f"rank {ds_comm.get_rank() if rank is None else rank}: {line}")

@@ -7,12 +7,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
+
+import torch.distributed as dist
 
 from fp8_ds.monitor.statistics import LayerStatistics
 from fp8_ds.statistics import finite_or_none
@@ -146,10 +148,29 @@ class DeepSpeedEvents:
         self.monitor = monitor
 
     def __call__(self, report: Report) -> None:
-        self.monitor.write_events(list(report.events()))
+        """The events are written, also after `destroy_process_group`, where scripts end and the last report is due."""
+        with _group():
+            self.monitor.write_events(list(report.events()))
 
     def __repr__(self) -> str:
         return "DeepSpeed's monitor"
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """There is a process group: the one that is there, else one of this process alone for as long.
+
+    DeepSpeed 0.19.8's writers ask for their rank before each event and raise where no group answers.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _write_all(file: FileIO, content: bytes) -> None:

@@ -23,7 +23,7 @@ def outlier(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x, *inputs[1:])
 
 
-def guarded(folder: str, stage: int, action: str) -> dict[str, Any]:
+def guarded(folder: str, stage: int, action: str, model: dict[str, Any] = base.MODEL) -> dict[str, Any]:
     import torch.distributed as dist
     from deepspeed.utils import logger
 
@@ -36,7 +36,7 @@ def guarded(folder: str, stage: int, action: str) -> dict[str, Any]:
         "guard": {"action": action, "underflow": 0.4},
         "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
     }
-    engine = training.build(training.ds_config(stage, fp8), base.MODEL)
+    engine = training.build(training.ds_config(stage, fp8), model)
     losses = training.train(engine, 4)
     before = sorted(engine.fp8.precision.in_bf16)
     if dist.get_rank() == 0:  # counts are added up over the ranks
@@ -45,7 +45,7 @@ def guarded(folder: str, stage: int, action: str) -> dict[str, Any]:
     after = sorted(engine.fp8.precision.in_bf16)
     engine.save_checkpoint(folder)
     training.destroy(engine)
-    again = training.build(training.ds_config(stage, fp8), base.MODEL, seed=1)
+    again = training.build(training.ds_config(stage, fp8), model, seed=1)
     again.load_checkpoint(folder)
     training.train(again, 1, first_step=9)
     resumed = sorted(again.fp8.precision.in_bf16)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import test_autotp as autotp
 import test_tp_llama as tp_llama
 import torch
 import training
+
+from fp8_ds.curves import read_events
 
 pytestmark = pytest.mark.distributed
 
@@ -78,6 +82,37 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
                 assert one["saturation"] < 0.01
 
 
+def what_ran(fp8: dict[str, Any]) -> set[str]:
+    """Names of the monitor's functions, hooks among them, that an engine calls from its building to its end."""
+    import fp8_ds.engine.health
+    import fp8_ds.monitor.observe
+
+    parts = ("monitor", "ops/observe.py", "engine/health.py")
+    own = tuple(str(Path(fp8_ds.__file__).parent / part) for part in parts)
+    called: set[str] = set()
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            called.add(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        engine = training.build(training.ds_config(2, fp8))
+        training.train(engine, 3)
+        assert ("monitor" in fp8) == bool(engine._fp8_following._calls)
+        training.destroy(engine)
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_monitor_that_is_off_runs_nothing_but_the_test_that_it_is(ranks: Any) -> None:
+    for off in ranks(2).run(what_ran, {}):
+        assert off == {"of"}  # of class Health
+    for on in ranks(2).run(what_ran, {"monitor": {"every": 2, "sink": "/dev/null"}}):
+        assert on >= {"of", "attach", "_observe", "after_step", "send", "receive", "read", "timed"}
+
+
 def table_of(bad: int) -> dict[str, Any]:
     """What a table says of a tensor that has a NaN on rank `bad` alone, and of one that has none."""
     import torch.distributed as dist
@@ -131,6 +166,64 @@ def test_deepspeeds_csv_monitor_gets_a_file_for_each_number(ranks: Any, tmp_path
     assert "fp8_blocks.0.up_grad_output_underflow.csv" in names
     rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()
     assert len(rows) == 2 and rows[1].split(",")[0] == str(2 * 2 * training.MICRO_BATCH)  # samples after 2 steps
+
+
+def services() -> tuple[list[Any], list[Any], list[Any]]:
+    """(events of the reports; what Weights & Biases was handed; what Comet was), with modules in their places."""
+    wandb, comet = ModuleType("wandb"), ModuleType("comet_ml")
+    logged: list[Any] = []
+    measured: list[Any] = []
+
+    def log(data: dict[str, float], step: int, commit: bool | None) -> None:
+        logged.extend((label, value, step) for label, value in data.items())
+
+    def log_metric(name: str, value: float, step: int) -> None:
+        measured.append((name, value, step))
+
+    wandb.init, wandb.log = lambda **_: None, log  # type: ignore[attr-defined]
+    comet.__version__ = "3.41.0"  # type: ignore[attr-defined]
+    comet.start = lambda **_: SimpleNamespace(__internal_api__log_metric__=log_metric)  # type: ignore[attr-defined]
+    sys.modules |= {"wandb": wandb, "comet_ml": comet}
+    try:
+        monitors = {"wandb": {"enabled": True}, "comet": {"enabled": True, "samples_log_interval": 1}}
+        engine = training.build(training.ds_config(2, {"monitor": {"every": 2}}, **monitors))
+        events: list[Any] = []
+        engine._fp8_health.sinks.append(lambda report: events.extend(report.events()))
+        training.train(engine, 4)
+        training.destroy(engine)
+    finally:
+        del sys.modules["wandb"], sys.modules["comet_ml"]
+    return (events, *([one for one in found if one[0].startswith("fp8/")] for found in (logged, measured)))
+
+
+def test_weights_and_biases_and_comet_get_each_number_over_samples(ranks: Any) -> None:
+    (events, logged, measured), (other_events, *nothing) = ranks(2).run(services)
+    assert logged == measured == events
+    assert {samples for _, _, samples in events} == {step * 2 * training.MICRO_BATCH for step in (2, 4)}
+    assert len(events) == len(other_events) > 2 * 6 * 3 * 5
+    assert nothing == [[], []]  # rank 0 alone writes
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_ends(
+    start_ranks: Any, tmp_path: Path, num: int
+) -> None:
+    output = start_ranks(Path(__file__).with_name("last_reports.py"), tmp_path, ranks=num)
+    assert "Exception ignored" not in output and "Traceback" not in output, output
+    assert output.count("rank 0: fp8: monitor, step 4: JsonLines('/dev/full') failed (OSError: [Errno 28]") == 1
+    found: dict[str, dict[int, float]] = {}
+    for path in (tmp_path / "tensorboard").iterdir():
+        for label, samples, value in read_events(path):
+            if label.startswith("fp8/"):
+                found.setdefault(label, {})[samples] = value
+    both = [step * num * training.MICRO_BATCH for step in (2, 4)]
+    assert {label.rpartition("/")[2] for label in found} >= {"coverage", "amax", "underflow", "scale_age"}
+    for label, values in found.items():
+        assert list(values) == both, label
+        rows = (tmp_path / "csv" / f"{label.replace('/', '_')}.csv").read_text().splitlines()
+        assert [int(row.split(",")[0]) for row in rows[1:]] == both
+        assert [float(row.split(",")[1]) for row in rows[1:]] == pytest.approx(list(values.values()), rel=1e-6)
+    assert len(list((tmp_path / "csv").glob("fp8_*.csv"))) == len(found)
 
 
 def on_a_full_disk(stage: int, fp8: dict[str, Any]) -> tuple[list[float], list[str], list[int]]:

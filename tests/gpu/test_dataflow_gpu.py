@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import training
 
-from fp8_ds.testing.waits import host_waits
+from fp8_ds.testing.waits import HostWaits, host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -23,22 +26,44 @@ SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 500_000}
 def synchronisations(
     stage: int, fp8: dict[str, Any] | None, checks: bool = False, zero: dict[str, Any] | None = None
 ) -> dict[str, int]:
-    """How often the host waits for the device in one forward, backward and step, after two to warm up."""
+    """How often the host waits for the device in one forward, backward and step, after two to warm up; and how many of
+    the step's waits are for what was done before the forward."""
     config = training.ds_config(stage, fp8, zero_optimization={"stage": stage, "overlap_comm": False, **(zero or {})})
     config["bf16"] = {"enabled": True, "check_grad_overflow": checks}
     engine = training.build(config, MODEL)
     training.train(engine, 2)
     tokens = training.micro_batches(3, 1)[0].to(engine.device)
     counts = {}
-    with host_waits() as count:
+    torch.cuda.synchronize()
+    with host_waits() as count, waits_for_the_past() as past:
         loss = engine(tokens)
         counts["forward"], before = count.number, count.number
         engine.backward(loss)
-        counts["backward"], before = count.number - before, count.number
+        counts["backward"], before, past_before = count.number - before, count.number, past.number
         engine.step()
-        counts["step"] = count.number - before
+        counts["step"], counts["past"] = count.number - before, past.number - past_before
     training.destroy(engine)
     return counts
+
+
+@contextmanager
+def waits_for_the_past() -> Iterator[HostWaits]:
+    """Counts waits for events recorded before it: where the device was idle then, they are over."""
+    count = HostWaits()
+    recorded: list[Any] = []
+    record, wait = torch.cuda.Event.record, torch.cuda.Event.synchronize
+
+    def recording(event: Any, *args: Any, **kwargs: Any) -> None:
+        recorded.append(event)
+        record(event, *args, **kwargs)
+
+    def waiting(event: Any) -> None:
+        if not any(event is one for one in recorded):
+            count.add()
+        wait(event)
+
+    with patch.multiple(torch.cuda.Event, record=recording, synchronize=waiting):
+        yield count
 
 
 @pytest.mark.parametrize("states", [{}, STATES], ids=["fp32", "fp8"])
@@ -70,6 +95,21 @@ def test_looking_for_an_overflow_waits_no_more_often_than_in_stock(gpu_ranks: An
     stock, ours = (gpu_ranks(1).run(synchronisations, stage, fp8, True)[0] for fp8 in (None, {}))
     for phase in ("forward", "backward", "step"):
         assert ours[phase] <= stock[phase], (phase, ours, stock)
+
+
+@pytest.mark.parametrize("states", [{}, STATES], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_is_sampled_and_reports_the_one_before_waits_no_more_often(
+    gpu_ranks: Any, stage: int, states: dict[str, Any]
+) -> None:
+    """It waits for the numbers of the step before alone, whose copy is a step old."""
+    monitor = {"monitor": {"every": 1, "sink": "/dev/null"}}
+    plain, watched = (gpu_ranks(1).run(synchronisations, stage, states | more)[0] for more in ({}, monitor))
+    assert watched["past"] > plain["past"]
+    for counts in (plain, watched):
+        counts["step"] -= counts["past"]
+    for phase in ("forward", "backward", "step"):
+        assert watched[phase] <= plain[phase], (phase, watched, plain)
 
 
 def losses_and_bytes(stage: int, fp8: dict[str, Any] | None, num_steps: int) -> Any:

@@ -39,9 +39,21 @@ def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
         model = arms.MODELS[piece.model]
         first = [piece.reference] if piece.reference else []
         names = [*first, *piece.arms, *(first if piece.mode == "speed" else [])]
-        steps = 200 if piece.mode == "losses" else 40
+        steps = 200 if piece.mode == "losses" else piece.timing.num_steps if piece.timing else 40
         total = sum(arms.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
         assert total <= 570, (name, total)
+
+
+def test_each_block_of_a_monitor_that_samples_seldom_has_one_sample_and_none_the_first(bench: Any) -> None:
+    arms = bench("end_to_end_arms")
+    piece = arms.PIECES["monitor-100"]
+    (arm,) = (arms.parse_arm(name, arms.MODELS[piece.model]) for name in piece.arms)
+    every, timing = arm.fp8["monitor"]["every"], piece.timing
+    assert every == 100 and timing.blocks * timing.steps == 200
+    begins = [timing.warm_up + block * timing.steps for block in range(timing.blocks)]
+    sampled = [[step for step in range(at + 1, at + timing.steps + 1) if step % every == 0] for at in begins]
+    assert sampled == [[200], [300]]
+    assert all(step < at + timing.steps for (step,), at in zip(sampled, begins, strict=True))  # its report is there too
 
 
 def test_models_have_the_sizes_of_the_issue(bench: Any) -> None:
@@ -453,12 +465,13 @@ def test_run_of_a_part_of_a_model_is_neither_judged_nor_charted_nor_believed(
     run = speed_run(FULL | {"ours-e4m11-compiled+mb=2": 1e5}, "llama-8b", stock_eager=94.0)
     whole = report.verdicts([run])
     assert sum(line.startswith(("met", "MISSED")) and "llama-8b" in line for line in whole) == 5
-    assert report.known_seconds([run], run["model"])
+    assert report.known_seconds([run], run["model"], run["timing"])
+    assert not report.known_seconds([run], run["model"], "2 x 100")  # others' steps take another time
     part = run | {"model": run["model"] | change, "id": "2026-11-30T00:00:00Z"}
     assert all(line.startswith("NOT MEASURED") for line in report.verdicts([part]))
     assert report.verdicts([run, part]) == whole
     assert not report.chart(tmp_path / "chart.png", [part])
-    assert not report.known_seconds([part], run["model"])
+    assert not report.known_seconds([part], run["model"], run["timing"])
 
 
 def test_peers_are_compared_with_arms_of_their_own_loss(bench: Any) -> None:
@@ -575,6 +588,32 @@ def test_speed_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
     losses = [result["loss"] for result in found.values()]
     assert max(losses) - min(losses) < 0.01
     assert found["ours-e4m11-eager+rowwise"]["fp8"]["resident_weight_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_monitor_that_samples_seldom_runs_dry(
+    bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The piece, with a tiny model, eager, and each second step in place of each hundredth."""
+    arms = bench("end_to_end_arms")
+    piece = arms.PIECES["monitor-100"]
+    eager = [
+        name.replace("compiled", "eager").replace("every=100", "every=2") for name in (piece.reference, *piece.arms)
+    ]
+    timing = arms.Timing(3, 2, 2)
+    monkeypatch.setitem(arms.PIECES, "monitor-100", arms.Piece("tiny-llama", eager[0], (eager[1],), timing=timing))
+    monkeypatch.chdir(tmp_path)
+    output = run_main("end_to_end", "--piece", "monitor-100", "--out", tmp_path)
+    run = the_run(tmp_path)
+    assert [(result["arm"], len(result["block_ms"])) for result in run["results"]] == [
+        (name, 2) for name in (*eager, eager[0])
+    ]
+    assert run["timing"] == "2 x 2 steps after 3" and "| " + eager[1] in output
+    found = by_arm(run)
+    assert found[eager[0]]["loss"] == found[eager[1]]["loss"]  # watching changes no bit
+    reports = [json.loads(line) for line in Path("health-100.jsonl").read_text().splitlines()]
+    assert [report["step"] for report in reports] == [2, 4, 6]
 
 
 @pytest.mark.slow
