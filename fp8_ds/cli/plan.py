@@ -16,6 +16,8 @@ from fp8_ds.cli.common import (
     argument,
     console,
     failures,
+    in_gb,
+    num_parameters,
     read_config,
     say_unknown_keys,
     show,
@@ -102,7 +104,7 @@ def _print(found: dict[str, Any]) -> None:
     out.print(table)
     out.print(
         f"{found['num_fp8']} of {found['num_layers']} matrices in FP8: {found['fp8_percent_of_parameters']:.1f} % of "
-        f"{found['parameters'] / 1e9:.3g} B parameters, {found['fp8_percent_of_matrix_flops']:.1f} % of the FLOPs of "
+        f"{num_parameters(found['parameters'])}, {found['fp8_percent_of_matrix_flops']:.1f} % of the FLOPs of "
         f"matrices, {found['fp8_percent_of_flops']:.1f} % with attention."
     )
     if found["world"] > 1:
@@ -110,7 +112,7 @@ def _print(found: dict[str, Any]) -> None:
         share = found["gathered_bytes_per_pass"] / bf16
         out.print(
             f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
-            f"{found['gathered_bytes_per_pass'] / 1e9:.2f} GB on the wire, {share:.2f} of bf16's."
+            f"{in_gb(found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
         )
     if found["layer_choice"] == "measured":
         out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')

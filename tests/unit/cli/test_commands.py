@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
+from fp8_ds.cli.common import num_parameters
 from fp8_ds.cli.plan import _runs
 from fp8_ds.diagnosis import Check
 from fp8_ds.nn.flops import Product
@@ -213,6 +214,34 @@ def test_the_title_of_an_estimate_counts_ranks(world: int, words: str) -> None:
     assert words in CliRunner().invoke(app, [str(word) for word in common]).stdout
 
 
+def test_small_models_are_shown_in_a_unit_that_fits(tmp_path: Path) -> None:
+    """Two decimals of GiB would be zero everywhere."""
+    pytest.importorskip("transformers")
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}}
+    config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
+    _, found = run(*common, "--memory", 0.0001)
+    words = [str(word) for word in (*common, "--memory", 0.0001)]
+    page = " ".join(CliRunner().invoke(app, words).stdout.split())
+    mib = found["peak"] / 2**20
+    assert 0.1 < mib < 100 and f"{mib:.2f} MiB: does not fit into 0.0001 GiB (0.10 MiB)" in page
+    weights = found["bytes"]["weights"] / 2**20
+    assert weights > 0.01 and f"│ weights │ {weights:.2f} │" in page
+    code, plan = run("plan", "llama-8b", "--config", config, "--world", 2, *ONE_LAYER)
+    words = ["plan", "llama-8b", "--config", str(config), "--world", "2", *ONE_LAYER]
+    page = " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert code == 0 and f"all weights once are {plan['gathered_bytes_per_pass'] / 1e3:.2f} kB on the wire" in page
+    assert f"of {plan['parameters']:,} parameters" in page
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(8.03e9, "8.03 B parameters"), (124_439_808, "0.124 B parameters"), (1234, "1,234 parameters")],
+)
+def test_parameters_are_counted_in_a_unit_that_fits(number: float, shown: str) -> None:
+    assert num_parameters(int(number)) == shown
+
+
 def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": {"fp32_states_from_step": 700}}
@@ -228,7 +257,7 @@ def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> Non
     assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
     words = [str(word) for word in (*common, "--memory", 1)]
     page = CliRunner().invoke(app, words).stdout
-    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**30:.2f} GiB: fits into 1 GiB" in page
+    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**20:.2f} MiB: fits into 1 GiB." in page
 
 
 def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> None:
