@@ -86,6 +86,31 @@ def test_plan_says_of_each_matrix_what_it_is_and_why() -> None:
     assert by_name["model.layers.2.mlp.up_proj"]["shape"] == [128, 64]
 
 
+@pytest.mark.parametrize(
+    ("block", "of_linears", "of_attention"),
+    [
+        ({"attention": {"backend": "fa3_fp8"}}, 1, 1 / 3),
+        ({"attention": {"backend": "fa3"}}, 1, 0),
+        ({"linear": {"recipe": "rowwise_with_gw_hp"}}, 2 / 3, 0),
+    ],
+)
+def test_plan_counts_products_that_are_in_fp8_in_forward_or_backward_only(
+    tmp_path: Path, block: dict[str, Any], of_linears: float, of_attention: float
+) -> None:
+    pytest.importorskip("transformers")
+    config = written(tmp_path, fp8={"enabled": True, **block})
+    common = ("plan", "llama-8b", "--config", config, "--seq", 32, *SMALL)
+    _, found = run(*common)
+    converted = 2 * sum(row["shape"][0] * row["shape"][1] for row in found["layers"] if row["in_fp8"])
+    matrices, attention = sum(row["flops"] for row in found["layers"]), found["attention_flops_per_token"]
+    assert attention > 0
+    in_fp8 = of_linears * converted + of_attention * attention
+    assert found["fp8_percent_of_flops"] == pytest.approx(100 * in_fp8 / (matrices + attention))
+    assert found["fp8_percent_of_matrix_flops"] == pytest.approx(100 * of_linears * converted / matrices)
+    page = " ".join(CliRunner().invoke(app, [str(word) for word in common]).stdout.split())
+    assert ("with attention, whose forward is in FP8." in page) == (of_attention > 0)
+
+
 def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8() -> None:
     pytest.importorskip("transformers")
     code, found = run("plan", "gpt2", "--config", CONFIG, "--set", "n_layer=2")
