@@ -331,8 +331,12 @@ def test_doctor_says_on_a_cpu_what_is_missing_and_what_installs_it() -> None:
     assert code == 1 and found["can_train"] is False
     assert by_name["GPU"]["status"] == "missing" and "8.9" in by_name["GPU"]["remedy"]
     assert by_name["seams"]["status"] == "ok" and by_name["deepspeed"]["status"] == "ok"
-    for name in ("FlashAttention-3", "transformer_engine"):
+    for name in ("FlashAttention-3", "transformer_engine", "megatron-core", "CUDA"):
         assert by_name[name]["status"] == "ok" or "pip install" in by_name[name]["remedy"], name
+    for name in ("cuDNN", "NCCL"):
+        assert by_name[name]["status"] == "optional" and "none: this torch is a CPU build" in by_name[name]["found"]
+    if by_name["megatron-core"]["status"] == "ok":
+        assert by_name["seams of megatron-core"]["status"] == "ok"
     recipes = {probe["recipe"]: probe for probe in found["probes"]}
     assert set(recipes) == {"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}
     assert all(probe["is_exact"] or probe["sqnr_db"] > 45 for probe in recipes.values()), recipes
@@ -421,6 +425,76 @@ def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
     assert found["config"]["remedies"] == ["deepspeed: pip install deepspeed."]
 
 
+def clone(folder: Path, version: str) -> Path:
+    """A Megatron-LM that has a version and nothing else."""
+    core = folder / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True))
+    (core / "package_info.py").write_text("".join(f"{key} = {value}\n" for key, value in numbers.items()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "reason", "remedy"),
+    [
+        ("0.16.1", "0.16.1 in ", "expected megatron.", "git -C CLONE checkout core_v0.16.1"),
+        (
+            "0.9.0",
+            "no version in ",
+            "expected Megatron 0.16.0 or later, got 0.9.0",
+            "git -C CLONE checkout core_v0.16.1",
+        ),
+        (None, "no version in ", "expected a clone of Megatron-LM", "git clone --branch core_v0.16.1 https://"),
+    ],
+)
+def test_doctor_looks_at_the_symbols_of_a_clone_of_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, found: str, reason: str, remedy: str
+) -> None:
+    place = tmp_path / "clone" if version is None else clone(tmp_path / "clone", version)
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(place))
+    monkeypatch.setattr(diagnosis, "_version_of", lambda _: None)
+    of_version, of_seams = diagnosis._megatron()
+    assert of_version.name == "Megatron-LM" and found in of_version.found
+    assert (of_version.status == "ok") == (version == "0.16.1")
+    assert of_seams.status == "warning" and reason in of_seams.found
+    assert remedy.replace("CLONE", str(place)) in of_seams.remedy
+
+
+def test_doctor_says_what_the_symbols_of_megatron_are() -> None:
+    as_tested = {"version": "0.16.1", "num_symbols": 61, "error": "", "differing": ""}
+    expected = Check("seams", "ok", "all 61 symbols of Megatron are as tested")
+    assert diagnosis._megatron_seams("seams", as_tested, "x") == expected
+    differing = diagnosis._megatron_seams("seams", as_tested | {"differing": "these bodies differ: a.b"}, "x")
+    assert differing.status == "warning" and "a.b" in differing.found and "make test-slow" in differing.remedy
+
+
+def test_doctor_names_a_command_for_each_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnosis, "_installed", lambda name: None)
+        missing = {check.name: check for check in diagnosis.checks()}["torch"]
+    assert missing.status == "missing" and missing.remedy == "pip install 'torch==2.13.*'"
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("fp8_ds.attention.packages.older_cudnn", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    found = {check.name: check for check in diagnosis._torch()}
+    for name in ("CUDA", "NCCL"):
+        assert found[name].status == "warning" and "pip install --force-reinstall 'torch==2.13.*'" in found[name].remedy
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_doctor_says_without_a_configuration_what_a_default_block_would_use(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--no-probe"]).stdout.splitlines()
+    start = result.index('The block "fp8": {"enabled": true} would use here:')
+    shown = dict(line.strip().split(": ", 1) for line in result[start + 1 : start + 7])
+    assert shown["recipe"] == "tensorwise, output gradients in e5m2"
+    assert shown["optimizer states"] == "fp32 moments, fp32 masters"
+    _, found = run("doctor", "--no-probe")
+    assert found["default"] == shown and found["config"] is None
+    _, found = run("doctor", "--no-probe", "--config", written(tmp_path))
+    assert found["default"] is None and found["config"]["used"]["optimizer states"].endswith("ZeRO stage 3")
+
+
 def test_doctor_says_what_will_be_used(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["doctor", "--no-probe", "--config", str(written(tmp_path))]).stdout.splitlines()
     assert "  recipe: tensorwise, output gradients in e5m2" in lines and "  attention: the model's own" in lines
@@ -444,7 +518,7 @@ def test_doctor_ends_with_what_is_used_then_the_verdict_then_reasons_and_what_to
     assert len(end) == 3 and end[1].startswith("  It is refused at start: fp16.enabled: true: ")
     assert end[2].startswith("  to do: ")
     code, found = run(*words)
-    assert code == 1 and list(found) == ["verdict", "checks", "probes", "can_train", "config"]
+    assert code == 1 and list(found) == ["verdict", "checks", "probes", "can_train", "config", "default"]
     assert found["verdict"] == "FP8 would be OFF."
 
 
