@@ -72,7 +72,12 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     index = source / INDEX
-    listed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    try:
+        listed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f'{index}: expected JSON with "weight_map", got {error!r}. Copy the model again.'
+        ) from error
     missing, seen = set(listed), set()
     for path in sorted({source / name for name in listed.values()} or source.glob("*.safetensors")):
         try:

@@ -62,6 +62,11 @@ def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
     assert convert(source, tmp_path / "out", "universal", stage=2).num_tensors == 3 * len(WEIGHTS)
 
 
+def unreadable(folder: Path) -> Path:
+    (write(folder, one=WEIGHTS) / "model.safetensors.index.json").write_text("{")
+    return folder
+
+
 def cut(folder: Path) -> Path:
     path = write(folder, model=WEIGHTS) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -74,6 +79,7 @@ REFUSED: list[tuple[Any, type[Fp8DsError], str]] = [
     (lambda f: write(f, one={"w": torch.ones(2).to(torch.float8_e4m3fn)}), UnsupportedError, "got w in torch.float8"),
     (lambda f: write(f, one={"ids": torch.arange(3)}), ConfigError, "expected weights in .*, got none"),
     (cut, CheckpointError, "got a damaged file"),
+    (unreadable, CheckpointError, 'index.json: expected JSON with "weight_map"'),
 ]
 
 
