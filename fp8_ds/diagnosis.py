@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import math
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds.errors import Fp8DsError, SeamError
@@ -22,6 +28,10 @@ if TYPE_CHECKING:
 
 TESTED_TORCH = ("2.11", "2.13")
 """Versions that the suite runs with, on an H200 and on CPU."""
+_INSTALL_TORCH = f"pip install 'torch=={TESTED_TORCH[-1]}.*'"
+_INSTALL_CUDA = f"pip install --force-reinstall 'torch=={TESTED_TORCH[-1]}.*' (the wheel for Linux is a CUDA build)"
+_CLONE = "MEGATRON_LM_PATH"
+_SURVEY_SECONDS = 120
 _PROBE_SIZE = {"cuda": 4096, "cpu": 128}
 
 Status = Literal["ok", "warning", "missing", "optional"]
@@ -63,8 +73,10 @@ def checks() -> list[Check]:
     """All that `fp8-ds doctor` looks at, but for probes; nothing is raised."""
     python = Check("python", "ok", sys.version.split()[0])
     if _installed("torch") is None:
-        remedy = "install it: pytorch.org/get-started; without it nothing else can be looked at"
-        return [python, Check("torch", "missing", "not installed", remedy)]
+        return [
+            python,
+            Check("torch", "missing", "not installed, and without it nothing else is known", _INSTALL_TORCH),
+        ]
     return [
         python,
         *_torch(),
@@ -115,18 +127,15 @@ def _torch() -> Iterator[Check]:
 
     is_tested = any(torch.__version__.startswith(f"{one}.") for one in TESTED_TORCH)
     text = f"{torch.__version__} (tested: {', '.join(TESTED_TORCH)})"
-    remedy = "" if is_tested else f"install torch {TESTED_TORCH[-1]}, or run the tests of fp8_ds"
+    remedy = "" if is_tested else f"{_INSTALL_TORCH}, or run the tests of fp8_ds: make test"
     yield Check("torch", "ok" if is_tested else "warning", text, remedy)
     if torch.version.cuda is None:
-        yield Check(
-            "CUDA",
-            "missing",
-            "this torch is a CPU build",
-            "install torch with CUDA 12.9 or later: pytorch.org/get-started",
-        )
+        yield Check("CUDA", "missing", "this torch is a CPU build", _INSTALL_CUDA)
+        for name, use in (("cuDNN", "attention"), ("NCCL", "several GPUs")):
+            yield Check(name, "optional", f"none: this torch is a CPU build ({use})", "comes with a torch for CUDA")
         return
     status: Status = "ok" if tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9) else "warning"
-    yield Check("CUDA", status, torch.version.cuda, "" if status == "ok" else "blockwise needs a torch with CUDA 12.9")
+    yield Check("CUDA", status, torch.version.cuda, "" if status == "ok" else f"for blockwise: {_INSTALL_CUDA}")
     from fp8_ds.attention.packages import CUDNN_REMEDY, older_cudnn
 
     if older := older_cudnn():
@@ -136,7 +145,7 @@ def _torch() -> Iterator[Check]:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         yield Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield Check("NCCL", "warning", "torch has none", "several GPUs need a torch with NCCL")
+        yield Check("NCCL", "warning", "none in this torch (several GPUs)", _INSTALL_CUDA)
 
 
 def _gpu() -> Iterator[Check]:
@@ -174,7 +183,7 @@ def _deepspeed() -> Iterator[Check]:
             return
     differing = [str(one.message) for one in said if "these bodies differ" in str(one.message)]
     if differing:
-        yield Check("seams", "warning", differing[0], "run the tests of fp8_ds against this version")
+        yield Check("seams", "warning", differing[0], "run the tests of fp8_ds against this version: make test")
     else:
         yield Check("seams", "ok", f"all {len(rows())} symbols of DeepSpeed are as tested")
 
@@ -211,20 +220,66 @@ def _attention() -> Iterator[Check]:
 
 
 def _megatron() -> Iterator[Check]:
+    """Of the wheel and of the clone that $MEGATRON_LM_PATH names, each where it is there."""
     found = next((value for name in ("megatron-core", "megatron_core") if (value := _version_of(name))), None)
-    if found is None:
-        yield Check("megatron-core", "optional", "not installed (megatron_patches)", "pip install megatron-core")
+    clone = os.environ.get(_CLONE)
+    install = "pip install megatron-core==0.16.1"
+    if found is None and not clone:
+        yield Check("megatron-core", "optional", "not installed (megatron_patches)", install)
         return
     try:
         from megatron_patches.compat import TESTED_VERSIONS
     except ImportError as error:
-        yield Check("megatron-core", "warning", f"{found}; megatron_patches cannot be imported ({error})")
+        text = f"megatron_patches cannot be imported ({error})"
+        yield Check("megatron-core", "warning", text, "pip install 'fp8-ds[megatron]'")
         return
-    is_tested = found.split("+")[0] in TESTED_VERSIONS
-    text = f"{found} (tested: {', '.join(TESTED_VERSIONS)})"
-    yield Check(
-        "megatron-core", "ok" if is_tested else "warning", text, "" if is_tested else "install a tested version"
-    )
+    tested = f"tested: {', '.join(TESTED_VERSIONS)}"
+    if found is not None:
+        is_tested = found.split("+")[0] in TESTED_VERSIONS
+        remedy = "" if is_tested else install
+        yield Check("megatron-core", "ok" if is_tested else "warning", f"{found} ({tested})", remedy)
+        yield _megatron_seams("seams of megatron-core", _survey(None), install)
+    if clone:
+        place = shlex.quote(clone)
+        remedy = f"git -C {place} checkout core_v0.16.1"
+        if not (Path(clone).expanduser() / "megatron/core").is_dir():
+            remedy = f"git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM {place}"
+        survey = _survey(clone)
+        is_tested = survey["version"] in TESTED_VERSIONS
+        text = f"{survey['version'] or 'no version'} in {clone}, ${_CLONE} ({tested})"
+        yield Check("Megatron-LM", "ok" if is_tested else "warning", text, "" if is_tested else remedy)
+        yield _megatron_seams("seams of Megatron-LM", survey, remedy)
+
+
+def _megatron_seams(name: str, survey: dict[str, Any], remedy: str) -> Check:
+    """A warning where they are missing: training under DeepSpeed does not need them."""
+    if survey["error"]:
+        return Check(name, "warning", survey["error"], remedy)
+    if survey["differing"]:
+        return Check(name, "warning", survey["differing"], "MEGATRON_LM_PATH=CLONE make test-slow")
+    return Check(name, "ok", f"all {survey['num_symbols']} symbols of Megatron are as tested")
+
+
+@functools.cache
+def _survey(clone: str | None) -> dict[str, Any]:
+    """What megatron_patches/survey.py says, in a process of its own, once for each Megatron."""
+    import megatron_patches
+
+    root = Path(str(megatron_patches.__file__)).parents[1]  # not the working directory, which may be a clone
+    command = [sys.executable, "-B", "-m", "megatron_patches.survey"]
+    command += [] if clone is None else [str(Path(clone).expanduser().resolve())]
+    nothing = {"version": "", "num_symbols": 0, "differing": ""}
+    try:
+        done = subprocess.run(
+            command, cwd=root, stdin=-3, capture_output=True, text=True, timeout=_SURVEY_SECONDS, check=False
+        )
+        survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return nothing | {"error": f"its import did not end in {_SURVEY_SECONDS} s"}
+    except (OSError, ValueError, IndexError):
+        lines = done.stderr.splitlines() or [f"it ended with {done.returncode}"]
+        return nothing | {"error": f"its import failed: {lines[-1]}"}
+    return survey
 
 
 def _version_of(package: str) -> str | None:

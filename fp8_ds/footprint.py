@@ -319,7 +319,12 @@ def _convert(model: Any, fp8: Fp8Config) -> None:
 
 
 def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint:
-    """With the states that `run.setup` names."""
+    """With the states that `run.setup` names.
+
+    Stages 1 and 2 allocate the buckets when the backward gives its first gradient, and the room for a rank's gradients,
+    all of it, when the first bucket is reduced: the loss's own peak meets neither.
+    Source: deepspeed/runtime/zero/stage_1_and_2.py `setup_buckets`, `copy_grads_in_partition` (0.19.8).
+    """
     setup = run.setup
     states = estimate_states(weights, setup)
     parts = states.parts
@@ -333,18 +338,22 @@ def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint
     elif run.accumulation > 1 and not setup.releases:
         resident += parts.gradients
 
+    late = 0 if setup.stage == 3 else buffers
+
     def gradients(num_elements: int) -> float:
-        """Of complete gradients in stages 1 and 2; stage 3 has room for them all the time."""
-        if setup.stage == 3 or setup.releases or run.accumulation > 1:
+        """Of complete gradients in stages 1 and 2, with the buckets; stage 3 has room for them all the time."""
+        if setup.stage == 3 or num_elements == 0:
             return 0.0
+        if setup.releases or run.accumulation > 1:
+            return late
         if is_direct or states.unreduced:
-            return setup.grad_bytes * num_elements
-        return parts.gradients * num_elements / max(trainable, 1)
+            return late + setup.grad_bytes * num_elements
+        is_reduced = num_elements > setup.reduce_bucket_size or num_elements == trainable
+        return late + parts.gradients * is_reduced
 
     in_pass = rehearsal.peak(gradients)
     step_extra = 0 if setup.optimizer.states == "fp8" else _dense_step(trainable, run)
     held = 0 if setup.stage == 3 or run.accumulation > 1 else parts.gradients
-    late = 0 if setup.stage == 3 else buffers
     return Footprint(
         weights=parts.weights,
         masters=parts.master,
@@ -352,9 +361,9 @@ def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint
         gathered=gathered,
         gradients=parts.gradients,
         activations=rehearsal.kept,
-        temporaries=in_pass - rehearsal.kept,
+        temporaries=rehearsal.peak(lambda _: 0) - rehearsal.kept,
         buffers=buffers,
-        in_backward=resident + late + in_pass,
+        in_backward=resident + in_pass,
         in_step=resident - (gathered - parts.gathered) + held + step_extra,
         num_parameters=sum(weight.numel for weight in weights),
     )

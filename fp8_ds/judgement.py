@@ -234,11 +234,28 @@ def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> 
         raise not_measured(machine)
 
 
-def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> dict[str, str]:
+def used_by_default(found: Sequence[Check]) -> dict[str, str]:
+    """What `"fp8": {"enabled": true}` trains with on this machine; empty where what every run needs is missing.
+
+    Args:
+        found: what `diagnosis.checks` has found.
+    """
+    if any(check.status == "missing" and check.name in _NEEDED for check in found):
+        return {}
+    import torch
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return _used(Fp8Config.from_block({"enabled": True}), None, device)
+
+
+def _used(fp8: Fp8Config, config: Mapping[str, Any] | None, device: torch.device) -> dict[str, str]:
+    """Without a configuration neither ZeRO's stage nor the optimizer is known."""
     from fp8_ds.engine.refusals import zero_stage
 
     linear, optimizer, attention = fp8.linear, fp8.optimizer, fp8.attention
-    states = f"{optimizer.states} moments, {optimizer.master_format} masters, ZeRO stage {zero_stage(config)}"
+    states = f"{optimizer.states} moments, {optimizer.master_format} masters"
+    if config is not None:
+        states += f", ZeRO stage {zero_stage(config)}"
     if fp8.schedule.fp32_states_from_step is not None:
         states += f"; fp32 from step {fp8.schedule.fp32_states_from_step}"
     backend = "the model's own"
@@ -250,7 +267,7 @@ def _used(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> di
         "recipe": f"{linear.recipe}, output gradients in {linear.grad_dtype}",
         "GEMM backend": _gemms(linear, device),
         "optimizer states": states,
-        "optimizer": _optimizer(fp8, config),
+        "optimizer": "the configuration's, or the script's" if config is None else _optimizer(fp8, config),
         "activations": _activations(fp8.activations),
         "attention": backend,
     }

@@ -1,4 +1,4 @@
-"""From checkpoints of training to what others read: bf16 safetensors in Hugging Face's layout, universal checkpoints.
+"""Between checkpoints of training, bf16 safetensors in Hugging Face's layout, and universal checkpoints.
 
 Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
 the CPU. DeepSpeed's files are pickles, and its converters execute them: so all are read without executing anything
@@ -23,8 +23,9 @@ from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
+from fp8_ds.checkpoint.from_safetensors import INDEX, write_universal
 from fp8_ds.checkpoint.manifest import beside
-from fp8_ds.checkpoint.universal import refuse_damage, rewrite_universal
+from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
@@ -41,14 +42,14 @@ class Converted:
     Attributes:
         source, target: kinds.
         files: names within the output folder.
-        num_tensors, num_bytes: of safetensors; 0 for a universal checkpoint.
+        num_tensors, num_bytes: of safetensors; of a universal checkpoint masters and moments, in fp32.
     """
 
     source: Kind
     target: Kind
     files: tuple[str, ...]
-    num_tensors: int = 0
-    num_bytes: int = 0
+    num_tensors: int
+    num_bytes: int
 
 
 def kind_of(folder: Path) -> Kind:
@@ -88,7 +89,7 @@ def convert(
         out: a folder that is empty or not there.
         target: "safetensors" or "universal".
         tag: which of several saves of a DeepSpeed checkpoint; None: the latest.
-        stage: of ZeRO, that is to load the universal checkpoint; None: the one that wrote it.
+        stage: of ZeRO, that is to load the universal checkpoint; None: the one that saved the DeepSpeed checkpoint.
         model: for safetensors: a folder whose config and tokenizer files are copied beside the weights.
         trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
 
@@ -110,6 +111,8 @@ def convert(
         raise ConfigError("--stage: expected it with universal only, got safetensors. Leave it out.")
     if tag is not None and kind != "deepspeed":
         raise ConfigError(f"--tag: expected it with a DeepSpeed checkpoint only, got {kind}. Leave it out.")
+    if trust_pickle and kind == "safetensors":
+        raise ConfigError("--trust-pickle: expected it with files of torch.save, got safetensors. Leave it out.")
     refusal = _REFUSED.get((kind, target))
     if refusal is not None:
         raise UnsupportedError(f"convert: expected kinds that can be converted, got {kind} to {target}. {refusal}")
@@ -121,13 +124,9 @@ def convert(
 
 _REFUSED: Mapping[tuple[str, str], str] = {
     ("safetensors", "safetensors"): "The weights are in bf16 safetensors already.",
-    ("safetensors", "universal"): (
-        "Safetensors have no masters and moments. Start from them instead: from_pretrained, then deepspeed.initialize, "
-        "which makes masters of bf16 weights without rounding."
-    ),
     ("safetensors", "deepspeed"): (
-        "Safetensors have no masters and moments. Start from them instead: from_pretrained, then deepspeed.initialize, "
-        "then save_checkpoint."
+        'Convert them to universal, which an engine loads with "checkpoint": {"load_universal": true}, or start from '
+        "them: from_pretrained, then deepspeed.initialize. Then call save_checkpoint."
     ),
     ("deepspeed", "deepspeed"): "To change ranks or stage, convert it to universal.",
     ("universal", "deepspeed"): (
@@ -235,10 +234,10 @@ def _refuse_code(folder: Path) -> None:
             ) from error
 
 
-def _load(path: Path, trust_pickle: bool) -> Any:
+def _load(path: Path, trust_pickle: bool, device: str = "cpu") -> Any:
     if trust_pickle:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    return read_data(path, deepspeed_classes())
+        return torch.load(path, map_location=device, weights_only=False)
+    return read_data(path, deepspeed_classes(), device)
 
 
 def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
@@ -300,8 +299,8 @@ def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: 
     files = list(names)
     if len(names) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": {k: names[int(v)] for k, v in place.items()}}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-        files.append("model.safetensors.index.json")
+        (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+        files.append(INDEX)
     files += _copy_model_files(model, out)
     return Converted(kind, "safetensors", tuple(files), len(place), num_bytes)
 
@@ -328,8 +327,9 @@ def _copy_model_files(model: Path | None, out: Path) -> list[str]:
 def _to_universal(
     kind: Kind, source: Path, out: Path, tag: str | None, stage: int | None, trust_pickle: bool
 ) -> Converted:
-    if kind == "universal" and stage is None:
-        raise ConfigError("--stage: expected the stage that is to load it, got none. It is universal already.")
+    if kind != "deepspeed" and stage is None:
+        why = "It is universal already." if kind == "universal" else "Safetensors are of no stage: name 1, 2 or 3."
+        raise ConfigError(f"--stage: expected the stage that is to load it, got none. {why}")
     out = out.resolve()
     if out.is_mount():
         raise ConfigError(
@@ -344,18 +344,32 @@ def _to_universal(
             if not trust_pickle:
                 _refuse_code(source)
             shutil.copytree(source, staging)
+        elif kind == "safetensors":
+            assert stage is not None
+            write_universal(source, staging, stage)
         else:
             _run_stock(source, tag, staging, trust_pickle)
         if stage is not None:
             rewrite_universal(staging, out, stage, trust_pickle)
         adopt(staging, trust_pickle)
+        sizes = _sizes(staging, trust_pickle)
         staging.rename(out)
         manifests.sync_folder(out.parent)
         if (work / folders.LATEST_UNIVERSAL).is_file():
             manifests.write_text(out.parent / folders.LATEST_UNIVERSAL, out.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())))
+    return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())), len(sizes), sum(sizes))
+
+
+def _sizes(folder: Path, trust_pickle: bool) -> list[int]:
+    """Bytes of each master and moment of a universal checkpoint."""
+    sizes = []
+    for path in (folder / "zero").rglob("*.pt"):
+        if path.name in TENSORS:
+            content = _load(path, trust_pickle, "meta")
+            sizes.append((content["param"] if isinstance(content, dict) else content).nbytes)
+    return sizes
 
 
 def _refuse_unknown_cuts(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,5 +152,26 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f}"
+Unit = tuple[str, float]
+"""Its name, and how many of the thing it is."""
+
+BINARY: Sequence[Unit] = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_DECIMAL: Sequence[Unit] = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SHORT = 0.1
+
+
+def fitting_unit(units: Sequence[Unit], number: float) -> Unit:
+    """The first of `units` of which there is a tenth, so that two decimals say something; else the last."""
+    return next((unit for unit in units if number >= _SHORT * unit[1]), units[-1])
+
+
+def in_gb(num_bytes: float) -> str:
+    """Bytes in GB, or a smaller unit that fits."""
+    name, size = fitting_unit(_DECIMAL, num_bytes)
+    return f"{num_bytes / size:.2f} {name}"
+
+
+def num_parameters(number: int) -> str:
+    """As `8.03 B parameters`, `124 M parameters`; in full below 0.1 M."""
+    name, size = fitting_unit((("B ", 1e9), ("M ", 1e6), ("", 1)), number)
+    return f"{number / size:.3g} {name}parameters" if name else f"{number:,} parameters"

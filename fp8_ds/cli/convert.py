@@ -1,4 +1,4 @@
-"""`fp8-ds convert`: a checkpoint of training as bf16 safetensors, or as a universal checkpoint."""
+"""`fp8-ds convert`: a checkpoint of training as bf16 safetensors, either of them as a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fp8_ds.cli.common import JsonOption, argument, failures, show
+from fp8_ds.cli.common import JsonOption, argument, failures, in_gb, show
 
 
 class Target(str, Enum):
@@ -21,7 +21,9 @@ class Target(str, Enum):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of save_checkpoint, of ds_to_universal.py, or of convert.")],
+    source: Annotated[
+        Path, typer.Argument(help="Folder of save_checkpoint, of a universal checkpoint, or of safetensors.")
+    ],
     out: Annotated[Path, typer.Argument(help="An empty folder, or one that is not there.")],
     to: Annotated[Target, typer.Option("--to", help="The form to write.")],
     tag: Annotated[str | None, typer.Option("--tag", help="One of several saves. Default: the latest.")] = None,
@@ -37,7 +39,9 @@ def convert(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Weights leave as bf16 of the masters, bitwise. Safetensors cannot become a checkpoint: they have no moments.
+    """Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
+    moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the files.
+    Parameter groups, learning rates and the scheduler stay the engine's own.
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
@@ -52,5 +56,6 @@ def convert(
     if as_json:
         show(asdict(found))
         return
-    what = f"{found.num_tensors} tensors, {found.num_bytes / 1e9:.2f} GB in bf16" if found.num_tensors else "written"
-    typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} files in {out}")
+    dtype = "fp32" if found.target == "universal" else "bf16"
+    what = f"{found.num_tensors} tensors, {in_gb(found.num_bytes)} in {dtype}"
+    typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} entries in {out}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +43,7 @@ def doctor(
     """
     from fp8_ds import diagnosis
     from fp8_ds.errors import ConfigError
-    from fp8_ds.judgement import judge
+    from fp8_ds.judgement import judge, used_by_default
 
     with failures(as_json):
         for option, value in (("--script", script), ("--world", world)):
@@ -54,6 +54,7 @@ def doctor(
         products = diagnosis.probes() if probe else []
         with argument("--script"):
             verdict = None if block is None else judge(block, script, found, world)
+        default = used_by_default(found) if block is None else None
     good = diagnosis.can_train(found) if verdict is None else verdict.on == "yes"
     if as_json:
         show(
@@ -63,15 +64,16 @@ def doctor(
                 "probes": [asdict(product) for product in products],
                 "can_train": diagnosis.can_train(found),
                 "config": verdict and asdict(verdict),
+                "default": default,
             }
         )
     else:
-        _print(found, products, verdict)
+        _print(found, products, verdict, default or {})
     if not good:
         raise typer.Exit(EXIT_NO)
 
 
-def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -> None:
+def _print(found: list[Check], products: list[Probe], verdict: Verdict | None, default: Mapping[str, str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -86,7 +88,9 @@ def _print(found: list[Check], products: list[Probe], verdict: Verdict | None) -
             numbers = [f"{value:.0f}" if value is not None else "-" for value in (one.teraflops, one.bf16_teraflops)]
             table.add_row(one.recipe, _against_reference(one), *numbers)
         out.print(table)
-    for line in _end(found, verdict):
+    if default:
+        out.print('The block "fp8": {"enabled": true} would use here:', highlight=False)
+    for line in (*_lines(default), *_end(found, verdict)):
         out.print(escape(line), soft_wrap=True, highlight=False)
 
 
@@ -96,10 +100,14 @@ def _end(found: Sequence[Check], verdict: Verdict | None) -> Iterator[str]:
     remedies: Sequence[str] = [f"{check.name}: {check.remedy}." for check in found if check.status == "missing"]
     if verdict is not None:
         reasons, remedies = verdict.reasons, verdict.remedies
-        yield from (f"  {name}: {what}" for name, what in verdict.used.items())
+        yield from _lines(verdict.used)
     yield _verdict_line(found, verdict)
     yield from (f"  {line.strip()}" for reason in reasons for line in reason.splitlines())
     yield from (f"  to do: {remedy}" for remedy in remedies)
+
+
+def _lines(used: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"  {name}: {what}" for name, what in used.items())
 
 
 def _verdict_line(found: Sequence[Check], verdict: Verdict | None) -> str:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_ds.cli.common import (
+    BINARY,
     EXIT_NO,
     JsonOption,
     SetOption,
     argument,
     console,
     failures,
-    gib,
+    fitting_unit,
+    num_parameters,
     read_config,
     say_unknown_keys,
     show,
@@ -134,7 +136,8 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
     ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks"
     title = f"{model}, stage {setup.stage}, {ranks}, {states}"
-    columns = {"GiB": found}
+    unit, size = fitting_unit(BINARY, found.peak)
+    columns = {unit: found}
     if found.in_bf16 is not None:
         columns |= {"layers in bf16": found.in_bf16}
     if found.later is not None:
@@ -146,16 +149,20 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
         column.justify = "right"
     rows = {**_PARTS, "in_backward": "peak of forward and backward", "in_step": "peak of the step"}
     for name, text in rows.items():
-        table.add_row(text, *(gib(getattr(each, name)) for each in columns.values()), end_section=name == "buffers")
+        table.add_row(
+            text, *(f"{getattr(each, name) / size:.2f}" for each in columns.values()), end_section=name == "buffers"
+        )
     out = console()
     out.print(table)
     out.print(
-        f"{found.num_parameters / 1e9:.3g} B parameters, micro-batch {run.micro_batch} x {run.seq_len} tokens. Parts "
+        f"{num_parameters(found.num_parameters)}, micro-batch {run.micro_batch} x {run.seq_len} tokens. Parts "
         "do not add up to a peak: gradients and activations are not all there at once. Eager; torch.compile keeps less."
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
-        out.print(f"{gib(found.peak)} GiB: {verdict} {memory:g} GiB.")
+        limit, limit_size = fitting_unit(BINARY, memory * 2**30)
+        also = "" if limit == "GiB" else f" ({memory * 2**30 / limit_size:.2f} {limit})"
+        out.print(f"{found.peak / size:.2f} {unit}: {verdict} {memory:g} GiB{also}.")
 
 
 def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) -> None:
@@ -163,7 +170,8 @@ def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) 
         typer.echo(f"Not even one layer of this model fits into {memory:g} GiB.")
         return
     layers, found = fitting
+    unit, size = fitting_unit(BINARY, found.peak)
     typer.echo(
-        f"Most that fits: {layers} layers of this model, {found.num_parameters / 1e9:.3g} B parameters "
-        f"({gib(found.peak)} GiB)."
+        f"Most that fits: {layers} layers of this model, {num_parameters(found.num_parameters)} "
+        f"({found.peak / size:.2f} {unit})."
     )

@@ -16,6 +16,8 @@ from fp8_ds.cli.common import (
     argument,
     console,
     failures,
+    in_gb,
+    num_parameters,
     read_config,
     say_unknown_keys,
     show,
@@ -57,7 +59,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     from fp8_ds.errors import ConfigError
     from fp8_ds.model_spec import read_spec
     from fp8_ds.nn.convert import make_plan
-    from fp8_ds.nn.flops import attention_flops, products
+    from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:
@@ -71,6 +73,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
+    flops_in_fp8 = share_of_linears(fp8.linear) * sum(product.flops for product in in_fp8)
+    attention_in_fp8 = share_of_attention(fp8.attention) * attention
     numel = sum(p.numel() for p in module.parameters())
     fp8_numel = sum(product.shape[0] * product.shape[1] for product in in_fp8)
     return {
@@ -82,9 +86,11 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
         "num_layers": len(found),
         "num_fp8": len(in_fp8),
         "fp8_percent_of_parameters": 100 * fp8_numel / max(numel, 1),
-        "fp8_percent_of_matrix_flops": 100 * sum(product.flops for product in in_fp8) / max(total, 1),
-        "fp8_percent_of_flops": 100 * sum(product.flops for product in in_fp8) / max(total + attention, 1),
+        "fp8_percent_of_matrix_flops": 100 * flops_in_fp8 / max(total, 1),
+        "fp8_percent_of_flops": 100 * (flops_in_fp8 + attention_in_fp8) / max(total + attention, 1),
         "attention_flops_per_token": attention,
+        "attention_backend": fp8.attention.backend,
+        "fp8_percent_of_attention_flops": 100 * attention_in_fp8 / max(attention, 1),
         "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) if world > 1 else 0,
         "layer_choice": fp8.linear.layer_choice,
         "layers": found,
@@ -100,17 +106,18 @@ def _print(found: dict[str, Any]) -> None:
         where = found["recipe"] if product.in_fp8 else "bf16"
         table.add_row(fqns, product.kind, str(list(product.shape)), where, product.reason)
     out.print(table)
+    forward = ", whose forward is in FP8" if found["fp8_percent_of_attention_flops"] else ""
     out.print(
         f"{found['num_fp8']} of {found['num_layers']} matrices in FP8: {found['fp8_percent_of_parameters']:.1f} % of "
-        f"{found['parameters'] / 1e9:.3g} B parameters, {found['fp8_percent_of_matrix_flops']:.1f} % of the FLOPs of "
-        f"matrices, {found['fp8_percent_of_flops']:.1f} % with attention."
+        f"{num_parameters(found['parameters'])}, {found['fp8_percent_of_matrix_flops']:.1f} % of the FLOPs of "
+        f"matrices, {found['fp8_percent_of_flops']:.1f} % with attention{forward}."
     )
     if found["world"] > 1:
         bf16 = 2 * found["parameters"]
         share = found["gathered_bytes_per_pass"] / bf16
         out.print(
             f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
-            f"{found['gathered_bytes_per_pass'] / 1e9:.2f} GB on the wire, {share:.2f} of bf16's."
+            f"{in_gb(found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
         )
     if found["layer_choice"] == "measured":
         out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')

@@ -21,6 +21,7 @@ from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.checkpoint.manifest import Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY
 from fp8_ds.checkpoint.universal import TENSORS
+from fp8_ds.engine.cut_models import lacks_info
 from fp8_ds.engine.fit import other_parameters, other_run
 from fp8_ds.engine.saving import host_of, is_first_of_host
 from fp8_ds.engine.waiting import Say, all_do, tell_all
@@ -280,8 +281,13 @@ def _absent(engine: Any, request: _Request, path: Path) -> list[str]:
 
     In stages 1 and 2 a parameter that has had no gradient has no moments.
     """
-    if not engine._get_all_ckpt_names(str(request.folder), path.name):
+    if not (model_files := engine._get_all_ckpt_names(str(request.folder), path.name)):
         return [f"a model file of this ZeRO stage is missing in {path}"]
+    if lacks_info(engine.module, Path(model_files[0])):
+        return [
+            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
+            "or start the cut model from the weights themselves)"
+        ]
     if not engine.zero_optimization():
         return []
     tensors = TENSORS if engine.zero_optimization_partition_weights() and request.with_optimizer else TENSORS[:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
+from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.linears import contexts_of
 
@@ -45,6 +47,19 @@ def universal_info(module: Module) -> Mapping[str, Any]:
     patterns = {TP_REPLICATED_PARAMETER_PATTERNS: whole, PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: by_input}
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     return {UNIVERSAL_CHECKPOINT_INFO: version | patterns}
+
+
+def lacks_info(module: Module, model_file: Path) -> bool:
+    """Whether `module` is cut, and the universal checkpoint with this model file, of a whole model, does not say how.
+
+    Stock code would cut all weights along dim 0, without an error where they are cut along their input.
+
+    Raises:
+        CheckpointError: the file holds more than data.
+    """
+    if all(tp.size == 1 for tp in contexts_of(module)):
+        return False
+    return UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file, deepspeed_classes())
 
 
 def refuse_mpu(model: Module, mpu: Any) -> None:

@@ -7,8 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from fp8_ds.config import AttentionConfig, LinearConfig
 from fp8_ds.nn.convert import Plan
 from fp8_ds.nn.matrices import other_matrices
+
+
+def share_of_linears(config: LinearConfig) -> float:
+    """Of a converted linear's three products, alike in FLOPs, those in FP8: output, gradients of input and weight."""
+    return 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
+
+
+def share_of_attention(config: AttentionConfig) -> float:
+    """Of attention's products in forward and backward those in FP8: at most the forward, a third, as for a linear."""
+    return 1 / 3 if config.backend in ("fa3_fp8", "fa3_fp8_emulated") else 0.0
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,9 @@ class Fp8ZeroStage3:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         with self._fp8_bf16_flat():
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        for state in self.optimizer.state.values():
+            if isinstance(step := state.get("step"), Tensor):  # universal: one for all sub-groups, and Adam adds to it
+                state["step"] = step.clone()
         self._fp8_refresh(is_step=False)
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""`fp8-ds convert` on checkpoints of real engines: safetensors hold bf16 of the masters, bitwise."""
+"""`fp8-ds convert` on checkpoints of real engines: safetensors hold bf16 of the masters, bitwise, and engines start
+from what is made of them."""
 
 from __future__ import annotations
 
@@ -110,6 +111,8 @@ def test_universal_loads_in_another_stage_and_becomes_safetensors(ranks: Any, tm
     masters = ranks(2).run(save_all, str(folder))[0]
     found = convert(folder, folder / "universal", "universal", tag="first", stage=3)
     assert found.target == kind_of(folder / "universal") == "universal"
+    assert found.num_tensors == 3 * len(masters)
+    assert found.num_bytes == 12 * sum(master.numel() for master in masters.values())
     loaded = ranks(2).run(load_universal, str(folder), 3)[0]
     assert masters.keys() == loaded.keys()
     convert(folder / "universal", tmp_path / "out", "safetensors")
@@ -327,15 +330,113 @@ def test_what_trainer_saves_is_a_checkpoint_though_safetensors_lie_beside_it(tmp
     assert kind_of(tmp_path) == "deepspeed"
 
 
+def start_from(folder: str, stages: dict[int, dict[str, Any]]) -> list[Any]:
+    """Stage -> "fp8" block: (masters, moments and steps after the load, losses of two steps) of an engine of two
+    parameter groups, in stage 3 of several sub-groups, and with a scheduler, that loads the universal checkpoint; and
+    the same without the moments of one that starts from the safetensors."""
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found = []
+    for stage, fp8 in stages.items():
+        config = training.ds_config(
+            stage,
+            fp8,
+            checkpoint={"load_universal": True},
+            zero_optimization={"sub_group_size": 20_000} if stage == 3 else {},
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3}},
+            gradient_accumulation_steps=6 // dist.get_world_size(),
+        )
+        engine = training.build(config, seed=5, groups=two_groups)
+        engine.load_checkpoint(folder, tag=f"stage{max(stage, 2)}")
+        assert engine.global_steps == 0 and [group["weight_decay"] for group in engine.optimizer.param_groups] == DECAYS
+        masters = training.full_masters(engine)
+        moments = {
+            f"{name}.{key}": safe_get_full_optimizer_state(p, key).clone()
+            for name, p in engine.module.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        losses = training.train(engine, 2)
+        steps = {int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state}
+        training.destroy(engine)
+
+        del config["checkpoint"]
+        other = training.build(config, weights=f"{folder}/weights/model.safetensors", groups=two_groups)
+        found.append((masters, moments, losses, steps, training.train(other, 2)))
+        training.destroy(other)
+    return found
+
+
+DECAYS = [0.1, 0.0]
+
+
+def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+WHOLE: dict[int, dict[int, dict[str, Any]]] = {1: {1: {}, 3: STATES}, 2: {2: STATES, 3: {}}}
+"""World size -> stage -> "fp8" block."""
+MORE: dict[int, dict[int, dict[str, Any]]] = {1: {2: {}, 3: {}}, 2: {1: STATES, 3: STATES}, 3: {2: {}, 3: {}}}
+
+
+@pytest.mark.parametrize("plan", [WHOLE, pytest.param(MORE, marks=pytest.mark.slow)], ids=["covering", "others"])
+def test_training_starts_from_safetensors_at_any_stage_and_world_size(
+    ranks: Any, tmp_path: Path, plan: dict[int, dict[int, dict[str, Any]]]
+) -> None:
+    """Masters are the bf16 values in the files, moments are zero, and the steps are those of an engine that starts from
+    the files without a checkpoint."""
+    masters = ranks(2).run(save_all, str(tmp_path / "ckpt"))[0]
+    weights = tmp_path / "weights"
+    convert(tmp_path / "ckpt", weights, "safetensors")
+    for stage in (2, 3):
+        done = convert(weights, tmp_path / f"stage{stage}", "universal", stage=stage)
+        assert (done.source, done.target, done.num_tensors) == ("safetensors", "universal", 3 * len(masters))
+        assert done.num_bytes == 12 * sum(master.numel() for master in masters.values())
+    assert (tmp_path / "latest_universal").read_text() == "stage3"
+    for world, stages in plan.items():
+        found = ranks(world).run(start_from, str(tmp_path), stages)[0]
+        for fp8, (loaded, moments, losses, steps, expected) in zip(stages.values(), found, strict=True):
+            assert loaded.keys() == masters.keys()
+            for name, master in masters.items():
+                assert torch.equal(loaded[name], master.float()), name
+            assert len(moments) == 2 * len(masters) and not any(moment.any() for moment in moments.values())
+            assert steps == (set() if fp8 else {2})
+            # Split masters take the smallest scale that fits from a load, and one with room to grow from a start.
+            assert losses == (pytest.approx(expected, rel=1e-3) if fp8 else expected)
+    convert(tmp_path / "stage3", tmp_path / "again", "safetensors")
+    first, again = load_file(weights / "model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+def load_what_lacks_a_weight(folder: str) -> None:
+    config = training.ds_config(2, {}, checkpoint={"load_universal": True})
+    engine = training.build(config)
+    with pytest.raises(CheckpointError, match=r"zero/lm_head\.weight/fp32\.pt is missing"):
+        engine.load_checkpoint(folder)
+    training.destroy(engine)
+
+
+def test_an_engine_refuses_safetensors_that_lack_one_of_its_weights(ranks: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = {name: p.detach().bfloat16() for name, p in training.TinyLM().named_parameters()}
+    del weights["lm_head.weight"]
+    (tmp_path / "weights").mkdir()
+    save_file(weights, tmp_path / "weights/model.safetensors")
+    convert(tmp_path / "weights", tmp_path / "universal", "universal", stage=2)
+    ranks(2).run(load_what_lacks_a_weight, str(tmp_path))
+
+
 def test_what_makes_no_sense_is_refused_with_what_does(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     weights = tmp_path / "weights"
     weights.mkdir()
     save_file({"w": torch.ones(2)}, weights / "model.safetensors")
-    for target in ("universal", "deepspeed"):
-        with pytest.raises(UnsupportedError, match=r"from_pretrained, then deepspeed\.initialize"):
-            convert(weights, tmp_path / "out", target)
+    with pytest.raises(UnsupportedError, match=r'"load_universal": true.*from_pretrained, then deepspeed\.initialize'):
+        convert(weights, tmp_path / "out", "deepspeed")
     with pytest.raises(ConfigError, match="expected an empty folder"):
         convert(weights, weights, "universal")
     (tmp_path / "empty").mkdir()
@@ -343,5 +444,5 @@ def test_what_makes_no_sense_is_refused_with_what_does(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "out", "safetensors")
     arguments = ["convert", str(weights), str(tmp_path / "out"), "--to", "deepspeed", "--json"]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2 and "no masters and moments" in json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and "Convert them to universal" in json.loads(result.stdout)["error"]
     assert CliRunner().invoke(app, ["convert", "nowhere", "out", "--to", "universal"]).exit_code == 3

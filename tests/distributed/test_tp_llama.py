@@ -461,6 +461,20 @@ def test_a_universal_checkpoint_of_a_cut_model_loads_whole_and_cut_otherwise(
             ranks(2).run(read_universal, stage, {}, str(tmp_path), 2)
 
 
+def test_a_universal_checkpoint_of_a_whole_model_is_not_loaded_into_a_cut_one(ranks: Any, tmp_path: Path) -> None:
+    """Stock code would take rows of `down` for its columns: they are as many numbers."""
+    from safetensors.torch import save_file
+
+    from fp8_ds.checkpoint.convert import convert
+
+    (tmp_path / "weights").mkdir()
+    weights = {name: p.detach().clone() for name, p in llama(torch.bfloat16).named_parameters()}
+    save_file(weights, tmp_path / "weights/model.safetensors")
+    convert(tmp_path / "weights", tmp_path / "universal", "universal", stage=2)
+    with pytest.raises(RankError, match=r"of a whole model, which does not say how fp8_ds\.tp\.parallelize cuts"):
+        ranks(2).run(read_universal, 2, {}, str(tmp_path), 2)
+
+
 def message(function: Any, *args: Any) -> str:
     try:
         function(*args)

@@ -118,12 +118,14 @@ def build(
     model: dict[str, Any] | None = None,
     seed: int = 0,
     groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    weights: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """An engine over a seeded TinyLM; `kwargs` go to deepspeed.initialize (`model_parameters` unless `optimizer`).
 
     Args:
         groups: parameter groups of the model; default: all in one.
+        weights: a file of safetensors that the model starts from.
     """
     import deepspeed
 
@@ -131,6 +133,10 @@ def build(
 
     torch.manual_seed(seed)
     net = TinyLM(**(model or {}))
+    if weights is not None:
+        from safetensors.torch import load_file
+
+        net.load_state_dict(load_file(weights))
     if "optimizer" not in kwargs:
         kwargs["model_parameters"] = groups(net) if groups else [p for p in net.parameters() if p.requires_grad]
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]

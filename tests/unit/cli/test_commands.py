@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
+from fp8_ds.cli.common import num_parameters
 from fp8_ds.cli.plan import _runs
 from fp8_ds.diagnosis import Check
 from fp8_ds.nn.flops import Product
@@ -86,6 +87,31 @@ def test_plan_says_of_each_matrix_what_it_is_and_why() -> None:
     by_name = {row["fqn"]: row for row in found["layers"]}
     assert by_name["lm_head"]["reason"] == "filter_fqns" and not by_name["lm_head"]["in_fp8"]
     assert by_name["model.layers.2.mlp.up_proj"]["shape"] == [128, 64]
+
+
+@pytest.mark.parametrize(
+    ("block", "of_linears", "of_attention"),
+    [
+        ({"attention": {"backend": "fa3_fp8"}}, 1, 1 / 3),
+        ({"attention": {"backend": "fa3"}}, 1, 0),
+        ({"linear": {"recipe": "rowwise_with_gw_hp"}}, 2 / 3, 0),
+    ],
+)
+def test_plan_counts_products_that_are_in_fp8_in_forward_or_backward_only(
+    tmp_path: Path, block: dict[str, Any], of_linears: float, of_attention: float
+) -> None:
+    pytest.importorskip("transformers")
+    config = written(tmp_path, fp8={"enabled": True, **block})
+    common = ("plan", "llama-8b", "--config", config, "--seq", 32, *SMALL)
+    _, found = run(*common)
+    converted = 2 * sum(row["shape"][0] * row["shape"][1] for row in found["layers"] if row["in_fp8"])
+    matrices, attention = sum(row["flops"] for row in found["layers"]), found["attention_flops_per_token"]
+    assert attention > 0
+    in_fp8 = of_linears * converted + of_attention * attention
+    assert found["fp8_percent_of_flops"] == pytest.approx(100 * in_fp8 / (matrices + attention))
+    assert found["fp8_percent_of_matrix_flops"] == pytest.approx(100 * of_linears * converted / matrices)
+    page = " ".join(CliRunner().invoke(app, [str(word) for word in common]).stdout.split())
+    assert ("with attention, whose forward is in FP8." in page) == (of_attention > 0)
 
 
 def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp_path: Path) -> None:
@@ -224,6 +250,34 @@ def test_the_title_of_an_estimate_counts_ranks(world: int, words: str) -> None:
     assert words in CliRunner().invoke(app, [str(word) for word in common]).stdout
 
 
+def test_small_models_are_shown_in_a_unit_that_fits(tmp_path: Path) -> None:
+    """Two decimals of GiB would be zero everywhere."""
+    pytest.importorskip("transformers")
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}}
+    config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
+    _, found = run(*common, "--memory", 0.0001)
+    words = [str(word) for word in (*common, "--memory", 0.0001)]
+    page = " ".join(CliRunner().invoke(app, words).stdout.split())
+    mib = found["peak"] / 2**20
+    assert 0.1 < mib < 100 and f"{mib:.2f} MiB: does not fit into 0.0001 GiB (0.10 MiB)" in page
+    weights = found["bytes"]["weights"] / 2**20
+    assert weights > 0.01 and f"│ weights │ {weights:.2f} │" in page
+    code, plan = run("plan", "llama-8b", "--config", config, "--world", 2, *ONE_LAYER)
+    words = ["plan", "llama-8b", "--config", str(config), "--world", "2", *ONE_LAYER]
+    page = " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert code == 0 and f"all weights once are {plan['gathered_bytes_per_pass'] / 1e3:.2f} kB on the wire" in page
+    assert f"of {plan['parameters']:,} parameters" in page
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(8.03e9, "8.03 B parameters"), (124_439_808, "0.124 B parameters"), (1234, "1,234 parameters")],
+)
+def test_parameters_are_counted_in_a_unit_that_fits(number: float, shown: str) -> None:
+    assert num_parameters(int(number)) == shown
+
+
 def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": {"fp32_states_from_step": 700}}
@@ -239,7 +293,7 @@ def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> Non
     assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
     words = [str(word) for word in (*common, "--memory", 1)]
     page = CliRunner().invoke(app, words).stdout
-    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**30:.2f} GiB: fits into 1 GiB" in page
+    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**20:.2f} MiB: fits into 1 GiB." in page
 
 
 def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> None:
@@ -288,8 +342,12 @@ def test_doctor_says_on_a_cpu_what_is_missing_and_what_installs_it() -> None:
     assert code == 1 and found["can_train"] is False
     assert by_name["GPU"]["status"] == "missing" and "8.9" in by_name["GPU"]["remedy"]
     assert by_name["seams"]["status"] == "ok" and by_name["deepspeed"]["status"] == "ok"
-    for name in ("FlashAttention-3", "transformer_engine"):
+    for name in ("FlashAttention-3", "transformer_engine", "megatron-core", "CUDA"):
         assert by_name[name]["status"] == "ok" or "pip install" in by_name[name]["remedy"], name
+    for name in ("cuDNN", "NCCL"):
+        assert by_name[name]["status"] == "optional" and "none: this torch is a CPU build" in by_name[name]["found"]
+    if by_name["megatron-core"]["status"] == "ok":
+        assert by_name["seams of megatron-core"]["status"] == "ok"
     recipes = {probe["recipe"]: probe for probe in found["probes"]}
     assert set(recipes) == {"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}
     assert all(probe["is_exact"] or probe["sqnr_db"] > 45 for probe in recipes.values()), recipes
@@ -378,6 +436,76 @@ def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
     assert found["config"]["remedies"] == ["deepspeed: pip install deepspeed."]
 
 
+def clone(folder: Path, version: str) -> Path:
+    """A Megatron-LM that has a version and nothing else."""
+    core = folder / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True))
+    (core / "package_info.py").write_text("".join(f"{key} = {value}\n" for key, value in numbers.items()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "reason", "remedy"),
+    [
+        ("0.16.1", "0.16.1 in ", "expected megatron.", "git -C CLONE checkout core_v0.16.1"),
+        (
+            "0.9.0",
+            "no version in ",
+            "expected Megatron 0.16.0 or later, got 0.9.0",
+            "git -C CLONE checkout core_v0.16.1",
+        ),
+        (None, "no version in ", "expected a clone of Megatron-LM", "git clone --branch core_v0.16.1 https://"),
+    ],
+)
+def test_doctor_looks_at_the_symbols_of_a_clone_of_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, found: str, reason: str, remedy: str
+) -> None:
+    place = tmp_path / "clone" if version is None else clone(tmp_path / "clone", version)
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(place))
+    monkeypatch.setattr(diagnosis, "_version_of", lambda _: None)
+    of_version, of_seams = diagnosis._megatron()
+    assert of_version.name == "Megatron-LM" and found in of_version.found
+    assert (of_version.status == "ok") == (version == "0.16.1")
+    assert of_seams.status == "warning" and reason in of_seams.found
+    assert remedy.replace("CLONE", str(place)) in of_seams.remedy
+
+
+def test_doctor_says_what_the_symbols_of_megatron_are() -> None:
+    as_tested = {"version": "0.16.1", "num_symbols": 61, "error": "", "differing": ""}
+    expected = Check("seams", "ok", "all 61 symbols of Megatron are as tested")
+    assert diagnosis._megatron_seams("seams", as_tested, "x") == expected
+    differing = diagnosis._megatron_seams("seams", as_tested | {"differing": "these bodies differ: a.b"}, "x")
+    assert differing.status == "warning" and "a.b" in differing.found and "make test-slow" in differing.remedy
+
+
+def test_doctor_names_a_command_for_each_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnosis, "_installed", lambda name: None)
+        missing = {check.name: check for check in diagnosis.checks()}["torch"]
+    assert missing.status == "missing" and missing.remedy == "pip install 'torch==2.13.*'"
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("fp8_ds.attention.packages.older_cudnn", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    found = {check.name: check for check in diagnosis._torch()}
+    for name in ("CUDA", "NCCL"):
+        assert found[name].status == "warning" and "pip install --force-reinstall 'torch==2.13.*'" in found[name].remedy
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_doctor_says_without_a_configuration_what_a_default_block_would_use(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--no-probe"]).stdout.splitlines()
+    start = result.index('The block "fp8": {"enabled": true} would use here:')
+    shown = dict(line.strip().split(": ", 1) for line in result[start + 1 : start + 7])
+    assert shown["recipe"] == "tensorwise, output gradients in e5m2"
+    assert shown["optimizer states"] == "fp32 moments, fp32 masters"
+    _, found = run("doctor", "--no-probe")
+    assert found["default"] == shown and found["config"] is None
+    _, found = run("doctor", "--no-probe", "--config", written(tmp_path))
+    assert found["default"] is None and found["config"]["used"]["optimizer states"].endswith("ZeRO stage 3")
+
+
 def test_doctor_says_what_will_be_used(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["doctor", "--no-probe", "--config", str(written(tmp_path))]).stdout.splitlines()
     assert "  recipe: tensorwise, output gradients in e5m2" in lines and "  attention: the model's own" in lines
@@ -401,7 +529,7 @@ def test_doctor_ends_with_what_is_used_then_the_verdict_then_reasons_and_what_to
     assert len(end) == 3 and end[1].startswith("  It is refused at start: fp16.enabled: true: ")
     assert end[2].startswith("  to do: ")
     code, found = run(*words)
-    assert code == 1 and list(found) == ["verdict", "checks", "probes", "can_train", "config"]
+    assert code == 1 and list(found) == ["verdict", "checks", "probes", "can_train", "config", "default"]
     assert found["verdict"] == "FP8 would be OFF."
 
 

@@ -1,0 +1,101 @@
+"""What a universal checkpoint made of safetensors holds, and which files are refused before it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8_ds.checkpoint.contents import read_data
+from fp8_ds.checkpoint.convert import convert
+from fp8_ds.checkpoint.manifest import read_manifest
+from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
+
+WEIGHTS = {
+    "a.weight": torch.randn(33, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "scale": torch.tensor(0.1, dtype=torch.float16),
+    "b.weight": torch.full((7,), 1 + 2.0**-20),
+}
+
+
+def write(folder: Path, **files: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    for name, tensors in files.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_are_the_tensors_and_moments_are_zero_and_take_no_room(tmp_path: Path, stage: int) -> None:
+    big = {"big.weight": torch.ones(1000, 1000)}
+    source = write(tmp_path / "model", one=WEIGHTS, two=big | {"position_ids": torch.arange(4)})
+    found = convert(source, tmp_path / "out", "universal", stage=stage)
+    everything = WEIGHTS | big
+    numel = sum(tensor.numel() for tensor in everything.values())
+    assert (found.num_tensors, found.num_bytes) == (3 * len(everything), 12 * numel)
+    assert {path.name for path in (tmp_path / "out/zero").iterdir()} == {*everything, "optimizer_state.pt"}
+    assert read_manifest(tmp_path / "out") is not None
+    for name, tensor in everything.items():
+        for file in ("fp32", "exp_avg", "exp_avg_sq"):
+            content = read_data(tmp_path / "out/zero" / name / f"{file}.pt")
+            value = content if stage == 3 else content["param"]
+            expected = tensor.float() if file == "fp32" else torch.zeros(tensor.shape)
+            assert torch.equal(value, expected.reshape(-1) if stage == 3 else expected), (name, file)
+        assert read_data(tmp_path / "out/zero" / name / "step.pt") == 0
+    assert sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.pt")) < 4 * numel + 100_000
+
+
+def indexed(folder: Path, names: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:
+    write(folder, **files)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
+    source = indexed(
+        tmp_path / "model", dict.fromkeys(WEIGHTS, "part.safetensors"), part=WEIGHTS, whole={"other": torch.ones(2)}
+    )
+    assert convert(source, tmp_path / "out", "universal", stage=2).num_tensors == 3 * len(WEIGHTS)
+
+
+def unreadable(folder: Path) -> Path:
+    (write(folder, one=WEIGHTS) / "model.safetensors.index.json").write_text("{")
+    return folder
+
+
+def cut(folder: Path) -> Path:
+    path = write(folder, model=WEIGHTS) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    return folder
+
+
+REFUSED: list[tuple[Any, type[Fp8DsError], str]] = [
+    (lambda f: write(f, one=WEIGHTS, two=WEIGHTS), CheckpointError, "got a.weight in two.safetensors and in another"),
+    (lambda f: indexed(f, {"c": "one.safetensors"}, one=WEIGHTS), CheckpointError, "got 1 that they do not, c among"),
+    (lambda f: write(f, one={"w": torch.ones(2).to(torch.float8_e4m3fn)}), UnsupportedError, "got w in torch.float8"),
+    (lambda f: write(f, one={"ids": torch.arange(3)}), ConfigError, "expected weights in .*, got none"),
+    (cut, CheckpointError, "got a damaged file"),
+    (unreadable, CheckpointError, 'index.json: expected JSON with "weight_map"'),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_is_no_whole_model_is_refused_and_leaves_nothing(
+    tmp_path: Path, make: Any, error: type[Fp8DsError], message: str
+) -> None:
+    source = make(tmp_path / "model")
+    with pytest.raises(error, match=message):
+        convert(source, tmp_path / "out", "universal", stage=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_options_that_safetensors_need_and_that_they_do_not_have(tmp_path: Path) -> None:
+    source = write(tmp_path / "model", one=WEIGHTS)
+    with pytest.raises(ConfigError, match=r"--stage: expected the stage that is to load it.*name 1, 2 or 3"):
+        convert(source, tmp_path / "out", "universal")
+    with pytest.raises(ConfigError, match=r"--trust-pickle: expected it with files of torch.save"):
+        convert(source, tmp_path / "out", "universal", stage=2, trust_pickle=True)
