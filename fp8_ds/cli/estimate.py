@@ -74,11 +74,11 @@ def estimate(
         from fp8_ds.judgement import filled_in
         from fp8_ds.model_spec import read_spec
 
-        block = filled_in(read_config(config))
-        say_unknown_keys(block)
+        given = filled_in(read_config(config))
+        say_unknown_keys(given)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
-        run = footprint.read_run(block, world, micro_batch, seq, checkpointing)
+        run = footprint.read_run(given, world, micro_batch, seq, checkpointing)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30

@@ -83,9 +83,9 @@ def parity(
         options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
         if gpus is not None and gpus > 1 and _num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
-        block = read_config(config)
-        say_unknown_keys(block)
-        study = _study(model, block, out, settings or [], texts, options)
+        given = read_config(config)
+        say_unknown_keys(given)
+        study = _study(model, given, out, settings or [], texts, options)
         study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
         with argument("--out"):
             study.write()

@@ -42,9 +42,9 @@ def plan(
     with failures(as_json):
         from fp8_ds.judgement import filled_in
 
-        block = dict(filled_in(read_config(config)))
-        say_unknown_keys(block)
-        found = _find(model, block, world, seq, settings or ())
+        given = dict(filled_in(read_config(config)))
+        say_unknown_keys(given)
+        found = _find(model, given, world, seq, settings or ())
     if as_json:
         show(found | {"layers": [vars(product) for product in found["layers"]]})
     else:
