@@ -271,12 +271,22 @@ def _survey(clone: str | None) -> dict[str, Any]:
     nothing = {"version": "", "num_symbols": 0, "differing": ""}
     try:
         done = subprocess.run(
-            command, cwd=root, stdin=-3, capture_output=True, text=True, timeout=_SURVEY_SECONDS, check=False
+            command,
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SURVEY_SECONDS,
+            check=False,
         )
-        survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return nothing | {"error": f"its import did not end in {_SURVEY_SECONDS} s"}
-    except (OSError, ValueError, IndexError):
+    except OSError as error:
+        return nothing | {"error": f"its import could not be tried: {error}"}
+    try:
+        survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
         lines = done.stderr.splitlines() or [f"it ended with {done.returncode}"]
         return nothing | {"error": f"its import failed: {lines[-1]}"}
     return survey

@@ -173,7 +173,7 @@ class Scheduler:
 
         Branches come last: they are short, and fit where a whole run no longer does.
         """
-        coming = {job.name for job in jobs} | {entry.job.name for entry in self.running}
+        coming = {job.name for job in jobs} | {entry.job.name for entry in self.running} | {*self.paused}
         waits = {job.name for job in jobs if (trunk := trunk_of(job)) is not None and trunk.name in coming}
         found = [job for job in jobs if job.name not in waits and (job.regime == 1 or self.checkpoint.exists())]
         return sorted(found, key=lambda job: trunk_of(job) is not None)

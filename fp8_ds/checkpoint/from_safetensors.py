@@ -79,6 +79,8 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
             f'{index}: expected JSON with "weight_map", got {error!r}. Copy the model again.'
         ) from error
     missing, seen = set(listed), set()
+    for name in listed.values():
+        _refuse_path(name, index)
     for path in sorted({source / name for name in listed.values()} or source.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -88,6 +90,7 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
                             f"safetensors: expected each tensor once, got {name} in {path.name} and in another file. "
                             f"Leave one of them in {source}."
                         )
+                    _refuse_path(name, path)
                     seen.add(name)
                     missing.discard(name)
                     yield name, file.get_tensor(name)
@@ -102,6 +105,14 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
         )
 
 
+def _refuse_path(name: str, file: Path) -> None:
+    """Names become names of files and folders: one that leads elsewhere would be read or written there."""
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise CheckpointError(
+            f"{file}: expected names of tensors and files without a path, got {name!r}. Do not use it."
+        )
+
+
 def _global_state(num_groups: int) -> dict[str, Any]:
     """Of the optimizer: nothing that an engine would take over in place of its own.
 
@@ -113,8 +124,8 @@ def _global_state(num_groups: int) -> dict[str, Any]:
 
 
 def _model_state(shapes: OrderedDict[str, torch.Size]) -> dict[str, Any]:
-    """What DeepSpeed's load asks of a model file; the scheduler's state leaves DeepSpeed's, and torch's LambdaLR, at
-    their start."""
+    """What DeepSpeed's load asks of a model file; the scheduler's state leaves DeepSpeed's and torch's at their start:
+    LambdaLR, SequentialLR and ChainedScheduler ask for the two lists."""
     return {
         "module": {},
         "buffer_names": [],
@@ -123,7 +134,7 @@ def _model_state(shapes: OrderedDict[str, torch.Size]) -> dict[str, Any]:
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "shared_params": {},
-        "lr_scheduler": {"last_batch_iteration": -1, "lr_lambdas": []},
+        "lr_scheduler": {"last_batch_iteration": -1, "lr_lambdas": [], "_schedulers": []},
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": 0,

@@ -136,7 +136,7 @@ def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | 
     """What `module` can become: an Fp8Linear if it is exactly an nn.Linear; what a tensor-parallel one names."""
     if type(module) in foreign:
         return foreign[type(module)]
-    if conv1d.is_conv1d(module):
+    if type(module) is conv1d.conv1d_class():
         return conv1d.Fp8Conv1D
     return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
 

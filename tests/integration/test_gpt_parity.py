@@ -334,6 +334,9 @@ def test_a_branch_waits_for_its_trunk_and_then_needs_the_time_of_its_own_steps_o
     scheduler.running.append(runs.Running(trunk, process, 0, time.monotonic()))
     assert scheduler.ready(scheduler.pending()) == [stock, alone]
     scheduler.running.clear()
+    scheduler.paused.append(trunk.name)  # it goes on in the next call, and leaves its state then
+    assert scheduler.ready(scheduler.pending()) == [stock, alone]
+    scheduler.paused.clear()
     scheduler.results.runs |= {trunk.name: {}, tenth.name: {}}
     assert scheduler.ready(scheduler.pending()) == [stock, twentieth, alone]
     assert scheduler.command(trunk)[-2:] == ["--branches", twentieth.arm]

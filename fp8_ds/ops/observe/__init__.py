@@ -20,6 +20,8 @@ def _codes_kernel(codes: Tensor, scale_inv: Tensor, counts: Tensor, can_saturate
     if codes.is_cuda and codes.numel():
         from fp8_ds.ops.observe import triton  # the package is missing where there is no GPU
 
+        if scale_inv.numel() == 1 and codes.dim() == 2 and not codes.is_contiguous():
+            codes = codes.t()  # of a Conv1D: under one scale it does not matter how codes lie
         if triton.takes_codes(codes):
             with torch.cuda.device_of(codes):  # Triton launches on the current device
                 return triton.observe_codes(codes, scale_inv, counts, can_saturate)

@@ -15,8 +15,8 @@ from fp8_ds.ops._device import INFINITY, decode, magnitude
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops.blockwise.reference import BLOCK
 
-CODES, CODES_WARPS = 16384, 8
-"""Codes that a program has in flight, 64 a thread, and its warps."""
+CODES, CODES_WARPS = 8192, 8
+"""Codes that a program has in flight, 32 a thread, and its warps: with 64 a thread's registers do not suffice."""
 NUMBERS, NUMBERS_WARPS = 8192, 8
 """The same of bf16 numbers, 32 a thread."""
 SPAN = 16

@@ -80,6 +80,10 @@ REFUSED: list[tuple[Any, type[Fp8DsError], str]] = [
     (lambda f: write(f, one={"ids": torch.arange(3)}), ConfigError, "expected weights in .*, got none"),
     (cut, CheckpointError, "got a damaged file"),
     (unreadable, CheckpointError, 'index.json: expected JSON with "weight_map"'),
+    (lambda f: write(f, one={"../../outside": torch.ones(2)}), CheckpointError, r"without a path, got '../../outside'"),
+    (lambda f: write(f, one={str(f.parent / "a"): torch.ones(2)}), CheckpointError, "without a path, got"),
+    (lambda f: write(f, one={"..": torch.ones(2)}), CheckpointError, r"without a path, got '\.\.'"),
+    (lambda f: indexed(f, {"a": "../x.safetensors"}, one=WEIGHTS), CheckpointError, r"got '\.\./x.safetensors'"),
 ]
 
 
@@ -91,6 +95,28 @@ def test_what_is_no_whole_model_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=message):
         convert(source, tmp_path / "out", "universal", stage=2)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_schedulers_of_torch_stay_at_their_start(tmp_path: Path) -> None:
+    """DeepSpeed hands them the file's state."""
+    schedules = torch.optim.lr_scheduler
+    source = write(tmp_path / "model", one=WEIGHTS)
+    convert(source, tmp_path / "out", "universal", stage=2)
+    state = read_data(tmp_path / "out/mp_rank_00_model_states.pt")["lr_scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    halves = [schedules.LambdaLR(optimizer, lambda step: 0.5**step) for _ in range(2)]
+    for scheduler in (
+        halves[0],
+        schedules.SequentialLR(optimizer, halves, [3]),
+        schedules.ChainedScheduler(halves),
+        schedules.CosineAnnealingLR(optimizer, 10),
+        schedules.OneCycleLR(optimizer, 1.0, 10),
+    ):
+        before = scheduler.get_last_lr()
+        scheduler.load_state_dict({**state})
+        assert scheduler.get_last_lr() == before
+        optimizer.step()
+        scheduler.step()
 
 
 def test_options_that_safetensors_need_and_that_they_do_not_have(tmp_path: Path) -> None:
