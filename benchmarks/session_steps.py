@@ -163,6 +163,16 @@ STEPS = (
         "issue 8 E: 0.92 B parameters, 100.7 M tokens; predicted 60 s of text, then 810 and 615 s, on both GPUs each",
         gpus=2,
     ),
+    *(
+        Step(
+            f"parity-201m-14-{name}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 14 --arms {arms} --estimate 640",
+            seconds,
+            f"issue 8 E: {arms} of seed 14, 201 M tokens, where the other GPU has other work; put together afterwards",
+            after="parity-201m-first",
+        )
+        for name, arms, seconds in (("a", "stock fp8", 1300), ("b", "fp8-e4m3", 660))
+    ),
     Step(
         "parity-1b-trained",
         f"{_GPT_PARITY} --study 1b --regimes 3 --seeds 0 --arms stock fp8 fp8-e4m3 --gpus-per-run 2 --steps 1792 "
@@ -227,6 +237,15 @@ STEPS = (
         after="parity-201m-first",
     ),
     Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
+    Step(
+        "tests-unseen",
+        _tests(
+            "-n 6 -k 'test_observe_gpu or test_conv1d_gpu or test_doctor_gpu or test_monitor_gpu or test_schedule_gpu "
+            "or sampled'"
+        ),
+        150,
+        "issue 8 A to D: tests written on 2026-11-25, which no GPU has run",
+    ),
     Step(
         "doctor",
         "{python} -c 'from fp8_ds.cli.app import main; main()' doctor --json --config configs/ds_zero2_fp8_states.json "
