@@ -70,3 +70,27 @@ def test_in_bf16_it_is_stock_bit_for_bit(ranks: Any, stage: int) -> None:
     always = {"schedule": {"bf16_until_step": 1000}}
     ours = ranks(2).run(trained, stage, always, True)[0]
     assert ours["losses"] == ranks(2).run(trained, stage, None, True)[0]["losses"]
+
+
+def compiled(stage: int, is_compiled: bool) -> dict[str, Any]:
+    """Losses under a monitor, and its last report, of a model of Conv1Ds, compiled or not."""
+    engine = training.build(training.ds_config(stage, {"monitor": {"every": 2, "sink": "/dev/null"}}), {"conv1d": True})
+    reports: list[Any] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    if is_compiled:
+        torch._dynamo.reset()
+        engine.compile(backend="aot_eager")
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return {"losses": losses, "layers": reports[-1]["layers"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_and_watched_it_is_the_same(ranks: Any, stage: int) -> None:
+    eager, traced = (ranks(2).run(compiled, stage, is_compiled)[0] for is_compiled in (False, True))
+    assert traced["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+    assert len(eager["layers"]) == 6
+    for name, kinds in eager["layers"].items():
+        assert kinds["weight"]["num"] == traced["layers"][name]["weight"]["num"] == 2 * 64 * 192
+        assert kinds["weight"]["amax"] > 0 and kinds["grad_output"]["amax"] > 0
