@@ -9,6 +9,10 @@ scales of the weights as they are. "dB" is SQNR over all weights of FP8 linears,
 worst of them; "bias" is the part of the gradient that the error takes away or adds, by least squares; "loss" is the
 mean loss of the same batches against float32's.
 
+Arms "..., ends in bf16" leave the first and the last block in bf16; of 12 blocks. Predicted: 0.8 to 1.2 dB better than
+without, as fewer blocks add noise (10/12 of its power), and a loss 0.035 to 0.05 % above; more would say that the ends
+are worse than the rest.
+
 Predicted: bf16 at 35 dB or more; FP8 linears some 20 with E5M2 gradients, 2 to 3 more with E4M3; fast accumulation
 within 0.1 dB of accurate in all, its bias within 0.001 of the accurate one's; the loss of every FP8 arm 0.05 % above.
 """
@@ -44,6 +48,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "gw_hp, E4M3 gradients": {"recipe": "rowwise_with_gw_hp", "grad_dtype": "e4m3"},
     "blockwise": {"recipe": "blockwise"},
 }
+
+ENDS = {"tensorwise": {}, "tensorwise, E4M3 gradients": {"grad_dtype": "e4m3"}}
+"""Further arms, with the first and the last block in bf16: outlier layers are often found there."""
 
 Gradients = dict[str, Tensor]
 
@@ -109,7 +116,11 @@ def measure(weights: dict[str, Tensor], batches: list[Tensor], size: Size, vocab
     model = arm_model(weights, size, vocab_size, None, device).float()
     exact = [gradients(model, tokens) for tokens in batches]
     found = []
-    for arm, block in ARMS.items():
+    ends = ["lm_head", "blocks.0.", f"blocks.{size.layers - 1}."]
+    arms = ARMS | {f"{arm}, ends in bf16": {**block, "filter_fqns": ends} for arm, block in ENDS.items()}
+    if size.layers < 3:
+        arms = ARMS
+    for arm, block in arms.items():
         model = arm_model(weights, size, vocab_size, block, device)
         found.append(compare(arm, [(each, gradients(model, t)) for each, t in zip(exact, batches, strict=True)]))
         print(found[-1], flush=True)

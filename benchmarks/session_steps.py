@@ -118,8 +118,8 @@ STEPS = (
     Step(
         "gradient-error",
         _benchmark("gradient_error", ""),
-        40,
-        "issue 4 H: what formats of gradients and fast accumulation do to gradients of the trained model",
+        50,
+        "issue 4 H: what formats of gradients, fast accumulation and ends in bf16 do to gradients of the trained model",
         after="parity-delayed-first",
     ),
     *(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8_ds.testing import HANG
 
@@ -265,3 +266,18 @@ def test_gradient_bench_tells_formats_of_gradients_apart(run_main: Callable[...,
     decibels = {row["arm"]: row["db"] for row in json.loads(path.read_text())}
     assert decibels["bf16"] > 40 > 27 > decibels["tensorwise, E4M3 gradients"] > decibels["tensorwise"] + 1.5 > 20
     assert decibels["tensorwise, all fast"] == decibels["tensorwise"]  # a CPU has one accumulation
+
+
+def test_gradient_bench_leaves_the_ends_in_bf16(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, size = bench("gradient_error"), bench("parity.models").Size(4, 64, 128, 32, 2, 64)
+    monkeypatch.setattr(errors, "ARMS", {"tensorwise": {}})
+    torch.manual_seed(0)
+    weights = errors.GPT(size, 128, seed=0).state_dict()
+    found = errors.measure(weights, [torch.randint(128, (2, 33))], size, 128, "cpu")
+    by_arm = {each.arm: each.db for each in found}
+    assert list(by_arm) == ["tensorwise", "tensorwise, ends in bf16", "tensorwise, E4M3 gradients, ends in bf16"]
+    assert (
+        by_arm["tensorwise, E4M3 gradients, ends in bf16"]
+        > by_arm["tensorwise, ends in bf16"]
+        > by_arm["tensorwise"] + 1
+    )
