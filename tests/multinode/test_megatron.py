@@ -47,7 +47,7 @@ def test_replicas_and_stages_on_two_hosts_compute_what_one_host_does_bit_for_bit
     for key in ("losses", "norms"):
         assert [rank[key] for rank in two[name]] == [rank[key] for rank in one[name]]
     assert_learns(two[name])
-    assert all(rank["cable"] > 0 for rank in two[name]) and all(rank["cable"] == 0 for rank in one[name])
+    assert min(rank["cable"] for rank in two[name]) > 1e3 > max(rank["cable"] for rank in one[name])  # ARP, IPv6
     assert LINEAR in two[name][0]["text"]
 
 

@@ -84,7 +84,9 @@ def test_two_hosts_train_as_one_and_fp8_sends_a_byte_less_per_weight(train: Trai
     two, one = train(ZERO), train(IN_FP8, num_hosts=1, ranks_per_host=2)
     assert_trained_alike(two, one, [case["name"] for case in IN_FP8])
     assert_fp8_saves_one_byte_per_weight(two, ranks_per_host=1)
-    assert all(found["cable"] == 0 for name in one for found in one[name])
+    for name in one:  # not all is ours: ARP and IPv6 send a packet now and then, also over a cable that nobody uses
+        bytes_of_one, bytes_of_two = (max(found["cable"] for found in results[name]) for results in (one, two))
+        assert bytes_of_one < 0.001 * bytes_of_two, (name, bytes_of_one, bytes_of_two)
 
 
 def test_two_hosts_of_two_ranks_train_as_one_of_four(train: Train) -> None:
