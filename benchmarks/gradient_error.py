@@ -112,15 +112,18 @@ def compare(arm: str, pairs: list[tuple[tuple[Gradients, float], tuple[Gradients
     return Error(arm, db(signal, noise), each[worst], worst, product / signal, percent)
 
 
+def _with_ends_in_bf16(size: Size) -> dict[str, dict[str, Any]]:
+    """By name; none where nothing is between the ends."""
+    ends = ["lm_head", "blocks.0.", f"blocks.{size.layers - 1}."]
+    arms = {f"{arm}, ends in bf16": {**block, "filter_fqns": ends} for arm, block in ENDS.items()}
+    return arms if size.layers > 2 else {}
+
+
 def measure(weights: dict[str, Tensor], batches: list[Tensor], size: Size, vocab_size: int, device: str) -> list[Error]:
     model = arm_model(weights, size, vocab_size, None, device).float()
     exact = [gradients(model, tokens) for tokens in batches]
     found = []
-    ends = ["lm_head", "blocks.0.", f"blocks.{size.layers - 1}."]
-    arms = ARMS | {f"{arm}, ends in bf16": {**block, "filter_fqns": ends} for arm, block in ENDS.items()}
-    if size.layers < 3:
-        arms = ARMS
-    for arm, block in arms.items():
+    for arm, block in (ARMS | _with_ends_in_bf16(size)).items():
         model = arm_model(weights, size, vocab_size, block, device)
         found.append(compare(arm, [(each, gradients(model, t)) for each, t in zip(exact, batches, strict=True)]))
         print(found[-1], flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import math
@@ -14,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -260,7 +259,7 @@ def _megatron_seams(name: str, survey: dict[str, Any], remedy: str) -> Check:
     return Check(name, "ok", f"all {survey['num_symbols']} symbols of Megatron are as tested")
 
 
-@functools.cache
+@cache
 def _survey(clone: str | None) -> dict[str, Any]:
     """What megatron_patches/survey.py says, in a process of its own, once for each Megatron."""
     import megatron_patches

@@ -127,7 +127,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
 
 
 def main() -> None:
-    """Refusals are said in one line, the last of a rank, and end it with status 2."""
+    """Refusals are the last that a rank says, without a traceback, and end it with status 2."""
     with refusals_without_traceback(), ExitStack() as stack:
         script = prepare(sys.argv[1:], stack)
         sys.argv[0] = str(script)

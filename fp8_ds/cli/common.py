@@ -62,7 +62,7 @@ def failures(as_json: bool) -> Iterator[None]:
     from fp8_ds.errors import Fp8DsError
 
     try:
-        with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, which is for the answer
+        with redirect_stdout(sys.stderr):  # DeepSpeed and its converters print on the output that is for the answer
             yield
     except Fp8DsError as error:
         raise _failed(str(error), EXIT_USAGE, as_json) from error
@@ -165,9 +165,18 @@ def fitting_unit(units: Sequence[Unit], number: float) -> Unit:
     return next((unit for unit in units if number >= _SHORT * unit[1]), units[-1])
 
 
+def in_gib(num_bytes: float) -> str:
+    """Bytes in GiB, or a smaller unit that fits."""
+    return _in_units(BINARY, num_bytes)
+
+
 def in_gb(num_bytes: float) -> str:
     """Bytes in GB, or a smaller unit that fits."""
-    name, size = fitting_unit(_DECIMAL, num_bytes)
+    return _in_units(_DECIMAL, num_bytes)
+
+
+def _in_units(units: Sequence[Unit], num_bytes: float) -> str:
+    name, size = fitting_unit(units, num_bytes)
     return f"{num_bytes / size:.2f} {name}"
 
 

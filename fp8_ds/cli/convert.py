@@ -48,7 +48,6 @@ def convert(
     from fp8_ds.checkpoint.convert import convert as run
     from fp8_ds.checkpoint.convert import kind_of
 
-    # DeepSpeed's converters print on stdout, which belongs to the JSON object.
     with failures(as_json):
         with argument("source"):
             kind_of(source)

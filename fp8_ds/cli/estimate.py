@@ -17,6 +17,7 @@ from fp8_ds.cli.common import (
     console,
     failures,
     fitting_unit,
+    in_gib,
     num_parameters,
     read_config,
     say_unknown_keys,
@@ -160,9 +161,9 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
-        limit, limit_size = fitting_unit(BINARY, memory * 2**30)
-        also = "" if limit == "GiB" else f" ({memory * 2**30 / limit_size:.2f} {limit})"
-        out.print(f"{found.peak / size:.2f} {unit}: {verdict} {memory:g} GiB{also}.")
+        limit = in_gib(memory * 2**30)
+        also = "" if limit.endswith("GiB") else f" ({limit})"
+        out.print(f"{in_gib(found.peak)}: {verdict} {memory:g} GiB{also}.")
 
 
 def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) -> None:
@@ -170,8 +171,6 @@ def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) 
         typer.echo(f"Not even one layer of this model fits into {memory:g} GiB.")
         return
     layers, found = fitting
-    unit, size = fitting_unit(BINARY, found.peak)
     typer.echo(
-        f"Most that fits: {layers} layers of this model, {num_parameters(found.num_parameters)} "
-        f"({found.peak / size:.2f} {unit})."
+        f"Most that fits: {layers} layers of this model, {num_parameters(found.num_parameters)} ({in_gib(found.peak)})."
     )

@@ -133,7 +133,7 @@ class Plan:
 
 
 def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | None:
-    """What `module` can become: an Fp8Linear if it is exactly an nn.Linear; what a tensor-parallel one names."""
+    """What `module` can become: by its exact class, nn.Linear, Conv1D or foreign; what a tensor-parallel one names."""
     if type(module) in foreign:
         return foreign[type(module)]
     if type(module) is conv1d.conv1d_class():

@@ -110,12 +110,7 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
             apply: Any = _OverlappedColumn.apply  # untyped in torch
             record = torch.is_grad_enabled()
             output = apply(
-                self.checked(input, self.weight),
-                self.weight,
-                self.bias,
-                self.fp8_recipe,
-                record,
-                self.mp_group,
+                self.checked(input, self.weight), self.weight, self.bias, self.fp8_recipe, record, self.mp_group
             )
         else:
             if self.mp_group is not None:
