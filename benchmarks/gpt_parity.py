@@ -51,6 +51,7 @@ from results_io import dated_stem, heading
 from fp8_ds.parity import archive
 
 HERE = Path(__file__).parent
+CACHE = Path(tempfile.gettempdir(), "fp8_ds_gpt_parity")
 MAX_EPOCHS = 2
 
 
@@ -99,7 +100,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="start no run that would be cut")
     parser.add_argument("--only-first-weights", action="store_true", help="stop where regimes 2 and 3 can begin")
     parser.add_argument("--estimate", type=float, default=240, help="seconds a run takes, until one has been seen")
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fp8_ds_gpt_parity"))
+    parser.add_argument("--cache", type=Path, help=f"default: {CACHE}; with --text-of-others one of this study's own")
+    parser.add_argument("--text-of-others", action="store_true", help=f"with the text that {CACHE} has")
     parser.add_argument("--archive", type=Path, help="the cache as one file: read where it is new, written at the end")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--resume-from", type=Path, nargs="+", help="CSVs of earlier calls, the .json beside each")
@@ -113,6 +115,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--micro-batches: expected 1 with {', '.join(alone)}, which accumulate nothing. Leave them out.")
     if args.gpus_per_run != 1:
         _check_group(parser, args, batch)
+    args.cache = args.cache or (CACHE.with_name(f"{CACHE.name}_{args.study}") if args.text_of_others else CACHE)
     args.seeds2 = args.seeds2 if args.seeds2 is not None else args.seeds
     return args
 
@@ -159,6 +162,8 @@ def run_study(args: argparse.Namespace, stem: Path) -> tuple[Results, list[str]]
     start, size = time.monotonic(), SIZES[args.size]
     if args.archive is not None and args.archive.exists() and not args.cache.exists():
         archive.unpack(args.archive, args.cache)
+    if args.text_of_others:
+        data.link(CACHE, args.cache)
     needed = args.steps * size.batch * size.seq_len // MAX_EPOCHS
     text, _ = data.prepare(args.cache, args.vocabulary, size.vocab_size, needed, args.text_bytes)
     sentence = f"{text.describe()}. {check_epochs(args, (text.num_train - 1) // size.seq_len)}"

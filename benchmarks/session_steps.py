@@ -49,6 +49,11 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
     return f"{_GPT_PARITY} {what}"
 
 
+def _parts(arms: str, more: str) -> str:
+    """The study of single roundings, on the text of the others, which must be there."""
+    return f"{_GPT_PARITY} --study parts --text-of-others --arms {arms} --estimate 70 {more}".rstrip()
+
+
 def _tests_megatron(options: str) -> str:
     return f"{{python}} -m pytest -v -m gpu -p no:cacheprovider tests/gpu/test_megatron_gpu.py {options}"
 
@@ -172,6 +177,26 @@ STEPS = (
             after="parity-201m-first",
         )
         for name, arms, seconds in (("a", "stock fp8", 1300), ("b", "fp8-e4m3", 660))
+    ),
+    Step(
+        "parity-parts-first",
+        _parts("stock", "--only-first-weights"),
+        80,
+        "issue 8 E: first weights of the small model, 33.6 M tokens; 45 s and a start are predicted",
+    ),
+    *(
+        Step(
+            f"parity-parts-{name}",
+            _parts(arms, ""),
+            seconds,
+            f"issue 8 E: which rounding costs what? {arms}; 65 s a run is predicted",
+            after="parity-parts-first",
+        )
+        for name, arms, seconds in (
+            ("a", "stock emulated only-gradients only-weights", 270),
+            ("b", "only-inputs only-gradients-e4m3 only-weights-stochastic", 205),
+            ("c", "fp8 only-forward only-gradients-stochastic", 215),
+        )
     ),
     Step(
         "parity-1b-trained",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8_ds.parity.arms import CHANGES, changed
+from parity.emulated import EMULATED
 
 DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
@@ -43,10 +44,12 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
+    **dict.fromkeys(EMULATED),
 }
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
 controls of regime 2. "-e4m3": gradients are E4M3. "-fast": all products accumulate fast, "-fast-input" those of the
-gradient of the input only, beside the output's."""
+gradient of the input only, beside the output's. Those of `EMULATED` have no block: stock, with parts of FP8's
+rounding."""
 TRUNKS = {
     "fp8-bf16-last": "fp8",
     "fp8-bf16-last5": "fp8",

@@ -49,6 +49,8 @@ SIZES = {
     # 11 x 71.4 M + 2 x 25216 x 2560 = 915 M. Wide and shallow for its size: 100 M tokens of stock bf16 and of FP8 must
     # fit into half an hour of two GPUs (docs/parity.md), which 16 layers of 2048, as Llama-3.2-1B has, would not.
     "1b": Size(11, 2560, 25216, 1024, 32, 1_048_576, ffn=7168, kv_heads=5),
+    # 6 x 3.15 M + 2 x 25216 x 512 = 44.7 M parameters: what parts of the rounding cost, in a minute a run.
+    "small": Size(6, 512, 25216, 1024, 32, 1_048_576),
     "tiny": Size(2, 64, 512, 64, 4, 2048),
     "tiny-llama": Size(2, 256, 512, 64, 4, 2048, ffn=384, kv_heads=1),
 }

@@ -14,11 +14,13 @@ from fp8_ds.comparison import Stepwise, pair, pooled_half_widths, stepwise
 from fp8_ds.curves import Curve
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
 from parity.arms import ARMS, GRADIENTS, OF_LINEARS, RECIPES, STATES, TRUNKS
+from parity.emulated import EMULATED
 
 Rows = Sequence[dict[str, str]]
 _LAST = tuple((arm, base) for arm, trunk in TRUNKS.items() for base in ("stock", trunk))
 _GRADIENTS = tuple((arm, base) for arm, other in GRADIENTS.items() for base in ("stock", other))
 _TO_STOCK = tuple((arm, "stock") for arm in ("fp8", *RECIPES, *STATES))
+_PARTS = (*((arm, "stock") for arm in EMULATED), ("fp8", "emulated"))
 _TO_FP8 = tuple((arm, "fp8") for arm in STATES)
 _OF_LINEARS = (
     *((arm, base) for arm in OF_LINEARS for base in ("stock", "e4m11")),
@@ -35,7 +37,7 @@ PAIRS = {
         ("e4m11-nearest", "e4m11"),
         ("bf16-nearest", "stock"),
     ),
-    3: (*_TO_STOCK, *_GRADIENTS, *_OF_LINEARS, *_TO_FP8, *_LAST),
+    3: (*_TO_STOCK, *_GRADIENTS, *_OF_LINEARS, *_TO_FP8, *_LAST, *_PARTS),
 }
 """(arm, what it is compared with), by regime."""
 TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained model"}
@@ -152,17 +154,22 @@ def report_in_bf16(rows: Rows, runs: Mapping[str, Mapping[str, Any]], steps: int
     """
     lines = []
     for regime in regimes:
-        own = {
-            (arm, seed): runs.get(f"r{regime}-{arm}-s{seed}", {}).get("held_out_loss_bf16", None if ARMS[arm] else loss)
-            for arm, by_seed in final_losses(rows, regime, steps).items()
-            for seed, loss in by_seed.items()
-        }
+        own: dict[tuple[str, int], Any] = {}
+        for arm, by_seed in final_losses(rows, regime, steps).items():
+            for seed, loss in by_seed.items():
+                in_bf16 = None if _is_rounded(arm) else loss
+                own[arm, seed] = runs.get(f"r{regime}-{arm}-s{seed}", {}).get("held_out_loss_bf16", in_bf16)
         evaluated = [{**row, "held_out_loss": own.get((row["arm"], int(row["seed"])))} for row in rows]
         known = [row for row in evaluated if int(row["regime"]) == regime and row["held_out_loss"] is not None]
         found = differences(known, regime, steps)  # type: ignore[arg-type]
-        if any(ARMS[d.arm] for d in found):
+        if any(_is_rounded(d.arm) for d in found):
             lines += [f"## Regime {regime}: the same models, evaluated in bf16", "", *_differences(found), ""]
     return "\n".join(lines)
+
+
+def _is_rounded(arm: str) -> bool:
+    """Whether its own evaluations are not bf16's."""
+    return bool(ARMS[arm]) or arm in EMULATED
 
 
 def training_curves(rows: Rows, regime: int) -> dict[tuple[str, int], Curve]:

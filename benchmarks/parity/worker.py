@@ -27,6 +27,7 @@ from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from fp8_ds.schedule import PrecisionSchedule
 from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
+from parity.emulated import EMULATED, emulate
 from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
 from parity.studies import Job
 
@@ -80,6 +81,10 @@ class EngineTaker(Taker):
             "zero_optimization": {"stage": args.stage},
             "steps_per_print": 1_000_000_000,
         }
+        self.emulated = args.arm in EMULATED
+        if self.emulated:
+            emulate(model.blocks, EMULATED[args.arm])
+            torch.manual_seed(args.seed)  # of rounding by chance; a run that is gone on with draws other numbers
         if ARMS[args.arm] is not None:
             config["fp8"] = seeded(ARMS[args.arm], args.seed)
         if args.arm in SCHEDULED:
@@ -115,6 +120,8 @@ class EngineTaker(Taker):
 
     @torch.no_grad()
     def weights_in_bf16(self) -> dict[str, Tensor] | None:
+        if self.emulated:
+            return {name: p.detach().bfloat16() for name, p in self.engine.module.named_parameters()}
         if getattr(self.engine, "fp8", None) is None:
             return None
         self.engine.set_layer_precision("", "bf16")  # all layers; their weights are decoded from the masters
