@@ -38,9 +38,16 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
-from fp8_ds.ops.groupwise import quantize_groupwise
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
-from fp8_ds.ops.quantize import amax, quantize_colwise_t, quantize_delayed_planes, quantize_planes
+from fp8_ds.ops.quantize import (
+    amax,
+    quantize,
+    quantize_colwise_t,
+    quantize_delayed_planes,
+    quantize_planes,
+    quantize_rowwise,
+)
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_backward_kept, swiglu_columns
@@ -49,6 +56,7 @@ from fp8_ds.scaling import AmaxHistory
 
 SET_BYTES = 1 << 30
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
+HIDDEN_OF_70B = (8192, 8192)
 
 Setting = dict[str, Any]
 """Constant to value; "WORDS.True" is an entry of a dict."""
@@ -179,6 +187,8 @@ KERNELS = (
         _scaled,
         lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
     ),
+    Kernel("rows given", "quantize.triton", {}, 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
+    Kernel("rows by their own", "quantize.triton", {}, 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
     Kernel(
         "columns by their own",
         "quantize.triton",
@@ -225,7 +235,13 @@ KERNELS = (
         lambda s: 16 <= s["NUMBERS"] / s["NUMBERS_WARPS"] / 32 <= 64,
     ),
     Kernel(
-        "rmsnorm", "rmsnorm.triton", {"_PER_THREAD": (8, 16, 32, 64)}, 3, _norm_inputs, lambda x: _norm(x), (NARROW,)
+        "rmsnorm",
+        "rmsnorm.triton",
+        {"_PER_THREAD": (8, 16, 32, 64)},
+        3,
+        _norm_inputs,
+        lambda x: _norm(x),
+        (NARROW, HIDDEN_OF_70B),
     ),
     Kernel(
         "rmsnorm_backward",
@@ -234,7 +250,7 @@ KERNELS = (
         6,
         _norm_inputs,
         lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]),
-        (NARROW,),
+        (NARROW, HIDDEN_OF_70B),
     ),
     Kernel(
         "swiglu",
@@ -303,6 +319,23 @@ KERNELS = (
             fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
         )
         for block, planes in (((1, 128), "both"), ((1, 128), "col"), ((128, 128), "row"), ((128, 128), "both"))
+    ),
+    Kernel(
+        "blockwise 1x128 row",
+        "blockwise.triton",
+        {},
+        3,
+        _matrix,
+        lambda x: quantize_blockwise(x, E4M3, (1, 128), "row"),
+    ),
+    Kernel(
+        "groupwise back",
+        "groupwise.triton",
+        {"_ROWS": (16, 32, 64), "_NUM_WARPS": (2, 4, 8)},
+        3,
+        _block_codes,
+        lambda x: dequantize_groupwise(*x),
+        fits=lambda s: 16 <= s["_ROWS"] * 128 / s["_NUM_WARPS"] / 32 <= 64,
     ),
     Kernel(
         "blockwise transpose",

@@ -40,12 +40,13 @@ class RowwiseRecipe(Recipe):
         self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
     ) -> Quantized:
         rows = columns = columns_scale_inv = None
-        scale_inv = grad_TO.new_empty((), dtype=torch.float32)
         if weight is not None:
-            fold = None if weight.scale_inv.dim() == 0 else weight.scale_inv.reshape(-1)
+            fold = None if weight.scale_inv.dim() == 0 else weight.scale_inv
             rows, scale_inv = quantize_rowwise(grad_TO, self.grad_format, fold)
+        else:
+            scale_inv = grad_TO.new_empty((), dtype=torch.float32)
         if kept is not None:
-            columns, columns_scale_inv = quantize_colwise_t(grad_TO, self.grad_format, kept[1].reshape(-1))
+            columns, columns_scale_inv = quantize_colwise_t(grad_TO, self.grad_format, kept[1])
         return Quantized(rows, columns, scale_inv, columns_scale_inv)
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,5 @@
-"""What a step makes the host launch: with fp32 states, never more than in stock, and the FP8 part once for all weights.
+"""What a step makes the host launch: with fp32 states, never more than in stock, and the FP8 part once for all weights;
+and what a micro-batch casts: no weight.
 
 Between the last wait of a step and the first GEMM of the next the device does only what the host hands it: at 124 M
 parameters on an H200 a loop over 48 weights there cost a fifth of the throughput.
@@ -104,6 +105,37 @@ def test_a_step_dispatches_less_and_reads_no_more_often_than_in_stock(ranks: Any
         assert here["step"].count(READ) <= there["step"].count(READ)
         if stage < 3:  # nor does it look into each gradient for infinities, and then measure its norm
             assert here["step"].count("aten::amax") + here["step"].count("aten::isinf") <= 2
+
+
+def casts_of_micro_batches(stage: int, recipe: str, num_micro_batches: int) -> list[Counter[str]]:
+    """Casts and transposes of FP8 in forward and backward of each micro-batch of the third step."""
+    config = training.ds_config(stage, {"linear": {"recipe": recipe}}, gradient_accumulation_steps=num_micro_batches)
+    engine = training.build(config, {"num_blocks": FEW})
+    training.train(engine, 2)
+    found = []
+    world_size = torch.distributed.get_world_size()
+    for batch in training.micro_batches(2, num_micro_batches * world_size)[:num_micro_batches]:
+        with _Names() as mode:
+            engine.backward(engine(batch))
+        engine.step()
+        kinds = (name.removeprefix("fp8_ds::").split("_")[0] for name in mode.names if name.startswith("fp8_ds::"))
+        found.append(Counter(kind for kind in kinds if kind in ("quantize", "transpose")))
+    training.destroy(engine)
+    return found
+
+
+EACH_TIME = [(1, "tensorwise"), (2, "blockwise"), (3, "tensorwise"), (3, "delayed")]
+EACH_TIME_TOO = [(s, r) for s in (1, 2, 3) for r in (*PER_TENSOR, "blockwise") if (s, r) not in EACH_TIME]
+
+
+@pytest.mark.parametrize(
+    ("stage", "recipe"), [*EACH_TIME, *(pytest.param(*case, marks=pytest.mark.slow) for case in EACH_TIME_TOO)]
+)
+def test_a_micro_batch_casts_inputs_and_their_gradients_and_no_weight(ranks: Any, stage: int, recipe: str) -> None:
+    """A weight is transposed, in FP8, for the gradient of its layer's input, each time anew."""
+    linears = WEIGHTS * FEW
+    for found in ranks(2).run(casts_of_micro_batches, stage, recipe, 3):
+        assert found == [{"quantize": 2 * linears, "transpose": linears}] * 3
 
 
 def test_the_norms_of_all_gradients_are_launched_before_the_host_waits(ranks: Any) -> None:

@@ -47,10 +47,12 @@ def _check_scalar(name: str, tensor: Tensor) -> None:
 
 
 def _check_fold(fold: Tensor | None, size: int) -> None:
-    if fold is not None and (fold.dtype != torch.float32 or fold.shape != (size,) or not fold.is_contiguous()):
+    if fold is None:
+        return
+    if fold.dtype != torch.float32 or tuple(fold.shape) not in ((size,), (size, 1)) or not fold.is_contiguous():
         raise ValueError(
-            f"fold: expected float32 [{size}], contiguous, got {fold.dtype} {tuple(fold.shape)} with strides "
-            f"{fold.stride()}. It has a factor for each element of the axis that the next GEMM contracts."
+            f"fold: expected float32 [{size}] or [{size}, 1], contiguous, got {fold.dtype} {tuple(fold.shape)} with "
+            f"strides {fold.stride()}. It has a factor for each element of the axis that the next GEMM contracts."
         )
 
 
@@ -282,8 +284,8 @@ def quantize_rowwise(x: Tensor, fmt: Float8Format, fold: Tensor | None = None) -
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where C is a multiple of 16.
         fmt: E4M3 or E5M2.
-        fold: float32 [C], multiplied into `x` in float32 before anything else, or None. The next GEMM contracts C: a
-            scale_inv of its other operand that varies along C cannot be applied to its output, but here.
+        fold: float32 [C] or [C, 1], multiplied into `x` in float32 before anything else, or None. The next GEMM
+            contracts C: a scale_inv of its other operand that varies along C cannot be applied to its output, but here.
 
     Returns:
         (x_fp8, scale_inv): `fmt.dtype` [T, C]; float32 [T, 1], multiply to leave FP8, NaN for a row that holds a NaN
@@ -304,7 +306,7 @@ def quantize_colwise_t(x: Tensor, fmt: Float8Format, fold: Tensor | None = None)
     Args:
         x: bf16, fp16 or fp32, [T, C], contiguous. Fast where T and C are multiples of 16.
         fmt: E4M3 or E5M2.
-        fold: float32 [T], multiplied into `x` as in `quantize_rowwise`, or None.
+        fold: float32 [T] or [T, 1], multiplied into `x` as in `quantize_rowwise`, or None.
 
     Returns:
         (x_fp8_t, scale_inv): `fmt.dtype` [C, T], contiguous; float32 [C, 1], as in `quantize_rowwise`.

@@ -116,14 +116,14 @@ def quantize_delayed_planes(
 
 
 def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale for each row: (x_fp8 [T, C], scale_inv [T, 1]); `fold` [C] is multiplied in first, in float32."""
-    folded = x.to(torch.float32) if fold is None else x.to(torch.float32) * fold
+    """One scale for each row: (x_fp8 [T, C], scale_inv [T, 1]); `fold` [C] or [C, 1] is multiplied in first."""
+    folded = x.to(torch.float32) if fold is None else x.to(torch.float32) * fold.reshape(-1)
     amaxes = folded.new_zeros(len(x)) if x.numel() == 0 else folded.abs().amax(dim=1)
     scale, scale_inv = scale_from_amax(amaxes[:, None], fp8_max)
     return quantize(folded, scale, dtype, fp8_max), scale_inv
 
 
 def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale for each column: (x_fp8_t [C, T], scale_inv [C, 1]); `fold` [T] is multiplied in first."""
+    """One scale for each column: (x_fp8_t [C, T], scale_inv [C, 1]); `fold` [T] or [T, 1] is multiplied in first."""
     x_fp8_t, scale_inv = quantize_rowwise(x.t(), fold, dtype, fp8_max)
     return x_fp8_t.contiguous(), scale_inv

@@ -177,3 +177,14 @@ def test_saturation_without_the_values_before_the_cast_is_that_of_the_largest_co
     assert from_counts(counts).saturation == 0.5
     observe_codes(codes, torch.ones(()), counts, can_saturate=False)
     assert from_counts(counts).saturation == 0.25
+
+
+def test_ops_that_count_pass_opcheck() -> None:
+    ops, scale_inv, x = torch.ops.fp8_ds, torch.tensor(0.5), torch.randn(3, 8)
+    codes = x.to(torch.float8_e4m3fn)
+    for checked, arguments in (
+        (ops.observe_codes.default, (codes, scale_inv, new_counts(device="cpu"), True)),
+        (ops.observe_hp.default, (x, scale_inv, E4M3.max, new_counts(device="cpu"))),
+        (ops.observe_hp.default, (x, None, 0.0, new_counts(device="cpu"))),
+    ):
+        torch.library.opcheck(checked, arguments, test_utils="test_faketensor")

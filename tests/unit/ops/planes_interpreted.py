@@ -206,7 +206,7 @@ def test_tensorwise_planes_equal_reference(planes, bad):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 48), (17, 131), (1, 1)])
 def test_rowwise_equals_reference(shape, dtype, with_fold):
-    fold = torch.rand(shape[1]) if with_fold else None
+    fold = torch.rand(shape[1], 1) if with_fold else None
     assert_equal(*both("quantize_rowwise", matrix(*shape, dtype), fold, E4M3.dtype, E4M3.max))
 
 
@@ -223,7 +223,7 @@ def test_rows_longer_than_the_registers_equal_reference(num_cols):
     [((32, 64), BF16, True), ((17, 9), FP16, True), ((5, 16), FP32, True), ((16, 17), BF16, False)],
 )
 def test_colwise_equals_reference(shape, dtype, with_fold):
-    fold = torch.rand(shape[0]) if with_fold else None
+    fold = torch.rand(shape[0], 1) if with_fold else None
     assert_equal(*both("quantize_colwise_t", matrix(*shape, dtype), fold, E5M2.dtype, E5M2.max))
 
 

@@ -75,6 +75,7 @@ def test_other_arguments_are_refused():
 
 def test_op_traces_and_gives_the_same_bits():
     codes, scale_inv = quantize_rows_pow2(torch.randn(16, 32), E5M2)
+    torch.library.opcheck(torch.ops.fp8_ds.align.default, (codes, scale_inv[:, 0]), test_utils="test_faketensor")
     compiled = torch.compile(align, fullgraph=True, backend="aot_eager")
     for expected, found in zip(align(codes, scale_inv[:, 0]), compiled(codes, scale_inv[:, 0]), strict=True):
         assert_bitwise(found, expected)

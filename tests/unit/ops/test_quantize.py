@@ -180,3 +180,5 @@ def test_ops_pass_opcheck(x):
     delayed = (x, ONE, ONE.clone(), slot, True, E4M3.dtype, E4M3.max)
     torch.library.opcheck(ops.quantize_delayed.default, delayed, test_utils=checks)
     torch.library.opcheck(ops.record_amax.default, (x, slot), test_utils=checks)
+    part = (x.flatten().contiguous(), torch.rand(3, 2) + 0.5, 2, 4, 3, 2, E4M3.dtype, E4M3.max)
+    torch.library.opcheck(ops.quantize_part.default, part, test_utils=checks)

@@ -97,9 +97,12 @@ def test_colwise_is_rowwise_of_the_transpose(fmt):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fold_is_a_product_in_float32_before_amax_and_cast(dtype):
     x, rows, cols = many_scales("per_tile", 21, 37).to(dtype), torch.rand(21), torch.rand(37)
+    by_rows, by_columns = quantize_rowwise(x.float() * cols, E4M3), quantize_colwise_t(x.float() * rows[:, None], E5M2)
     cases = (
-        (quantize_rowwise(x, E4M3, cols), quantize_rowwise(x.float() * cols, E4M3)),
-        (quantize_colwise_t(x, E5M2, rows), quantize_colwise_t(x.float() * rows[:, None], E5M2)),
+        (quantize_rowwise(x, E4M3, cols), by_rows),
+        (quantize_rowwise(x, E4M3, cols[:, None]), by_rows),
+        (quantize_colwise_t(x, E5M2, rows), by_columns),
+        (quantize_colwise_t(x, E5M2, rows[:, None]), by_columns),
     )
     for got, expected in cases:
         assert_bitwise(got[0], expected[0])
@@ -152,8 +155,9 @@ def test_wrong_arguments_are_refused():
         quantize_planes(x, torch.ones(4, 1), E4M3, "row")
     with pytest.raises(ValueError, match=r"fold: expected float32 \[6\]"):
         quantize_rowwise(x, E4M3, torch.ones(4))
-    with pytest.raises(ValueError, match=r"fold: expected float32 \[4\]"):
-        quantize_colwise_t(x, E4M3, torch.ones(6))
+    for bad in (torch.ones(6), torch.ones(1, 4), torch.ones(8)[::2], torch.ones(4).double()):
+        with pytest.raises(ValueError, match=r"fold: expected float32 \[4\] or \[4, 1\]"):
+            quantize_colwise_t(x, E4M3, bad)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (1, 4), (0, 4)])
