@@ -100,8 +100,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="start no run that would be cut")
     parser.add_argument("--only-first-weights", action="store_true", help="stop where regimes 2 and 3 can begin")
     parser.add_argument("--estimate", type=float, default=240, help="seconds a run takes, until one has been seen")
-    parser.add_argument("--cache", type=Path, help=f"default: {CACHE}; with --text-of-others one of this study's own")
-    parser.add_argument("--text-of-others", action="store_true", help=f"with the text that {CACHE} has")
+    parser.add_argument("--cache", type=Path, help=f"of text, first weights and cut runs; default: {CACHE}")
+    parser.add_argument("--own-cache", action="store_true", help="one for this study, all but the text, beside others")
     parser.add_argument("--archive", type=Path, help="the cache as one file: read where it is new, written at the end")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--resume-from", type=Path, nargs="+", help="CSVs of earlier calls, the .json beside each")
@@ -115,7 +115,9 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--micro-batches: expected 1 with {', '.join(alone)}, which accumulate nothing. Leave them out.")
     if args.gpus_per_run != 1:
         _check_group(parser, args, batch)
-    args.cache = args.cache or (CACHE.with_name(f"{CACHE.name}_{args.study}") if args.text_of_others else CACHE)
+    args.text_cache = args.cache = args.cache or CACHE
+    if args.own_cache:
+        args.cache = args.cache.with_name(f"{args.cache.name}_{args.study}")
     args.seeds2 = args.seeds2 if args.seeds2 is not None else args.seeds
     return args
 
@@ -162,11 +164,11 @@ def run_study(args: argparse.Namespace, stem: Path) -> tuple[Results, list[str]]
     start, size = time.monotonic(), SIZES[args.size]
     if args.archive is not None and args.archive.exists() and not args.cache.exists():
         archive.unpack(args.archive, args.cache)
-    if args.text_of_others:
-        data.link(CACHE, args.cache)
     needed = args.steps * size.batch * size.seq_len // MAX_EPOCHS
-    text, _ = data.prepare(args.cache, args.vocabulary, size.vocab_size, needed, args.text_bytes)
+    text, _ = data.prepare(args.text_cache, args.vocabulary, size.vocab_size, needed, args.text_bytes)
     sentence = f"{text.describe()}. {check_epochs(args, (text.num_train - 1) // size.seq_len)}"
+    if args.own_cache:
+        data.link(args.text_cache, args.cache)
     print(f"{sentence} (ready after {time.monotonic() - start:.0f} s)", flush=True)
     results = Results(stem, settings_of(args, text.digest, sentence), args.resume_from)
     args.budget -= time.monotonic() - start

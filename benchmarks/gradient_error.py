@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.models import GPT, SIZES, Size
+from parity.models import GPT, SIZES, Size, ends
 from results_io import dated_stem, heading
 from torch import Tensor
 
@@ -114,8 +114,7 @@ def compare(arm: str, pairs: list[tuple[tuple[Gradients, float], tuple[Gradients
 
 def _with_ends_in_bf16(size: Size) -> dict[str, dict[str, Any]]:
     """By name; none where nothing is between the ends."""
-    ends = ["lm_head", "blocks.0.", f"blocks.{size.layers - 1}."]
-    arms = {f"{arm}, ends in bf16": {**block, "filter_fqns": ends} for arm, block in ENDS.items()}
+    arms = {f"{arm}, ends in bf16": {**block, "filter_fqns": ends(size)} for arm, block in ENDS.items()}
     return arms if size.layers > 2 else {}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parity.emulated import EMULATED
+
 
 @dataclass(frozen=True)
 class Step:
@@ -49,9 +51,8 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
     return f"{_GPT_PARITY} {what}"
 
 
-def _parts(arms: str, more: str) -> str:
-    """The study of single roundings, on the text of the others, which must be there."""
-    return f"{_GPT_PARITY} --study parts --text-of-others --arms {arms} --estimate 70 {more}".rstrip()
+_EMULATED = " ".join(EMULATED)
+_PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 
 
 def _tests_megatron(options: str) -> str:
@@ -180,23 +181,26 @@ STEPS = (
     ),
     Step(
         "parity-parts-first",
-        _parts("stock", "--only-first-weights"),
-        80,
-        "issue 8 E: first weights of the small model, 33.6 M tokens; 45 s and a start are predicted",
+        f"{_PARTS} --arms stock --only-first-weights",
+        170,
+        "issue 8 E: text and first weights of the small model; 60 and 59 s on an H100",
     ),
     *(
         Step(
-            f"parity-parts-{name}",
-            _parts(arms, ""),
-            seconds,
-            f"issue 8 E: which rounding costs what? {arms}; 65 s a run is predicted",
+            f"parity-parts-{seed}",
+            f"{_PARTS} --seeds {seed} --arms stock {_EMULATED}",
+            1400,
+            f"issue 8 E: which rounding costs what, and what helps? Seed {seed}; stock 63 s, others 80 to 112",
             after="parity-parts-first",
         )
-        for name, arms, seconds in (
-            ("a", "stock emulated only-gradients only-weights", 270),
-            ("b", "only-inputs only-gradients-e4m3 only-weights-stochastic", 205),
-            ("c", "fp8 only-forward only-gradients-stochastic", 215),
-        )
+        for seed in (0, 1)
+    ),
+    Step(
+        "parity-parts-real",
+        f"{_PARTS} --seeds 0 --arms fp8 fp8-e4m3 fp8-ends-e4m3",
+        290,
+        "the same, in FP8, beside seed 0's stock",
+        after="parity-parts-first",
     ),
     Step(
         "parity-1b-trained",

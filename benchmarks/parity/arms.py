@@ -32,6 +32,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
+    "fp8-ends": DEFAULT,
+    "fp8-ends-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
     "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
     "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
@@ -47,9 +49,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     **dict.fromkeys(EMULATED),
 }
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
-controls of regime 2. "-e4m3": gradients are E4M3. "-fast": all products accumulate fast, "-fast-input" those of the
-gradient of the input only, beside the output's. Those of `EMULATED` have no block: stock, with parts of FP8's
-rounding."""
+controls of regime 2. "-e4m3": gradients are E4M3. "-ends": the first and the last block stay bf16. "-fast": all
+products accumulate fast, "-fast-input" those of the gradient of the input only, beside the output's. Those of
+`EMULATED` have no block: stock, with parts of FP8's rounding."""
 TRUNKS = {
     "fp8-bf16-last": "fp8",
     "fp8-bf16-last5": "fp8",
@@ -63,8 +65,16 @@ RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")
 """Beside "fp8", which is tensorwise; states as in stock."""
 STATES = ("fp32-master", "e4m19", "e4m11")
 """FP8 moments and each format of masters; recipe tensorwise."""
-GRADIENTS = {"fp8-e4m3": "fp8", "rowwise-e4m3": "rowwise", "gw_hp-e4m3": "gw_hp"}
-"""Recipes with E4M3 gradients, and the arms with E5M2's. "blockwise" has no other."""
+VARIANTS = {
+    "fp8-e4m3": "fp8",
+    "fp8-ends": "fp8",
+    "fp8-ends-e4m3": "fp8-e4m3",
+    "rowwise-e4m3": "rowwise",
+    "gw_hp-e4m3": "gw_hp",
+}
+"""Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
+stock."""
+ENDS = ("fp8-ends", "fp8-ends-e4m3")
 OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
 """What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -132,13 +132,7 @@ def choose_held_out(documents: Iterable[tuple[str, str, bytes]]) -> tuple[str, .
 
 
 def link(source: Path, cache: Path) -> None:
-    """`cache` has the text of `source` from here on, unless it has one of its own.
-
-    Raises:
-        SystemExit: there is none.
-    """
-    if not (source / "text.json").exists():
-        raise SystemExit(f"--text-of-others: expected a text in {source}, got none. Make it by another study first.")
+    """`cache` has the text of `source` from here on."""
     cache.mkdir(parents=True, exist_ok=True)
     for name in ("train.npy", "held_out.npy", "text.json"):
         if not (cache / name).exists():

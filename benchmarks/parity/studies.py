@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parity.arms import ARMS, GRADIENTS, OF_LINEARS, RECIPES, SCHEDULED, STATES
+from parity.arms import ARMS, OF_LINEARS, RECIPES, SCHEDULED, STATES, VARIANTS
 from parity.emulated import EMULATED
 from parity.models import SIZES, Size
 
 REGIME_ARMS = {
     1: ("stock", "fp8", *RECIPES, *STATES, "torchao"),
     2: ("stock", "e4m11", "e4m11-nearest", "bf16-nearest", "fp8", "e4m19", *RECIPES, "fp32-master"),
-    3: ("stock", *EMULATED, *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, *GRADIENTS, "fp32-master"),
+    3: ("stock", *EMULATED, *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, *VARIANTS, "fp32-master"),
 }
 
 
@@ -48,11 +48,16 @@ STUDIES = {
     "recipes": Study(
         *("124m", 6144, (3, 2), (0, 1, 2)),
         arms=("stock", "fp8", *RECIPES, *STATES, *_CONTROLS),
-        bounded=("fp8", *RECIPES, *GRADIENTS, *STATES),
+        bounded=("fp8", *RECIPES, *VARIANTS, *STATES),
         checkpoint_at=0.25,
     ),
     # Which rounding costs what: short runs of a small model, from first weights behind the jump. Training losses tell.
-    "parts": Study("small", 1024, (3,), (0,), ("stock", *EMULATED, "fp8"), bounded=(), checkpoint_at=1.0),
+    "parts": Study(
+        *("small", 1024, (3,), (0,)),
+        arms=("stock", *EMULATED, "fp8", "fp8-e4m3", "fp8-ends", "fp8-ends-e4m3"),
+        bounded=(),
+        checkpoint_at=1.0,
+    ),
     "1b": Study("1b", 3072, (1,), (0, 1), arms=("stock", "fp8", "e4m11"), bounded=("fp8",)),
 }
 

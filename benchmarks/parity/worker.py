@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.config import ScheduleConfig
-from fp8_ds.parity.arms import seeded
+from fp8_ds.parity.arms import changed, seeded
 from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from fp8_ds.schedule import PrecisionSchedule
-from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
+from parity.arms import ARMS, ENDS, SCHEDULED, WITHOUT_DEEPSPEED
 from parity.emulated import EMULATED, emulate
-from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
+from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, ends, mean_cross_entropy, param_groups
 from parity.studies import Job
 
 BETAS, EPS, CLIP = (0.9, 0.95), 1e-8, 1.0
@@ -87,6 +87,8 @@ class EngineTaker(Taker):
             torch.manual_seed(args.seed)  # of rounding by chance; a run that is gone on with draws other numbers
         if ARMS[args.arm] is not None:
             config["fp8"] = seeded(ARMS[args.arm], args.seed)
+        if args.arm in ENDS:
+            config["fp8"] = changed(config["fp8"], {"linear": {"filter_fqns": ends(SIZES[args.size])}})
         if args.arm in SCHEDULED:
             config["fp8"]["schedule"] = {**config["fp8"]["schedule"], "total_steps": args.steps}
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)

@@ -19,10 +19,10 @@ def test_doctor_knows_the_gpu_and_times_every_recipe() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(CONFIG)])
     found = json.loads(result.stdout)
     by_name = {check["name"]: check for check in found["checks"]}
-    for name in ("torch", "CUDA", "GPU", "cuDNN", "NCCL", "seams", "triton"):
+    for name in ("torch", "CUDA", "GPU 0", "cuDNN", "NCCL", "seams", "triton"):
         assert by_name[name]["status"] == "ok", by_name[name]
-    assert torch.cuda.get_device_name(0) in by_name["GPU"]["found"]
-    assert "9.0" in by_name["GPU"]["found"] or torch.cuda.get_device_capability(0) != (9, 0)
+    assert torch.cuda.get_device_name(0) in by_name["GPU 0"]["found"]
+    assert "9.0" in by_name["GPU 0"]["found"] or torch.cuda.get_device_capability(0) != (9, 0)
     assert found["can_train"] and found["config"]["on"] == "if"  # the script is not known
     assert {probe["recipe"] for probe in found["probes"]} > {"tensorwise", "blockwise"} and len(found["probes"]) == 5
     for probe in found["probes"]:

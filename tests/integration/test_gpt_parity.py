@@ -269,6 +269,20 @@ def test_results_of_several_calls_are_put_together(bench: Any, tmp_path: Path) -
         runs.Results(tmp_path / "both", {"steps": 10}, [tmp_path / "third.csv"])
 
 
+def test_a_study_may_have_first_weights_of_its_own_and_shares_the_text(
+    bench: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity = bench("gpt_parity")
+    started: list[Path] = []
+    monkeypatch.setattr(parity.Scheduler, "run", lambda self: started.append(self.checkpoint))
+    for more in ((), ("--own-cache",), ("--own-cache",)):
+        args = parity_args(cache, "--study", "parts", "--size", "tiny", "--steps", "20", *more)
+        parity.run_study(args, tmp_path / "result")
+    own = cache.with_name("cache_parts")
+    assert started == [cache / "checkpoint.pt", own / "checkpoint.pt", own / "checkpoint.pt"]
+    assert all((own / name).samefile(cache / name) for name in ("train.npy", "held_out.npy", "text.json"))
+
+
 def test_by_regime_all_seeds_of_one_come_first(bench: Any, cache: Path) -> None:
     bench("gpt_parity")
     args = parity_args(cache, "--regimes", "3", "2", "--seeds", "0", "1", "--arms", "stock", "e4m11", "--by-regime")

@@ -61,17 +61,3 @@ def test_bpe_gives_back_the_text(bench: Any, text_folder: Path) -> None:
     assert (train == 0).sum() == 50 and (held_out == 0).sum() == 10  # documents end with token 0
     assert train.max() < 512
     assert train.size < 0.5 * sum(map(len, contents[:50]))
-
-
-def test_the_text_of_another_study_is_linked_and_a_cache_s_own_stays(bench: Any, tmp_path: Path) -> None:
-    data, theirs, ours = bench("parity.data"), tmp_path / "theirs", tmp_path / "ours"
-    with pytest.raises(SystemExit, match="expected a text in"):
-        data.link(theirs, ours)
-    theirs.mkdir()
-    for name in ("train.npy", "held_out.npy", "text.json"):
-        (theirs / name).write_text(f"their {name}")
-    ours.mkdir()
-    (ours / "text.json").write_text("own")
-    data.link(theirs, ours)
-    data.link(theirs, ours)
-    assert (ours / "text.json").read_text() == "own" and (ours / "train.npy").read_text() == "their train.npy"

@@ -39,10 +39,11 @@ def test_a_cast_leaves_fp8_numbers_times_a_power_of_two_near_what_was_there(benc
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_casts_by_chance_are_neighbours_and_right_in_the_mean(bench: Any, dtype: torch.dtype) -> None:
-    cast = bench("parity.emulated").cast
+    emulated = bench("parity.emulated")
+    cast = emulated.cast
     torch.manual_seed(0)
     x = torch.cat([values(2, 500).float(), values(2, 500).float() * 1e-3, torch.tensor([40.0])])  # subnormal ones, too
-    draws = torch.stack([cast(x, dtype, stochastic=True) for _ in range(4000)])
+    draws = torch.stack([cast(x, dtype, emulated.by_chance(x)) for _ in range(4000)])
     assert draws.equal(torch.stack([cast(one, dtype) for one in draws[:50]] + list(draws[50:])))  # FP8 numbers
     kinds = [len(column.unique()) for column in draws.T]
     assert max(kinds) == 2 and sum(kind == 2 for kind in kinds) > 800
@@ -86,8 +87,32 @@ def test_each_arm_rounds_what_it_names_and_nothing_else(bench: Any) -> None:
         rounded = {"weight": (0, 1), "input": (0, 2), "gradient": (1, 2)}
         touched = {k for part, ks in rounded.items() if getattr(casts, part) is not None for k in ks}
         assert [not a.equal(b) for a, b in zip(found, exact, strict=True)] == [k in touched for k in range(3)]
-    by_chance = emulated.EmulatedLinear(linear, emulated.EMULATED["only-weights-stochastic"])
-    assert not by_chance(x).equal(by_chance(x))
+
+
+def test_weights_that_are_dithered_or_moved_are_right_in_the_mean_of_a_few_steps_where_chance_is_not(
+    bench: Any,
+) -> None:
+    emulated = bench("parity.emulated")
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 32, bias=False)
+    identity = torch.eye(48)
+
+    def error(arm: str, steps: int) -> float:
+        model = emulated.EmulatedLinear(linear, emulated.EMULATED[arm])
+        seen = torch.stack([model(identity).detach().T for _ in range(steps)])
+        assert steps == 1 or seen[0].equal(seen[1]) == (arm == "only-weights")
+        assert model.eval()(identity).equal(model(identity)) == (arm != "only-weights-stochastic")
+        return float((seen.mean(0) - linear.weight.detach()).square().mean())
+
+    nearest, chance, dithered, moving = (
+        {steps: error(f"only-weights{name}", steps) for steps in (1, 2, 21)}
+        for name in ("", "-stochastic", "-dithered", "-moving")
+    )
+    assert nearest[2] == nearest[21] == nearest[1]
+    assert moving[1] == pytest.approx(nearest[1], rel=0.15)  # no more power in a step, and soon less in the mean
+    assert moving[21] < 0.1 * nearest[21]
+    assert chance[2] == pytest.approx(nearest[2], rel=0.15)  # twice the power, half of it in the mean of two
+    assert dithered[21] < 0.1 * chance[21] < 0.02 * nearest[21]
 
 
 def test_all_parts_together_are_what_the_default_recipe_rounds(bench: Any) -> None:
@@ -119,6 +144,7 @@ def test_all_parts_together_are_what_the_default_recipe_rounds(bench: Any) -> No
     assert errors["emulated"] == pytest.approx(errors["ours"], rel=0.15)
     assert 0 < errors["only-weights"] < errors["only-forward"] < errors["emulated"]
     assert 0 < errors["only-gradients-e4m3"] < errors["only-gradients"] < errors["only-gradients-stochastic"]
+    assert errors["emulated-e4m3"] < errors["emulated"]
 
 
 @pytest.mark.slow
