@@ -466,6 +466,10 @@ def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
     known = Fp8Config.keys().get(key)
     if known is None:
         return "See docs/config.md."
+    # With commas in it, as on torchtitan's command line.
+    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
+    if names and known.values == "list of strings":
+        return f"Write {_as_json(names)}."
     if (bare := _without_quotes(value, known.values.split(", "))) is not None:
         return f"Write {bare} without quotes: in JSON they make a string of it."
     if known.default == "required":

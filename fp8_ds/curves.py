@@ -16,6 +16,13 @@ from fp8_ds.errors import ConfigError
 _STEP_NAMES = ("step", "global_step", "iteration", "steps")
 _LOSS = "loss"
 _TRAINER_STATE = "trainer_state.json"
+_LR_OF_DEEPSPEED = "Train/Samples/lr"
+_NO_LOSS_OF_DEEPSPEED = (
+    "DeepSpeed writes no loss into its monitors, since 0.18.3. Write it after each step: "
+    '`engine.monitor.write_events([("Train/Samples/train_loss", loss.item(), engine.global_samples)])`.'
+)
+"""Pipelines write one. Source: deepspeedai/DeepSpeed 53e91a0, deepspeed/runtime/engine.py."""
+_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,24 @@ def _of_folder(folder: Path, column: str | None) -> Curve:
     if not found and reasons and all(file.name == _TRAINER_STATE for file in files):
         raise ConfigError(reasons[-1])  # of the last checkpoint as of the others
     if len(found) != 1:
-        detail = ", ".join(curve.name for curve in found) or "; ".join(reasons) or "no such file"
+        if not found and any(reason.endswith(_NO_LOSS_OF_DEEPSPEED) for reason in reasons):
+            raise ConfigError(f"{folder}: expected one file with a loss, got none. {_NO_LOSS_OF_DEEPSPEED}")
+        detail = ", ".join(curve.name for curve in found) or _shown(reasons) or "no such file"
         raise ConfigError(f"{folder}: expected one file with a loss, got {len(found)} ({detail}). Name the file.")
     return found[0]
 
 
+def _shown(reasons: Sequence[str]) -> str:
+    """The first of them: DeepSpeed's csv_monitor leaves a file of each number, hundreds with `fp8.monitor`."""
+    more = f"; and {len(reasons) - _NUM_SHOWN} more files" if len(reasons) > _NUM_SHOWN else ""
+    return "; ".join(reason.rstrip(".") for reason in reasons[:_NUM_SHOWN]) + more
+
+
 def _loss_name(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    names = sorted({key for _, row in rows for key in row if _LOSS in key.lower()})
+    keys = {key for _, row in rows for key in row}
+    names = sorted(key for key in keys if _LOSS in key.lower())
+    if not names and (_LR_OF_DEEPSPEED in keys or path.name == f"{_LR_OF_DEEPSPEED.replace('/', '_')}.csv"):
+        raise ConfigError(f"{path}: expected a loss, got none. {_NO_LOSS_OF_DEEPSPEED}")
     train = [name for name in names if not any(part in name.lower() for part in ("eval", "held", "valid", "test"))]
     chosen = [name for name in train if name.lower() == _LOSS] or train or names
     if len(chosen) != 1:

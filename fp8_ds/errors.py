@@ -39,10 +39,10 @@ def refusals_without_traceback() -> Iterator[None]:
     Under a launcher every rank is refused alike: as many tracebacks would bury what to do. Other errors have theirs.
 
     Raises:
-        SystemExit: in place of ConfigError, UnsupportedError and SeamError.
+        SystemExit: in place of ConfigError, UnsupportedError, SeamError and CheckpointError.
     """
     try:
         yield
-    except (ConfigError, UnsupportedError, SeamError) as error:
+    except (ConfigError, UnsupportedError, SeamError, CheckpointError) as error:
         print(f"[rank {os.environ.get('RANK', 0)}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

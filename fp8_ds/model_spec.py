@@ -165,10 +165,15 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
             )
         return ModelSpec(text, _replaced(text, config, settings))
     module, _, function = text.partition(":")
-    if module and function and not settings:
+    if module and function:
+        if settings:
+            raise ConfigError(
+                f"--set: expected a model with a configuration, got {text}, a function. Leave --set out, change the "
+                "model there."
+            )
         return ModelSpec(text, function=_function(module, function))
     raise ConfigError(
-        f"model: expected a config.json, its folder, module:function (without --set) or one of {', '.join(FAMILIES)}, "
+        f"model: expected a config.json, its folder, module:function or one of {', '.join(FAMILIES)}, "
         f"got {text!r}. Nothing is downloaded: save the model's configuration with save_pretrained and name its folder."
     )
 

@@ -137,7 +137,8 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
     ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks"
     title = f"{model}, stage {setup.stage}, {ranks}, {states}"
-    unit, size = fitting_unit(BINARY, found.peak)
+    # Of the smaller peak: DeepSpeed's buckets are 1 GB by default, beside which a small model would be rows of 0.00.
+    unit, size = fitting_unit(BINARY, min(found.in_backward, found.in_step))
     columns = {unit: found}
     if found.in_bf16 is not None:
         columns |= {"layers in bf16": found.in_bf16}

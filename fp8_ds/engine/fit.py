@@ -17,17 +17,21 @@ def other_run(engine: Any, header: dict[str, Any], with_optimizer: bool) -> str:
     shards = now["zero_stage"] == 3
     if (header["zero_stage"] == 3) != shards:
         stage = manifests.differs(header, now, ("zero_stage",))
-        return f"{stage} (make it universal, then `python -m fp8_ds.checkpoint.universal`: docs/checkpoints.md)"
+        return f"{stage} (a universal checkpoint loads in another stage: {_remedy(now['zero_stage'])})"
     keys = ("dp_world_size", "mp_world_size") if with_optimizer else ("mp_world_size",)
     other = manifests.differs(header, now, keys)
     if not other and shards and now["dp_world_size"] > header["dp_world_size"]:
         other = manifests.differs(header, now, ("dp_world_size",))
     if not other:
         return ""
-    command = f"fp8-ds convert FOLDER UNIVERSAL --to universal --stage {now['zero_stage']}"
+    return f"{other} (a universal checkpoint loads at any world size: {_remedy(now['zero_stage'])})"
+
+
+def _remedy(stage: int) -> str:
+    """`load_checkpoint` looks for a universal checkpoint in the folder that it is given."""
     return (
-        f'{other} (a universal checkpoint loads at any world size: `{command}`, then "checkpoint": '
-        '{"load_universal": true}; docs/checkpoints.md)'
+        f"`fp8-ds convert FOLDER FOLDER/universal --to universal --stage {stage}`, then "
+        '"checkpoint": {"load_universal": true} and the same FOLDER; docs/checkpoints.md'
     )
 
 

@@ -27,6 +27,11 @@ KNOWN_KEYS = frozenset(_NAMES.split())
 _OURS = "fp8"
 _COMMENT_SIGNS = ("_", "/", "#")
 """JSON has no comments, and such keys stand in for them."""
+_ELSEWHERE = {
+    "msamp": 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).',
+    "float8": 'Did you mean "fp8"?',
+}
+"""What other FP8 libraries call their block; by its letters the nearest would be "amp", or "bfloat16"."""
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
@@ -41,6 +46,7 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
             continue
         near = difflib.get_close_matches(str(key).lower(), sorted(known), n=1)
         remedy = f'Did you mean "{near[0]}"?' if near else "Correct it, or keep it for code of yours that reads it."
+        remedy = _ELSEWHERE.get(str(key).lower(), remedy)
         lines.append(f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. {remedy}")
     return lines
 

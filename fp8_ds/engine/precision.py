@@ -94,11 +94,20 @@ class LayerPrecision:
                 self._stand_ins[fqn] = bf16_recipe(self._recipes[fqn])
             self._linears[fqn].fp8_recipe = self._stand_ins[fqn] if fqn in wanted else self._recipes[fqn]
         self.in_bf16 = wanted
-        why = self.schedule.reason(step, lr) or "layers"
-        self._say(
-            f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16"
-            f"{f' ({why})' if wanted else ''}"
-        )
+        why = f" ({self._reasons(wanted, step, lr)})" if wanted else ""
+        self._say(f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}")
+
+    def _reasons(self, in_bf16: frozenset[str], step: int, lr: float) -> str:
+        """Why layers are in bf16 in step `step`: of the whole schedule alone where it asks for bf16, else by layer."""
+        if whole := self.schedule.reason(step, lr):
+            return whole
+        told = self.overrides.keys() - self.stays.running.keys()
+        reasons = {
+            "schedule.layers": self.schedule.fixed.keys() - self.overrides.keys() - self.stays.running.keys(),
+            "guard": self.stays.running.keys(),
+            "set_layer_precision, or a guard without return_after": told,
+        }
+        return ", ".join(reason for reason, layers in reasons.items() if in_bf16 & layers)
 
     def close(self) -> None:
         """What was opened for the ranks to agree is closed."""

@@ -19,6 +19,7 @@ from fp8_ds.nn.norm import FusedRMSNorm, arithmetic_of, is_candidate
 _NORM, _SWIGLU = "norm", "SwiGLU"
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 _NUM_REASONS_SHOWN = 4
+_RECOGNISED = "modules with a weight and an eps; modules that return down(silu(gate(x)) * up(x)): docs/activations.md"
 
 _Verdict = Callable[[], None] | str
 """What fuses a module, or why it is left."""
@@ -44,7 +45,7 @@ class Fusion:
         """One line: what is fused, and what is left with the reason."""
         counts = [sum(one.fused for one in self.producers if one.kind == kind) for kind in (_NORM, _SWIGLU)]
         if not self.producers:
-            return "fp8: fused nothing: no RMSNorm and no SwiGLU was found"
+            return f"fp8: fused nothing: no RMSNorm and no SwiGLU was found ({_RECOGNISED})"
         text = f"fp8: fused {_count(counts[0], _NORM)} and {_count(counts[1], _SWIGLU)}"
         reasons: dict[str, list[str]] = {}
         for one in self.producers:

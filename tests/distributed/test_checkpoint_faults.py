@@ -122,7 +122,7 @@ def load_elsewhere(folder: str, stage: int, model: dict[str, Any], options: dict
 OTHER = {
     "shape": ((2, 2, {**base.MODEL, "hidden": 88}, {}), "blocks.0.up.weight [72, 32] in the checkpoint, [88, 32] now"),
     "names": ((2, 3, {**base.MODEL, "num_blocks": 1}, {}), "blocks.1.norm.weight [32] in the checkpoint, missing now"),
-    "stage": ((2, (2, 3), base.MODEL, {}), "zero_stage 2 in the checkpoint, 3 now (make it universal"),
+    "stage": ((2, (2, 3), base.MODEL, {}), "zero_stage 2 in the checkpoint, 3 now (a universal checkpoint"),
     "stage-of-weights": ((2, (3, 1), base.MODEL, {"load_module_only": True}), "zero_stage 3 in the checkpoint, 1 now"),
     "fewer-ranks": ((1, 2, base.MODEL, {}), "dp_world_size 2 in the checkpoint, 1 now (a universal"),
     "more-ranks": ((4, 3, base.MODEL, {"load_module_only": True}), "dp_world_size 2 in the checkpoint, 4 now"),

@@ -169,7 +169,17 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.zero.keep_bf16_shard:",
         ["Write false without"],
     ),
-    "filter is a string": (on(filter_fqns="lm_head"), "fp8.linear.filter_fqns:", ["list of strings"]),
+    "filter is a string": (
+        on(filter_fqns="output"),
+        "fp8.linear.filter_fqns:",
+        ['list of strings, got "output". Write ["output"].'],
+    ),
+    "filter has commas": (
+        on(filter_fqns="lm_head, layers.0."),
+        "fp8.linear.filter_fqns:",
+        ['Write ["lm_head", "layers.0."].'],
+    ),
+    "filter is empty": (on(filter_fqns=""), "fp8.linear.filter_fqns:", ["Remove the key for the default"]),
     "filter is auto": (on(filter_fqns="auto"), "fp8.linear.filter_fqns:", ['"auto" is not supported']),
     "filter holds a number": (on(filter_fqns=["a", 3]), "fp8.linear.filter_fqns.1:", ["a string", "got 3"]),
     "filter holds nothing": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:", ["at least one character"]),

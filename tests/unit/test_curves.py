@@ -99,6 +99,23 @@ def test_a_trainer_that_logged_no_step_is_told_which_option_to_lower(
     assert read_curve(path).steps == (10,)
 
 
+def test_a_folder_of_deepspeeds_monitor_without_a_loss_is_told_how_to_write_one(tmp_path: Path) -> None:
+    write = r"Write it after each step: `engine\.monitor\.write_events\("
+    (tmp_path / "Train_Samples_lr.csv").write_text("step,lr\n16,0.001\n")
+    for number in range(40):
+        (tmp_path / f"fp8_layers.{number}_input_amax.csv").write_text("step,amax\n16,1.0\n")
+    with pytest.raises(ConfigError, match=f"expected one file with a loss, got none.*{write}") as refused:
+        read_curve(tmp_path)
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+    (tmp_path / "Train_Samples_lr.csv").unlink()
+    with pytest.raises(ConfigError, match=r"; and 37 more files\)\. Name the file\."):
+        read_curve(tmp_path)
+    events = tmp_path / "events.out.tfevents.1"
+    events.write_bytes(record(b"Train/Samples/lr", 5, 0.5))
+    with pytest.raises(ConfigError, match=f"{events.name}: expected a loss, got none.*{write}"):
+        read_curve(events)
+
+
 def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
     with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):

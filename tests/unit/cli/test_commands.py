@@ -270,6 +270,17 @@ def test_small_models_are_shown_in_a_unit_that_fits(tmp_path: Path) -> None:
     assert f"of {plan['parameters']:,} parameters" in page
 
 
+def test_deepspeeds_buckets_do_not_choose_the_unit_of_a_small_model(tmp_path: Path) -> None:
+    """They are 5e8 elements whatever the model is."""
+    pytest.importorskip("transformers")
+    config = written(tmp_path, zero_optimization={"stage": 2})
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, "--world", 2, *ONE_LAYER)
+    _, found = run(*common)
+    page = " ".join(CliRunner().invoke(app, [str(word) for word in common]).stdout.split())
+    assert found["bytes"]["buffers"] > 100 * found["bytes"]["masters"] > 0
+    assert f"│ masters │ {found['bytes']['masters'] / 2**20:.2f} │" in page
+
+
 @pytest.mark.parametrize(
     ("number", "shown"),
     [(8.03e9, "8.03 B parameters"), (124_439_808, "0.124 B parameters"), (1234, "1,234 parameters")],

@@ -85,6 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*ESTIMATE, "llama-8b", "--set", "n_layers=1"), 2, "--set: expected a key of llama-8b's configuration"),
         ((*PLAN, "--set", "hidden_size=4095"), 2, "expected the configuration of a causal language model"),
         (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
+        (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:raises", "--config", "ds.json"), 4, "RuntimeError: kaputt"),

@@ -60,6 +60,7 @@ def test_a_refusal_is_the_last_line_of_a_rank_and_other_errors_have_their_traceb
     for raised, status, lines in (
         ("errors.ConfigError('fp8.x: expected 1, got 2. Write 1.')", 2, 1),
         ("errors.UnsupportedError('fp8: expected no MiCS, got it. Leave it.')", 2, 1),
+        ("errors.CheckpointError('load_checkpoint: expected 2 ranks, got 1. Convert it.')", 2, 1),
         ("errors.NumericsError('loss: expected a number, got nan. Look at it.')", 1, 5),
         ("ZeroDivisionError('of the script itself')", 1, 5),
     ):

@@ -62,6 +62,8 @@ def test_every_key_that_the_installed_deepspeed_reads_is_known() -> None:
         ("Zero_Optimization", 'Did you mean "zero_optimization"?'),
         ("micro_batch_size_per_gpu", 'Did you mean "train_micro_batch_size_per_gpu"?'),
         ("fp_8", 'Did you mean "fp8"?'),
+        ("float8", 'Did you mean "fp8"?'),
+        ("msamp", 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).'),
         ("corpus", "Correct it, or keep it for code of yours that reads it."),
     ],
 )

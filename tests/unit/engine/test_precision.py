@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,12 +36,12 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return other
 
 
-def precision(**block: Any) -> LayerPrecision:
+def precision(say: Callable[[str], None] = lambda line: None, **block: Any) -> LayerPrecision:
     model = nn.ModuleDict({f"{i}": nn.ModuleDict({"up": nn.Linear(32, 32)}) for i in (10, 11)})
     config = LinearConfig.model_validate({"layer_choice": "all"})
     apply_plan(model, make_plan(model, config), config, "cpu")
     schedule = ScheduleConfig.model_validate(block)
-    return LayerPrecision(model, lambda names: None, schedule, Stays(4), None, torch.device("cpu"), lambda line: None)
+    return LayerPrecision(model, lambda names: None, schedule, Stays(4), None, torch.device("cpu"), say)
 
 
 def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:
@@ -88,6 +89,28 @@ def test_a_stay_comes_before_what_was_said_earlier_and_after_what_is_said_later(
     again.load_state_dict({"overrides": {}, "in_bf16": []})  # of a checkpoint from before there were stays
     again.update(3, 1.0)
     assert again.in_bf16 == frozenset()
+
+
+def test_what_sends_layers_to_bf16_is_named(two_stages: dict[str, Any]) -> None:
+    two_stages["patterns"] = ["10.up"]
+    said: list[str] = []
+    one = precision(said.append, layers={"10.up": "bf16"}, bf16_until_step=1)
+    for step in range(5):
+        if step == 2:
+            one.stays.begin(["11.up"], step)
+        if step == 3:
+            one.request(["10.up"], "fp8", step)
+        if step == 4:
+            one.stays.interrupt(["11.up"], step)
+            one.request(["10.up"], "bf16", step)
+        one.update(step, 1.0)
+    assert [line.partition("from step ")[2] for line in said] == [
+        "0 on 2 of 2 FP8 linears compute in bf16 (bf16_until_step 1)",
+        "1 on 1 of 2 FP8 linears compute in bf16 (schedule.layers)",
+        "2 on 2 of 2 FP8 linears compute in bf16 (schedule.layers, guard)",
+        "3 on 1 of 2 FP8 linears compute in bf16 (guard)",
+        "4 on 1 of 2 FP8 linears compute in bf16 (set_layer_precision, or a guard without return_after)",
+    ]
 
 
 def test_a_name_of_no_stage_is_refused(two_stages: dict[str, Any]) -> None:

@@ -278,7 +278,7 @@ def test_an_unknown_model_says_so_in_one_line():
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
     convert(model)
     fusion = fuse_producers(model, FUSED)
-    assert fusion.describe() == "fp8: fused nothing: no RMSNorm and no SwiGLU was found"
+    assert fusion.describe().startswith("fp8: fused nothing: no RMSNorm and no SwiGLU was found (modules with a weight")
     assert not any(isinstance(module, FusedModule) for module in model.modules())
 
 
