@@ -43,16 +43,7 @@ class PrecisionSchedule:
         total = config.total_steps or total_steps
         check_total(config, total_steps)
         last = _last_part(total, config.bf16_last_fraction) if config.bf16_last_fraction and total else None
-        fixed: dict[str, Precision] = {}
-        for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
-            found = matching(pattern, names)
-            if not found:
-                raise ConfigError(
-                    f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "
-                    "The line that rank 0 logs at the start says which layers are not."
-                )
-            fixed.update(dict.fromkeys(found, config.layers[pattern]))
-        return cls(config.bf16_until_step, last, config.bf16_below_lr, fixed)
+        return cls(config.bf16_until_step, last, config.bf16_below_lr, fixed_layers(config, names))
 
     @property
     def is_constant(self) -> bool:
@@ -139,6 +130,28 @@ class Stays:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As when `state` was made."""
         self._stays = {name: Stay(*entry) for name, entry in state.items()}
+
+
+def fixed_layers(config: ScheduleConfig, names: Collection[str]) -> dict[str, Precision]:
+    """What the block's "layers" says of each layer that it names.
+
+    Args:
+        config: the "schedule" block.
+        names: of the layers in FP8.
+
+    Raises:
+        ConfigError: it names a layer that is not among them.
+    """
+    fixed: dict[str, Precision] = {}
+    for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
+        found = matching(pattern, names)
+        if not found:
+            raise ConfigError(
+                f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "
+                "`fp8-ds plan`, and the line that rank 0 logs at the start, say which layers are not."
+            )
+        fixed.update(dict.fromkeys(found, config.layers[pattern]))
+    return fixed
 
 
 def check_total(config: ScheduleConfig, total_steps: object) -> None:

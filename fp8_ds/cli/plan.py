@@ -60,6 +60,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     from fp8_ds.model_spec import read_spec
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
+    from fp8_ds.schedule import fixed_layers
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:
@@ -69,7 +70,9 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     fp8.check_stage(stage)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
-    found = products(module, make_plan(module, fp8.linear, may_be_empty=True))
+    layers = make_plan(module, fp8.linear, may_be_empty=True)
+    fixed_layers(fp8.schedule, [layer.fqn for layer in layers.layers if layer.converted])
+    found = products(module, layers)
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from fp8_ds.config import OptimizerConfig
+from fp8_ds.engine.log import say
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.group import device_of
@@ -30,6 +31,12 @@ from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states3 import Fp8StatesStage3
 from fp8_ds.zero.states12 import Fp8StatesStage12
 from fp8_ds.zero.widen import widen3, widen12
+
+_HOLDS = (
+    "fp8: gradient release saves nothing in this run: with gradient_clipping and "
+    'fp8.optimizer.release_clipping "exact" reduced gradients are held until the step. "per_tensor" and "delayed_norm" '
+    "hold none (docs/memory.md)."
+)
 
 Build = Callable[[Any], Any]
 """DeepSpeed's own way from a torch optimizer to its ZeRO optimizer."""
@@ -69,6 +76,8 @@ def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
         releases = settings.releases(engine.gradient_clipping())
         if releases:
             check_release(engine)
+        elif settings.release:
+            say(_HOLDS)
         with building(settings.master_format, settings.outstanding_update_bytes if releases else None):
             zero = build(optimizer)
     host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -55,24 +54,6 @@ def slow(name: str, slow_rank: int, fails: bool = False) -> Iterator[None]:
         setattr(owner, name, stock)
 
 
-@contextmanager
-def lines() -> Iterator[list[str]]:
-    """What DeepSpeed's logger is told."""
-    from deepspeed.utils import logger
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def waits(folder: str, name: str, slow_rank: int) -> list[str]:
     from fp8_ds.engine import waiting
 
@@ -80,11 +61,11 @@ def waits(folder: str, name: str, slow_rank: int) -> list[str]:
     engine = base.build(2, {})
     training.train(engine, 1)
     if name != "damage":
-        with slow(name, slow_rank), lines() as said:
+        with slow(name, slow_rank), training.log_lines() as said:
             engine.save_checkpoint(folder)
     else:
         engine.save_checkpoint(folder)
-        with slow(name, slow_rank), lines() as said:
+        with slow(name, slow_rank), training.log_lines() as said:
             engine.load_checkpoint(folder)
     training.destroy(engine)
     again = base.build(2, {}, seed=1)
@@ -182,7 +163,7 @@ def test_whatever_a_rank_raises_in_its_work_is_raised_on_all(ranks: Any, kind: s
 def said_of_a_save(folder: str) -> list[str]:
     engine = base.build(2, {})
     training.train(engine, 1)
-    with lines() as said:
+    with training.log_lines() as said:
         engine.save_checkpoint(folder, tag="mine")
     training.destroy(engine)
     return said

@@ -248,7 +248,9 @@ def exact_clipping(stage: int) -> list[dict[str, Any]]:
     found = []
     for release in (True, False):
         fp8 = block("e4m11", release, release_clipping="exact")
-        engine = build(stage, fp8, TINY, gradient_clipping=0.05, gradient_accumulation_steps=2)
+        with training.log_lines() as said:
+            engine = build(stage, fp8, TINY, gradient_clipping=0.05, gradient_accumulation_steps=2)
+        assert any("release saves nothing" in line for line in said) == (release and dist.get_rank() == 0)
         assert engine.fp8.release is None and "Release" not in str(type(engine.optimizer).__mro__)
         losses = training.train(engine, 3)
         found.append({"losses": losses, "norm": float(engine.get_global_grad_norm()), "states": everything(engine)})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -237,3 +239,21 @@ def assert_fp8_follows_masters(state: dict[str, tuple[Tensor, Tensor]], masters:
     """FP8 bytes and scales are those of quantising the (trainable) masters, bitwise."""
     checked = {name: expected_fp8(masters[name]) for name in state if name in masters}
     assert_fp8_equals({name: state[name] for name in checked}, checked)
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What DeepSpeed's logger is told."""
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

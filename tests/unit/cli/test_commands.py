@@ -175,6 +175,10 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
     assert code == 2 and "zero_optimization.stage: 0" in found["error"]
     code, found = run("plan", "llama-8b", "--config", written(tmp_path, fp8={"enabled": False}), *SMALL)
     assert code == 2 and "Nothing would be in FP8" in found["error"]
+    for layers, code in (({"layers.1.": "bf16"}, 0), ({"layers.7.": "bf16"}, 2), ({"lm_head": "bf16"}, 2)):
+        fp8 = {"enabled": True, "schedule": {"layers": layers}}
+        answer = run("plan", "llama-8b", "--config", written(tmp_path, fp8=fp8), *SMALL)
+        assert answer[0] == code and (code == 0 or f"got '{next(iter(layers))}'" in answer[1]["error"])
     assert run("plan", "llama-8b", "--config", tmp_path / "missing.json")[0] == 3
     (tmp_path / "bad.json").write_text("{")
     assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
