@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parity.emulated import EMULATED
+from parity.studies import IN_FP8
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
     return f"{_GPT_PARITY} {what}"
 
 
-_EMULATED = " ".join(EMULATED)
+_EMULATED, _IN_FP8 = " ".join(EMULATED), " ".join(IN_FP8)
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 
 
@@ -171,13 +172,18 @@ STEPS = (
     ),
     *(
         Step(
-            f"parity-201m-14-{name}",
-            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 14 --arms {arms} --estimate 640",
+            f"parity-201m-{seed}-{name}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {arms} --estimate 640",
             seconds,
-            f"issue 8 E: {arms} of seed 14, 201 M tokens, where the other GPU has other work; put together afterwards",
+            f"issue 8 E: {arms}, seed {seed}, 201 M tokens, where the other GPU has other work; put together later",
             after="parity-201m-first",
         )
-        for name, arms, seconds in (("a", "stock fp8", 1300), ("b", "fp8-e4m3", 660))
+        for seed, name, arms, seconds in (
+            (14, "a", "stock fp8", 1300),
+            (14, "b", "fp8-e4m3", 660),
+            (15, "a", "stock fp8-moving-e4m3 fp8-moving-e4m3-bf16-last5", 1370),
+            (15, "b", "fp8-ends-moving-e4m3", 660),
+        )
     ),
     Step(
         "parity-parts-first",
@@ -197,9 +203,9 @@ STEPS = (
     ),
     Step(
         "parity-parts-real",
-        f"{_PARTS} --seeds 0 --arms fp8 fp8-e4m3 fp8-ends-e4m3",
-        290,
-        "the same, in FP8, beside seed 0's stock",
+        f"{_PARTS} --seeds 2 --arms stock {_IN_FP8}",
+        480,
+        "issue 8 E: the same in FP8, with scales of weights that move, ends in bf16; 65 s a run",
         after="parity-parts-first",
     ),
     Step(

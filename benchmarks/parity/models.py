@@ -52,7 +52,7 @@ SIZES = {
     # 6 x 3.15 M + 2 x 25216 x 512 = 44.7 M parameters: what parts of the rounding cost, in a minute a run.
     "small": Size(6, 512, 25216, 1024, 32, 1_048_576),
     # 4 x 0.20 M + 2 x 256 x 128 = 0.85 M parameters, bytes: the same question on a CPU, some minutes a run.
-    "micro": Size(4, 128, 256, 128, 32, 32_768),
+    "micro": Size(4, 128, 256, 128, 32, 262_144),
     "tiny": Size(2, 64, 512, 64, 4, 2048),
     "tiny-llama": Size(2, 256, 512, 64, 4, 2048, ffn=384, kv_heads=1),
 }

@@ -26,7 +26,7 @@ from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
-from fp8_ds.zero.weights import Part, WeightQuantizer
+from fp8_ds.zero.weights import Part
 
 _FP8_ALIGNMENT = 16
 _HP_ALIGNMENT = 8
@@ -127,9 +127,10 @@ class Fp8ZeroStage12:
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """What holds the scale vectors. Overridden where masters are split."""
-        shapes = [p.shape for p in self._fp8_flat_order(context)]
-        granularity = context.granularity
-        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
+        names = {id(p): name for name, p in context.trainable.items()}
+        weights = self._fp8_flat_order(context)
+        shapes = [p.shape for p in weights]
+        return context.make_quantizer(self.dp_process_group, [names[id(p)] for p in weights], shapes, device)
 
     def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
         """FP8 weights in the order of the scale vectors: groups, then flat order."""

@@ -16,6 +16,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "recipe": "tensorwise",
             "grad_dtype": "e5m2",
             "fast_accumulation": "output",
+            "weight_scales": "amax",
             "backend": "torch",
             "filter_fqns": ("lm_head",),
             "layer_choice": "all",
