@@ -136,7 +136,7 @@ def link(source: Path, cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     for name in ("train.npy", "held_out.npy", "text.json"):
         if not (cache / name).exists():
-            (cache / name).symlink_to(source / name)
+            (cache / name).symlink_to((source / name).resolve())  # a link is read from where it is
 
 
 def prepare(

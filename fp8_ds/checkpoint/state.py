@@ -1,7 +1,7 @@
 """What we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
 
-Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters. They are
-saved all the same, so that a tool can read FP8 bytes' scales without masters.
+Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters, with moving
+ones from the step as well. They are saved all the same, so that a tool can read FP8 bytes' scales without masters.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Fp8Checkpoints:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
             if self.fp8.moving is not None:  # masters were quantised where the scales were before
-                self.optimizer._fp8_refresh(is_step=False)
+                self.optimizer.fp8_requantize()
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
         return path, client_state
 

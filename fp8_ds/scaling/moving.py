@@ -36,7 +36,7 @@ class MovingScales:
         self.step = 0
         first = [0.0 if name is None else zlib.crc32(name.encode()) / 2**32 for name in names]
         self._first = torch.tensor(first, dtype=torch.float32, device=device)
-        self._moves = torch.tensor([name is not None for name in names], dtype=torch.bool, device=device)
+        self._moves = torch.tensor([float(name is not None) for name in names], device=device)
         self._weight_at = torch.arange(len(names)).repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(device)
 
     def advance(self) -> None:
@@ -45,8 +45,8 @@ class MovingScales:
 
     def factors(self) -> Tensor:
         """Of every weight, float32 [num_weights]; no host synchronisation."""
-        place = (self._first + self.step * _GOLDEN % 1.0) % 1.0
-        return torch.where(self._moves, 1.0 + place, 1.0)
+        moved = torch.add(self._first, self._moves, alpha=self.step * _GOLDEN % 1.0)  # exact: times one, or zero
+        return 1.0 + moved.frac()
 
     def widened(self, amax: Tensor) -> Tensor:
         """What scales follow from in this step.

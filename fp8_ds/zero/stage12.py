@@ -212,6 +212,10 @@ class Fp8ZeroStage12:
             self._fp8.counter.end_step()
         self._fp8_overwritten.clear()
 
+    def fp8_requantize(self: Any) -> None:
+        """Weights are those of the masters by the scales of this step, between steps. Collective."""
+        self._fp8_refresh(is_step=False)
+
     def _fp8_gather_all(self: Any, free_bytes: int) -> None:
         """Complete FP8 bytes, bf16 parameters, and bf16 of the masters where layers are in bf16. Collective.
 

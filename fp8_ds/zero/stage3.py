@@ -110,6 +110,12 @@ class Fp8ZeroStage3:
         self._fp8_shards.refresh(is_step)
         self._fp8_shards.refresh_bf16()
 
+    def fp8_requantize(self: Any) -> None:
+        """Weights are those of the masters by the scales of this step, between steps. Collective."""
+        self._partition_all_parameters()  # what stays gathered would be read by scales that its bytes do not have
+        self._fp8_refresh(is_step=False)
+        self.checkpoint_event_epilogue()
+
     # --- layers in bf16 ---
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,27 @@ def test_a_weight_that_stays_has_other_bytes_in_each_step(ranks: Any, stage: int
             scales = [float(state[name][1]) for state in states]
             assert len(set(scales)) == 3 and max(scales) < 2 * min(scales)
             assert not states[0][name][0].equal(states[1][name][0])
+
+
+def resumed(folder: str, overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses after a save, and after its load by an engine that has been elsewhere; nothing is looked at before them,
+    which would gather weights anew."""
+    config = training.ds_config(3, settings(), **overrides)
+    writer = training.build(config, MODEL)
+    training.train(writer, 3)
+    writer.save_checkpoint(folder)
+    expected = training.train(writer, 2, first_step=3)
+    training.destroy(writer)
+    reader = training.build(config, MODEL, seed=1)
+    training.train(reader, 1, first_step=40)
+    reader.load_checkpoint(folder)
+    found = training.train(reader, 2, first_step=3)
+    training.destroy(reader)
+    return expected, found
+
+
+def test_weights_that_stay_gathered_over_a_load_have_the_bytes_of_their_scales(ranks: Any, tmp_path: Path) -> None:
+    """ZeRO-3 keeps small parameters on every rank: by default those below 100,000 elements."""
+    persistent = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}}
+    for expected, found in ranks(2).run(resumed, str(tmp_path), persistent):
+        assert found == expected

@@ -61,3 +61,17 @@ def test_bpe_gives_back_the_text(bench: Any, text_folder: Path) -> None:
     assert (train == 0).sum() == 50 and (held_out == 0).sum() == 10  # documents end with token 0
     assert train.max() < 512
     assert train.size < 0.5 * sum(map(len, contents[:50]))
+
+
+def test_a_linked_text_is_found_where_the_cache_is_named_by_a_relative_path(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bench("parity.data")
+    monkeypatch.chdir(tmp_path)
+    source, cache = Path("out/cache"), Path("out/cache_parts")
+    source.mkdir(parents=True)
+    for name in ("train.npy", "held_out.npy", "text.json"):
+        (source / name).write_text(name)
+    for _ in range(2):
+        data.link(source, cache)
+        assert (cache / "text.json").read_text() == "text.json"
