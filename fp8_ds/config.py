@@ -55,7 +55,6 @@ class LinearConfig(_Block):
     recipe: Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
     grad_dtype: Literal["e5m2", "e4m3"] = "e5m2"
     fast_accumulation: Literal["none", "output", "output_and_grad_input", "all"] = "output"
-    weight_scales: Literal["amax", "moving"] = "amax"
     backend: Literal["torch", "reference"] = "torch"
     filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
         "lm_head",
@@ -97,11 +96,6 @@ class LinearConfig(_Block):
                 'fp8.linear.grad_dtype: expected "e4m3" with recipe "blockwise", got "e5m2". torch multiplies blocks '
                 'in E4M3 only: remove the key, or set "backend": "reference".'
             )
-        if self.recipe == "blockwise" and self.weight_scales == "moving":
-            raise ConfigError(
-                'fp8.linear.weight_scales: expected "amax" with recipe "blockwise", got "moving". Its scales are '
-                "powers of two, which move no weight between FP8's numbers: remove the key, or take another recipe."
-            )
         if self.layer_choice == "measured" and self.tokens is None:
             raise ConfigError(
                 'fp8.linear.tokens: expected an integer with layer_choice "measured", got null. Write the tokens that '
@@ -131,18 +125,6 @@ class OptimizerConfig(_Block):
     release_clipping: Literal["exact", "per_tensor", "delayed_norm"] = "exact"
     outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
-
-    def check(self, weight_scales: str) -> None:
-        """Masters let the scales of weights be such.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        if weight_scales == "moving" and self.master_format != "fp32":
-            raise ConfigError(
-                f'fp8.linear.weight_scales: expected "amax" with masters of {self.master_format}, got "moving". The '
-                'FP8 byte is a part of such a master: set "optimizer": {"master": "fp32"}, or remove the key.'
-            )
 
     def releases(self, gradient_clipping: float) -> bool:
         """Whether weights are updated during the backward: exact clipping must hold the reduced shards instead."""
@@ -331,7 +313,6 @@ class Fp8Config(_Block):
             lines = [_explain(details) for details in error.errors(include_url=False)]
         else:
             config.linear.check()
-            config.optimizer.check(config.linear.weight_scales)
             config.activations.check(config.linear.recipe)
             config.tensor_parallel.check(config.linear.recipe)
             config.attention.check()

@@ -11,8 +11,6 @@ DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
 LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
 E4M3_GRADIENTS = {"linear": {"grad_dtype": "e4m3"}}
-MOVING = {"linear": {"weight_scales": "moving"}}
-MOVING_E4M3 = {"linear": {"weight_scales": "moving", "grad_dtype": "e4m3"}}
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
 
 
@@ -34,11 +32,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
-    "fp8-moving": changed(DEFAULT, MOVING),
-    "fp8-moving-e4m3": changed(DEFAULT, MOVING_E4M3),
     "fp8-ends": DEFAULT,
     "fp8-ends-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
-    "fp8-ends-moving-e4m3": changed(DEFAULT, MOVING_E4M3),
     "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
     "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
@@ -48,21 +43,21 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
     "fp8-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
-    "fp8-moving-e4m3-bf16-last5": changed(changed(DEFAULT, MOVING_E4M3), LAST_5_IN_BF16),
+    "fp8-ends-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
     **dict.fromkeys(EMULATED),
 }
 """By name. "fp8" is the default setting: recipe tensorwise, fp32 states. "-nearest": without stochastic rounding, the
-controls of regime 2. "-e4m3": gradients are E4M3. "-moving": scales of weights move. "-ends": the first and the last
-block stay bf16. "-fast": all products accumulate fast, "-fast-input" those of the gradient of the input only, beside
-the output's. Those of `EMULATED` have no block: stock, with parts of FP8's rounding."""
+controls of regime 2. "-e4m3": gradients are E4M3. "-ends": the first and the last block stay bf16. "-fast": all
+products accumulate fast, "-fast-input" those of the gradient of the input only, beside the output's. Those of
+`EMULATED` have no block: stock, with parts of FP8's rounding."""
 TRUNKS = {
     "fp8-bf16-last": "fp8",
     "fp8-bf16-last5": "fp8",
     "fp8-e4m3-bf16-last": "fp8-e4m3",
-    "fp8-moving-e4m3-bf16-last5": "fp8-moving-e4m3",
+    "fp8-ends-e4m3-bf16-last": "fp8-ends-e4m3",
     "e4m11-bf16-last": "e4m11",
 }
 """Of arms whose last tenth of the steps, or 5 %, computes in bf16: that which trains the same bits until then."""
@@ -74,17 +69,14 @@ STATES = ("fp32-master", "e4m19", "e4m11")
 """FP8 moments and each format of masters; recipe tensorwise."""
 VARIANTS = {
     "fp8-e4m3": "fp8",
-    "fp8-moving": "fp8",
-    "fp8-moving-e4m3": "fp8-e4m3",
     "fp8-ends": "fp8",
     "fp8-ends-e4m3": "fp8-e4m3",
-    "fp8-ends-moving-e4m3": "fp8-moving-e4m3",
     "rowwise-e4m3": "rowwise",
     "gw_hp-e4m3": "gw_hp",
 }
-"""Recipes with E4M3 gradients ("blockwise" has no other), with scales that move, or with ends in bf16, and what is
-their base beside stock."""
-ENDS = ("fp8-ends", "fp8-ends-e4m3", "fp8-ends-moving-e4m3")
+"""Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
+stock."""
+ENDS = ("fp8-ends", "fp8-ends-e4m3", "fp8-ends-e4m3-bf16-last")
 OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
 """What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -9,8 +9,6 @@ from parity.arms import ARMS, OF_LINEARS, RECIPES, SCHEDULED, STATES, VARIANTS
 from parity.emulated import EMULATED
 from parity.models import SIZES, Size
 
-IN_FP8 = ("fp8", "fp8-e4m3", "fp8-moving", "fp8-moving-e4m3", "fp8-ends-e4m3", "fp8-ends-moving-e4m3")
-"""What the emulation's parts are held against."""
 REGIME_ARMS = {
     1: ("stock", "fp8", *RECIPES, *STATES, "torchao"),
     2: ("stock", "e4m11", "e4m11-nearest", "bf16-nearest", "fp8", "e4m19", *RECIPES, "fp32-master"),
@@ -56,7 +54,7 @@ STUDIES = {
     # Which rounding costs what: short runs of a small model, from first weights behind the jump. Training losses tell.
     "parts": Study(
         *("small", 1024, (3,), (0,)),
-        arms=("stock", *EMULATED, *IN_FP8),
+        arms=("stock", *EMULATED, "fp8", "fp8-e4m3", "fp8-ends", "fp8-ends-e4m3"),
         bounded=(),
         checkpoint_at=1.0,
     ),

@@ -1,7 +1,7 @@
 """What we add to a checkpoint, under one key of DeepSpeed's model file: builtin types and tensors only.
 
-Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters, with moving
-ones from the step as well. They are saved all the same, so that a tool can read FP8 bytes' scales without masters.
+Weights are not in it: masters and `module` are in DeepSpeed's own places, and scales follow from masters. They are
+saved all the same, so that a tool can read FP8 bytes' scales without masters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, A
         "history": None if context.history is None else context.history.state_dict(),
         "release": None if context.release is None else context.release.state_dict(),
         "precision": None if context.precision is None else context.precision.state_dict(),
-        "moving_step": None if context.moving is None else context.moving.step,
     }
 
 
@@ -50,7 +49,7 @@ def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
-    """Take histories and moving scales over from `state`; say what differs. For any world size: all of it is global.
+    """Take histories over from `state`; say what differs. Works for any world size: all of it is global.
 
     Args:
         context: of the engine that has just loaded its masters.
@@ -79,8 +78,6 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
             f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. {_how_to_keep(plan, state['config'])}"
         )
-    if context.moving is not None:
-        context.moving.step = state.get("moving_step") or 0
     if context.precision is not None:
         context.precision.load_state_dict(state.get("precision"))
     if context.release is not None and state.get("release") is not None:

@@ -166,8 +166,6 @@ class Fp8Checkpoints:
         if client_state is not None:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
-            if self.fp8.moving is not None:  # masters were quantised where the scales were before
-                self.optimizer.fp8_requantize()
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
         return path, client_state
 

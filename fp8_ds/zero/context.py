@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fp8_ds.comm import ByteCounter
@@ -15,9 +12,7 @@ from fp8_ds.config import Fp8Config
 from fp8_ds.nn.convert import Plan
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, Granularity
-from fp8_ds.scaling.moving import MovingScales
 from fp8_ds.zero.release import ReleaseUpdater
-from fp8_ds.zero.weights import WeightQuantizer
 
 if TYPE_CHECKING:
     from fp8_ds.engine.precision import LayerPrecision
@@ -34,7 +29,6 @@ class Fp8Context:
     check_overflow: `bf16.check_grad_overflow`.
     release: updates during the backward, None without.
     precision: which layers compute in bf16; None until the engine is built.
-    moving: where in their octave the scales of weights are, None if they do not move.
     """
 
     config: Fp8Config
@@ -45,23 +39,12 @@ class Fp8Context:
     check_overflow: bool = True
     release: ReleaseUpdater | None = None
     precision: LayerPrecision | None = None
-    moving: MovingScales | None = None
 
     @property
     def granularity(self) -> Granularity:
         """Which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
         is_split = self.config.optimizer.master_format != "fp32"
         return TENSOR if is_split else OF_RECIPE[self.config.linear.recipe]
-
-    def make_quantizer(
-        self, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[torch.Size], device: torch.device
-    ) -> WeightQuantizer:
-        """Of weights whose masters are float32, in the order of `names`."""
-        if self.config.linear.weight_scales == "moving":
-            trainable = self.trainable
-            sizes = [self.granularity.num_scales(shape) for shape in shapes]
-            self.moving = MovingScales([name if name in trainable else None for name in names], sizes, device)
-        return WeightQuantizer(group, shapes, self.granularity, device, self.history, self.counter, self.moving)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

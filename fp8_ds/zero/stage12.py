@@ -26,7 +26,7 @@ from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
-from fp8_ds.zero.weights import Part
+from fp8_ds.zero.weights import Part, WeightQuantizer
 
 _FP8_ALIGNMENT = 16
 _HP_ALIGNMENT = 8
@@ -127,10 +127,9 @@ class Fp8ZeroStage12:
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """What holds the scale vectors. Overridden where masters are split."""
-        names = {id(p): name for name, p in context.trainable.items()}
-        weights = self._fp8_flat_order(context)
-        shapes = [p.shape for p in weights]
-        return context.make_quantizer(self.dp_process_group, [names[id(p)] for p in weights], shapes, device)
+        shapes = [p.shape for p in self._fp8_flat_order(context)]
+        granularity = context.granularity
+        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
 
     def _fp8_flat_order(self: Any, context: Fp8Context) -> list[Any]:
         """FP8 weights in the order of the scale vectors: groups, then flat order."""
@@ -211,10 +210,6 @@ class Fp8ZeroStage12:
         if is_step:
             self._fp8.counter.end_step()
         self._fp8_overwritten.clear()
-
-    def fp8_requantize(self: Any) -> None:
-        """Weights are those of the masters by the scales of this step, between steps. Collective."""
-        self._fp8_refresh(is_step=False)
 
     def _fp8_gather_all(self: Any, free_bytes: int) -> None:
         """Complete FP8 bytes, bf16 parameters, and bf16 of the masters where layers are in bf16. Collective.

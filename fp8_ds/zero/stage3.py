@@ -23,7 +23,7 @@ from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.offload import split_lp_params
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
-from fp8_ds.zero.weights import Part, aligned_starts
+from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
 """Bytes: FP8 GEMMs read 16 at a time."""
@@ -70,7 +70,8 @@ class Fp8ZeroStage3:
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
         """What holds the scale vectors. This and the next three are overridden where masters are split."""
         shapes = [p.ds_shape for p in context.weights.values()]  # type: ignore[attr-defined]
-        return context.make_quantizer(self.dp_process_group, list(context.weights), shapes, device)
+        granularity = context.granularity
+        return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
 
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
         return Fp8Shards(quantizer, self._fp8.counter)
@@ -109,12 +110,6 @@ class Fp8ZeroStage3:
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         self._fp8_shards.refresh(is_step)
         self._fp8_shards.refresh_bf16()
-
-    def fp8_requantize(self: Any) -> None:
-        """Weights are those of the masters by the scales of this step, between steps. Collective."""
-        self._partition_all_parameters()  # what stays gathered would be read by scales that its bytes do not have
-        self._fp8_refresh(is_step=False)
-        self.checkpoint_event_epilogue()
 
     # --- layers in bf16 ---
 

@@ -16,7 +16,6 @@ from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import TENSOR, Granularity
-from fp8_ds.scaling.moving import MovingScales
 
 _CHUNK = 1 << 24
 """Elements quantised at a time: bounds the fp32 temporary to 64 MiB."""
@@ -54,7 +53,6 @@ class WeightQuantizer:
         device: where weights live.
         history: of the recipe `delayed`, else None.
         counter: books the all-reduce.
-        moving: moves the scales from step to step; None: they follow from the amaxes alone.
 
     Attributes:
         scale, scale_inv: float32 [num_weights] of views: the grid of each weight (see scaling/granularity.py), in
@@ -69,9 +67,7 @@ class WeightQuantizer:
         device: torch.device,
         history: AmaxHistory | None,
         counter: ByteCounter,
-        moving: MovingScales | None = None,
     ) -> None:
-        self.moving = moving
         self.group = group
         self.history = history
         self.counter = counter
@@ -137,10 +133,7 @@ class WeightQuantizer:
             self._amax[self._num_scales :].copy_(self.history.amax_local)
         max_reduce(self.group, self._amax)
         self.counter.num_amax_reduces += 1
-        if self.moving is not None and is_step:
-            self.moving.advance()
-        amax = self._amax[: self._num_scales]
-        scale, scale_inv = self.granularity.scales(amax if self.moving is None else self.moving.widened(amax))
+        scale, scale_inv = self.granularity.scales(self._amax[: self._num_scales])
         self._scales.index_copy_(0, self._scale_at, scale)
         self._scales_inv.index_copy_(0, self._scale_at, scale_inv)
         if self._cast is None:
@@ -157,8 +150,6 @@ class WeightQuantizer:
     @torch.no_grad()
     def rescale(self, index: int, amax: Tensor) -> None:
         """Give weight `index` the scales of `amax` (a grid), the same on all ranks if `amax` is."""
-        if self.moving is not None:
-            amax = amax * self.moving.factors()[index]
         scale, scale_inv = self.granularity.scales(amax)
         self.scale[index].copy_(scale)
         self.scale_inv[index].copy_(scale_inv)

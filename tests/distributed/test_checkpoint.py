@@ -16,7 +16,6 @@ pytestmark = pytest.mark.distributed
 MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
 KEPT = {"zero": {"keep_bf16_shard": True}}
 DELAYED = {"linear": {"recipe": "delayed"}}
-MOVING = {"linear": {"weight_scales": "moving"}}
 
 
 def case_name(value: Any) -> str:
@@ -123,8 +122,6 @@ def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
         (3, {}),
         pytest.param(3, DELAYED, marks=pytest.mark.slow),
         (3, {**KEPT, **DELAYED}),
-        (1, MOVING),
-        (3, MOVING),
     ],
     ids=case_name,
 )

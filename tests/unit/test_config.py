@@ -16,7 +16,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "recipe": "tensorwise",
             "grad_dtype": "e5m2",
             "fast_accumulation": "output",
-            "weight_scales": "amax",
             "backend": "torch",
             "filter_fqns": ("lm_head",),
             "layer_choice": "all",
