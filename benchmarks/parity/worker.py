@@ -85,12 +85,8 @@ class EngineTaker(Taker):
         if self.emulated:
             emulate(model.blocks, EMULATED[args.arm])
             torch.manual_seed(args.seed)  # of rounding by chance; a run that is gone on with draws other numbers
-        if ARMS[args.arm] is not None:
-            config["fp8"] = seeded(ARMS[args.arm], args.seed)
-        if args.arm in ENDS:
-            config["fp8"] = changed(config["fp8"], {"linear": {"filter_fqns": ends(SIZES[args.size])}})
-        if args.arm in SCHEDULED:
-            config["fp8"]["schedule"] = {**config["fp8"]["schedule"], "total_steps": args.steps}
+        if (block := fp8_block(args)) is not None:
+            config["fp8"] = block
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)
         self.model = self.engine.module
         self.micro_batches = args.micro_batches
@@ -128,6 +124,19 @@ class EngineTaker(Taker):
             return None
         self.engine.set_layer_precision("", "bf16")  # all layers; their weights are decoded from the masters
         return {name: p.detach().bfloat16() for name, p in self.engine.module.named_parameters()}
+
+
+def fp8_block(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The arm's own, with what depends on the run: seed, length, number of blocks. None: stock."""
+    of_arm = ARMS[args.arm]
+    if of_arm is None:
+        return None
+    block = seeded(of_arm, args.seed)
+    if args.arm in ENDS:
+        block = changed(block, {"linear": {"filter_fqns": ends(SIZES[args.size])}})
+    if args.arm in SCHEDULED:
+        block = changed(block, {"schedule": {"total_steps": args.steps}})
+    return block
 
 
 class PlainTaker(Taker):

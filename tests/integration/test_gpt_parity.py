@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_ds.config import LinearConfig
+from fp8_ds.nn import make_plan
 from fp8_ds.parity.text import Windows
 from fp8_ds.testing import HANG
 
@@ -77,6 +79,27 @@ def test_model_has_124_million_parameters_and_starts_from_bf16_numbers(bench: An
     assert all(a.equal(b) for a, b, _ in pairs)
     assert any(not a.equal(c) for a, _, c in pairs)
     assert models[0].blocks[0].out.weight.std() < 0.7 * models[0].blocks[0].qkv.weight.std()
+
+
+def test_blocks_of_arms_know_the_length_and_the_ends_of_the_model(bench: Any) -> None:
+    worker, models = bench("parity.worker"), bench("parity.models")
+    arms = bench("parity.arms")
+
+    def of(arm: str) -> Any:
+        return worker.fp8_block(worker_args(arm=arm, size="124m", steps=500, seed=7))
+
+    assert of("stock") is None and of("only-weights") is None
+    assert of("e4m11")["optimizer"]["seed"] == 7 and of("fp8") == {"enabled": True}
+    assert of("fp8-bf16-last")["schedule"] == {"bf16_last_fraction": 0.1, "total_steps": 500}
+    with torch.device("meta"):
+        model = models.GPT(models.SIZES["124m"], 512, seed=0)
+    for arm in arms.ENDS:
+        config = LinearConfig.model_validate(of(arm).get("linear", {}))
+        in_bf16 = {layer.fqn for layer in make_plan(model, config).layers if not layer.converted}
+        names = [f"blocks.{k}.{name}" for k in (0, 11) for name in ("qkv", "out", "up", "down")]
+        assert in_bf16 == {"lm_head", *names}
+        assert (config.grad_dtype == "e4m3") == ("e4m3" in arm)
+        assert ("schedule" in of(arm)) == (arm in arms.SCHEDULED)
 
 
 def test_learning_rate_ends_at_zero_in_regimes_1_and_3_and_is_constant_in_regime_2(bench: Any) -> None:
