@@ -42,7 +42,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-fast-e4m3": _linears(fast_accumulation="all", grad_dtype="e4m3"),
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
-    "fp8-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
     "fp8-ends-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
@@ -56,7 +55,6 @@ products accumulate fast, "-fast-input" those of the gradient of the input only,
 TRUNKS = {
     "fp8-bf16-last": "fp8",
     "fp8-bf16-last5": "fp8",
-    "fp8-e4m3-bf16-last": "fp8-e4m3",
     "fp8-ends-e4m3-bf16-last": "fp8-ends-e4m3",
     "e4m11-bf16-last": "e4m11",
 }

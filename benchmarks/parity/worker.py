@@ -84,7 +84,7 @@ class EngineTaker(Taker):
         self.emulated = args.arm in EMULATED
         if self.emulated:
             emulate(model.blocks, EMULATED[args.arm])
-            torch.manual_seed(args.seed)  # of rounding by chance; a run that is gone on with draws other numbers
+            torch.manual_seed(args.seed)  # a run that is gone on with draws other numbers, and moves on from the start
         if (block := fp8_block(args)) is not None:
             config["fp8"] = block
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)

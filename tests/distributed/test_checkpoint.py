@@ -166,28 +166,20 @@ def test_checkpoints_go_from_stock_to_fp8_and_back(ranks: Any, tmp_path: Path, s
 
 
 def export(folder: str, stage: int, fp8: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    import logging
-
-    from deepspeed.utils import logger
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = build(stage, fp8, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
-    training.train(engine, 3)
-    before = snapshot(engine)
-    plain = {name: value.clone() for name, value in engine.module.state_dict().items()} if stage < 3 else {}
-    for _ in range(2):
-        engine.save_16bit_model(folder)
-        if stage == 3:
-            engine._zero3_consolidated_16bit_state_dict()
-        else:
-            engine.module.state_dict()
-        assert_same(snapshot(engine), before)
-    engine.save_checkpoint(folder)
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        engine = build(stage, fp8, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
+        training.train(engine, 3)
+        before = snapshot(engine)
+        plain = {name: value.clone() for name, value in engine.module.state_dict().items()} if stage < 3 else {}
+        for _ in range(2):
+            engine.save_16bit_model(folder)
+            if stage == 3:
+                engine._zero3_consolidated_16bit_state_dict()
+            else:
+                engine.module.state_dict()
+            assert_same(snapshot(engine), before)
+        engine.save_checkpoint(folder)
+        training.destroy(engine)
     return before, plain, [line for line in said if line.startswith("fp8: module.state_dict()")]
 
 

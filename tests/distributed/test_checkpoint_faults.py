@@ -198,10 +198,7 @@ def test_parameters_in_another_order_are_refused(ranks: Any, tmp_path: Path) -> 
 
 
 def versions(folder: str) -> list[str]:
-    import logging
-
     import torch.distributed as dist
-    from deepspeed.utils import logger
 
     from fp8_ds.checkpoint import manifest as m
 
@@ -214,13 +211,9 @@ def versions(folder: str) -> list[str]:
         assert manifest.header["deepspeed"]
         m.write_manifest(path, m.Manifest({**manifest.header, "deepspeed": "0.1.2"}, manifest.files))
     dist.barrier()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = training.build(training.ds_config(2, {}), base.MODEL, seed=1)
-    engine.load_checkpoint(folder)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        engine = training.build(training.ds_config(2, {}), base.MODEL, seed=1)
+        engine.load_checkpoint(folder)
     training.destroy(engine)
     return said
 
@@ -236,10 +229,6 @@ def test_a_checkpoint_of_other_versions_is_loaded_with_a_notice(ranks: Any, tmp_
 
 def stock(folder: str, stage: int) -> list[str]:
     """Losses of stock DeepSpeed, which writes, are checked as they go on in an FP8 engine; what that says."""
-    import logging
-
-    from deepspeed.utils import logger
-
     from fp8_ds.checkpoint.manifest import MANIFEST
 
     engine = base.build(stage, None)
@@ -248,13 +237,9 @@ def stock(folder: str, stage: int) -> list[str]:
     masters = training.full_masters(engine)
     training.destroy(engine)
     assert not Path(folder, "global_step2", MANIFEST).exists()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    again = base.build(stage, {}, seed=1)
-    again.load_checkpoint(folder)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        again = base.build(stage, {}, seed=1)
+        again.load_checkpoint(folder)
     base.assert_same(training.full_masters(again), masters)
     training.destroy(again)
     return said

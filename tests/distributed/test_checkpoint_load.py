@@ -71,10 +71,7 @@ def test_partial_loads_leave_the_masters_that_stock_leaves(
 
 
 def our_state(folder: str, stage: int) -> None:
-    import logging
-
     import torch.distributed as dist
-    from deepspeed.utils import logger
 
     from fp8_ds.checkpoint.adopt import adopt
     from fp8_ds.checkpoint.state import CHECKPOINT_KEY
@@ -96,21 +93,17 @@ def our_state(folder: str, stage: int) -> None:
     base.assert_same(state["scale_inv"], scales)
     assert state["history"]["num_updates"] == 2
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    fewer = {"linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "blocks.1"]}}
-    engine = base.build(stage, fewer, seed=1)
-    engine.load_checkpoint(folder)
-    said = [line for line in said if "layers differ" in line or "histories start" in line]
-    assert len(said) == (2 if rank == 0 else 0), said
-    if rank == 0:
-        assert "2 back in bf16 ['blocks.1.down', 'blocks.1.up']" in said[0]
-    base.assert_bytes_follow_masters(engine)
-    training.train(engine, 1)
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        fewer = {"linear": {"recipe": "delayed", "filter_fqns": ["lm_head", "blocks.1"]}}
+        engine = base.build(stage, fewer, seed=1)
+        engine.load_checkpoint(folder)
+        said = [line for line in said if "layers differ" in line or "histories start" in line]
+        assert len(said) == (2 if rank == 0 else 0), said
+        if rank == 0:
+            assert "2 back in bf16 ['blocks.1.down', 'blocks.1.up']" in said[0]
+        base.assert_bytes_follow_masters(engine)
+        training.train(engine, 1)
+        training.destroy(engine)
 
     if rank == 0 or stage == 3:
         content[CHECKPOINT_KEY]["version"] = 99

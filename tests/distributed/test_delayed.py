@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -150,23 +149,19 @@ def merged(stage: int) -> tuple[float, list[str]]:
     from deepspeed.utils import logger
 
     logger.warning_once.cache_clear()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = training.build(training.ds_config(stage, {"linear": {"frozen": "fp8"}}), {"frozen": "blocks.1"})
-    weight = engine.module.blocks[1].up.weight
-    delta = 0.03 * torch.randn(
-        weight.shape if stage < 3 else weight.ds_shape, generator=torch.Generator().manual_seed(0)
-    )
-    values = []
-    for change in (0, 1, -1):
-        with deepspeed.zero.GatheredParameters([weight] if stage == 3 else [], modifier_rank=0):
-            if change:
-                weight.data += change * delta.to(weight.dtype)
-            values.append(weight.detach().float().clone())
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        engine = training.build(training.ds_config(stage, {"linear": {"frozen": "fp8"}}), {"frozen": "blocks.1"})
+        weight = engine.module.blocks[1].up.weight
+        delta = 0.03 * torch.randn(
+            weight.shape if stage < 3 else weight.ds_shape, generator=torch.Generator().manual_seed(0)
+        )
+        values = []
+        for change in (0, 1, -1):
+            with deepspeed.zero.GatheredParameters([weight] if stage == 3 else [], modifier_rank=0):
+                if change:
+                    weight.data += change * delta.to(weight.dtype)
+                values.append(weight.detach().float().clone())
+        training.destroy(engine)
     return float((values[2] - values[0]).norm() / values[0].norm()), [line for line in said if "frozen weight" in line]
 
 

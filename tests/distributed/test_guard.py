@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,73 +24,63 @@ def outlier(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def guarded(folder: str, stage: int, action: str, model: dict[str, Any] = base.MODEL) -> dict[str, Any]:
     import torch.distributed as dist
-    from deepspeed.utils import logger
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    # No limit is passed by this model as it is; its gradients' underflow is that of untrained weights.
-    fp8 = {
-        "guard": {"action": action, "underflow": 0.4},
-        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
-    }
-    engine = training.build(training.ds_config(stage, fp8), model)
-    losses = training.train(engine, 4)
-    before = sorted(engine.fp8.precision.in_bf16)
-    if dist.get_rank() == 0:  # counts are added up over the ranks
-        engine.module.blocks[1].up.register_forward_pre_hook(outlier)
-    losses += training.train(engine, 5, first_step=4)
-    after = sorted(engine.fp8.precision.in_bf16)
-    engine.save_checkpoint(folder)
-    training.destroy(engine)
-    again = training.build(training.ds_config(stage, fp8), model, seed=1)
-    again.load_checkpoint(folder)
-    training.train(again, 1, first_step=9)
-    resumed = sorted(again.fp8.precision.in_bf16)
-    training.destroy(again)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        # No limit is passed by this model as it is; its gradients' underflow is that of untrained weights.
+        fp8 = {
+            "guard": {"action": action, "underflow": 0.4},
+            "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
+        }
+        engine = training.build(training.ds_config(stage, fp8), model)
+        losses = training.train(engine, 4)
+        before = sorted(engine.fp8.precision.in_bf16)
+        if dist.get_rank() == 0:  # counts are added up over the ranks
+            engine.module.blocks[1].up.register_forward_pre_hook(outlier)
+        losses += training.train(engine, 5, first_step=4)
+        after = sorted(engine.fp8.precision.in_bf16)
+        engine.save_checkpoint(folder)
+        training.destroy(engine)
+        again = training.build(training.ds_config(stage, fp8), model, seed=1)
+        again.load_checkpoint(folder)
+        training.train(again, 1, first_step=9)
+        resumed = sorted(again.fp8.precision.in_bf16)
+        training.destroy(again)
     lines = [line for line in said if "guard, step" in line]
     return {"losses": losses, "before": before, "after": after, "resumed": resumed, "lines": lines}
 
 
 def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any]:
     """Ten steps, every second one sampled, of a layer that underflows from the start; resumed at `save_at`."""
-    from deepspeed.utils import logger
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    fp8 = {"guard": {"action": action, "underflow": 0.4}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
+    with training.log_lines() as said:
+        fp8 = {"guard": {"action": action, "underflow": 0.4}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
 
-    def engine(seed: int) -> tuple[Any, list[Any]]:
-        one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
-        one.module.blocks[1].up.register_forward_pre_hook(outlier)
-        reports: list[Any] = []
-        one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
-        return one, reports
+        def engine(seed: int) -> tuple[Any, list[Any]]:
+            one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
+            one.module.blocks[1].up.register_forward_pre_hook(outlier)
+            reports: list[Any] = []
+            one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+            return one, reports
 
-    def go_on(one: Any) -> list[tuple[float, list[str]]]:
-        steps = range(save_at, 10)
-        return [(*training.train(one, 1, step), sorted(one.fp8.precision.in_bf16)) for step in steps]
+        def go_on(one: Any) -> list[tuple[float, list[str]]]:
+            steps = range(save_at, 10)
+            return [(*training.train(one, 1, step), sorted(one.fp8.precision.in_bf16)) for step in steps]
 
-    through, reports = engine(0)
-    training.train(through, save_at)
-    through.save_checkpoint(folder)
-    num_before, num_said = len(reports), len(said)
-    steps = go_on(through)
-    training.destroy(through)
-    result: dict[str, Any] = {"through": (steps, reports[num_before:], said[num_said:])}
-    other, reports = engine(1)
-    if save_at > 1:
-        training.train(other, 1)  # a sample is under way, and is forgotten
-    other.load_checkpoint(folder)
-    num_said = len(said)
-    steps = go_on(other)
-    training.destroy(other)
-    result["resumed"] = steps, reports, said[num_said:]
-    logger.removeHandler(handler)
+        through, reports = engine(0)
+        training.train(through, save_at)
+        through.save_checkpoint(folder)
+        num_before, num_said = len(reports), len(said)
+        steps = go_on(through)
+        training.destroy(through)
+        result: dict[str, Any] = {"through": (steps, reports[num_before:], said[num_said:])}
+        other, reports = engine(1)
+        if save_at > 1:
+            training.train(other, 1)  # a sample is under way, and is forgotten
+        other.load_checkpoint(folder)
+        num_said = len(said)
+        steps = go_on(other)
+        training.destroy(other)
+        result["resumed"] = steps, reports, said[num_said:]
     for _, found, lines in result.values():
         for report in found:
             for key in ("gather_ms", "gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
@@ -178,53 +167,48 @@ def returned(folder: str, stage: int, more: dict[str, Any], saves: list[int]) ->
     """22 steps with the outlier in steps 5 to 16: what the guard does, what a user's hand does at the same steps, and
     what runs do that resume from `saves`."""
     import torch.distributed as dist
-    from deepspeed.utils import logger
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    with training.log_lines() as said:
 
-    def run(guard: dict[str, Any] | None, name: str, load: int | None = None) -> dict[str, Any]:
-        said.clear()
-        fp8 = {"monitor": {"every": 2, "sink": f"{folder}/{name}.jsonl"}, **more}
-        fp8 |= {} if guard is None else {"guard": guard}
-        one = training.build(training.ds_config(stage, fp8), base.MODEL, seed=0 if load is None else 1)
-        reports: list[Any] = []
-        one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
-        if load is not None:
-            if stage == 3:  # stock stage 2 cannot read the moments of an engine that has stepped before it loads
-                training.train(one, 1)
-            one.load_checkpoint(folder, tag=f"step{load}")
-        said.clear()
-        hook, losses, in_bf16 = None, [], []
-        for step in range(load or 0, 22):
-            if 4 <= step < 16 and hook is None and dist.get_rank() == 0:  # counts are added up over the ranks
-                hook = one.module.blocks[1].up.register_forward_pre_hook(outlier)
-            if step == 16 and hook is not None:
-                hook.remove()
-            if guard is None and step in TRIPS:
-                one.set_layer_precision(["blocks.1.up"], "bf16")
-            if guard is None and step - 1 in STAYS and step not in STAYS:
-                one.set_layer_precision(["blocks.1.up"], "schedule")
-            losses += training.train(one, 1, step)
-            in_bf16.append(sorted(one.fp8.precision.in_bf16))  # for the next step, where the guard decides
-            if guard is not None and load is None and step + 1 in saves:
-                one.save_checkpoint(folder, tag=f"step{step + 1}")
-        result = {"losses": losses, "in_bf16": in_bf16, "states": states(one), "reports": reports}
-        result["said"] = [line for line in said if "guard, step" in line]
-        training.destroy(one)  # the last report
-        for report in reports:
-            for key in ("gather_ms", "gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
-                report.pop(key)
-        return result
+        def run(guard: dict[str, Any] | None, name: str, load: int | None = None) -> dict[str, Any]:
+            said.clear()
+            fp8 = {"monitor": {"every": 2, "sink": f"{folder}/{name}.jsonl"}, **more}
+            fp8 |= {} if guard is None else {"guard": guard}
+            one = training.build(training.ds_config(stage, fp8), base.MODEL, seed=0 if load is None else 1)
+            reports: list[Any] = []
+            one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+            if load is not None:
+                if stage == 3:  # stock stage 2 cannot read the moments of an engine that has stepped before it loads
+                    training.train(one, 1)
+                one.load_checkpoint(folder, tag=f"step{load}")
+            said.clear()
+            hook, losses, in_bf16 = None, [], []
+            for step in range(load or 0, 22):
+                if 4 <= step < 16 and hook is None and dist.get_rank() == 0:  # counts are added up over the ranks
+                    hook = one.module.blocks[1].up.register_forward_pre_hook(outlier)
+                if step == 16 and hook is not None:
+                    hook.remove()
+                if guard is None and step in TRIPS:
+                    one.set_layer_precision(["blocks.1.up"], "bf16")
+                if guard is None and step - 1 in STAYS and step not in STAYS:
+                    one.set_layer_precision(["blocks.1.up"], "schedule")
+                losses += training.train(one, 1, step)
+                in_bf16.append(sorted(one.fp8.precision.in_bf16))  # for the next step, where the guard decides
+                if guard is not None and load is None and step + 1 in saves:
+                    one.save_checkpoint(folder, tag=f"step{step + 1}")
+            result = {"losses": losses, "in_bf16": in_bf16, "states": states(one), "reports": reports}
+            result["said"] = [line for line in said if "guard, step" in line]
+            training.destroy(one)  # the last report
+            for report in reports:
+                for key in ("gather_ms", "gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
+                    report.pop(key)
+            return result
 
-    found = {"guard": run(RETURNS, "guard"), "hand": run(None, "hand")}
-    for save in saves:
-        found[f"resumed {save}"] = run(RETURNS, f"resumed{save}", save)
-    if saves:  # nobody would bring the layer back, but the checkpoint says when it comes
-        found["without"] = run({"action": "report", "underflow": 0.9}, "without", saves[0])
-    logger.removeHandler(handler)
+        found = {"guard": run(RETURNS, "guard"), "hand": run(None, "hand")}
+        for save in saves:
+            found[f"resumed {save}"] = run(RETURNS, f"resumed{save}", save)
+        if saves:  # nobody would bring the layer back, but the checkpoint says when it comes
+            found["without"] = run({"action": "report", "underflow": 0.9}, "without", saves[0])
     return found
 
 
@@ -279,51 +263,47 @@ def pipelined(
     import deepspeed
     import test_pipeline as pipe
     from deepspeed.pipe import LayerSpec, PipelineModule
-    from deepspeed.utils import groups, logger
+    from deepspeed.utils import groups
     from torch import nn
 
     import fp8_ds  # noqa: F401
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    guard = {"action": "bf16", "underflow": 0.4, "return_after": return_after}
-    fp8 = {"guard": guard, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
+    with training.log_lines() as said:
+        guard = {"action": "bf16", "underflow": 0.4, "return_after": return_after}
+        fp8 = {"guard": guard, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
 
-    def build(seed: int) -> Any:
-        layers = [LayerSpec(nn.Embedding, training.VOCABULARY, pipe.WIDTH)]
-        layers += [LayerSpec(training.Block, pipe.WIDTH, pipe.HIDDEN, True) for _ in range(4)]
-        layers.append(LayerSpec(pipe.Head))
-        torch.manual_seed(seed)
-        net = PipelineModule(layers, num_stages=2, loss_fn=pipe.loss_fn, partition_method="uniform", base_seed=7)
-        for name, module in net.named_modules():
-            if name == "4.up":
-                module.register_forward_pre_hook(outlier)
-        config = training.ds_config(1, fp8, gradient_accumulation_steps=2)
-        return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+        def build(seed: int) -> Any:
+            layers = [LayerSpec(nn.Embedding, training.VOCABULARY, pipe.WIDTH)]
+            layers += [LayerSpec(training.Block, pipe.WIDTH, pipe.HIDDEN, True) for _ in range(4)]
+            layers.append(LayerSpec(pipe.Head))
+            torch.manual_seed(seed)
+            net = PipelineModule(layers, num_stages=2, loss_fn=pipe.loss_fn, partition_method="uniform", base_seed=7)
+            for name, module in net.named_modules():
+                if name == "4.up":
+                    module.register_forward_pre_hook(outlier)
+            config = training.ds_config(1, fp8, gradient_accumulation_steps=2)
+            return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
 
-    found = []
-    batches = pipe.data(2)
-    engine = build(0)
-    for _ in range(save_at):
-        engine.train_batch(batches)
-    engine.save_checkpoint(folder)
-    said.clear()
-    for resumes in (False, True):
-        if resumes:
-            training.destroy(engine)
-            groups.mpu = None
-            engine = build(1)
-            engine.load_checkpoint(folder)
-        steps = []
-        for _ in range(save_at, 8):
+        found = []
+        batches = pipe.data(2)
+        engine = build(0)
+        for _ in range(save_at):
             engine.train_batch(batches)
-            steps.append(sorted(engine.fp8.precision.in_bf16))
-        found.append(steps)
-    training.destroy(engine)
-    groups.mpu = None
-    logger.removeHandler(handler)
+        engine.save_checkpoint(folder)
+        said.clear()
+        for resumes in (False, True):
+            if resumes:
+                training.destroy(engine)
+                groups.mpu = None
+                engine = build(1)
+                engine.load_checkpoint(folder)
+            steps = []
+            for _ in range(save_at, 8):
+                engine.train_batch(batches)
+                steps.append(sorted(engine.fp8.precision.in_bf16))
+            found.append(steps)
+        training.destroy(engine)
+        groups.mpu = None
     return found[0], found[1], [line for line in said if "guard, step" in line]
 
 

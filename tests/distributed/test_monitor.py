@@ -228,21 +228,14 @@ def test_the_last_report_is_written_where_the_group_is_gone_before_the_process_e
 
 def on_a_full_disk(stage: int, fp8: dict[str, Any]) -> tuple[list[float], list[str], list[int]]:
     """(losses, what this rank's log says, steps of the reports that another sink has got)."""
-    import logging
 
-    from deepspeed.utils import logger
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = training.build(training.ds_config(stage, fp8))
-    steps: list[int] = []
-    if engine._fp8_health is not None:
-        engine._fp8_health.sinks.append(lambda report: steps.append(report.step))
-    losses = training.train(engine, 7)
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        engine = training.build(training.ds_config(stage, fp8))
+        steps: list[int] = []
+        if engine._fp8_health is not None:
+            engine._fp8_health.sinks.append(lambda report: steps.append(report.step))
+        losses = training.train(engine, 7)
+        training.destroy(engine)
     return losses, [line for line in said if "gets no more reports" in line], steps
 
 

@@ -176,29 +176,23 @@ def test_a_batch_of_zeros_is_a_batch(ranks: Any, stage: int, recipe: str) -> Non
 def spiked(folder: str, stage: int, action: str) -> dict[str, Any]:
     """Losses of ten steps, from the sixth of which on the head's inputs are 300 times as large on the last rank;
     layers in bf16 after each; what the guard says, which samples every second step and looks at saturation alone."""
-    import logging
 
     import torch.distributed as dist
-    from deepspeed.utils import logger
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    fp8 = {
-        "linear": {"recipe": "delayed", "filter_fqns": []},
-        "guard": {"action": action, "saturation": 0.1, "underflow": 1.0},
-        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
-    }
-    engine = build(stage, fp8)
-    losses, in_bf16 = [], []
-    for step in range(10):
-        if step == 5 and dist.get_rank() == 1:
-            engine.module.lm_head.register_forward_pre_hook(lambda _, inputs: (300 * inputs[0],))
-        losses += training.train(engine, 1, first_step=step)
-        in_bf16.append(sorted(engine.fp8.precision.in_bf16))
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        fp8 = {
+            "linear": {"recipe": "delayed", "filter_fqns": []},
+            "guard": {"action": action, "saturation": 0.1, "underflow": 1.0},
+            "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
+        }
+        engine = build(stage, fp8)
+        losses, in_bf16 = [], []
+        for step in range(10):
+            if step == 5 and dist.get_rank() == 1:
+                engine.module.lm_head.register_forward_pre_hook(lambda _, inputs: (300 * inputs[0],))
+            losses += training.train(engine, 1, first_step=step)
+            in_bf16.append(sorted(engine.fp8.precision.in_bf16))
+        training.destroy(engine)
     return {"losses": losses, "in_bf16": in_bf16, "said": [line for line in said if "guard, step" in line]}
 
 

@@ -271,23 +271,16 @@ def test_layers_follow_the_learning_rate(ranks: Any) -> None:
 
 def differing(stage: int) -> dict[str, Any]:
     """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above."""
-    import logging
 
-    from deepspeed.utils import logger
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
-    result: dict[str, Any] = {"num": [], "losses": []}
-    for phase, lrs in enumerate(((3e-3, 1e-4), (3e-3, 1e-4), (1e-4, 3e-3), (3e-3, 3e-3))):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lrs[dist.get_rank()]
-        result["losses"] += training.train(engine, 1, phase)
-        result["num"].append(engine.fp8_report()["num_layers_in_bf16"])
-    training.destroy(engine)
-    logger.removeHandler(handler)
+    with training.log_lines() as said:
+        engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
+        result: dict[str, Any] = {"num": [], "losses": []}
+        for phase, lrs in enumerate(((3e-3, 1e-4), (3e-3, 1e-4), (1e-4, 3e-3), (3e-3, 3e-3))):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = lrs[dist.get_rank()]
+            result["losses"] += training.train(engine, 1, phase)
+            result["num"].append(engine.fp8_report()["num_layers_in_bf16"])
+        training.destroy(engine)
     return {**result, "said": [line for line in said if "bf16_below_lr: expected the same" in line]}
 
 

@@ -44,7 +44,7 @@ def test_casts_by_chance_are_neighbours_and_right_in_the_mean(bench: Any, dtype:
     torch.manual_seed(0)
     x = torch.cat([values(2, 500).float(), values(2, 500).float() * 1e-3, torch.tensor([40.0])])  # subnormal ones, too
     draws = torch.stack([cast(x, dtype, emulated.by_chance(x)) for _ in range(4000)])
-    assert draws.equal(torch.stack([cast(one, dtype) for one in draws[:50]] + list(draws[50:])))  # FP8 numbers
+    assert draws[:50].equal(torch.stack([cast(one, dtype) for one in draws[:50]]))  # FP8 numbers
     kinds = [len(column.unique()) for column in draws.T]
     assert max(kinds) == 2 and sum(kind == 2 for kind in kinds) > 800
     minority = torch.minimum((draws == draws.amin(0)).sum(0), (draws == draws.amax(0)).sum(0))
@@ -82,8 +82,9 @@ def test_each_arm_rounds_what_it_names_and_nothing_else(bench: Any) -> None:
     }
     for name, casts in emulated.EMULATED.items():
         found = results(emulated.EmulatedLinear(linear, casts))
-        for one, other in zip(found, expected.get(name, found), strict=True):
-            torch.testing.assert_close(one, other, rtol=0.01, atol=0.02)
+        if name in expected:  # chance and what moves have tests of their own
+            for one, other in zip(found, expected[name], strict=True):
+                torch.testing.assert_close(one, other, rtol=0.01, atol=0.02)
         rounded = {"weight": (0, 1), "input": (0, 2), "gradient": (1, 2)}
         touched = {k for part, ks in rounded.items() if getattr(casts, part) is not None for k in ks}
         assert [not a.equal(b) for a, b in zip(found, exact, strict=True)] == [k in touched for k in range(3)]
