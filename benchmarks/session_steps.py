@@ -14,8 +14,8 @@ class Step:
     Args:
         name: of it.
         command: of a shell in this checkout; {python}, {out} and {own}, a folder in it for this step alone, are filled
-            in; {seconds} is what it may take.
-        seconds: that it takes on an H200, about; it is killed at 1.3 times that.
+            in; {seconds} is what it may take, up to 1.3 times `seconds`.
+        seconds: that it takes on an H200, about.
         why: what is shown by it.
         gpus: that it needs.
         after: the step that must have ended before, where that one is in the list.
