@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import memory_profile
+import sampled_steps
 import step_profile
 from end_to_end_arms import MODELS
 from results_io import dated_stem
@@ -148,6 +149,9 @@ def speed_table(run: Mapping[str, Any]) -> str:
     measured = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"]]
     if len(measured) == 2:
         lines += ["", f"The reference drifted by {100 * (measured[1] / measured[0] - 1):+.2f} % from first to last."]
+    sampled = [sampled_steps.sentence(r["arm"], r["samples"]) for r in good(run) if "samples" in r]
+    if sampled:
+        lines += ["", *sampled]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import memory_profile
+import sampled_steps
 import sdpa
 import step_profile
 import torch
@@ -37,6 +38,8 @@ WARM_STEPS = 20
 """Over which the learning rate rises when losses are compared."""
 HELD_OUT = 16
 """Windows."""
+MOST_EVERY = 20
+"""Steps between samples of a monitor, for these to be timed one by one; the warm-up has had the first."""
 
 
 class Device:
@@ -250,6 +253,9 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
         "finite": math.isfinite(float(loss)),
         "fp8": trainer.report(),
     }
+    every = (arm.fp8 or {}).get("monitor", {}).get("every", 0)
+    if spec["mode"] == "speed" and 3 <= every <= MOST_EVERY:
+        result["samples"] = sampled_steps.measure(step, trainer.engine.global_steps, every)
     if spec["mode"] == "profile":
         traces = Path(spec["traces"]) if spec["traces"] and rank == 0 else None
         result |= profiled(trainer, gauge, step, spec["profile_steps"], traces)

@@ -12,8 +12,9 @@ timings, and look at the log of a reference arm. The last form outlives a call; 
 --out, as one archive.
 
 A step that no longer fits is left out with a line. One takes up to 1.3 times what is predicted, if the call has so much
-left; one that hangs is killed with everything it started, a little later or at the call's end. Results are written to --out as they are made, and session.json after each step (what ran, how long, how
-it ended): a call that is cut off keeps what it had. Logs of steps are in OUT/logs. The exit status is the worst one's.
+left; one that hangs is killed with everything it started, a little later or at the call's end. Results are written to
+--out as they are made, and session.json after each step (what ran, how long, how it ended): a call that is cut off
+keeps what it had. Logs of steps are in OUT/logs. The exit status is the worst one's.
 
 Results then go to benchmarks/results, by the scripts' own ways of adding files from elsewhere (`--report`, `--add`).
 """

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.monitor.gauges import ClampGauge, GatherTimer, Gauge
+from fp8_ds.monitor.clamps import ClampGauge
+from fp8_ds.monitor.gauges import GatherTimer, Gauge
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener

@@ -595,13 +595,13 @@ def test_speed_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
 def test_monitor_that_samples_seldom_runs_dry(
     bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The piece, with a tiny model, eager, and each second step in place of each hundredth."""
+    """The piece, with a tiny model, eager, and each third step in place of each hundredth."""
     arms = bench("end_to_end_arms")
     piece = arms.PIECES["monitor-100"]
     eager = [
-        name.replace("compiled", "eager").replace("every=100", "every=2") for name in (piece.reference, *piece.arms)
+        name.replace("compiled", "eager").replace("every=100", "every=3") for name in (piece.reference, *piece.arms)
     ]
-    timing = arms.Timing(3, 2, 2)
+    timing = arms.Timing(3, 2, 3)
     monkeypatch.setitem(arms.PIECES, "monitor-100", arms.Piece("tiny-llama", eager[0], (eager[1],), timing=timing))
     monkeypatch.chdir(tmp_path)
     output = run_main("end_to_end", "--piece", "monitor-100", "--out", tmp_path)
@@ -609,11 +609,24 @@ def test_monitor_that_samples_seldom_runs_dry(
     assert [(result["arm"], len(result["block_ms"])) for result in run["results"]] == [
         (name, 2) for name in (*eager, eager[0])
     ]
-    assert run["timing"] == "2 x 2 steps after 3" and "| " + eager[1] in output
+    assert run["timing"] == "2 x 3 steps after 3" and "| " + eager[1] in output
     found = by_arm(run)
     assert found[eager[0]]["loss"] == found[eager[1]]["loss"]  # watching changes no bit
     reports = [json.loads(line) for line in Path("health-100.jsonl").read_text().splitlines()]
-    assert [report["step"] for report in reports] == [2, 4, 6]
+    assert [report["step"] for report in reports] == list(range(3, 28, 3))
+    assert found[eager[1]]["samples"]["num_samples"] == 6 and "samples" not in found[eager[0]]
+    assert f"- {eager[1]}: a sampled step takes" in output
+
+
+def test_samples_are_told_from_the_steps_between_and_from_those_that_report(bench: Any) -> None:
+    sampled = bench("sampled_steps")
+    took = {step: {0: 150.0 + step, 1: 103.0}.get(step % 10, 100.0) for step in range(11, 71)}
+    took[33] = 900.0  # a stall of the host's is no cost of the monitor's
+    found = sampled.summarize(took, 10)
+    assert found["plain_ms"] == 100 and found["after_ms"] == 3 and found["num_samples"] == 6
+    assert (found["least_ms"], found["more_ms"], found["most_ms"]) == (70, 95, 120)
+    told = sampled.sentence("arm", found)
+    assert "95.0 ms more (70.0 to 120.0, 6 samples)" in told and "9.80 % with every 10th sampled, 0.98 %" in told
 
 
 @pytest.mark.slow

@@ -59,10 +59,24 @@ def unclamped_update(shard: AdamShard, grad: Tensor, w: Tensor, inputs: StepInpu
     if not inputs.decoupled:
         g = g + w * row[Hyper.DECAY]
     m_code, root_code = _codes(shard)
-    m_factor = row[Hyper.BETA1] * shard.m_scale_inv
-    v_factor = row[Hyper.BETA2] * (shard.v_scale_inv * shard.v_scale_inv)
-    m = m_code * _per_element(m_factor, shard) + row[Hyper.ONE_MINUS_BETA1] * g
-    v = (root_code * root_code) * _per_element(v_factor, shard) + row[Hyper.ONE_MINUS_BETA2] * (g * g)
+    m_factor = _per_element(row[Hyper.BETA1] * shard.m_scale_inv, shard)
+    v_factor = _per_element(row[Hyper.BETA2] * (shard.v_scale_inv * shard.v_scale_inv), shard)
+    return update_of(g, m_code, root_code, m_factor, v_factor, row)
+
+
+def update_of(
+    g: Tensor, m_code: Tensor, root_code: Tensor, m_factor: Tensor, v_factor: Tensor, row: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `unclamped_update`, in the shape of `g`.
+
+    Args:
+        g: float32, the gradient as Adam sees it.
+        m_code, root_code: moments without their scales.
+        m_factor, v_factor: `beta1 * m_scale_inv`, `beta2 * v_scale_inv**2`; broadcast.
+        row: of the hyperparameters; its columns broadcast.
+    """
+    m = m_code * m_factor + row[Hyper.ONE_MINUS_BETA1] * g
+    v = (root_code * root_code) * v_factor + row[Hyper.ONE_MINUS_BETA2] * (g * g)
     root = v.clamp(min=SMALLEST_V).double().sqrt().float()  # torch's float32 root is not correctly rounded on CPU
     return m * (1.0 / (root * row[Hyper.ROOT_FACTOR] + row[Hyper.EPS])), m, root
 

@@ -1,0 +1,183 @@
+"""How many updates of FP8 states are clamped: counted in sampled steps, all shards by a few dozen operators together.
+
+One shard after another, as until 2026-11-25, took an eager step of some sixty operators for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.monitor.gauges import Gauge
+from fp8_ds.ops.adamw.reference import read_master, update_of
+from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.moments import GROUP, dequantize_m, dequantize_root, num_groups, to_groups
+from fp8_ds.optim.recent import Recent
+
+SAMPLE = 1 << 14
+"""Elements of each shard, its first, whose updates are computed once more."""
+
+TOGETHER = 1 << 13
+"""Groups of 128 that are computed on at a time, 1 M elements: some 40 MB in temporaries."""
+
+
+class ClampGauge(Gauge):
+    """Share of updates that Fp8AdamW clamps to Adam's bound, of the first 16384 elements of each shard.
+
+    Computed once more before the step, from the gradient, the moments and the numbers that it is about to use.
+
+    Args:
+        core: of the optimizer.
+        group: counts are added up over its ranks.
+    """
+
+    name = "clamp_rate"
+
+    def __init__(self, core: AdamCore, group: Any) -> None:
+        self.core = core
+        self.group = group
+        self._counts = torch.zeros(2, dtype=torch.float64, device=core.device)
+        self._host = torch.zeros(2, dtype=torch.float64, pin_memory=self._counts.is_cuda)
+        self._event: Any = torch.cuda.Event() if self._counts.is_cuda else None
+        self._is_sent = False
+        self._samples: Recent[tuple[int, ...], list[_Sample]] = Recent()
+
+    def attach(self) -> None:
+        stock: Any = self.core.run
+        self._samples.next_step()
+
+        def run(grads: Sequence[Tensor | None], inputs: StepInputs, chosen: Sequence[int] | None = None) -> None:
+            self._count(grads, inputs, range(len(self.core.shards)) if chosen is None else chosen)
+            stock(grads, inputs, chosen)
+
+        self.core.run = run  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        del self.core.run  # the class has it
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(self._counts, group=self.group)
+        self._host.copy_(self._counts, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._counts.zero_()
+        self._is_sent = True
+
+    def read(self) -> float | None:
+        if not self._is_sent:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        num_clamped, num = self._host.tolist()
+        return num_clamped / num if num else None
+
+    def _count(self, grads: Sequence[Tensor | None], inputs: StepInputs, chosen: Sequence[int]) -> None:
+        present = {i: grad for i, grad in zip(chosen, grads, strict=True) if grad is not None}
+        key = tuple(i for i in present if self.core.shards[i].numel)
+        if not key:
+            return
+        shards = [self.core.shards[i] for i in key]
+        left = iter([present[i] for i in key])
+        for sample in self._samples.get(key, lambda: list(samples(shards))):
+            self._counts += clamped(sample, [next(left) for _ in sample.shards], inputs)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The first elements of some shards, as rows of 128: groups of their weights.
+
+    Args:
+        shards: not empty ones, on one device.
+        hyper_rows: int64 [num_groups], of each group, on the device.
+        inside: bool [num_groups, 128], on the device: what is an element of the shard, and not beside it.
+        num: elements.
+    """
+
+    shards: tuple[AdamShard, ...]
+    hyper_rows: Tensor
+    inside: Tensor
+    num: int
+
+
+def samples(shards: Sequence[AdamShard]) -> Iterator[_Sample]:
+    """All of them, in their order, in samples of at most `TOGETHER` groups, or of one shard."""
+    first, total = 0, 0
+    for end, shard in enumerate(shards):
+        groups = num_groups(_length(shard), shard.start)
+        if total + groups > TOGETHER and end > first:
+            yield _sample(shards[first:end])
+            first, total = end, 0
+        total += groups
+    yield _sample(shards[first:])
+
+
+def _sample(shards: Sequence[AdamShard]) -> _Sample:
+    inside = torch.cat([to_groups(torch.ones(_length(shard), dtype=torch.bool), shard.start) for shard in shards])
+    counts = torch.tensor([num_groups(_length(shard), shard.start) for shard in shards])
+    rows = torch.repeat_interleave(torch.tensor([shard.group for shard in shards]), counts)
+    device = shards[0].m.device
+    return _Sample(tuple(shards), _to(rows, device), _to(inside, device), sum(map(_length, shards)))
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    """There, and the host has not waited for what the device does."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def _length(shard: AdamShard) -> int:
+    return min(shard.numel, SAMPLE)
+
+
+@torch.no_grad()
+def clamped(sample: _Sample, grads: Sequence[Tensor], inputs: StepInputs) -> Tensor:
+    """float64 [2], on the device: how many of the sample's elements the step will clamp, and of how many.
+
+    Args:
+        sample: of shards as they are before the step.
+        grads: of each shard, 1-D [shard.numel].
+        inputs: of the step.
+    """
+    shards, parts = sample.shards, [_first(shard) for shard in sample.shards]
+    row = inputs.hyper.index_select(0, sample.hyper_rows).t()[:, :, None]  # by column: float32 [num_groups, 1]
+    g = torch.cat([_groups(grad, shard) for grad, shard in zip(grads, shards, strict=True)]).float() * inputs.grad_scale
+    if not inputs.decoupled:
+        w = torch.cat([_groups(read_master(part, inputs.scale_inv), part) for part in parts])
+        g = g + w * row[Hyper.DECAY]
+    m_scale_inv = torch.cat([part.m_scale_inv for part in parts])
+    root_scale_inv = torch.cat([part.v_scale_inv for part in parts])
+    ones = torch.ones_like(m_scale_inv)
+    m_code = dequantize_m(torch.cat([part.m for part in parts]).view(-1, GROUP), ones)
+    root_code = dequantize_root(torch.cat([part.v for part in parts]).view(-1, GROUP), ones)
+    m_factor = row[Hyper.BETA1] * m_scale_inv[:, None]
+    v_factor = row[Hyper.BETA2] * (root_scale_inv * root_scale_inv)[:, None]
+    update, _, _ = update_of(g, m_code, root_code, m_factor, v_factor, row)
+    found = ((update.abs() > row[Hyper.BOUND]) & sample.inside).sum()
+    return torch.stack([found, torch.full_like(found, sample.num)]).double() * (inputs.skip == 0)
+
+
+def _first(shard: AdamShard) -> AdamShard:
+    """Its sampled elements, as a shard; views."""
+    num = _length(shard)
+    groups = num_groups(num, shard.start)
+    padded = groups * GROUP
+    return replace(
+        shard,
+        numel=num,
+        hi=shard.hi[:num],
+        lo=None if shard.lo is None else shard.lo[:padded],
+        m=shard.m[:padded],
+        v=shard.v[:padded],
+        m_scale_inv=shard.m_scale_inv[:groups],
+        v_scale_inv=shard.v_scale_inv[:groups],
+    )
+
+
+def _groups(x: Tensor, shard: AdamShard) -> Tensor:
+    """The sampled ones of `x`, 1-D by element of the shard, as [num_groups, 128]; a view where groups are whole."""
+    x = x[: _length(shard)]
+    return to_groups(x, shard.start) if shard.head or x.numel() % GROUP else x.view(-1, GROUP)
