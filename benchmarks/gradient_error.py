@@ -1,6 +1,7 @@
 """How far gradients with FP8 linears are from those of float32: by recipe, format of gradients, accumulation.
 
     python benchmarks/gradient_error.py --out benchmarks/results   # H200, after gpt_parity.py --only-first-weights
+    python benchmarks/gradient_error.py --each --batches 2 --out benchmarks/results      # by linear
     python benchmarks/gradient_error.py --dry-run --out .out       # CPU, tiny, random weights and tokens
 
 The model, its text and its weights are those of gpt_parity.py (124 M parameters; the first weights of regimes 2 and 3,
@@ -12,6 +13,10 @@ mean loss of the same batches against float32's.
 Arms "..., ends in bf16" leave the first and the last block in bf16; of 12 blocks. Predicted: 0.8 to 1.2 dB better than
 without, as fewer blocks add noise (10/12 of its power), and a loss 0.035 to 0.05 % above; more would say that the ends
 are worse than the rest.
+
+With --each every linear is in FP8 by itself, all others in bf16: its share of the noise that all together make, and
+what it adds to the loss. Predicted: shares add up to 0.9 to 1.1; those of the two blocks at the ends to 0.4 to 0.45,
+most of it from the first block's qkv and up and the last one's down; four linears of 48 have a third of the noise.
 
 Predicted: bf16 at 35 dB or more; FP8 linears some 20 with E5M2 gradients, 2 to 3 more with E4M3; fast accumulation
 within 0.1 dB of accurate in all, its bias within 0.001 of the accurate one's; the loss of every FP8 arm 0.05 % above.
@@ -27,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.models import GPT, SIZES, Size, ends
+from parity.models import GPT, SIZES, Size
 from results_io import dated_stem, heading
 from torch import Tensor
 
@@ -49,8 +54,15 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "blockwise": {"recipe": "blockwise"},
 }
 
-ENDS = {"tensorwise": {}, "tensorwise, E4M3 gradients": {"grad_dtype": "e4m3"}}
+ENDS = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+WITH_ENDS: dict[str, dict[str, Any] | None] = {
+    "tensorwise, ends in bf16": ENDS,
+    "tensorwise, E4M3 gradients, ends in bf16": {"grad_dtype": "e4m3", **ENDS},
+}
 """Further arms, with the first and the last block in bf16: outlier layers are often found there."""
+LINEARS = ("qkv", "out", "up", "down")
+BF16, ALL = "bf16", "tensorwise"
+"""What each linear's share is of, beside what bf16 does by itself."""
 
 Gradients = dict[str, Tensor]
 
@@ -112,17 +124,31 @@ def compare(arm: str, pairs: list[tuple[tuple[Gradients, float], tuple[Gradients
     return Error(arm, db(signal, noise), each[worst], worst, product / signal, percent)
 
 
-def _with_ends_in_bf16(size: Size) -> dict[str, dict[str, Any]]:
-    """By name; none where nothing is between the ends."""
-    arms = {f"{arm}, ends in bf16": {**block, "filter_fqns": ends(size)} for arm, block in ENDS.items()}
-    return arms if size.layers > 2 else {}
+def arms_of(size: Size, each: bool) -> dict[str, dict[str, Any] | None]:
+    """By name; without those with ends in bf16 where nothing is between the ends.
+
+    Args:
+        each: one for each linear of the blocks, in FP8 by itself, after bf16 and the one with all of them.
+    """
+    if not each:
+        return ARMS | (WITH_ENDS if size.layers > 2 else {})
+    names = [f"blocks.{layer}.{linear}" for layer in range(size.layers) for linear in LINEARS]
+    alone = {name: {"filter_fqns": ["lm_head", *(other for other in names if other != name)]} for name in names}
+    return {BF16: None, ALL: {}, **alone}
 
 
-def measure(weights: dict[str, Tensor], batches: list[Tensor], size: Size, vocab_size: int, device: str) -> list[Error]:
+def measure(
+    weights: dict[str, Tensor],
+    batches: list[Tensor],
+    size: Size,
+    vocab_size: int,
+    device: str,
+    arms: dict[str, dict[str, Any] | None],
+) -> list[Error]:
     model = arm_model(weights, size, vocab_size, None, device).float()
     exact = [gradients(model, tokens) for tokens in batches]
     found = []
-    for arm, block in (ARMS | _with_ends_in_bf16(size)).items():
+    for arm, block in arms.items():
         model = arm_model(weights, size, vocab_size, block, device)
         found.append(compare(arm, [(each, gradients(model, t)) for each, t in zip(exact, batches, strict=True)]))
         print(found[-1], flush=True)
@@ -138,10 +164,34 @@ def report(errors: list[Error]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def report_each(errors: list[Error]) -> str:
+    """Noise of linears by themselves, in per cent of that of all together; and what blocks add to the loss.
+
+    Args:
+        errors: of `arms_of(size, each=True)`.
+    """
+    floor = next(e for e in errors if e.arm == BF16)
+    noise = {e.arm: 10 ** (-e.db / 10) - 10 ** (-floor.db / 10) for e in errors}
+    loss = {e.arm: e.loss_percent - floor.loss_percent for e in errors}
+    layers = (len(errors) - 2) // len(LINEARS)
+    lines = [f"| block | {' | '.join(LINEARS)} | all of it | loss, % |", "|---|" + "---|" * (len(LINEARS) + 2)]
+    total = dict.fromkeys(LINEARS, 0.0)
+    for layer in range(layers):
+        shares = {linear: 100 * noise[f"blocks.{layer}.{linear}"] / noise[ALL] for linear in LINEARS}
+        total = {linear: total[linear] + share for linear, share in shares.items()}
+        cells = " | ".join(f"{share:.1f}" for share in shares.values())
+        added = sum(loss[f"blocks.{layer}.{linear}"] for linear in LINEARS)
+        lines.append(f"| {layer} | {cells} | {sum(shares.values()):.1f} | {added:+.4f} |")
+    cells = " | ".join(f"{share:.1f}" for share in total.values())
+    lines.append(f"| all | {cells} | {sum(total.values()):.1f} | {loss[ALL]:+.4f} at once |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fp8_ds_gpt_parity"))
     parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--each", action="store_true", help="every linear by itself")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU; random weights and tokens")
     args = parser.parse_args()
@@ -150,19 +200,20 @@ def main() -> None:
         size = SIZES["tiny"]
         weights = GPT(size, size.vocab_size, seed=0).state_dict()
         batches = [torch.randint(size.vocab_size, (size.batch, size.seq_len + 1)) for _ in range(args.batches)]
-        errors = measure(weights, batches, size, size.vocab_size, "cpu")
+        errors = measure(weights, batches, size, size.vocab_size, "cpu", arms_of(size, args.each))
     else:
         size = SIZES["124m"]
-        text = json.loads((args.cache / "text.json").read_text())
-        vocab_size = -(-text["vocab_size"] // 64) * 64
+        vocab = json.loads((args.cache / "text.json").read_text())["vocab_size"]
+        vocab_size = -(-vocab // 64) * 64
         windows = Windows(args.cache / "held_out.npy", size.seq_len, torch.device("cuda"))
         batches = [windows.batch(part) for part in torch.arange(args.batches * size.batch).split(size.batch)]
         weights = torch.load(args.cache / "checkpoint.pt", weights_only=True)
-        errors = measure(weights, batches, size, vocab_size, "cuda")
-    stem = dated_stem(args.out, "gradient-error")
-    stem.with_suffix(".md").write_text(heading(stem.name) + report(errors))
+        errors = measure(weights, batches, size, vocab_size, "cuda", arms_of(size, args.each))
+    text = (report_each if args.each else report)(errors)
+    stem = dated_stem(args.out, "gradient-error" + "-each" * args.each)
+    stem.with_suffix(".md").write_text(heading(stem.name) + text)
     stem.with_suffix(".json").write_text(json.dumps([asdict(each) for each in errors], indent=1) + "\n")
-    print(report(errors))
+    print(text)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,13 @@ STEPS = (
         "issue 4 H: what formats of gradients, fast accumulation and ends in bf16 do to gradients of the trained model",
         after="parity-delayed-first",
     ),
+    Step(
+        "gradient-error-each",
+        _benchmark("gradient_error", "--each --batches 2"),
+        90,
+        "issue 8 E: which linears have the noise; a second each, 48 of them",
+        after="parity-201m-first",
+    ),
     *(
         Step(
             f"parity-{name}",
@@ -292,8 +299,8 @@ STEPS = (
         "monitor",
         _benchmark("end_to_end", "--piece monitor --budget {seconds}"),
         440,
-        "issue 8 C: its cost, by one kernel an operand; predicted 7 to 12 ms a sampled step, where it was 92; four "
-        "arms, 106 s each on an H100 beside other work",
+        "issue 8 C: its cost, step by step; predicted 11 to 16 ms a sampled step, where it was 43 to 66; three arms, "
+        "136 to 168 s each on an H100 beside other work",
     ),
     Step(
         "monitor-100",

@@ -59,6 +59,8 @@ class LinearConfig(_Block):
     filter_fqns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple_of_list)] = (
         "lm_head",
     )
+    num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
+    num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
     layer_choice: Literal["all", "measured"] = "all"
     tokens: Annotated[int, Field(ge=1)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"

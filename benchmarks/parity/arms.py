@@ -11,6 +11,7 @@ DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
 LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
 E4M3_GRADIENTS = {"linear": {"grad_dtype": "e4m3"}}
+ENDS = changed(DEFAULT, CHANGES["ends-in-bf16"])
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
 
 
@@ -32,8 +33,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
-    "fp8-ends": DEFAULT,
-    "fp8-ends-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
+    "fp8-ends": ENDS,
+    "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
     "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
     "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
@@ -42,7 +43,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-fast-e4m3": _linears(fast_accumulation="all", grad_dtype="e4m3"),
     "fp8-bf16-last": changed(DEFAULT, LAST_IN_BF16),
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
-    "fp8-ends-e4m3-bf16-last": changed(changed(DEFAULT, E4M3_GRADIENTS), LAST_IN_BF16),
+    "fp8-ends-e4m3-bf16-last": changed(changed(ENDS, E4M3_GRADIENTS), LAST_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
@@ -74,7 +75,6 @@ VARIANTS = {
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""
-ENDS = ("fp8-ends", "fp8-ends-e4m3", "fp8-ends-e4m3-bf16-last")
 OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
 """What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -58,11 +58,6 @@ SIZES = {
 }
 
 
-def ends(size: Size) -> list[str]:
-    """`filter_fqns` that leave the first and the last block in bf16, beside the head."""
-    return ["lm_head", "blocks.0.", f"blocks.{size.layers - 1}."]
-
-
 @cache
 def rotary_table(seq_len: int, device: torch.device, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position's angles, float32 [seq_len, head_dim / 2]."""

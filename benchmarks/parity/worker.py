@@ -26,9 +26,9 @@ from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from fp8_ds.schedule import PrecisionSchedule
-from parity.arms import ARMS, ENDS, SCHEDULED, WITHOUT_DEEPSPEED
+from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
 from parity.emulated import EMULATED, emulate
-from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, ends, mean_cross_entropy, param_groups
+from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
 from parity.studies import Job
 
 BETAS, EPS, CLIP = (0.9, 0.95), 1e-8, 1.0
@@ -127,13 +127,11 @@ class EngineTaker(Taker):
 
 
 def fp8_block(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The arm's own, with what depends on the run: seed, length, number of blocks. None: stock."""
+    """The arm's own, with what depends on the run: seed and length. None: stock."""
     of_arm = ARMS[args.arm]
     if of_arm is None:
         return None
     block = seeded(of_arm, args.seed)
-    if args.arm in ENDS:
-        block = changed(block, {"linear": {"filter_fqns": ends(SIZES[args.size])}})
     if args.arm in SCHEDULED:
         block = changed(block, {"schedule": {"total_steps": args.steps}})
     return block

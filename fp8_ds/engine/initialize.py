@@ -100,7 +100,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     refuse_start(fp8, config, device, own_rank())
     model = arguments.get("model")
     if model is not None:  # stock says so
-        refuse_model(model)
+        refuse_model(model, fp8.linear)
         refuse_mpu(model, arguments.get("mpu"))
         if fp8.attention.backend is not None:
             from fp8_ds.attention.huggingface import refuse_attention

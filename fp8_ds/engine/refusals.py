@@ -16,6 +16,8 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from fp8_ds.config import LinearConfig
+
 Config = Mapping[str, Any]
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -361,12 +363,17 @@ AUTOTP_PIPELINE = ModelRefusal(
     "its stages have groups of their own, and DeepSpeed does not test the two together",
     'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
 )
+PIPELINE_ENDS = ModelRefusal(
+    "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
+    "a stage sees its own layers only",
+    'Remove these keys, and name the layers in "linear.filter_fqns": `"0."` is a pipeline\'s first.',
+)
 PARALLEL_SCHEDULE = ModelRefusal(
     "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
     "their gathers move FP8 only",
     'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
 )
-MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PARALLEL_SCHEDULE)
+MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PIPELINE_ENDS, PARALLEL_SCHEDULE)
 
 
 @dataclass(frozen=True)
@@ -537,16 +544,21 @@ def _refuse_unwritable(sink: str) -> None:
         ) from error
 
 
-def refuse_model(model: Any) -> None:
+def refuse_model(model: Any, linear: LinearConfig) -> None:
     """Nothing happens if FP8 ZeRO supports this kind of model. Reads classes and names only; before any collective.
 
     Raises:
-        UnsupportedError: it has expert-parallel parameters, or is a DualPipeVModule.
+        UnsupportedError: it has expert-parallel parameters, is a DualPipeVModule, or is a pipeline whose ends shall
+            stay in bf16.
     """
     import deepspeed
+    from deepspeed.runtime.pipe.module import PipelineModule
 
     if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
         raise DUAL_PIPE.error(type(model).__name__)
+    num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
+    if isinstance(model, PipelineModule) and (num_first or num_last):
+        raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))

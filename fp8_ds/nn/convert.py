@@ -22,6 +22,7 @@ from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
+from fp8_ds.nn.stacks import AT_END, AT_START, at_ends
 from fp8_ds.scaling.delayed import AmaxHistory
 
 _RECIPES: dict[str, type[Recipe]] = {
@@ -159,7 +160,12 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
 
 
 def _verdict(
-    module: nn.Module, fp8_class: type | None, fqns: list[str], uses: Counter[int], linear_config: LinearConfig
+    module: nn.Module,
+    fp8_class: type | None,
+    fqns: list[str],
+    uses: Counter[int],
+    linear_config: LinearConfig,
+    ends: Mapping[nn.Module, str],
 ) -> tuple[bool, str]:
     """(converted, reason); `fqns` are all names of the module (one used twice has several)."""
     weight = module._parameters.get("weight")
@@ -169,6 +175,8 @@ def _verdict(
         return False, "weight is no Parameter of its own"
     if any(pattern in fqn for pattern in linear_config.filter_fqns for fqn in fqns):
         return False, "filter_fqns"
+    if module in ends:
+        return False, ends[module]
     if "forward" in vars(module):
         return False, "its forward was replaced"
     if uses[id(weight)] > 1:
@@ -193,7 +201,8 @@ def make_plan(
     """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
 
     Converted is what is exactly an nn.Linear, or transformers' Conv1D, with its class's forward, has no name that
-    contains one of `filter_fqns`, shares its weight with no other module, and trains (or `frozen` is "fp8").
+    contains one of `filter_fqns`, is in none of the layers that stay in bf16 at either end, shares its weight with no
+    other module, and trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -202,18 +211,23 @@ def make_plan(
         foreign: other classes of linears, by exact class.
 
     Raises:
-        ConfigError: no linear is left to convert, or the model is converted already.
+        ConfigError: no linear is left to convert, or the model is converted already; or layers at its ends shall stay
+            in bf16, and it has no stack of layers.
     """
+
+    def is_linear(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) or type(module) in foreign or conv1d.is_conv1d(module)
+
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Fp8Linear):
             raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
-        if isinstance(module, nn.Linear) or type(module) in foreign or conv1d.is_conv1d(module):
+        if is_linear(module):
             names.setdefault(module, []).append(fqn)
-    uses = _parameter_uses(model)
+    uses, ends = _parameter_uses(model), at_ends(model, linear_config, is_linear)
     layers = []
     for module, fqns in names.items():
-        converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config)
+        converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config, ends)
         shape = _features(module)
         layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
     plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
@@ -231,9 +245,11 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
             "Only linears are computed in FP8: use a model that is made of nn.Linear, put nn.Linear in place of "
             f'{plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
+    used = {layer.reason for layer in plan.layers} & {AT_START, AT_END}
+    lower = "".join(f' lower "linear.{key}",' for key in sorted(used))
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
-        '"linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+        f'"linear.filter_fqns",{lower} set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
         'wrap forwards after the conversion, or turn "fp8.enabled" off.'
     )
 

@@ -273,7 +273,7 @@ def test_gradient_bench_leaves_the_ends_in_bf16(bench: Any, monkeypatch: pytest.
     monkeypatch.setattr(errors, "ARMS", {"tensorwise": {}})
     torch.manual_seed(0)
     weights = errors.GPT(size, 128, seed=0).state_dict()
-    found = errors.measure(weights, [torch.randint(128, (2, 33))], size, 128, "cpu")
+    found = errors.measure(weights, [torch.randint(128, (2, 33))], size, 128, "cpu", errors.arms_of(size, False))
     by_arm = {each.arm: each.db for each in found}
     assert list(by_arm) == ["tensorwise", "tensorwise, ends in bf16", "tensorwise, E4M3 gradients, ends in bf16"]
     assert (
@@ -281,3 +281,12 @@ def test_gradient_bench_leaves_the_ends_in_bf16(bench: Any, monkeypatch: pytest.
         > by_arm["tensorwise, ends in bf16"]
         > by_arm["tensorwise"] + 1
     )
+
+
+def test_gradient_bench_finds_each_linears_share_of_the_noise(run_main: Callable[..., str], tmp_path: Path) -> None:
+    output = run_main("gradient_error", "--dry-run", "--each", "--batches", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-gradient-error-each.json")
+    arms = [row["arm"] for row in json.loads(path.read_text())]
+    assert arms[:2] == ["bf16", "tensorwise"] and len(arms) % 4 == 2
+    total = re.search(r"^\| all \|.* ([\d.]+) \| [+-][\d.]+ at once \|$", output, flags=re.MULTILINE)
+    assert total is not None and 70 < float(total[1]) < 130  # errors of linears are nearly independent

@@ -17,11 +17,12 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def test_the_seven_configs_are_there() -> None:
+def test_the_eight_configs_are_there() -> None:
     assert [path.stem for path in CONFIGS] == [
         "ds_zero1_fp8",
         "ds_zero2_fp8",
         "ds_zero2_fp8_fast",
+        "ds_zero2_fp8_precise",
         "ds_zero2_fp8_states",
         "ds_zero3_bf16",
         "ds_zero3_fp8",

@@ -91,7 +91,10 @@ def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment
 
 @pytest.mark.slow
 @pytest.mark.launcher
-@pytest.mark.parametrize("name", ["ds_zero1_fp8", "ds_zero2_fp8", "ds_zero2_fp8_fast", "ds_zero3_fp8", "ds_zero3_bf16"])
+@pytest.mark.parametrize(
+    "name",
+    ["ds_zero1_fp8", "ds_zero2_fp8", "ds_zero2_fp8_fast", "ds_zero2_fp8_precise", "ds_zero3_fp8", "ds_zero3_bf16"],
+)
 def test_every_config_trains(root: Path, launch: Launch, tmp_path: Path, name: str) -> None:
     config, log = root / f"configs/{name}.json", tmp_path / "log.jsonl"
     launch(root / "examples/deepspeed/train.py", "--deepspeed_config", config, *TINY, "--steps", 30, "--log", log)

@@ -18,6 +18,8 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "fast_accumulation": "output",
             "backend": "torch",
             "filter_fqns": ("lm_head",),
+            "num_layers_at_start_in_bf16": 0,
+            "num_layers_at_end_in_bf16": 0,
             "layer_choice": "all",
             "tokens": None,
             "frozen": "bf16",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.engine.refusals import (
     DEVICE_REFUSALS,
     REFUSALS,
@@ -236,10 +237,10 @@ def test_stage_is_read_as_deepspeed_reads_it(value: Any) -> None:
 
 def test_experts_are_refused_by_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    refuse_model(model)
+    refuse_model(model, LinearConfig())
     model[1].weight.allreduce = False  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"expert-parallel.*got 1\.weight.*Turn \"fp8\.enabled\" off"):
-        refuse_model(model)
+        refuse_model(model, LinearConfig())
 
 
 def test_a_pipeline_that_autotp_splits_is_refused() -> None:
@@ -258,7 +259,19 @@ def test_a_pipeline_class_without_an_fp8_engine_is_refused() -> None:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
     with pytest.raises(UnsupportedError, match=r"DualPipeVModule.*Use deepspeed\.pipe\.PipelineModule"):
-        refuse_model(DualPipeVModule.__new__(DualPipeVModule))
+        refuse_model(DualPipeVModule.__new__(DualPipeVModule), LinearConfig())
+
+
+def test_a_pipeline_has_no_ends_that_a_stage_could_know() -> None:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    class Pipeline(PipelineModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    refuse_model(Pipeline(), LinearConfig())
+    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got 0 and 1.*Remove these keys, and name"):
+        refuse_model(Pipeline(), LinearConfig(num_layers_at_end_in_bf16=1))
 
 
 @pytest.mark.parametrize(

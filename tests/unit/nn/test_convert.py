@@ -53,6 +53,51 @@ def test_filter_matches_substrings():
     assert converted(plan) == BLOCKS[2:]
 
 
+class Deep(nn.Module):
+    """An encoder and a decoder, a list of heads, and experts inside of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Block() for _ in range(3)]))
+        self.decoder = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([Block(), Block()])}) for _ in range(4)])
+        self.heads = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1), (1, 2), (0, 0)])
+def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
+    config = LinearConfig(num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
+    plan = make_plan(Deep(), config)
+    expected = {}
+    for stack, length in (("encoder.1", 3), ("decoder", 4)):
+        expected |= {f"{stack}.{i}": "num_layers_at_end_in_bf16" for i in range(length - last, length)}
+        expected |= {f"{stack}.{i}": "num_layers_at_start_in_bf16" for i in range(first)}
+    found = reasons(plan)
+    assert {
+        name.split(".experts")[0].rsplit(".up")[0].rsplit(".down")[0]: why for name, why in found.items()
+    } == expected
+    assert len(found) == (first + last) * (2 + 4)
+    assert len(converted(plan)) == 1 + 3 * 2 + 4 * 4 + 3 - len(found)
+
+
+def test_ends_beyond_the_model_leave_nothing_and_say_so():
+    with pytest.raises(ConfigError, match=r"got none of 5.*lower \"linear\.num_layers_at_start_in_bf16\""):
+        make_plan(Model(), LinearConfig(num_layers_at_start_in_bf16=7))
+
+
+def test_ends_of_a_model_without_layers_are_an_error():
+    with pytest.raises(
+        ConfigError, match=r"num_layers_at_end_in_bf16: expected .*ModuleList, got a Sequential.*filter"
+    ):
+        make_plan(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), LinearConfig(num_layers_at_end_in_bf16=1))
+
+
+def test_ends_are_a_pattern_less_and_no_other_layer():
+    """A filter that names layers by number also means others: "blocks.1" is in "blocks.11"."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block() for _ in range(12)]), "lm_head": nn.Linear(32, 32)})
+    plan = make_plan(model, LinearConfig(num_layers_at_start_in_bf16=2))
+    assert sorted(reasons(plan)) == ["blocks.0.down", "blocks.0.up", "blocks.1.down", "blocks.1.up", "lm_head"]
+
+
 def test_long_lists_are_cut_in_the_line_and_whole_in_the_table():
     plan = make_plan(nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)]), LinearConfig(filter_fqns=("1",)))
     assert plan.describe() == "fp8: 9 of 12 linears, 75.0 % of linear weights; bf16: 1 (filter_fqns), " \

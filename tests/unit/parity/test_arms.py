@@ -13,7 +13,7 @@ from fp8_ds.parity.arms import CHANGES, resolve, seeded
 def test_every_arm_is_a_block_that_the_library_takes_and_no_two_are_alike() -> None:
     blocks = {name: resolve(name, None)[1] for name in ("default", *CHANGES)}
     found = [Fp8Config.from_block(block) for block in blocks.values() if block is not None]
-    assert len(found) == len(blocks) == 9
+    assert len(found) == len(blocks) == 10
     recipes = {name: one.linear.recipe for name, one in zip(blocks, found, strict=True)}
     assert {recipes[name] for name in CHANGES} == {
         *("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
