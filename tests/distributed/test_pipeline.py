@@ -76,6 +76,23 @@ def test_pipeline_trains_in_fp8_as_stock_does(ranks: Any, bounds: str, num_weigh
         assert max(abs(a - b) for a, b in zip(result["losses"], other["losses"], strict=True)) < 0.03
 
 
+def ends_error() -> str:
+    """What initialize raises where a pipeline's ends shall stay in bf16."""
+    try:
+        pipeline({"linear": {"num_layers_at_end_in_bf16": 1}}, "balanced")
+    except Exception as error:  # the type is what is asserted
+        from deepspeed.utils import groups
+
+        groups.mpu = None
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_pipeline_has_no_ends_that_a_stage_could_know(ranks: Any) -> None:
+    for text in ranks(2).run(ends_error):
+        assert text.startswith("UnsupportedError") and "got 0 and 1: a stage sees its own layers only" in text
+
+
 def test_pipeline_stages_without_the_layers_of_a_schedule_follow_it_too(ranks: Any) -> None:
     schedule = {"bf16_until_step": 3, "layers": {"1.up": "bf16"}}  # the first stage's only
     ours = ranks(2).run(pipeline, {"schedule": schedule}, "lopsided", 5)
