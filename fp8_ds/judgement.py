@@ -223,7 +223,7 @@ def _no_multiple(total: int, micro: int, other: str, product: int) -> str:
 
 def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> None:
     """As a start does on rank 0, as far as that needs no model."""
-    from fp8_ds.engine.refusals import capabilities, refuse_device
+    from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start
     from fp8_ds.nn.choice import Machine, cache_file, not_measured
 

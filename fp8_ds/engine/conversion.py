@@ -14,7 +14,8 @@ from fp8_ds.engine.attention import describe_attention
 from fp8_ds.engine.cross_entropy import fuse_loss
 from fp8_ds.engine.layer_choice import choose_layers
 from fp8_ds.engine.log import say
-from fp8_ds.engine.refusals import AUTOTP_PIPELINE, AUTOTP_STAGE_3, capabilities, refuse_device
+from fp8_ds.engine.refusals_device import capabilities, refuse_device
+from fp8_ds.engine.refusals_model import AUTOTP_PIPELINE, AUTOTP_STAGE_3
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers

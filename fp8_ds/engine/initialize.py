@@ -89,7 +89,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     from fp8_ds.engine.cut_models import refuse_mpu
     from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.known_keys import unknown_keys
-    from fp8_ds.engine.refusals import refuse_model
+    from fp8_ds.engine.refusals_model import refuse_model
     from fp8_ds.engine.roll_call import own_rank
     from fp8_ds.engine.startup import refuse_start
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.engine.agreement import RankZeroNumber
-from fp8_ds.engine.refusals import PARALLEL_SCHEDULE
+from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import Recipe

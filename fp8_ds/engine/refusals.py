@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
+from fp8_ds.engine.refusals_device import DEVICE_REFUSALS
+from fp8_ds.engine.refusals_model import MODEL_REFUSALS
 from fp8_ds.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
-
-    from fp8_ds.config import LinearConfig
 
 Config = Mapping[str, Any]
 
@@ -332,51 +329,6 @@ REFUSALS = (
 
 
 @dataclass(frozen=True)
-class ModelRefusal:
-    """What is refused for the model's sake: what it is, why, and what to do instead."""
-
-    what: str
-    reason: str
-    remedy: str
-
-    def error(self, found: str) -> UnsupportedError:
-        return UnsupportedError(f'"fp8" is enabled for {self.what}, got {found}: {self.reason}. {self.remedy}')
-
-
-EXPERTS = ModelRefusal(
-    "a model with expert-parallel parameters (`deepspeed.moe`)",
-    "DeepSpeed reduces them over expert groups, with an optimizer group each",
-    'Turn "fp8.enabled" off for this model.',
-)
-DUAL_PIPE = ModelRefusal(
-    "a DualPipeVModule",
-    "its engine class is not one that FP8 ZeRO extends",
-    "Use deepspeed.pipe.PipelineModule with ZeRO stage 1.",
-)
-AUTOTP_STAGE_3 = ModelRefusal(
-    "a model that `deepspeed.tp_model_init` splits, in ZeRO stage 3",
-    "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
-    'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
-)
-AUTOTP_PIPELINE = ModelRefusal(
-    "a PipelineModule that AutoTP splits",
-    "its stages have groups of their own, and DeepSpeed does not test the two together",
-    'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
-)
-PIPELINE_ENDS = ModelRefusal(
-    "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
-    "a stage sees its own layers only",
-    'Remove these keys, and name the layers in "linear.filter_fqns": `"0."` is a pipeline\'s first.',
-)
-PARALLEL_SCHEDULE = ModelRefusal(
-    "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
-    "their gathers move FP8 only",
-    'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
-)
-MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PIPELINE_ENDS, PARALLEL_SCHEDULE)
-
-
-@dataclass(frozen=True)
 class ReleaseRefusal:
     """What contradicts gradient release, as `Fp8Engine` finds it in the configuration that DeepSpeed has made."""
 
@@ -409,75 +361,6 @@ RELEASE_REFUSALS = (
         f"{_NO_RELEASE}.",
     ),
 )
-
-
-@dataclass(frozen=True)
-class DeviceRefusal:
-    """What a GPU, or the CUDA that torch was built with, must have for a recipe; `reference` needs none of it."""
-
-    what: str
-    reason: str
-    remedy: str
-    recipes: tuple[str, ...]
-    is_able: Callable[[tuple[int, int], tuple[int, int]], bool]
-    """(compute capability, CUDA's version) -> whether it has it."""
-
-
-_ANYWHERE = 'Use another GPU, or "fp8": {"linear": {"backend": "reference"}}, which is slow'
-DEVICE_REFUSALS = (
-    DeviceRefusal(
-        "compute capability below 8.9",
-        "its tensor cores have no FP8",
-        f"{_ANYWHERE}.",
-        ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"),
-        lambda capability, cuda: capability >= (8, 9),
-    ),
-    DeviceRefusal(
-        "compute capability other than 9.0 with fp8.linear.recipe: blockwise",
-        "cuBLASLt multiplies 1x128 and 128x128 blocks on Hopper only",
-        'Use "recipe": "rowwise".',
-        ("blockwise",),
-        lambda capability, cuda: capability == (9, 0),
-    ),
-    DeviceRefusal(
-        "a torch built with CUDA below 12.9 with fp8.linear.recipe: blockwise",
-        "cuBLASLt has block scales since then",
-        'Install a torch built with CUDA 12.9 or later, or use "recipe": "rowwise".',
-        ("blockwise",),
-        lambda capability, cuda: cuda >= (12, 9),
-    ),
-)
-
-
-def capabilities(device: torch.device) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """(compute capability, version of CUDA that torch was built with), each None where there is none."""
-    import torch
-
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None, None
-    major, minor = torch.version.cuda.split(".")[:2]
-    return torch.cuda.get_device_capability(device), (int(major), int(minor))
-
-
-def refuse_device(recipe: str, backend: str, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:
-    """Nothing happens if FP8 linears of this recipe run there.
-
-    Args:
-        recipe, backend: of the "linear" block.
-        capability: compute capability of this rank's GPU; None on CPU, where all recipes run.
-        cuda: version that torch was built with; None for a build of another vendor, which nothing is known of here.
-
-    Raises:
-        UnsupportedError: they do not.
-    """
-    if capability is None or cuda is None or backend == "reference":
-        return
-    for row in DEVICE_REFUSALS:
-        if recipe in row.recipes and not row.is_able(capability, cuda):
-            raise UnsupportedError(
-                f"fp8.linear.recipe: {recipe} with compute capability {capability[0]}.{capability[1]} and CUDA "
-                f"{cuda[0]}.{cuda[1]}: {row.reason}. {row.remedy}"
-            )
 
 
 def markdown_tables() -> tuple[str, ...]:
@@ -542,26 +425,6 @@ def _refuse_unwritable(sink: str) -> None:
             f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
             f"({error.strerror or error}). Name a file in a folder of yours."
         ) from error
-
-
-def refuse_model(model: Any, linear: LinearConfig) -> None:
-    """Nothing happens if FP8 ZeRO supports this kind of model. Reads classes and names only; before any collective.
-
-    Raises:
-        UnsupportedError: it has expert-parallel parameters, is a DualPipeVModule, or is a pipeline whose ends shall
-            stay in bf16.
-    """
-    import deepspeed
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
-        raise DUAL_PIPE.error(type(model).__name__)
-    num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
-    if isinstance(model, PipelineModule) and (num_first or num_last):
-        raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
-    experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
-    if experts:
-        raise EXPERTS.error(", ".join(experts[:3]))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,9 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.engine.refusals import (
-    DEVICE_REFUSALS,
-    REFUSALS,
-    markdown_tables,
-    refuse_config,
-    refuse_device,
-    refuse_model,
-    refuse_unread_reports,
-    zero_stage,
-)
+from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_unread_reports, zero_stage
+from fp8_ds.engine.refusals_device import DEVICE_REFUSALS, refuse_device
+from fp8_ds.engine.refusals_model import refuse_model
 from fp8_ds.errors import ConfigError, UnsupportedError
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}

@@ -1,0 +1,76 @@
+"""What FP8 ZeRO refuses for the model's sake; docs/refusals.md shows the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8_ds.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from fp8_ds.config import LinearConfig
+
+
+@dataclass(frozen=True)
+class ModelRefusal:
+    """What is refused for the model's sake: what it is, why, and what to do instead."""
+
+    what: str
+    reason: str
+    remedy: str
+
+    def error(self, found: str) -> UnsupportedError:
+        return UnsupportedError(f'"fp8" is enabled for {self.what}, got {found}: {self.reason}. {self.remedy}')
+
+
+EXPERTS = ModelRefusal(
+    "a model with expert-parallel parameters (`deepspeed.moe`)",
+    "DeepSpeed reduces them over expert groups, with an optimizer group each",
+    'Turn "fp8.enabled" off for this model.',
+)
+DUAL_PIPE = ModelRefusal(
+    "a DualPipeVModule",
+    "its engine class is not one that FP8 ZeRO extends",
+    "Use deepspeed.pipe.PipelineModule with ZeRO stage 1.",
+)
+AUTOTP_STAGE_3 = ModelRefusal(
+    "a model that `deepspeed.tp_model_init` splits, in ZeRO stage 3",
+    "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
+    'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
+)
+AUTOTP_PIPELINE = ModelRefusal(
+    "a PipelineModule that AutoTP splits",
+    "its stages have groups of their own, and DeepSpeed does not test the two together",
+    'Remove "tensor_parallel" and `deepspeed.tp_model_init`.',
+)
+PIPELINE_ENDS = ModelRefusal(
+    "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
+    "a stage sees its own layers only",
+    'Remove these keys, and name the layers in "linear.filter_fqns": `"0."` is a pipeline\'s first.',
+)
+PARALLEL_SCHEDULE = ModelRefusal(
+    "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
+    "their gathers move FP8 only",
+    'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
+)
+MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PIPELINE_ENDS, PARALLEL_SCHEDULE)
+
+
+def refuse_model(model: Any, linear: LinearConfig) -> None:
+    """Nothing happens if FP8 ZeRO supports this kind of model. Reads classes and names only; before any collective.
+
+    Raises:
+        UnsupportedError: it has expert-parallel parameters, is a DualPipeVModule, or is a pipeline whose ends shall
+            stay in bf16.
+    """
+    import deepspeed
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
+        raise DUAL_PIPE.error(type(model).__name__)
+    num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
+    if isinstance(model, PipelineModule) and (num_first or num_last):
+        raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
+    experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
+    if experts:
+        raise EXPERTS.error(", ".join(experts[:3]))
