@@ -111,6 +111,15 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
     return typer.Exit(code)
 
 
+def refuse_malformed(config: Mapping[str, Any]) -> None:
+    """Raises: ConfigError: DeepSpeed's own start could not read it."""
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.judgement import malformed
+
+    if (problem := malformed(config)) is not None:
+        raise ConfigError(f"--config: {problem}")
+
+
 def say_unknown_keys(config: Mapping[str, Any]) -> None:
     """Each top-level key that DeepSpeed passes over is named on standard error: what follows may follow from it."""
     from fp8_ds.engine.known_keys import unknown_keys

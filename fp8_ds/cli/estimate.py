@@ -20,6 +20,7 @@ from fp8_ds.cli.common import (
     in_gib,
     num_parameters,
     read_config,
+    refuse_malformed,
     say_unknown_keys,
     show,
 )
@@ -77,6 +78,7 @@ def estimate(
 
         given = filled_in(read_config(config))
         say_unknown_keys(given)
+        refuse_malformed(given)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
         run = footprint.read_run(given, world, micro_batch, seq, checkpointing)

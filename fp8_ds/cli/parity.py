@@ -19,6 +19,7 @@ from fp8_ds.cli.common import (
     argument,
     failures,
     read_config,
+    refuse_malformed,
     say_unknown_keys,
     show,
 )
@@ -183,14 +184,13 @@ def _check(config: dict[str, Any], gpus: int) -> None:
     """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
     from fp8_ds.engine.known_keys import removed_key
     from fp8_ds.errors import ConfigError
-    from fp8_ds.judgement import BATCH_SIZES, batch_mismatch, malformed
+    from fp8_ds.judgement import BATCH_SIZES, batch_mismatch
 
     if find_spec("matplotlib") is None:  # said before hours of runs, not after them
         raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.")
     if "optimizer" not in config:
         raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
-    if (problem := malformed(config)) is not None:
-        raise ConfigError(f"--config: {problem}")
+    refuse_malformed(config)
     if (removed := removed_key(config)) is not None:
         raise ConfigError(f"--config: DeepSpeed refuses it: {removed}")
     automatic = [key for key, value in config.items() if value == "auto"]

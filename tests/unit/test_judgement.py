@@ -115,6 +115,14 @@ def test_what_starts_in_bf16_is_off(monkeypatch: pytest.MonkeyPatch, script: Pat
     assert not starts(config, monkeypatch) and judge(config, script).on == "no"
 
 
+def test_a_schedule_that_leaves_no_step_in_fp8_is_off(script: Path) -> None:
+    schedule = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
+    verdict = judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule}}, script)
+    assert verdict.on == "no" and "every layer into bf16 in every step" in verdict.reasons[0] and verdict.remedies
+    for more in ({"bf16_until_step": 49}, {"layers": {"up": "fp8"}}):
+        assert judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule | more}}, script).on == "yes"
+
+
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "seams", "triton"])
 def test_a_run_that_lacks_what_all_runs_need_is_off(script: Path, name: str) -> None:
     found = [Check("python", "ok", "3.12"), Check(name, "missing", "not there", "pip install it")]
