@@ -72,6 +72,7 @@ class Following:
         if not self._calls:
             return
         self._is_running = True
+        self.precision.ended_in_bf16 = self.precision.in_bf16
         try:
             for call in self._calls:
                 call()

@@ -98,7 +98,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
     sizes = {row.fqn: row.numel for row in context.plan.layers}
 
     def facts() -> dict[str, float | None]:
-        in_bf16 = context.precision.in_bf16
+        in_bf16 = context.precision.ended_in_bf16
         in_fp8 = sum(sizes[fqn] for fqn in found if fqn in sizes and fqn not in in_bf16)
         last = context.counter.last
         return {

@@ -82,6 +82,29 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
                 assert one["saturation"] < 0.01
 
 
+def switching() -> list[Any]:
+    """Reports of five steps: bf16 in the first two, and in the fifth one layer by a call, one by the longest key."""
+    fp8 = {"monitor": {"every": 1, "sink": "/dev/null"}, "schedule": {"bf16_until_step": 2, "layers": {"0.up": "bf16"}}}
+    engine = training.build(training.ds_config(2, fp8))
+    reports: list[Any] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    training.train(engine, 4)
+    engine.set_layer_precision("blocks.1.down", "bf16")
+    training.train(engine, 1, 4)
+    training.destroy(engine)
+    return reports
+
+
+def test_a_report_is_of_its_own_step_where_layers_change_after_it(ranks: Any) -> None:
+    """It counted the layers of the step after, beside the statistics of this one."""
+    for reports in ranks(2).run(switching):
+        assert [report["layers_in_bf16"] for report in reports] == [6, 6, 1, 1, 2]
+        for report in reports:
+            assert sum(not kinds for kinds in report["layers"].values()) == report["layers_in_bf16"]
+        coverage = [report["coverage"] for report in reports]
+        assert coverage[:2] == [0, 0] and coverage[2] == coverage[3] > coverage[4] > 0
+
+
 def what_ran(fp8: dict[str, Any]) -> set[str]:
     """Names of the monitor's functions, hooks among them, that an engine calls from its building to its end."""
     import fp8_ds.engine.health
