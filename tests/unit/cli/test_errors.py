@@ -53,6 +53,9 @@ FILES: dict[str, str | bytes] = {
     "kinds.jsonl": '{"step": 1, "layers": {"a": 3}}\n',
     "word.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": "x"}}}}\n',
     "bf16.jsonl": '{"step": 1, "layers": {}}\n',
+    "half.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo',
+    "endless.jsonl": '{"step": 1e400, "layers": {"a": {}}}\n',
+    "blank.jsonl": '\n{"step": 1, "layers": {"a": {"input": {"amax": 1.0}}}}\n\n',
     "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
@@ -111,7 +114,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("compare", "good.csv", "x.tfevents.1"), 2, "expected TensorBoard's records"),
         (("compare", "good.csv", "list.jsonl"), 2, "expected JSON objects, got [1, 2]"),
         (("compare", "good.csv", "null.jsonl"), 2, "null.jsonl: expected numbers, got None"),
-        (("compare", "good.csv", "trainer_state.json"), 2, "trainer_state.json: expected JSON"),
+        (("compare", "good.csv", "trainer_state.json"), 2, 'trainer_state.json: expected a list "log_history"'),
+        (("compare", "good.csv", "half.jsonl"), 2, 'half.jsonl:2: expected a line of JSON, got \'{"step": 2, "lo\''),
+        (("compare", "good.csv", "b="), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'b='"),
+        (("compare", "good.csv,", "good.csv"), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'good.csv,'"),
         (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0, got 0"),
         (("compare", "zero.csv,zero.csv", "good.csv,good.csv"), 2, "zero.csv: expected a run of its own"),
         ((*PARITY, "short.txt", "--seq", 128), 2, "--data: expected at least 129 tokens"),
@@ -179,6 +185,7 @@ def test_an_autoload_file_of_somebody_else_is_outdated(folder: Path) -> None:
         ("step.jsonl", 2, "expected a report"),
         ("kinds.jsonl", 2, "kinds.jsonl:1: expected a report"),
         ("word.jsonl", 2, "word.jsonl:1: expected a report"),
+        ("endless.jsonl", 2, "endless.jsonl:1: expected a report"),
         ("bf16.jsonl", 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
     ],
 )
@@ -188,6 +195,12 @@ def test_the_plot_of_a_file_without_reports_says_so(
     with pytest.raises(SystemExit) as caught:
         plot([file, "out.png"])
     assert caught.value.code == code and words in capsys.readouterr().err
+
+
+def test_the_plot_passes_over_blank_lines(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(["blank.jsonl", "out.png"])
+    assert (folder / "out.png").is_file()
 
 
 @pytest.mark.parametrize("out", ["out.foo", "out.pdf", "out"])
