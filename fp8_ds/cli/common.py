@@ -190,6 +190,6 @@ def _in_units(units: Sequence[Unit], num_bytes: float) -> str:
 
 
 def num_parameters(number: int) -> str:
-    """As `8.03 B parameters`, `124 M parameters`; in full below 0.1 M."""
+    """As `8.03 B parameters`, `12.4 M parameters`; in full below 0.1 M."""
     name, size = fitting_unit((("B ", 1e9), ("M ", 1e6), ("", 1)), number)
     return f"{number / size:.3g} {name}parameters" if name else f"{number:,} parameters"

@@ -144,7 +144,7 @@ def _study(
         spec = read_spec(model, settings)
     if options.pretrained and (not Path(model).is_dir() or settings):
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
-    _check_plans(spec, wanted)
+    _check_plans(spec, wanted, options.seq)
     _say_schedule(config, options.steps)
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
     with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
@@ -230,9 +230,12 @@ def _enabled(config: dict[str, Any], arms: Mapping[str, dict[str, Any] | None]) 
     return found
 
 
-def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config]) -> None:
-    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later."""
+def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> None:
+    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later; or
+    it has fewer positions than a sequence has tokens.
+    """
     from fp8_ds.errors import ConfigError, Fp8DsError
+    from fp8_ds.model_spec import sequence_length
     from fp8_ds.nn.convert import make_plan
 
     try:
@@ -249,6 +252,7 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config]) -> None:
             err=True,
         )
         return
+    sequence_length(module, seq)
     for name, fp8 in arms.items():
         try:
             make_plan(module, fp8.linear)

@@ -36,7 +36,12 @@ def plan(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
     world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
-    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence, for the share of attention.")] = 4096,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            "--seq", min=1, help="Tokens of a sequence, for the share of attention. Default: 4096, or its positions."
+        ),
+    ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,12 +64,12 @@ def plan(
         raise typer.Exit(EXIT_NO)
 
 
-def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Sequence[str]) -> dict[str, Any]:
+def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
     from fp8_ds.engine.refusals import zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError
-    from fp8_ds.model_spec import read_spec
+    from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
 
@@ -75,6 +80,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     stage = zero_stage(config)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
+    seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
     attention = attention_flops(module, seq)
@@ -92,6 +98,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
         "recipe": fp8.linear.recipe,
         "stage": stage,
         "world": world,
+        "seq": seq,
         "num_layers": len(found),
         "num_fp8": len(in_fp8),
         "fp8_percent_of_parameters": 100 * fp8_numel / max(numel, 1),
