@@ -521,7 +521,8 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
     elif not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
         raise ConfigError(
             f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
-            'enabled, got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
+            'enabled, got "deepspeed" and none of these, on rank 0, which writes. Write a path for JSON lines, or '
+            "enable one."
         )
 
 

@@ -54,7 +54,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
 @pytest.mark.parametrize(
     ("fp8", "more", "word"),
     [
-        ({"monitor": {"every": 10}}, {}, "fp8.monitor.sink"),
+        ({"monitor": {"every": 10}}, {}, 'enabled, got "deepspeed" and none of these, on rank 0, which writes.'),
         ({"monitor": {"every": 10, "sink": "/"}}, {}, "fp8.monitor.sink: expected a path that can be written"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {}, "fp8.schedule.total_steps"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {"scheduler": {"type": "OneCycle"}}, "fp8.schedule.total_steps"),
