@@ -88,3 +88,21 @@ def test_what_no_start_can_read_is_refused_as_it_is_written(
     command = ["estimate", "llama-8b", "--config", str(tmp_path / "ds.json"), "--seq", "8", *SMALL, "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2 and words in json.loads(result.stdout)["error"]
+
+
+def test_a_key_for_swiglus_is_refused_where_no_start_would_find_one(tmp_path: Path) -> None:
+    """And counted where there are some: channels have scales, which the backward reads."""
+    path = tmp_path / "ds.json"
+    activations: dict[str, int] = {}
+    for smooth in (False, True):
+        block = {"enabled": True, "activations": {"smooth_swiglu": smooth}}
+        path.write_text(json.dumps({**STOCK, "fp8": block}))
+        for command in ("plan", "estimate"):
+            options = ["--config", str(path), "--seq", "8", "--json"]
+            result = CliRunner().invoke(app, [command, "gpt2", "--set", "n_layer=1", *options])
+            assert result.exit_code == (2 if smooth else 0)
+            assert ("smooth_swiglu: expected a module" in result.stdout) == smooth
+            result = CliRunner().invoke(app, [command, "llama-8b", *SMALL, *options])
+            assert result.exit_code == 0
+        activations[str(smooth)] = json.loads(result.stdout)["bytes"]["activations"]
+    assert activations["True"] - activations["False"] >= 3 * 4 * 128
