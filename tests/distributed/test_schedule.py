@@ -336,6 +336,22 @@ def refused(case: str) -> tuple[str, list[float]]:
     return message
 
 
+def in_another_order() -> list[str]:
+    """What is in bf16 after a call that names layers in one order here and in another on the other rank, as sets do."""
+    import torch.distributed as dist
+
+    engine = training.build(training.ds_config(2, {}))
+    names = ["blocks.0.up", "blocks.2.down"]
+    engine.set_layer_precision(names[:: 1 if dist.get_rank() else -1], "bf16")
+    found = sorted(engine.fp8.precision.in_bf16)
+    training.destroy(engine)
+    return found
+
+
+def test_the_order_of_the_names_is_no_difference(ranks: Any) -> None:
+    assert ranks(2).run(in_another_order) == [["blocks.0.up", "blocks.2.down"]] * 2
+
+
 @pytest.mark.parametrize(
     ("case", "fragment"),
     [
