@@ -46,9 +46,9 @@ class Curve:
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
-    """Means over `window` steps, centred, shorter at both ends."""
+    """Means over `window` steps, centred (an even number looks back one further), shorter at both ends."""
     half = window // 2
-    parts = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+    parts = [losses[max(0, i - half) : i - half + window] for i in range(len(losses))]
     return [sum(part) / len(part) for part in parts]
 
 
