@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,17 +38,22 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands; with --json wrong usage is a JSON object, too."""
+    """All commands; with --json wrong usage is a JSON object, too. An answer that cannot be written is a file error."""
 
     def main(self, args: Any = None, *more: Any, **options: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        if "--json" not in words:
-            return super().main(args, *more, **options)
         try:
+            if "--json" not in words:
+                return super().main(args, *more, **options)
             code = super().main(args, *more, **{**options, "standalone_mode": False})
         except UsageError as error:
             typer.echo(json.dumps({"error": error.format_message()}))
             sys.exit(EXIT_USAGE)
+        except OSError as error:  # of the answer itself, as on a full disk: without this the code would be "no"
+            typer.echo(f"fp8-ds: standard output: {_file_message(error)}", err=True)
+            with suppress(OSError):
+                sys.stdout.close()  # what is left in it is not tried again when the process ends
+            sys.exit(EXIT_FILE)
         sys.exit(code if isinstance(code, int) else 0)
 
 

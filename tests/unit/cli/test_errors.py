@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ FILES: dict[str, str | bytes] = {
     "blank.jsonl": '\n{"step": 1, "layers": {"a": {"input": {"amax": 1.0}}}}\n\n',
     "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
+PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
 DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
@@ -167,6 +170,16 @@ def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.M
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 4 and not result.stdout
     assert "Traceback" in result.stderr and "fp8-ds: expected no error here, got ZeroDivisionError" in result.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written_is_not_the_answer_no(more: list[str]) -> None:
+    """A full disk, as of `fp8-ds doctor > answer`: only a process of its own has a standard output."""
+    command = [sys.executable, "-m", "fp8_ds.cli.app", "autoload", "on", "--site-dir", ".", *more]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=PATHS, check=False)
+    assert result.returncode == 3, result.stderr
+    assert "fp8-ds: standard output: expected a file" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_help_is_help_with_json_too() -> None:
