@@ -86,6 +86,11 @@ def test_overrides_come_before_layers_and_these_before_the_step() -> None:
     assert one.in_bf16(NAMES, 5, 1.0, {"layers.1.down": "fp8"}) == frozenset()
 
 
+def test_of_two_keys_as_long_the_later_counts() -> None:
+    for layers, in_bf16 in (({"1.up": "fp8", "yers": "bf16"}, 3), ({"yers": "bf16", "1.up": "fp8"}, 2)):
+        assert len(schedule(layers=layers).in_bf16(NAMES, 0, 1.0, {})) == in_bf16
+
+
 def test_a_name_means_its_own_layer_and_a_part_all_that_have_it() -> None:
     assert matching("layers.1.up", NAMES) == ["layers.1.up"]
     assert matching("up", NAMES) == ["layers.1.up", "layers.10.up"]
