@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers, layers
-from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines
+from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines, file_of
 from fp8_ds.monitor.statistics import StatisticsTable
 
 Say = Callable[[str], None]
@@ -155,5 +154,5 @@ def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
         return [DeepSpeedEvents(engine.monitor)] if rank == 0 else []
     if dist.get_rank(group) != 0:
         return []
-    path = Path(sink)
+    path = file_of(sink)
     return [JsonLines(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
@@ -527,10 +526,10 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
 
 
 def _refuse_unwritable(sink: str) -> None:
-    from fp8_ds.monitor.sinks import refuse_unwritable
+    from fp8_ds.monitor.sinks import file_of, refuse_unwritable
 
     try:
-        refuse_unwritable(Path(sink))
+        refuse_unwritable(file_of(sink))
     except OSError as error:
         raise ConfigError(
             f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '
