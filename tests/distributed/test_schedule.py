@@ -270,7 +270,8 @@ def test_layers_follow_the_learning_rate(ranks: Any) -> None:
 
 
 def differing(stage: int) -> dict[str, Any]:
-    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above."""
+    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above; set before a step, as by who
+    steps a scheduler after `engine.step`, it says what the next one computes in."""
 
     with training.log_lines() as said:
         engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
