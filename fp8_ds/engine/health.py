@@ -109,7 +109,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
             "gathered_fp8_bytes": None if last is None else last.fp8,
         }
 
-    health = HealthMonitor(every, table, Observers(found, table), gauges, facts, warn)
+    health = HealthMonitor(every, table, Observers(found, table, engine.module), gauges, facts, warn)
     if sink is not None:
         health.sinks.extend(_listener(engine, sink, group))
     return health
