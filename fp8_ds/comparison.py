@@ -81,6 +81,8 @@ def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
         OSError: a path cannot be read.
     """
     split = [_split(text) for text in texts]
+    if (empty := next((text for text, (_, paths) in zip(texts, split, strict=True) if "" in paths), None)) is not None:
+        raise ConfigError(f"RUNS: expected [NAME=]PATH[,PATH...], got {empty!r}. Write a path behind each = and comma.")
     given = [name for name, _ in split if name is not None]
     if twice := next((name for name in given if given.count(name) > 1), None):
         raise ConfigError(f"{twice}: expected a name of its own for each run, got it twice. Write NAME=PATH.")

@@ -427,6 +427,8 @@ def _as_json(value: Any) -> str:
 def _explain(details: ErrorDetails) -> str:
     """One line "<key>: expected ..., got <value>. <remedy>." for one pydantic error."""
     path = [str(part) for part in details["loc"]]
+    if details["type"] == "string_too_short" and path[-1] == "[key]":  # of an object whose keys name layers
+        path = path[:-2]
     key = ".".join(["fp8", *path])
     value = details["input"]
     if details["type"] == "extra_forbidden":
@@ -450,11 +452,11 @@ def _expected(key: str, details: ErrorDetails) -> str:
         return f"{kind} {words} {details['ctx'][name]}"
     if key.startswith("fp8.schedule.layers."):
         return '"bf16" or "fp8"'
+    if details["type"] == "string_too_short":
+        return "a string of at least one character"
     if key in known:
         values = known[key].values.split(", ")
         return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
-    if details["type"] == "string_too_short":
-        return "a string of at least one character"
     return "a string" if key.startswith("fp8.linear.filter_fqns") else "an object of keys"
 
 
@@ -463,8 +465,10 @@ def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
         near = difflib.get_close_matches(value.lower(), re.findall("'([^']+)'", details["ctx"]["expected"]), n=1)
         if near:
             return f'Did you mean "{near[0]}"?'
-    if details["type"] == "string_too_short":
+    if details["type"] == "string_too_short" and key.startswith("fp8.linear.filter_fqns"):
         return "An empty string is part of every name and would leave no layer to convert: remove it."
+    if details["type"] == "string_too_short" and key == "fp8.schedule.layers":
+        return "An empty string is part of every name: name layers, or parts of their names."
     known = Fp8Config.keys().get(key)
     if known is None:
         return "See docs/config.md."

@@ -46,9 +46,9 @@ class Curve:
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
-    """Means over `window` steps, centred, shorter at both ends."""
+    """Means over `window` steps, centred (an even number looks back one further), shorter at both ends."""
     half = window // 2
-    parts = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+    parts = [losses[max(0, i - half) : i - half + window] for i in range(len(losses))]
     return [sum(part) / len(part) for part in parts]
 
 
@@ -170,19 +170,42 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        else:
-            rows = list(json.loads(path.read_text(encoding="utf-8-sig"))["log_history"])
-    except (ValueError, KeyError, TypeError) as error:  # of JSON, of UTF-8, of what it holds
-        raise ConfigError(f"{path}: expected JSON, got {error!r}. Name a file of JSON lines.") from error
-    for row in rows:
+    for row in _lines(path) if path.suffix == ".jsonl" else _log_history(path):
         if not isinstance(row, dict):
             raise ConfigError(
                 f"{path}: expected JSON objects, got {row!r}. Name a file with a step and a loss in each."
             )
         yield _step_of(row, path), row
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}:{number}: expected a line of JSON, got {line[:60]!r}. A run that was killed may have left "
+                "half a line: remove it, or name a file of JSON lines."
+            ) from error
+
+
+def _log_history(path: Path) -> list[Any]:
+    try:
+        found = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected JSON, got {error}. Name what Trainer has written.") from error
+    history = found.get("log_history") if isinstance(found, dict) else None
+    if not isinstance(history, list):
+        raise ConfigError(f'{path}: expected a list "log_history" in it, got none. Name what Trainer has written.')
+    return history
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}. Name another.") from error
 
 
 def _step_of(row: Mapping[str, Any], path: Path) -> int:

@@ -21,6 +21,7 @@ from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.recipe_smooth import smooth_swiglus
 from fp8_ds.rehearsal import Rehearsal, rehearse
 from fp8_ds.schedule import PrecisionSchedule
 
@@ -314,6 +315,8 @@ def _convert(model: Any, fp8: Fp8Config) -> None:
     plan = make_plan(model, fp8.linear, may_be_empty=fp8.optimizer.states == "fp8")
     if plan.num_converted:
         apply_plan(model, plan, fp8.linear, "cpu")
+    if fp8.activations.smooth_swiglu:
+        smooth_swiglus(model, fp8.linear)
     if fp8.activations.fused:
         fuse_producers(model, fp8.activations)
 

@@ -30,6 +30,10 @@ _ADD_SIZE = (
     f'Add "{BATCH_SIZES[1]}": a number, or "auto" under Trainer or Accelerate. Where the script adds it, judge the '
     "configuration with it."
 )
+_ALL_BF16 = (
+    "fp8.schedule puts every layer into bf16 in every step: what bf16_until_step leaves is in bf16_last_fraction."
+)
+_SHORTER = "Lower one of them, or total_steps is not that of your run."
 _BLOCKS = {
     "zero_optimization": '{"stage": 2}',
     "bf16": '{"enabled": true}',
@@ -88,6 +92,8 @@ def judge(
 def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) -> Verdict:
     from fp8_ds.engine.initialize import refuse_misplaced_block
     from fp8_ds.engine.refusals import refusals_of
+    from fp8_ds.engine.startup import total_steps
+    from fp8_ds.schedule import never_fp8
 
     try:
         refuse_misplaced_block(config)
@@ -110,6 +116,8 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
             reasons = tuple(f"It is refused at start: {row.key}: {row.reason}." for row in rows)
             return Verdict("no", reasons, tuple(row.remedy for row in rows))
         _refuse(fp8, config, device)
+        if never_fp8(fp8.schedule, total_steps(config)) and "fp8" not in fp8.schedule.layers.values():
+            return Verdict("no", (_ALL_BF16,), (_SHORTER,))
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
     if (removed := removed_key(config)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _ATTENTION = "fp8_ds_rehearsal"
+_SHOWN = 300
+"""Characters of an error of transformers', some of which list all classes that there are."""
+_POSITIONS = re.compile(r"wpe|position_embeddings|embed_positions")
+_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,20 @@ class ModelSpec:
         try:
             config = AutoConfig.for_model(self.config["model_type"], **options)
             config.use_cache = False
-            return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+            try:
+                return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+            except KeyError as error:
+                if error.args != (_ATTENTION,):
+                    raise
+            # Its class does not ask the registry (GPT-Neo, Falcon): what it trains with is its own.
+            config._attn_implementation = None
+            return AutoModelForCausalLM.from_config(config)
         except Exception as error:  # transformers has no class for what it finds wrong in a configuration
+            what = " ".join(str(error).split())
+            what = what if len(what) < _SHOWN else f"{what[:_SHOWN]} ..."
             raise ConfigError(
                 f"model: expected the configuration of a causal language model, got {self.name} "
-                f"({type(error).__name__}: {error}). Name another, repair it or --set, or name a function: "
+                f"({type(error).__name__}: {what}). Name another, repair it or --set, or name a function: "
                 "module:function."
             ) from error
 
@@ -243,6 +257,28 @@ def _pairs(settings: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[key] = value
     return found
+
+
+def sequence_length(model: nn.Module, asked: int | None) -> int:
+    """Tokens of a sequence: `asked`, by default 4096, or as many as a model with learned positions has of them.
+
+    Raises:
+        ConfigError: it has fewer than are asked for.
+    """
+    tables = {
+        name: module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _POSITIONS.fullmatch(name.rpartition(".")[2])
+    }
+    name = min(tables, key=lambda name: tables[name], default=None)
+    if name is None or tables[name] >= (asked or _SEQ_LEN):
+        return asked or _SEQ_LEN
+    if asked is not None:
+        raise ConfigError(
+            f"--seq: expected at most {tables[name]}, the positions that {name} has, got {asked}. Name fewer tokens, "
+            "or give the configuration more positions by --set."
+        )
+    return tables[name]
 
 
 def loss_of(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:

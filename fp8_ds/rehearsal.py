@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.scaling.granularity import OF_RECIPE
+from fp8_ds.nn.recipe_smooth import SmoothRecipe
+from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
 from fp8_ds.testing.memory import PeakMemory
 
 
@@ -140,6 +141,7 @@ def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
         if isinstance(module, Fp8Linear) and module.fp8_recipe.is_fp8:
             weight: Any = module.weight
             data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-            scale_inv = torch.empty(OF_RECIPE[module.fp8_recipe.name].grid(weight.shape))
+            granularity = TENSOR if isinstance(module.fp8_recipe, SmoothRecipe) else OF_RECIPE[module.fp8_recipe.name]
+            scale_inv = torch.empty(granularity.grid(weight.shape))
             weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)
             yield from (data, scale_inv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,6 +155,19 @@ def fixed_layers(config: ScheduleConfig, names: Collection[str]) -> dict[str, Pr
     return fixed
 
 
+def never_fp8(config: ScheduleConfig, total_steps: object) -> bool:
+    """Whether the steps alone put a whole run into bf16; False where it is not known how long the run is.
+
+    Args:
+        config: the "schedule" block.
+        total_steps: as for `check_total`.
+    """
+    total = config.total_steps or total_steps
+    if not isinstance(total, int) or not config.bf16_last_fraction:
+        return False
+    return config.bf16_until_step >= _last_part(total, config.bf16_last_fraction)
+
+
 def check_total(config: ScheduleConfig, total_steps: object) -> None:
     """Nothing happens if it can be said when `bf16_last_fraction` begins.
 
@@ -164,11 +178,14 @@ def check_total(config: ScheduleConfig, total_steps: object) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    known = isinstance(config.total_steps or total_steps, int) or total_steps == "auto"
-    if config.bf16_last_fraction > 0 and not known:
+    if config.bf16_last_fraction == 0 or config.total_steps is not None or total_steps == "auto":
+        return
+    if not isinstance(total_steps, int) or total_steps < 1:
+        key = "scheduler.params.total_num_steps"
+        other = f"no {key}" if total_steps is None else f"{key} {json.dumps(total_steps)}, which is no number of steps"
         raise ConfigError(
             "fp8.schedule.total_steps: expected the number of optimizer steps with bf16_last_fraction "
-            f"{config.bf16_last_fraction}, got null, and no scheduler.params.total_num_steps. Write it."
+            f"{config.bf16_last_fraction}, got null, and {other}. Write it."
         )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp8_ds  # noqa: F401
@@ -30,7 +31,9 @@ def main() -> None:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
     }
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    # On a CPU Accelerate takes each rank for the only one, unless it is told the backend.
+    backend = InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[backend])
     shape = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, **heads))

@@ -63,7 +63,7 @@ def kind_of(folder: Path) -> Kind:
         raise FileNotFoundError(2, "No such folder", str(folder))
     if (folder / GLOBAL_STATE).exists():
         return "universal"
-    if (folder / "latest").exists() or any(folder.glob("*_model_states.pt")):
+    if (folder / folders.LATEST).exists() or any(folder.glob("*_model_states.pt")) or _tags(folder):
         return "deepspeed"
     if any(folder.glob("*.safetensors")):
         return "safetensors"
@@ -71,6 +71,12 @@ def kind_of(folder: Path) -> Kind:
         f"source: expected a folder of save_checkpoint, a universal checkpoint or one of safetensors, got {folder}. "
         "Name the folder that was given to save_checkpoint."
     )
+
+
+def _tags(folder: Path) -> list[str]:
+    """Folders of saves in `folder`, such as are not finished too; a universal checkpoint in it is none."""
+    found = {path.parent for path in folder.glob("*/*_model_states.pt")}
+    return sorted(path.name for path in found if not (path / GLOBAL_STATE).exists())
 
 
 def convert(
@@ -123,7 +129,7 @@ def convert(
 
 
 _REFUSED: Mapping[tuple[str, str], str] = {
-    ("safetensors", "safetensors"): "The weights are in bf16 safetensors already.",
+    ("safetensors", "safetensors"): "They are safetensors already, in the dtype that they were saved in.",
     ("safetensors", "deepspeed"): (
         'Convert them to universal, which an engine loads with "checkpoint": {"load_universal": true}, or start from '
         "them: from_pretrained, then deepspeed.initialize. Then call save_checkpoint."
@@ -196,6 +202,11 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
     if any(source.glob("*_model_states.pt")) and tag is None:
         folder, tag = source.resolve().parent, source.resolve().name
     else:
+        if tag is None and not (source / folders.LATEST).exists():
+            raise CheckpointError(
+                f"convert: expected a file {folders.LATEST!r} in {source}, which the end of a save writes, got none. "
+                f"Name one of its saves by --tag: {', '.join(_tags(source))}."
+            )
         folder, tag = source, folders.find(source, tag or (source / folders.LATEST).read_text().strip())
     if not (folder / tag).is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")

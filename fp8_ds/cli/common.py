@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,17 +38,22 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands; with --json wrong usage is a JSON object, too."""
+    """All commands; with --json wrong usage is a JSON object, too. An answer that cannot be written is a file error."""
 
     def main(self, args: Any = None, *more: Any, **options: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        if "--json" not in words:
-            return super().main(args, *more, **options)
         try:
+            if "--json" not in words:
+                return super().main(args, *more, **options)
             code = super().main(args, *more, **{**options, "standalone_mode": False})
         except UsageError as error:
             typer.echo(json.dumps({"error": error.format_message()}))
             sys.exit(EXIT_USAGE)
+        except OSError as error:  # of the answer itself, as on a full disk: without this the code would be "no"
+            typer.echo(f"fp8-ds: standard output: {_file_message(error)}", err=True)
+            with suppress(OSError):
+                sys.stdout.close()  # what is left in it is not tried again when the process ends
+            sys.exit(EXIT_FILE)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -109,6 +114,15 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
     else:
         typer.echo(f"fp8-ds: {message}", err=True)
     return typer.Exit(code)
+
+
+def refuse_malformed(config: Mapping[str, Any]) -> None:
+    """Raises: ConfigError: DeepSpeed's own start could not read it."""
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.judgement import malformed
+
+    if (problem := malformed(config)) is not None:
+        raise ConfigError(f"--config: {problem}")
 
 
 def say_unknown_keys(config: Mapping[str, Any]) -> None:
@@ -181,6 +195,6 @@ def _in_units(units: Sequence[Unit], num_bytes: float) -> str:
 
 
 def num_parameters(number: int) -> str:
-    """As `8.03 B parameters`, `124 M parameters`; in full below 0.1 M."""
+    """As `8.03 B parameters`, `12.4 M parameters`; in full below 0.1 M."""
     name, size = fitting_unit((("B ", 1e9), ("M ", 1e6), ("", 1)), number)
     return f"{number / size:.3g} {name}parameters" if name else f"{number:,} parameters"

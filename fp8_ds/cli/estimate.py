@@ -20,6 +20,7 @@ from fp8_ds.cli.common import (
     in_gib,
     num_parameters,
     read_config,
+    refuse_malformed,
     say_unknown_keys,
     show,
 )
@@ -43,7 +44,9 @@ def estimate(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
     world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
-    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = 4096,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=1, help="Tokens of a sequence. Default: 4096, or a model's positions.")
+    ] = None,
     micro_batch: Annotated[
         int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank. Default: the configuration's.")
     ] = None,
@@ -73,13 +76,15 @@ def estimate(
             raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
         from fp8_ds import footprint
         from fp8_ds.judgement import filled_in
-        from fp8_ds.model_spec import read_spec
+        from fp8_ds.model_spec import read_spec, sequence_length
 
         given = filled_in(read_config(config))
         say_unknown_keys(given)
+        refuse_malformed(given)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
-        run = footprint.read_run(given, world, micro_batch, seq, checkpointing)
+        length = sequence_length(spec.build(), seq)
+        run = footprint.read_run(given, world, micro_batch, length, checkpointing)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30

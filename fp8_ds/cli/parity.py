@@ -19,6 +19,7 @@ from fp8_ds.cli.common import (
     argument,
     failures,
     read_config,
+    refuse_malformed,
     say_unknown_keys,
     show,
 )
@@ -143,7 +144,7 @@ def _study(
         spec = read_spec(model, settings)
     if options.pretrained and (not Path(model).is_dir() or settings):
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
-    _check_plans(spec, wanted)
+    _check_plans(spec, wanted, options.seq)
     _say_schedule(config, options.steps)
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
     with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
@@ -183,14 +184,13 @@ def _check(config: dict[str, Any], gpus: int) -> None:
     """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
     from fp8_ds.engine.known_keys import removed_key
     from fp8_ds.errors import ConfigError
-    from fp8_ds.judgement import BATCH_SIZES, batch_mismatch, malformed
+    from fp8_ds.judgement import BATCH_SIZES, batch_mismatch
 
     if find_spec("matplotlib") is None:  # said before hours of runs, not after them
         raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.")
     if "optimizer" not in config:
         raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
-    if (problem := malformed(config)) is not None:
-        raise ConfigError(f"--config: {problem}")
+    refuse_malformed(config)
     if (removed := removed_key(config)) is not None:
         raise ConfigError(f"--config: DeepSpeed refuses it: {removed}")
     automatic = [key for key, value in config.items() if value == "auto"]
@@ -230,9 +230,12 @@ def _enabled(config: dict[str, Any], arms: Mapping[str, dict[str, Any] | None]) 
     return found
 
 
-def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config]) -> None:
-    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later."""
+def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> None:
+    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later; or
+    it has fewer positions than a sequence has tokens.
+    """
     from fp8_ds.errors import ConfigError, Fp8DsError
+    from fp8_ds.model_spec import sequence_length
     from fp8_ds.nn.convert import make_plan
 
     try:
@@ -249,6 +252,7 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config]) -> None:
             err=True,
         )
         return
+    sequence_length(module, seq)
     for name, fp8 in arms.items():
         try:
             make_plan(module, fp8.linear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,19 +20,28 @@ from fp8_ds.cli.common import (
     in_gb,
     num_parameters,
     read_config,
+    refuse_malformed,
     say_unknown_keys,
     show,
 )
 
 if TYPE_CHECKING:
+    from fp8_ds.config import ScheduleConfig
     from fp8_ds.nn.flops import Product
+
+_SCHEDULED = "fp8.schedule, in all steps"
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
     world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
-    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence, for the share of attention.")] = 4096,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            "--seq", min=1, help="Tokens of a sequence, for the share of attention. Default: 4096, or its positions."
+        ),
+    ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,6 +54,7 @@ def plan(
 
         given = dict(filled_in(read_config(config)))
         say_unknown_keys(given)
+        refuse_malformed(given)
         found = _find(model, given, world, seq, settings or ())
     if as_json:
         show(found | {"layers": [vars(product) for product in found["layers"]]})
@@ -53,26 +64,29 @@ def plan(
         raise typer.Exit(EXIT_NO)
 
 
-def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Sequence[str]) -> dict[str, Any]:
+def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.refusals import refuse_config, zero_stage
+    from fp8_ds.engine.refusals import zero_stage
+    from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError
-    from fp8_ds.model_spec import read_spec
-    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.model_spec import read_spec, sequence_length
+    from fp8_ds.nn.convert import apply_plan, make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
-    from fp8_ds.schedule import fixed_layers
+    from fp8_ds.nn.recipe_smooth import smooth_swiglus
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:
         raise ConfigError('fp8.enabled: expected true, got false or no "fp8" block. Nothing would be in FP8.')
-    refuse_config(config)
+    refuse_settings(fp8, config)
     stage = zero_stage(config)
-    fp8.check_stage(stage)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
+    seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
-    fixed_layers(fp8.schedule, [layer.fqn for layer in layers.layers if layer.converted])
-    found = products(module, layers)
+    found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
+    if fp8.activations.smooth_swiglu:
+        apply_plan(module, layers, fp8.linear, "cpu")
+        smooth_swiglus(module, fp8.linear)
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
@@ -80,12 +94,15 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
     attention_in_fp8 = share_of_attention(fp8.attention) * attention
     numel = sum(p.numel() for p in module.parameters())
     fp8_numel = sum(product.shape[0] * product.shape[1] for product in in_fp8)
+    beside = sum(product.shape[0] * product.shape[1] for product in found if product.reason == _SCHEDULED)
+    beside = beside if stage < 3 and in_fp8 else 0  # stages 1 and 2 gather runs of FP8 bytes whole
     return {
         "model": model,
         "parameters": numel,
         "recipe": fp8.linear.recipe,
         "stage": stage,
         "world": world,
+        "seq": seq,
         "num_layers": len(found),
         "num_fp8": len(in_fp8),
         "fp8_percent_of_parameters": 100 * fp8_numel / max(numel, 1),
@@ -94,10 +111,34 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int, settings: Se
         "attention_flops_per_token": attention,
         "attention_backend": fp8.attention.backend,
         "fp8_percent_of_attention_flops": 100 * attention_in_fp8 / max(attention, 1),
-        "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) if world > 1 else 0,
+        "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) + beside if world > 1 else 0,
+        "schedule_varies": bool(in_fp8) and _varies(fp8.schedule),
         "layer_choice": fp8.linear.layer_choice,
         "layers": found,
     }
+
+
+def _scheduled(found: Sequence[Product], schedule: ScheduleConfig, total_steps: object) -> list[Product]:
+    """Those in FP8, without what the "schedule" block puts into bf16 in every step.
+
+    Raises:
+        ConfigError: it names what is not in FP8.
+    """
+    from fp8_ds.schedule import fixed_layers, never_fp8
+
+    fixed = fixed_layers(schedule, [product.fqn for product in found if product.in_fp8])
+    usual = "bf16" if never_fp8(schedule, total_steps) else "fp8"
+    return [
+        replace(product, in_fp8=False, reason=_SCHEDULED)
+        if product.in_fp8 and fixed.get(product.fqn, usual) == "bf16"
+        else product
+        for product in found
+    ]
+
+
+def _varies(schedule: ScheduleConfig) -> bool:
+    """Whether steps or learning rates put layers into bf16."""
+    return bool(schedule.bf16_until_step or schedule.bf16_last_fraction or schedule.bf16_below_lr)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -122,6 +163,8 @@ def _print(found: dict[str, Any]) -> None:
             f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
             f"{in_gb(found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
         )
+    if found["schedule_varies"]:
+        out.print('"schedule" puts FP8 layers into bf16 for a part of the run: the above is of the other steps.')
     if found["layer_choice"] == "measured":
         out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')
 

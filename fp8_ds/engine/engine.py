@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -90,14 +90,14 @@ class Fp8Engine(Fp8Checkpoints):
                 say(line)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
-    def set_layer_precision(self: Any, names: str | Sequence[str], precision: Request) -> list[str]:
+    def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
         """Layers compute in bf16 or FP8 from the next step on, whatever the schedule; "schedule": as it says again.
 
         Collective: called on all ranks alike, between optimizer steps (or from what follows a step, as the guard is).
         Checkpoints keep it.
 
         Args:
-            names: of layers, or parts of names.
+            names: of layers, or parts of names, in any order.
             precision: "bf16", "fp8" or "schedule".
 
         Returns:

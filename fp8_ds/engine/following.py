@@ -6,7 +6,7 @@ Nothing follows where the configuration asks for none of them: one test of an em
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -72,6 +72,7 @@ class Following:
         if not self._calls:
             return
         self._is_running = True
+        self.precision.ended_in_bf16 = self.precision.in_bf16
         try:
             for call in self._calls:
                 call()
@@ -96,9 +97,9 @@ class Following:
         context.counter.last = last
         say(f"fp8: from step {engine.global_steps} on optimizer states are fp32 (fp32_states_from_step {first})")
 
-    def set_layer_precision(self, names: str | Sequence[str], precision: Request) -> list[str]:
+    def set_layer_precision(self, names: str | Collection[str], precision: Request) -> list[str]:
         """See `Fp8Engine.set_layer_precision`."""
-        asked = [names] if isinstance(names, str) else list(names)
+        asked = [names] if isinstance(names, str) else sorted(names)  # a set has another order on each rank
         layers = self.precision.request(asked, precision, self._engine.global_steps, self._between())
         self._update_precision()
         return layers

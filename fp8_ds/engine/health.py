@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers, layers
-from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines
+from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines, file_of
 from fp8_ds.monitor.statistics import StatisticsTable
 
 Say = Callable[[str], None]
@@ -99,7 +98,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
     sizes = {row.fqn: row.numel for row in context.plan.layers}
 
     def facts() -> dict[str, float | None]:
-        in_bf16 = context.precision.in_bf16
+        in_bf16 = context.precision.ended_in_bf16
         in_fp8 = sum(sizes[fqn] for fqn in found if fqn in sizes and fqn not in in_bf16)
         last = context.counter.last
         return {
@@ -111,7 +110,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
             "gathered_fp8_bytes": None if last is None else last.fp8,
         }
 
-    health = HealthMonitor(every, table, Observers(found, table), gauges, facts, warn)
+    health = HealthMonitor(every, table, Observers(found, table, engine.module), gauges, facts, warn)
     if sink is not None:
         health.sinks.extend(_listener(engine, sink, group))
     return health
@@ -156,5 +155,5 @@ def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
         return [DeepSpeedEvents(engine.monitor)] if rank == 0 else []
     if dist.get_rank(group) != 0:
         return []
-    path = Path(sink)
+    path = file_of(sink)
     return [JsonLines(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))]

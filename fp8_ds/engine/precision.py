@@ -37,6 +37,10 @@ class LayerPrecision:
         device: for the ranks to agree.
         say: called with a line for rank 0.
 
+    Attributes:
+        in_bf16: layers that compute in bf16 now.
+        ended_in_bf16: those that did in the step that has ended, for what follows it.
+
     Raises:
         ConfigError: the block names what is not there.
         UnsupportedError: it asks for something, and the layers are tensor-parallel.
@@ -69,6 +73,7 @@ class LayerPrecision:
         self.overrides: dict[str, Precision] = {}
         self.stays = stays
         self.in_bf16: frozenset[str] = frozenset()
+        self.ended_in_bf16: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:

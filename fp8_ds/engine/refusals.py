@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
@@ -411,15 +410,16 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
     elif not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
         raise ConfigError(
             f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
-            'enabled, got "deepspeed" without on rank 0, which writes. Write a path for JSON lines, or enable one.'
+            'enabled, got "deepspeed" and none of these, on rank 0, which writes. Write a path for JSON lines, or '
+            "enable one."
         )
 
 
 def _refuse_unwritable(sink: str) -> None:
-    from fp8_ds.monitor.sinks import refuse_unwritable
+    from fp8_ds.monitor.sinks import file_of, refuse_unwritable
 
     try:
-        refuse_unwritable(Path(sink))
+        refuse_unwritable(file_of(sink))
     except OSError as error:
         raise ConfigError(
             f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
@@ -25,7 +26,7 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
     """
     refuse_config(config)
     fp8.check_stage(zero_stage(config))
-    check_total(fp8.schedule, _total_steps(config))
+    check_total(fp8.schedule, total_steps(config))
 
 
 def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:
@@ -54,6 +55,9 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
         refuse_liger(device.type)
 
 
-def _total_steps(config: Config) -> object:
-    scheduler = config.get("scheduler")
-    return ((scheduler if isinstance(scheduler, dict) else {}).get("params") or {}).get("total_num_steps")
+def total_steps(config: Config) -> object:
+    """What the configuration says of the length of the run to DeepSpeed's learning-rate scheduler; None: nothing."""
+    found: object = config
+    for key in ("scheduler", "params", "total_num_steps"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -77,7 +77,7 @@ class HealthMonitor:
     def start(self, step: int) -> None:
         """Steps are counted from `step` on; the first may be a sampled one. What is sampled now is dropped."""
         self._drop()
-        self._sample_if_due(step)
+        self._sample_if_due(step, after_step=False)
 
     def after_step(self, step: int, samples: int) -> None:
         """Optimizer step number `step` (from 1) has ended: report the one before, if it was sampled. Collective.
@@ -172,9 +172,9 @@ class HealthMonitor:
             ended.numbers |= {gauge.name: gauge.read() for gauge in self.gauges}
         return ended
 
-    def _sample_if_due(self, step: int) -> None:
+    def _sample_if_due(self, step: int, *, after_step: bool = True) -> None:
         if (step + 1) % self.every == 0:
-            self.observers.attach()
+            self.observers.attach(after_step=after_step)
             for gauge in self.gauges:
                 gauge.attach()
             self._is_sampling = True

@@ -26,18 +26,26 @@ class ObservedRecipe(Recipe):
 
     Attributes:
         counts: of input, weight and grad_output, see StatisticsTable.slot.
+        model: forwards in its evaluation mode are not counted; None: all are.
     """
 
     counts: tuple[Tensor, Tensor, Tensor]
+    model: nn.Module | None
+
+    @property
+    def is_in_training(self) -> bool:
+        return self.model is None or self.model.training
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         x_fp8 = super().quantize_input(x, needs_columns=needs_columns, record=record)
-        _observe(x, x_fp8, E4M3, self.counts[0])
+        if self.is_in_training:
+            _observe(x, x_fp8, E4M3, self.counts[0])
         return x_fp8
 
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
         adopted = super().adopt(x, x_fp8, record=record)
-        _observe(x, adopted, E4M3, self.counts[0])
+        if self.is_in_training:
+            _observe(x, adopted, E4M3, self.counts[0])
         return adopted
 
     def quantize_grad_output(
@@ -49,8 +57,10 @@ class ObservedRecipe(Recipe):
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         assert x_fp8.rows is not None
-        observe_codes(x_fp8.rows, x_fp8.scale_inv, self.counts[0], can_saturate=x_fp8.slot is not None)
-        observe_codes(weight.data, weight.scale_inv, self.counts[1], can_saturate=False)  # bounded by its master's amax
+        if self.is_in_training:
+            observe_codes(x_fp8.rows, x_fp8.scale_inv, self.counts[0], can_saturate=x_fp8.slot is not None)
+            # Bounded by its master's amax.
+            observe_codes(weight.data, weight.scale_inv, self.counts[1], can_saturate=False)
         return super().output(x_fp8, weight, dtype)
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -84,27 +94,34 @@ class Observers:
     Args:
         linears: name -> a module with an `fp8_recipe`; of a whole model `layers(model)`.
         table: with a row for each of these names, in their order.
+        model: that is evaluated between steps. Its forwards in evaluation mode are not counted, unless that is the mode
+            it trains in, as one from `from_pretrained` does until `train()` is called. None: all are.
     """
 
-    def __init__(self, linears: Mapping[str, Any], table: StatisticsTable) -> None:
+    def __init__(self, linears: Mapping[str, Any], table: StatisticsTable, model: nn.Module | None = None) -> None:
         assert tuple(linears) == table.names
         self._linears = linears
+        self._model = model
         self._counts = [tuple(table.slot(i, kind) for kind in KINDS) for i in range(len(table.names))]
         self._attached: list[tuple[Any, type[Recipe]]] = []
 
-    def attach(self) -> None:
+    def attach(self, *, after_step: bool = True) -> None:
         """Layers that are in FP8 now are counted from here on.
+
+        Args:
+            after_step: one has just ended, so that the model is in the mode that it trains in.
 
         Raises:
             RuntimeError: they are already.
         """
         if self._attached:
             raise RuntimeError("observers: expected none attached, got some. Call detach first.")
+        trains_in_training_mode = after_step and self._model is not None and self._model.training
         for linear, counts in zip(self._linears.values(), self._counts, strict=True):
             recipe: Any = linear.fp8_recipe
             if not recipe.is_fp8:
                 continue
-            recipe.counts = counts
+            recipe.counts, recipe.model = counts, self._model if trains_in_training_mode else None
             self._attached.append((recipe, type(recipe)))
             recipe.__class__ = _observed_class(type(recipe))
 
@@ -112,7 +129,7 @@ class Observers:
         """Recipes are of their own classes again."""
         for recipe, stock in self._attached:
             recipe.__class__ = stock
-            del recipe.counts
+            del recipe.counts, recipe.model
         self._attached.clear()
 
 

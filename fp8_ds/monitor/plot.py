@@ -34,11 +34,13 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """
     reports: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             report = json.loads(line)
             _check_layers(report["layers"])
             reports[int(report["step"])] = report
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:  # a step may be 1e400
             raise ConfigError(
                 f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file; '
                 "a run that was killed may have left half a line."

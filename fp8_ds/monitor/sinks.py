@@ -122,6 +122,11 @@ class JsonLines:
         return f"JsonLines({str(self.path)!r})"
 
 
+def file_of(sink: str) -> Path:
+    """Where a sink that is a path lies: `~` at its beginning is the user's home, as a shell reads it."""
+    return Path(os.path.expanduser(sink))
+
+
 def refuse_unwritable(path: Path) -> None:
     """Nothing happens, and nothing is left, if `JsonLines` can append to `path`, as far as that is known before.
 

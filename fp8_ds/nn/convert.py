@@ -237,7 +237,12 @@ def make_plan(
 
 
 def _nothing_to_convert(plan: Plan) -> ConfigError:
-    found = ", ".join(f"{layer.fqn} ({layer.reason})" for layer in plan.layers) or "no nn.Linear at all"
+    by_reason: dict[str, list[str]] = {}
+    for layer in plan.layers:
+        by_reason.setdefault(layer.reason, []).append(layer.fqn)
+    more = {reason: f" and {len(fqns) - 1} more" if len(fqns) > 1 else "" for reason, fqns in by_reason.items()}
+    parts = [f"{fqns[0]}{more[reason]} ({reason})" for reason, fqns in by_reason.items()]
+    found = ", ".join(parts) or "no nn.Linear at all"
     advice = "Shorten"
     if plan.others is not None and plan.others.kinds:
         found += f"; {plan.others.describe()}, not nn.Linear"

@@ -82,6 +82,58 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
                 assert one["saturation"] < 0.01
 
 
+def switching() -> list[Any]:
+    """Reports of five steps: bf16 in the first two, and in the fifth one layer by a call, one by the longest key."""
+    fp8 = {"monitor": {"every": 1, "sink": "/dev/null"}, "schedule": {"bf16_until_step": 2, "layers": {"0.up": "bf16"}}}
+    engine = training.build(training.ds_config(2, fp8))
+    reports: list[Any] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    training.train(engine, 4)
+    engine.set_layer_precision("blocks.1.down", "bf16")
+    training.train(engine, 1, 4)
+    training.destroy(engine)
+    return reports
+
+
+def test_a_report_is_of_its_own_step_where_layers_change_after_it(ranks: Any) -> None:
+    """It counted the layers of the step after, beside the statistics of this one."""
+    for reports in ranks(2).run(switching):
+        assert [report["layers_in_bf16"] for report in reports] == [6, 6, 1, 1, 2]
+        for report in reports:
+            assert sum(not kinds for kinds in report["layers"].values()) == report["layers_in_bf16"]
+        coverage = [report["coverage"] for report in reports]
+        assert coverage[:2] == [0, 0] and coverage[2] == coverage[3] > coverage[4] > 0
+
+
+def evaluating(trains_in_eval: bool, compiled: bool) -> list[list[int]]:
+    """Elements of inputs and weights in each of three reports, with an evaluation before every step."""
+    engine = training.build(training.ds_config(2, {"monitor": {"every": 1, "sink": "/dev/null"}}))
+    if compiled:
+        torch._dynamo.reset()
+        engine.compile(backend="aot_eager")
+    reports: list[Any] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    engine.train(not trains_in_eval)
+    for step in range(3):
+        training.train(engine, 1, step)
+        if not trains_in_eval:
+            engine.eval()
+            with torch.no_grad():
+                engine.module(training.micro_batches(9, 1)[0].to(engine.device) * 0)
+            engine.train()
+    training.destroy(engine)
+    return [[one["num"] for kinds in r["layers"].values() for one in kinds.values()] for r in reports]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_evaluations_between_steps_are_no_part_of_a_sample(ranks: Any, compiled: bool) -> None:
+    """They were counted as if they were micro-batches, and generation, token by token, was slowed down by it."""
+    evaluated = ranks(2).run(evaluating, False, compiled)[0]
+    assert len(evaluated) == 3 and evaluated[0] == evaluated[1] == evaluated[2] and min(evaluated[0]) > 0
+    in_eval_mode = ranks(2).run(evaluating, True, compiled)[0]  # a model that nobody has put into training mode
+    assert in_eval_mode == evaluated
+
+
 def what_ran(fp8: dict[str, Any]) -> set[str]:
     """Names of the monitor's functions, hooks among them, that an engine calls from its building to its end."""
     import fp8_ds.engine.health

@@ -270,7 +270,8 @@ def test_layers_follow_the_learning_rate(ranks: Any) -> None:
 
 
 def differing(stage: int) -> dict[str, Any]:
-    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above."""
+    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above; set before a step, as by who
+    steps a scheduler after `engine.step`, it says what the next one computes in."""
 
     with training.log_lines() as said:
         engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
@@ -334,6 +335,22 @@ def refused(case: str) -> tuple[str, list[float]]:
     assert not engine.fp8.precision.in_bf16
     training.destroy(engine)
     return message
+
+
+def in_another_order() -> list[str]:
+    """What is in bf16 after a call that names layers in one order here and in another on the other rank, as sets do."""
+    import torch.distributed as dist
+
+    engine = training.build(training.ds_config(2, {}))
+    names = ["blocks.0.up", "blocks.2.down"]
+    engine.set_layer_precision(names[:: 1 if dist.get_rank() else -1], "bf16")
+    found = sorted(engine.fp8.precision.in_bf16)
+    training.destroy(engine)
+    return found
+
+
+def test_the_order_of_the_names_is_no_difference(ranks: Any) -> None:
+    assert ranks(2).run(in_another_order) == [["blocks.0.up", "blocks.2.down"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -345,14 +345,16 @@ def lora(out: Path, stage: int) -> dict[str, Any]:
 def accelerate(out: Path, stage: int) -> dict[str, Any]:
     """A loop of the user's own under Accelerate: state saved, loaded, and the model exported."""
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
     config = ds_config(stage) | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     config["gradient_clipping"] = 1.0
 
     def prepared() -> tuple[Any, Any, Any, Any]:
         torch.manual_seed(0)
-        accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        backend = InitProcessGroupKwargs(backend=dist.get_backend())
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin, kwargs_handlers=[backend])
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         loader = torch.utils.data.DataLoader(Sequences(), batch_size=4)
@@ -373,7 +375,7 @@ def accelerate(out: Path, stage: int) -> dict[str, Any]:
     whole = steps(accelerator, model, optimizer, batches[:2])
     accelerator.save_state(str(out / "state"))
     whole += steps(accelerator, model, optimizer, batches[2:])
-    expected, report = masters(model), model.fp8_report()
+    expected, report, num_processes = masters(model), model.fp8_report(), accelerator.num_processes
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(
         str(out / "model"), is_main_process=accelerator.is_main_process, state_dict=state
@@ -387,6 +389,7 @@ def accelerate(out: Path, stage: int) -> dict[str, Any]:
     differ = differing(masters(model), expected)
     end(model)
     return {
+        "num_processes": num_processes,
         "losses": whole,
         "fp8": report,
         "resumed": again,

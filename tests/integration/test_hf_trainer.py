@@ -84,6 +84,7 @@ def check_resume(found: dict[str, Any], num_trained: int = 21) -> None:
     evaluated = found.get("eval_losses", [2.0, 1.0])
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0]
     assert found.get("checkpoints_activations", True)
+    assert found.get("num_processes", 2) == 2  # as Accelerate counts them, where it was asked
 
 
 def check_full_resume(found: dict[str, Any]) -> None:

@@ -253,6 +253,16 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.schedule.layers.layers.0:",
         ['"bf16" or "fp8", got "int8"'],
     ),
+    "layers of an empty name": (
+        {"enabled": True, "schedule": {"layers": {"": "bf16"}}},
+        "fp8.schedule.layers:",
+        ['a string of at least one character, got "". An empty string is part of every name: name layers'],
+    ),
+    "a sink of an empty name": (
+        {"enabled": True, "monitor": {"every": 1, "sink": ""}},
+        "fp8.monitor.sink:",
+        ['a string of at least one character, got "". Remove the key for the default, "deepspeed".'],
+    ),
     "fp32 states from the start by a schedule": (
         {"enabled": True, "schedule": {"fp32_states_from_step": 0}},
         "fp8.schedule.fp32_states_from_step:",

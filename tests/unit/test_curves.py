@@ -148,3 +148,4 @@ def test_a_curve_says_where_it_diverged(tmp_path: Path) -> None:
 def test_smoothing_is_centred_and_shorter_at_the_ends() -> None:
     assert smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
     assert smooth([1.0, 2.0], 1) == [1.0, 2.0]
+    assert smooth([0.0, 2.0, 4.0, 8.0], 2) == [0.0, 1.0, 3.0, 6.0]  # of two, not of three

@@ -54,7 +54,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
 @pytest.mark.parametrize(
     ("fp8", "more", "word"),
     [
-        ({"monitor": {"every": 10}}, {}, "fp8.monitor.sink"),
+        ({"monitor": {"every": 10}}, {}, 'enabled, got "deepspeed" and none of these, on rank 0, which writes.'),
         ({"monitor": {"every": 10, "sink": "/"}}, {}, "fp8.monitor.sink: expected a path that can be written"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {}, "fp8.schedule.total_steps"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {"scheduler": {"type": "OneCycle"}}, "fp8.schedule.total_steps"),
@@ -113,6 +113,14 @@ def test_what_starts_is_on(
 def test_what_starts_in_bf16_is_off(monkeypatch: pytest.MonkeyPatch, script: Path, block: Any) -> None:
     config = {**STOCK, "fp8": block}
     assert not starts(config, monkeypatch) and judge(config, script).on == "no"
+
+
+def test_a_schedule_that_leaves_no_step_in_fp8_is_off(script: Path) -> None:
+    schedule = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
+    verdict = judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule}}, script)
+    assert verdict.on == "no" and "every layer into bf16 in every step" in verdict.reasons[0] and verdict.remedies
+    for more in ({"bf16_until_step": 49}, {"layers": {"up": "fp8"}}):
+        assert judge({**STOCK, "fp8": {"enabled": True, "schedule": schedule | more}}, script).on == "yes"
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "seams", "triton"])

@@ -9,7 +9,7 @@ import pytest
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.schedule import PrecisionSchedule, Stays, matching
+from fp8_ds.schedule import PrecisionSchedule, Stays, check_total, matching, never_fp8
 
 NAMES = ["layers.1.up", "layers.1.down", "layers.10.up"]
 
@@ -51,6 +51,27 @@ def test_a_fraction_of_an_unknown_number_of_steps_is_refused() -> None:
         schedule(bf16_last_fraction=0.1)
 
 
+@pytest.mark.parametrize("total", [0, -5, 100.0, "many"])
+def test_a_scheduler_that_knows_no_number_of_steps_is_named_with_what_it_says(total: object) -> None:
+    """Of 0 steps there was no last fraction, and of -5 nothing but one, in silence."""
+    config = ScheduleConfig.model_validate({"bf16_last_fraction": 0.1})
+    with pytest.raises(ConfigError, match=r"got null, and scheduler\.params\.total_num_steps .*, which is no number"):
+        check_total(config, total)
+    check_total(config.model_copy(update={"total_steps": 7}), total)  # the block's own number comes first
+    check_total(config, "auto")
+    check_total(ScheduleConfig(), total)
+
+
+def test_a_run_without_a_step_in_fp8_is_known_as_such() -> None:
+    def never(known: object = None, **block: Any) -> bool:
+        return never_fp8(ScheduleConfig.model_validate(block), known)
+
+    assert never(bf16_until_step=5, bf16_last_fraction=0.5, total_steps=10)
+    assert not never(bf16_until_step=4, bf16_last_fraction=0.5, total_steps=10)  # step 4 is in FP8
+    assert never(10, bf16_last_fraction=1.0) and not never("auto", bf16_last_fraction=1.0)
+    assert not never(10, bf16_until_step=10) and not never()  # a run may go on after the scheduler's last step
+
+
 def test_a_low_learning_rate_is_bf16_and_one_at_the_limit_is_not() -> None:
     one = schedule(bf16_below_lr=1e-4)
     assert steps_in_bf16(one, 2, 0.99e-4) == [0, 1]
@@ -63,6 +84,11 @@ def test_overrides_come_before_layers_and_these_before_the_step() -> None:
     assert one.in_bf16(NAMES, 0, 1.0, {}) == {"layers.1.down"}  # layers.10.up contains layers.1
     assert one.in_bf16(NAMES, 0, 1.0, {"layers.10.up": "bf16"}) == {"layers.1.down", "layers.10.up"}
     assert one.in_bf16(NAMES, 5, 1.0, {"layers.1.down": "fp8"}) == frozenset()
+
+
+def test_of_two_keys_as_long_the_later_counts() -> None:
+    for layers, in_bf16 in (({"1.up": "fp8", "yers": "bf16"}, 3), ({"yers": "bf16", "1.up": "fp8"}, 2)):
+        assert len(schedule(layers=layers).in_bf16(NAMES, 0, 1.0, {})) == in_bf16
 
 
 def test_a_name_means_its_own_layer_and_a_part_all_that_have_it() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fp8_ds.checkpoint import manifest as m
-from fp8_ds.checkpoint.convert import convert
+from fp8_ds.checkpoint.adopt import GLOBAL_STATE
+from fp8_ds.checkpoint.convert import convert, kind_of
 from fp8_ds.engine import checking
-from fp8_ds.errors import CheckpointError, ConfigError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -33,6 +34,27 @@ def test_a_model_without_a_configuration_is_refused_before_the_weights_are_read(
     with pytest.raises(ConfigError, match=f"--model: expected a folder with config.json, got .*{name}"):
         convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", model=tmp_path / name)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_beside_a_save_that_did_not_end_are_not_taken_in_its_place(tmp_path: Path) -> None:
+    """Trainer writes model.safetensors before DeepSpeed's save: a universal checkpoint of it would be at step 0."""
+    from safetensors.torch import save_file
+
+    save(tmp_path, "global_step8")
+    (tmp_path / "latest").unlink()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"file 'latest' in .* got none\. Name one of .* by --tag: global_step8\.$"
+    ):
+        convert(tmp_path, tmp_path / "out", "universal", stage=2)
+    with pytest.raises(ConfigError, match=r"expected a folder in .*, got 'other'"):
+        convert(tmp_path, tmp_path / "out", "universal", tag="other")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "global_step8" / GLOBAL_STATE).parent.mkdir()
+    (tmp_path / "global_step8" / GLOBAL_STATE).touch()  # a universal checkpoint is no save of its own
+    assert kind_of(tmp_path) == "safetensors"
+    with pytest.raises(UnsupportedError, match="They are safetensors already"):
+        convert(tmp_path, tmp_path / "out", "safetensors")
 
 
 @pytest.mark.parametrize(("tags", "shown"), [(("one",), "none else"), (("two", "one"), r"\['two'\]")])

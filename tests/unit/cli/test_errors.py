@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,12 @@ FILES: dict[str, str | bytes] = {
     "kinds.jsonl": '{"step": 1, "layers": {"a": 3}}\n',
     "word.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": "x"}}}}\n',
     "bf16.jsonl": '{"step": 1, "layers": {}}\n',
+    "half.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo',
+    "endless.jsonl": '{"step": 1e400, "layers": {"a": {}}}\n',
+    "blank.jsonl": '\n{"step": 1, "layers": {"a": {"input": {"amax": 1.0}}}}\n\n',
     "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
+PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
 DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
@@ -111,10 +117,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("compare", "good.csv", "x.tfevents.1"), 2, "expected TensorBoard's records"),
         (("compare", "good.csv", "list.jsonl"), 2, "expected JSON objects, got [1, 2]"),
         (("compare", "good.csv", "null.jsonl"), 2, "null.jsonl: expected numbers, got None"),
-        (("compare", "good.csv", "trainer_state.json"), 2, "trainer_state.json: expected JSON"),
+        (("compare", "good.csv", "trainer_state.json"), 2, 'trainer_state.json: expected a list "log_history"'),
+        (("compare", "good.csv", "half.jsonl"), 2, 'half.jsonl:2: expected a line of JSON, got \'{"step": 2, "lo\''),
+        (("compare", "good.csv", "b="), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'b='"),
+        (("compare", "good.csv,", "good.csv"), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'good.csv,'"),
         (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0, got 0"),
         (("compare", "zero.csv,zero.csv", "good.csv,good.csv"), 2, "zero.csv: expected a run of its own"),
         ((*PARITY, "short.txt", "--seq", 128), 2, "--data: expected at least 129 tokens"),
+        (("plan", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024, the positions that"),
+        (("estimate", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024"),
+        (("parity", "gpt2", "--config", "ds.json", "--data", "short.txt", "--seq", 1025), 2, "--seq: expected at most"),
         (("doctor", "--no-such-option"), 2, "--no-such-option"),
         (("plan", "llama-8b"), 2, "--config"),
         (("no-such-command",), 2, "no-such-command"),
@@ -160,6 +172,16 @@ def test_an_error_that_nobody_foresaw_is_not_the_answer_no(monkeypatch: pytest.M
     assert "Traceback" in result.stderr and "fp8-ds: expected no error here, got ZeroDivisionError" in result.stderr
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written_is_not_the_answer_no(more: list[str]) -> None:
+    """A full disk, as of `fp8-ds doctor > answer`: only a process of its own has a standard output."""
+    command = [sys.executable, "-m", "fp8_ds.cli.app", "autoload", "on", "--site-dir", ".", *more]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=PATHS, check=False)
+    assert result.returncode == 3, result.stderr
+    assert "fp8-ds: standard output: expected a file" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_help_is_help_with_json_too() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json", "--help"])
     assert result.exit_code == 0 and "--no-probe" in result.stdout
@@ -179,6 +201,7 @@ def test_an_autoload_file_of_somebody_else_is_outdated(folder: Path) -> None:
         ("step.jsonl", 2, "expected a report"),
         ("kinds.jsonl", 2, "kinds.jsonl:1: expected a report"),
         ("word.jsonl", 2, "word.jsonl:1: expected a report"),
+        ("endless.jsonl", 2, "endless.jsonl:1: expected a report"),
         ("bf16.jsonl", 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
     ],
 )
@@ -188,6 +211,12 @@ def test_the_plot_of_a_file_without_reports_says_so(
     with pytest.raises(SystemExit) as caught:
         plot([file, "out.png"])
     assert caught.value.code == code and words in capsys.readouterr().err
+
+
+def test_the_plot_passes_over_blank_lines(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(["blank.jsonl", "out.png"])
+    assert (folder / "out.png").is_file()
 
 
 @pytest.mark.parametrize("out", ["out.foo", "out.pdf", "out"])

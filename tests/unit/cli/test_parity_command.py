@@ -135,7 +135,7 @@ def test_what_cannot_be_run_is_refused_before_a_run_starts(
     ("model", "arms", "message"),
     [
         ("gpt2", "bf16,rowwise", "--arms rowwise: fp8: expected at least one linear to convert, got none of 49: "),
-        ("gpt2", "bf16,config", "c_attn (a Conv1D, which can be tensorwise or delayed)"),
+        ("gpt2", "bf16,config", "c_attn and 47 more (a Conv1D, which can be tensorwise or delayed)"),
         ("our_models:embedding", "bf16,e4m11", "--arms e4m11: fp8: expected at least one linear to convert, got none"),
         ("llama-8b", "bf16,default,mine=nothing.json", "--arms mine: fp8: expected at least one linear to convert"),
     ],

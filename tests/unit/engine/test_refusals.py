@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.engine import health
 from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_unread_reports, zero_stage
 from fp8_ds.engine.refusals_device import DEVICE_REFUSALS, refuse_device
 from fp8_ds.engine.refusals_model import refuse_model
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.monitor.sinks import JsonLines
 
 GOOD: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "fp8": {"enabled": True}}
 
@@ -308,6 +310,23 @@ def test_a_sink_that_cannot_be_written_is_refused_by_the_rank_that_writes(tmp_pa
         refuse_unread_reports(path, GOOD, 0)
     refuse_unread_reports(path, GOOD, 1)  # its host may have no such folder, and it writes nothing there
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_sink_in_the_users_home_is_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not into a folder of the name `~`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r'expected a path that can be written.* got "~/health.jsonl" \(Not a directory'
+    ):
+        refuse_unread_reports("~/health.jsonl", GOOD, 0)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    refuse_unread_reports("~/health.jsonl", GOOD, 0)
+    monkeypatch.setattr(health.ds_comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(health.dist, "get_rank", lambda group: 0)
+    (sink,) = health._listener(None, "~/health.jsonl", None)
+    assert isinstance(sink, JsonLines) and sink.path == tmp_path / "home/health.jsonl"
 
 
 def test_a_sink_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

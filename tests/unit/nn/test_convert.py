@@ -204,7 +204,10 @@ def test_sharded_parameters_are_planned_by_their_true_shape():
 
 @pytest.mark.parametrize(
     ("model", "found"),
-    [(Model(), "blocks.0.up (filter_fqns)"), (nn.Sequential(nn.ReLU()), "no nn.Linear at all")],
+    [
+        (Model(), "got none of 5: blocks.0.up and 4 more (filter_fqns). Shorten"),
+        (nn.Sequential(nn.ReLU()), "no nn.Linear at all"),
+    ],
 )
 def test_nothing_to_convert_is_an_error_that_says_what_was_found(model, found):
     with pytest.raises(ConfigError) as error:

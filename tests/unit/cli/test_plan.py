@@ -1,0 +1,108 @@
+"""plan: what a schedule leaves in FP8, and what DeepSpeed cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8_ds.cli.app import app
+
+pytest.importorskip("transformers")
+
+STOCK: dict[str, Any] = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = [word for key, value in SHAPE.items() for word in ("--set", f"{key}={value}")]
+SMALL += ["--set", "num_key_value_heads=2", "--set", "vocab_size=100"]
+MLP = 64 * 128
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    """plan(schedule, **more): its exit code, JSON and text, with this "schedule" and these keys of DeepSpeed's."""
+
+    def run(schedule: dict[str, Any], **more: Any) -> tuple[int, dict[str, Any], str]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({**STOCK, **more, "fp8": {"enabled": True, "schedule": schedule}}))
+        command = ["plan", "llama-8b", "--config", str(path), "--world", "2", *SMALL]
+        result = CliRunner().invoke(app, [*command, "--json"])
+        return result.exit_code, json.loads(result.stdout), CliRunner().invoke(app, command).stdout
+
+    return run
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_that_the_schedule_keeps_in_bf16_is_not_called_fp8(plan: Any, stage: int) -> None:
+    _, whole, _ = plan({}, zero_optimization={"stage": stage})
+    layers = {"mlp.down_proj": "bf16", "layers.0.": "fp8"}  # of both, the longer counts
+    code, found, text = plan({"layers": layers}, zero_optimization={"stage": stage})
+    assert code == 0 and (whole["num_fp8"], found["num_fp8"]) == (21, 18)
+    by_name = {row["fqn"]: row for row in found["layers"]}
+    for number in range(3):
+        row = by_name[f"model.layers.{number}.mlp.down_proj"]
+        assert (row["in_fp8"], row["reason"]) == (False, "fp8.schedule, in all steps")
+    assert found["fp8_percent_of_flops"] < whole["fp8_percent_of_flops"]
+    # Stages 1 and 2 gather a layer's FP8 bytes beside its bf16.
+    more = found["gathered_bytes_per_pass"] - whole["gathered_bytes_per_pass"]
+    assert more == 3 * MLP * (2 if stage == 2 else 1)
+    assert "down_proj (3) │ Linear │ [64, 128] │ bf16" in " ".join(text.split())
+
+
+def test_a_schedule_of_no_step_in_fp8_leaves_no_layer_in_fp8(plan: Any) -> None:
+    never = {"bf16_until_step": 60, "bf16_last_fraction": 0.5, "total_steps": 100}
+    code, found, _ = plan(never)
+    assert code == 1 and found["num_fp8"] == 0 and not found["schedule_varies"]
+    numel = found["parameters"]
+    assert found["gathered_bytes_per_pass"] == 2 * numel  # nothing is gathered in FP8 then
+    code, found, _ = plan({**never, "layers": {"up_proj": "fp8"}})
+    assert code == 0 and found["num_fp8"] == 3
+
+
+def test_a_schedule_of_some_steps_says_that_the_rest_is_meant(plan: Any) -> None:
+    _, _, text = plan({})
+    assert '"schedule"' not in text
+    for some in ({"bf16_until_step": 1}, {"bf16_below_lr": 1e-5}, {"bf16_last_fraction": 0.1, "total_steps": 10}):
+        code, found, text = plan(some)
+        assert code == 0 and found["num_fp8"] == 21 and found["schedule_varies"]
+        assert '"schedule" puts FP8 layers into bf16 for a part of the run' in text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "words"),
+    [
+        ({"bf16_last_fraction": 0.1}, {}, "fp8.schedule.total_steps: expected the number of optimizer steps"),
+        ({}, {"zero_optimization": {"stage": 7}}, "zero_optimization.stage: expected 1, 2 or 3, got 7"),
+        ({}, {"zero_optimization": []}, "zero_optimization: expected an object, got []"),
+        ({}, {"bf16": True}, "bf16: expected an object, got true"),
+        ({}, {"optimizer": "AdamW"}, 'optimizer: expected an object, got "AdamW"'),
+    ],
+)
+def test_what_no_start_can_read_is_refused_as_it_is_written(
+    plan: Any, tmp_path: Path, schedule: dict[str, Any], more: dict[str, Any], words: str
+) -> None:
+    code, found, _ = plan(schedule, **more)
+    assert code == 2 and words in found["error"]
+    command = ["estimate", "llama-8b", "--config", str(tmp_path / "ds.json"), "--seq", "8", *SMALL, "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2 and words in json.loads(result.stdout)["error"]
+
+
+def test_a_key_for_swiglus_is_refused_where_no_start_would_find_one(tmp_path: Path) -> None:
+    """And counted where there are some: channels have scales, which the backward reads."""
+    path = tmp_path / "ds.json"
+    activations: dict[str, int] = {}
+    for smooth in (False, True):
+        block = {"enabled": True, "activations": {"smooth_swiglu": smooth}}
+        path.write_text(json.dumps({**STOCK, "fp8": block}))
+        for command in ("plan", "estimate"):
+            options = ["--config", str(path), "--seq", "8", "--json"]
+            result = CliRunner().invoke(app, [command, "gpt2", "--set", "n_layer=1", *options])
+            assert result.exit_code == (2 if smooth else 0)
+            assert ("smooth_swiglu: expected a module" in result.stdout) == smooth
+            result = CliRunner().invoke(app, [command, "llama-8b", *SMALL, *options])
+            assert result.exit_code == 0
+        activations[str(smooth)] = json.loads(result.stdout)["bytes"]["activations"]
+    assert activations["True"] - activations["False"] >= 3 * 4 * 128

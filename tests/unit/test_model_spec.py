@@ -1,0 +1,46 @@
+"""Models from a command line: which attention they are built with, and how long their sequences may be."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.model_spec import FAMILIES, ModelSpec, read_spec, sequence_length
+
+pytest.importorskip("transformers")
+NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "hidden_size": 64, "num_heads": 4}
+OPT = {"num_hidden_layers": 1, "hidden_size": 64, "ffn_dim": 64, "num_attention_heads": 4, "word_embed_proj_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions"),
+    [
+        (ModelSpec("gpt2", FAMILIES["gpt2"] | {"n_layer": 1}), 1024),
+        (ModelSpec("opt", {"model_type": "opt", "max_position_embeddings": 98, **OPT}), 100),  # two are for padding
+    ],
+)
+def test_a_model_with_learned_positions_has_no_longer_sequences(spec: ModelSpec, positions: int) -> None:
+    model = spec.build()
+    assert sequence_length(model, None) == sequence_length(model, positions) == positions
+    with pytest.raises(ConfigError, match=rf"--seq: expected at most {positions}, .* got {positions + 1}\."):
+        sequence_length(model, positions + 1)
+
+
+def test_rotary_positions_and_small_vocabularies_limit_nothing() -> None:
+    small = ["hidden_size=64", "intermediate_size=64", "num_hidden_layers=1", "vocab_size=16"]
+    model = read_spec("llama-8b", [*small, "num_attention_heads=4", "num_key_value_heads=2"]).build()
+    assert sequence_length(model, None) == 4096 and sequence_length(model, 10**6) == 10**6
+    assert sequence_length(nn.Linear(2, 2), None) == 4096
+
+
+def test_a_class_with_an_attention_of_its_own_is_built_with_it() -> None:
+    """GPT-Neo looks into a table of its own, in which the rehearsal's function is not."""
+    model = ModelSpec("neo", {"model_type": "gpt_neo", **NEO}).build()
+    assert type(model).__name__ == "GPTNeoForCausalLM" and next(model.parameters()).is_meta
+
+
+def test_an_error_that_lists_every_class_is_cut() -> None:
+    with pytest.raises(ConfigError, match="Unrecognized configuration class") as caught:
+        ModelSpec("t5", {"model_type": "t5"}).build()
+    assert len(str(caught.value)) < 700 and str(caught.value).endswith("name a function: module:function.")
