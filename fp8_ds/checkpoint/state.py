@@ -10,8 +10,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import Plan
+from fp8_ds.nn.stacks import AT_END, AT_START
 from fp8_ds.zero.context import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"
@@ -76,7 +78,8 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
         say(
             "fp8: the layers differ from the checkpoint's: "
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
-            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. {_how_to_keep(plan, state['config'])}"
+            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
+            f"{_how_to_keep(plan, state['config'], context.config.linear)}"
         )
     if context.precision is not None:
         context.precision.load_state_dict(state.get("precision"))
@@ -91,17 +94,19 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
     context.history.load_state_dict(history)
 
 
-def _how_to_keep(plan: Plan, config: Mapping[str, Any]) -> str:
+def _how_to_keep(plan: Plan, config: Mapping[str, Any], now: LinearConfig) -> str:
     """What to write so that the next start trains the layers of `plan` in FP8, and no others.
 
     Args:
         plan: of the checkpoint.
         config: the "fp8" block it was trained with.
+        now: this run's.
     """
     if plan.num_converted == 0 and config.get("optimizer", {}).get("states") != "fp8":
         return 'The checkpoint has none in FP8: to go on so, set "fp8.enabled" to false.'
     patterns = plan.filter_fqns()
     if patterns is None:
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
-    linear = {"layer_choice": "all", "filter_fqns": patterns}
+    linear: dict[str, Any] = {"layer_choice": "all", "filter_fqns": patterns}
+    linear |= {key: 0 for key in (AT_START, AT_END) if getattr(now, key)}
     return f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'

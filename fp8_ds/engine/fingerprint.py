@@ -28,6 +28,7 @@ from fp8_ds.engine.roll_call import is_one_of_many, take_side
 from fp8_ds.engine.seams import installed_hashes
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.nn.convert import make_plan
+from fp8_ds.tp.autotp import autotp_linears
 from fp8_ds.tp.group import digest, gather_row
 
 PACKAGES = ("fp8_ds", "torch", "deepspeed")
@@ -142,7 +143,7 @@ def _parameters(model: nn.Module) -> Item:
 
 
 def _plan(model: nn.Module, fp8: Fp8Config) -> Item:
-    plan = make_plan(model, fp8.linear, may_be_empty=True)
+    plan = make_plan(model, fp8.linear, may_be_empty=True, foreign=autotp_linears(model))
     return {layer.fqn: "fp8" if layer.converted else f"bf16 ({layer.reason})" for layer in plan.layers}
 
 

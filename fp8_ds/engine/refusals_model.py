@@ -45,8 +45,9 @@ AUTOTP_PIPELINE = ModelRefusal(
 )
 PIPELINE_ENDS = ModelRefusal(
     "a PipelineModule with `linear.num_layers_at_start_in_bf16` or `linear.num_layers_at_end_in_bf16`",
-    "a stage sees its own layers only",
-    'Remove these keys, and name the layers in "linear.filter_fqns": `"0."` is a pipeline\'s first.',
+    "a stage does not know which entries of the others are layers",
+    'Set these keys to 0, and name linears in "linear.filter_fqns": `"23."` is all of entry 23, `"0."` that of 10 and '
+    "20, too.",
 )
 PARALLEL_SCHEDULE = ModelRefusal(
     "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",

@@ -17,12 +17,12 @@ from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn import conv1d
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.matrices import OtherMatrices, full_shape
+from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_linear
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
-from fp8_ds.nn.stacks import AT_END, AT_START, at_ends
+from fp8_ds.nn.stacks import at_ends
 from fp8_ds.scaling.delayed import AmaxHistory
 
 _RECIPES: dict[str, type[Recipe]] = {
@@ -211,20 +211,15 @@ def make_plan(
         foreign: other classes of linears, by exact class.
 
     Raises:
-        ConfigError: no linear is left to convert, or the model is converted already; or layers at its ends shall stay
-            in bf16, and it has no stack of layers.
+        ConfigError: no linear is left to convert, or the model is converted already; or as `at_ends`.
     """
-
-    def is_linear(module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) or type(module) in foreign or conv1d.is_conv1d(module)
-
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Fp8Linear):
             raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
-        if is_linear(module):
+        if is_linear(module, foreign):
             names.setdefault(module, []).append(fqn)
-    uses, ends = _parameter_uses(model), at_ends(model, linear_config, is_linear)
+    uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_linear(module, foreign))
     layers = []
     for module, fqns in names.items():
         converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config, ends)
@@ -250,11 +245,9 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
             "Only linears are computed in FP8: use a model that is made of nn.Linear, put nn.Linear in place of "
             f'{plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
-    used = {layer.reason for layer in plan.layers} & {AT_START, AT_END}
-    lower = "".join(f' lower "linear.{key}",' for key in sorted(used))
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
-        f'"linear.filter_fqns",{lower} set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+        '"linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
         'wrap forwards after the conversion, or turn "fp8.enabled" off.'
     )
 

@@ -68,13 +68,17 @@ def other_matrices(
     embeddings = [module for module in model.modules() if _is_embedding(module)]
     lookups = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     for fqn, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) or is_conv1d(module) or type(module) in foreign
-        if is_linear or _is_embedding(module):
+        if is_linear(module, foreign) or _is_embedding(module):
             continue
         for name, p in module.named_parameters(recurse=False):
             is_matrix = sum(size > 1 for size in full_shape(p)) > 1
             if is_matrix and p.is_floating_point() and id(p) not in lookups:
                 yield fqn, module, name, p
+
+
+def is_linear(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bool:
+    """Whether it is a torch.nn.Linear (or of a class of its own, or foreign), or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or type(module) in foreign or is_conv1d(module)
 
 
 def full_shape(p: Any) -> torch.Size:

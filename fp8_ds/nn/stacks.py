@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 
 from torch import nn
 
@@ -11,47 +12,64 @@ from fp8_ds.errors import ConfigError
 
 AT_START, AT_END = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
 
+IsLinear = Callable[[nn.Module], bool]
 
-def stacks(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> Iterator[nn.ModuleList]:
-    """The outermost lists of layers: each entry has linears in it, and is none itself (a list of heads is no stack).
 
-    An encoder and a decoder are a stack each; a layer's list of experts is inside of one.
+def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
+    """The layers of each of the outermost nn.ModuleLists, by name: entries with linears in them.
+
+    An encoder and a decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
     """
-    for module in model.children():
-        if isinstance(module, nn.ModuleList) and len(module) and all(_has_linear(entry, is_linear) for entry in module):
-            yield module
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_children():
+        layers = [] if not isinstance(module, nn.ModuleList) or any(map(is_linear, module)) else list(module)
+        layers = [layer for layer in layers if any(map(is_linear, layer.modules()))]
+        if layers:
+            found[prefix + name] = layers
         else:
-            yield from stacks(module, is_linear)
+            found |= stacks(module, is_linear, f"{prefix}{name}.")
+    return found
 
 
-def _has_linear(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -> bool:
-    return not is_linear(layer) and any(map(is_linear, layer.modules()))
-
-
-def at_ends(
-    model: nn.Module, linear_config: LinearConfig, is_linear: Callable[[nn.Module], bool]
-) -> dict[nn.Module, str]:
+def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:
     """Linears of the first and last layers of each stack that the configuration leaves in bf16, and the key that does.
 
     Raises:
-        ConfigError: it asks for some, and the model has no stack.
+        ConfigError: it asks for some, and the model has no stack, or one in each of its layers, or none that is longer.
     """
     num_first, num_last = linear_config.num_layers_at_start_in_bf16, linear_config.num_layers_at_end_in_bf16
     if not num_first and not num_last:
         return {}
-    found = list(stacks(model, is_linear))
-    if not found:
-        raise ConfigError(
-            f"fp8.linear.{AT_START if num_first else AT_END}: expected a model that holds its layers in an "
-            f"nn.ModuleList, got a {type(model).__name__} without. Remove the key, and name layers that shall stay in "
-            'bf16 in "linear.filter_fqns".'
-        )
+    found = stacks(model, is_linear)
+    _check(found, type(model).__name__, num_first, num_last)
     ends: dict[nn.Module, str] = {}
-    for layers in found:
-        for key, entries in (
-            (AT_END, layers[len(layers) - min(num_last, len(layers)) :]),
-            (AT_START, layers[:num_first]),
-        ):
-            for layer in entries:
+    for layers in found.values():
+        for key, some in ((AT_END, layers[max(len(layers) - num_last, 0) :]), (AT_START, layers[:num_first])):
+            for layer in some:
                 ends.update((module, key) for module in layer.modules() if is_linear(module))
     return ends
+
+
+def _check(found: dict[str, list[nn.Module]], kind: str, num_first: int, num_last: int) -> None:
+    named = " and ".join(f"fp8.linear.{key}" for key, num in ((AT_START, num_first), (AT_END, num_last)) if num)
+    remedy = 'Set it to 0, and name layers that shall stay in bf16 in "linear.filter_fqns".'
+    if not found:
+        raise ConfigError(
+            f"{named}: expected a model with its layers in an nn.ModuleList (not a list of linears), got a {kind} "
+            f"without. {remedy}"
+        )
+    alike: dict[str, list[str]] = {}
+    for name in found:
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    several = max(alike.values(), key=len)
+    if len(several) > 1:
+        raise ConfigError(
+            f"{named}: expected the layers of a {kind} in one nn.ModuleList, got a list in each: {several[0]}, "
+            f"{several[1]}. {remedy}"
+        )
+    longest = max(found, key=lambda name: len(found[name]))
+    if num_first + num_last >= len(found[longest]):
+        raise ConfigError(
+            f"{named}: expected fewer than the {len(found[longest])} layers of {longest}, got {num_first + num_last}. "
+            "None would be left in FP8: lower it."
+        )

@@ -90,7 +90,7 @@ def ends_error() -> str:
 
 def test_a_pipeline_has_no_ends_that_a_stage_could_know(ranks: Any) -> None:
     for text in ranks(2).run(ends_error):
-        assert text.startswith("UnsupportedError") and "got 0 and 1: a stage sees its own layers only" in text
+        assert text.startswith("UnsupportedError") and "got 0 and 1: a stage does not know which entries" in text
 
 
 def test_pipeline_stages_without_the_layers_of_a_schedule_follow_it_too(ranks: Any) -> None:

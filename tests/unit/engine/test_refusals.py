@@ -265,7 +265,7 @@ def test_a_pipeline_has_no_ends_that_a_stage_could_know() -> None:
             nn.Module.__init__(self)
 
     refuse_model(Pipeline(), LinearConfig())
-    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got 0 and 1.*Remove these keys, and name"):
+    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got 0 and 1.*Set these keys to 0, and name"):
         refuse_model(Pipeline(), LinearConfig(num_layers_at_end_in_bf16=1))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_ds.monitor.clamps import SAMPLE, TOGETHER, ClampGauge, clamped, samples
+from fp8_ds.monitor.clamps import MAX_GROUPS, NUM_ELEMENTS, ClampGauge, batches, clamped
 from fp8_ds.ops.adamw import AdamShard, Hyper, StepInputs
 from fp8_ds.ops.adamw.reference import read_master, unclamped_update, write_master, write_moments
 from fp8_ds.optim.adamw import Fp8AdamW
@@ -33,7 +33,7 @@ def test_the_clamp_gauge_counts_what_the_step_will_clamp(decoupled: bool) -> Non
 
     def run(grads: Any, inputs: Any, chosen: Any = None) -> None:
         inputs.hyper[:, Hyper.BOUND] = 0.9  # below what exact Adam reaches, so that there is something to clamp
-        seen.append(clamped(next(samples(core.shards)), grads, inputs))
+        seen.append(clamped(next(batches(core.shards)), grads, inputs))
         before = core.shards[0].hi.clone()
         stock(grads, inputs, chosen)
         decay = inputs.hyper[0, Hyper.DECAY] if decoupled else 1.0
@@ -89,7 +89,7 @@ def one_by_one(shards: list[AdamShard], grads: list[Tensor | None], inputs: Step
     for shard, grad in zip(shards, grads, strict=True):
         if grad is not None and shard.numel:
             update, _, _ = unclamped_update(shard, grad, read_master(shard, inputs.scale_inv), inputs)
-            first = update[:SAMPLE]
+            first = update[:NUM_ELEMENTS]
             total += torch.tensor([(first.abs() > inputs.hyper[shard.group, Hyper.BOUND]).sum(), first.numel()])
     return total.tolist()
 
@@ -100,21 +100,21 @@ SPANS = [
     (128, 20000),
     (7, 300),
     (0, 0),
-    (50, SAMPLE - 50),
-    (0, SAMPLE),
+    (50, NUM_ELEMENTS - 50),
+    (0, NUM_ELEMENTS),
     (384, 130),
     (0, 1),
-    (50, SAMPLE + 500),
+    (50, NUM_ELEMENTS + 500),
 ]
 """Whole groups, parts of one, heads and tails, more than is sampled, nothing."""
 
 
-@pytest.mark.parametrize("together", [TOGETHER, 4])
+@pytest.mark.parametrize("together", [MAX_GROUPS, 4])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_all_shards_together_are_each_by_itself(
     decoupled: bool, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8_ds.monitor.clamps.TOGETHER", together)
+    monkeypatch.setattr("fp8_ds.monitor.clamps.MAX_GROUPS", together)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     torch.manual_seed(0)
     inputs = make_inputs(len(SPANS), decoupled)
@@ -174,8 +174,35 @@ def test_a_hundred_shards_take_no_more_operators_than_two() -> None:
     for num_shards in (2, 100):
         inputs = make_inputs(num_shards)
         shards = make_shards([(0, 512)] * num_shards, inputs)
-        (sample,) = samples(shards)
+        (batch,) = batches(shards)
         with _Count() as count:
-            clamped(sample, [torch.randn(512) for _ in shards], inputs)
+            clamped(batch, [torch.randn(512) for _ in shards], inputs)
         nums.append(count.num - num_shards)  # randn
     assert nums[0] == nums[1] < 50
+
+
+def test_batches_of_shards_that_no_longer_come_together_are_let_go() -> None:
+    """With gradient release what comes together varies, and each batch has tensors on the device."""
+    inputs = make_inputs(8)
+    shards = make_shards([(0, 256)] * 8, inputs)
+    gauge = ClampGauge(_Core(shards), None)  # type: ignore[arg-type]
+    for i in range(8):
+        gauge.attach()
+        gauge.core.run([torch.randn(256)], inputs, [i])
+        del gauge.core.run
+    assert len(gauge._batches) < 8
+
+
+def test_counts_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks the other has clamped all of as many updates."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda counts, group: counts.add_(counts[1].clone()))
+    torch.manual_seed(0)
+    inputs = make_inputs(1)
+    shards, grads = make_shards([(0, 512)], inputs), [torch.randn(512)]
+    num_clamped, num = one_by_one(shards, list(grads), inputs)
+    gauge = ClampGauge(_Core(shards), "a group")  # type: ignore[arg-type]
+    gauge.attach()
+    gauge.core.run(grads, inputs)
+    gauge.detach()
+    assert gauge.read() == (num_clamped + num) / (2 * num) != num_clamped / num

@@ -79,16 +79,58 @@ def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
     assert len(converted(plan)) == 1 + 3 * 2 + 4 * 4 + 3 - len(found)
 
 
-def test_ends_beyond_the_model_leave_nothing_and_say_so():
-    with pytest.raises(ConfigError, match=r"got none of 5.*lower \"linear\.num_layers_at_start_in_bf16\""):
-        make_plan(Model(), LinearConfig(num_layers_at_start_in_bf16=7))
+class Blocks(nn.ModuleList):
+    """A list that cannot be made of another's entries."""
+
+    def __init__(self, *, number):
+        super().__init__(Block() for _ in range(number))
 
 
-def test_ends_of_a_model_without_layers_are_an_error():
-    with pytest.raises(
-        ConfigError, match=r"num_layers_at_end_in_bf16: expected .*ModuleList, got a Sequential.*filter"
-    ):
-        make_plan(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), LinearConfig(num_layers_at_end_in_bf16=1))
+class Pruned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = Blocks(number=4)
+        self.layers[0] = nn.Identity()
+        self.short = nn.ModuleList([Block()])
+
+
+def test_layers_are_entries_with_linears_and_a_short_stack_may_be_all_bf16():
+    plan = make_plan(Pruned(), LinearConfig(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1))
+    assert converted(plan) == ["layers.2.up", "layers.2.down"]
+    assert reasons(plan)["layers.1.up"] == reasons(plan)["short.0.up"] == "num_layers_at_start_in_bf16"
+
+
+def experts():
+    return nn.ModuleDict({"gate": nn.Linear(32, 32), "experts": nn.ModuleList([Block(), Block(), Block()])})
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "in an nn.ModuleList .*, got a Sequential without"),
+        (nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(32, 32), Block()])}), "got a ModuleDict without"),
+        (nn.Sequential(experts(), experts()), r"got a list in each: 0\.experts, 1\.experts"),
+        (Model(), "expected fewer than the 2 layers of blocks, got 2"),
+    ],
+    ids=["no list", "a list of linears", "lists in layers", "all of them"],
+)
+def test_ends_that_a_model_does_not_have_are_an_error(model, told):
+    config = LinearConfig(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+    with pytest.raises(ConfigError, match=f"num_layers_at_start_in_bf16 and .*num_layers_at_end_in_bf16: .*{told}"):
+        make_plan(model, config)
+
+
+def test_ends_of_linears_of_another_class_count():
+    """AutoTP's: a layer of them is a layer."""
+
+    class Foreign(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(Foreign()) for _ in range(3)])})
+    plan = make_plan(model, LinearConfig(num_layers_at_end_in_bf16=1), foreign={Foreign: Fp8Linear})
+    assert converted(plan) == ["layers.0.0", "layers.1.0"]
 
 
 def test_ends_are_a_pattern_less_and_no_other_layer():

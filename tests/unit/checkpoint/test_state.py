@@ -1,0 +1,25 @@
+"""What is said where a run has other layers in FP8 than its checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+from torch import nn
+
+from fp8_ds.checkpoint.state import _how_to_keep
+from fp8_ds.config import LinearConfig
+from fp8_ds.nn import make_plan
+
+
+def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_ends() -> None:
+    """A user adds what is said to the block that there is."""
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(4)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "lm_head": nn.Linear(32, 32)})
+    was = LinearConfig(num_layers_at_start_in_bf16=1)
+    now = LinearConfig(num_layers_at_end_in_bf16=2)
+    plan = make_plan(model, was)
+    told = _how_to_keep(plan, {"enabled": True}, now)
+    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    again = LinearConfig.model_validate({**now.model_dump(), **linear})
+    assert [layer.converted for layer in make_plan(model, again).layers] == [layer.converted for layer in plan.layers]
+    assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, LinearConfig())
