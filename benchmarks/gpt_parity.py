@@ -5,8 +5,8 @@
     python benchmarks/gpt_parity.py --study recipes --plan             # the runs and predicted seconds; runs nothing
     python benchmarks/gpt_parity.py --size tiny --steps 10 --seeds 0 --text-bytes 1000000      # dry run on CPU
 
-Studies are in parity/studies.py, what they showed and are expected to show in docs/parity.md. `fp8-ds parity` does the
-same for a model of yours.
+Studies are in parity/studies.py, what they showed is in docs/parity.md, what they are expected to show in
+docs/parity-plans.md. `fp8-ds parity` does the same for a model of yours.
 
 Regime 1 trains from scratch at lr 3e-4 (to zero, linearly). At 6e-4 paired runs part between steps 500 and 1,200 and
 stay apart (results of 2026-11-20, of moments rounded to nearest). Regime 2 continues a stock run, from bf16 weights, at
@@ -27,7 +27,7 @@ Prediction for the study "masters", written before the first run on an H200: in 
 stock in the mean, seeds differing more than that; in regime 2 e4m19 and e4m11 within 0.02 % of the fp32 states under
 the same FP8 linears, e4m11 rounded to nearest 0.05 to 0.5 % worse than that, bf16 rounded to nearest 0.5 % or more
 worse than stock. Of regime 3, written before its first run: every FP8 arm within 0.1 % of stock in the mean, single
-pairs within 0.15 %. Those for the others are in docs/parity.md.
+pairs within 0.15 %. Those for the others are in docs/parity-plans.md.
 """
 
 from __future__ import annotations

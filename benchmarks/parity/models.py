@@ -47,7 +47,7 @@ SIZES = {
     # 12 x 7.08 M + 2 x 25216 x 768 = 123.7 M parameters, as GPT-2 small with its tied 50257.
     "124m": Size(12, 768, 25216, 1024, 32, 1_048_576),
     # 11 x 71.4 M + 2 x 25216 x 2560 = 915 M. Wide and shallow for its size: 100 M tokens of stock bf16 and of FP8 must
-    # fit into half an hour of two GPUs (docs/parity.md), which 16 layers of 2048, as Llama-3.2-1B has, would not.
+    # fit into half an hour of two GPUs (docs/parity-plans.md), which 16 layers of 2048, as Llama-3.2-1B has, would not.
     "1b": Size(11, 2560, 25216, 1024, 32, 1_048_576, ffn=7168, kv_heads=5),
     # 6 x 3.15 M + 2 x 25216 x 512 = 44.7 M parameters: what parts of the rounding cost, in a minute a run.
     "small": Size(6, 512, 25216, 1024, 32, 1_048_576),
