@@ -52,6 +52,7 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
 
 
 _EMULATED = " ".join(EMULATED)
+_ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 
 
@@ -178,16 +179,23 @@ STEPS = (
     ),
     *(
         Step(
-            f"parity-201m-15-{name}",
-            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds 15 --arms {arms} --estimate 640",
-            seconds,
-            f"issue 8 E: {arms}, seed 15, 201 M tokens, where the other GPU has other work; put together later",
+            f"parity-201m-{seed}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {_ENDS} --estimate 640",
+            1320,
+            f"issue 8 E: {_ENDS}, seed {seed}, 201 M tokens; another seed on the other GPU",
             after="parity-201m-first",
         )
-        for name, arms, seconds in (
-            ("a", "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last", 1400),
-            ("b", "fp8-ends", 660),
+        for seed in (16, 20)
+    ),
+    *(
+        Step(
+            f"parity-201m-one-{seed}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {_ENDS} {arms} --estimate 640",
+            3400,
+            f"issue 8 E: beside these {arms}, where an hour of one GPU counts half; text, first weights and a "
+            "branch 400 s, runs 530 to 620 s each",
         )
+        for seed, arms in ((17, "fp8 e4m11 rowwise"), (18, "fp8 delayed gw_hp"), (19, "e4m19 blockwise fp32-master"))
     ),
     Step(
         "parity-parts-first",
