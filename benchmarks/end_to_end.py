@@ -11,7 +11,7 @@
 Pieces, models and the names of arms: end_to_end_arms.py. Every arm is a process of its own; DeepSpeed's arms are
 started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO` there), or in what
 their names say. A piece measures its reference first and last, and ratios are taken within it. A step's time is the
-median of 3 blocks of 10 steps after a warm-up, unless a piece says otherwise; tokens are random and uniform; gradients
+median of 3 blocks of 10 steps after a warm-up; tokens are random and uniform; gradients
 are clipped at norm 1 in all arms. An arm that fails is recorded with the end of its log, one that no longer fits into
 `--budget` is left out with a line, the rest goes on. Each call appends a run to one dated JSON and makes table and
 chart from it. Losses: the whole model (8 layers), 200 steps, learning rate 3e-4 after 20 steps of warm-up, text of
@@ -238,7 +238,7 @@ def make_spec(
     args: argparse.Namespace, piece: Piece, arm: Arm, model: Model, text: dict[str, Any] | None
 ) -> dict[str, Any]:
     """All that a worker needs to know."""
-    timing = chosen_timing(args, piece)
+    timing = Timing(args.warm_up, args.blocks, args.steps)
     return {
         "arm": arm.as_dict(),
         "model": vars(sized(model, arm)),
@@ -294,15 +294,10 @@ def chosen_model(args: argparse.Namespace, piece: Piece) -> Model:
     return replace(MODELS[piece.model], **{key: value for key, value in changes.items() if value is not None})
 
 
-def chosen_timing(args: argparse.Namespace, piece: Piece) -> Timing:
-    """The piece's own, or the command line's."""
-    return piece.timing or Timing(args.warm_up, args.blocks, args.steps)
-
-
 def measure(args: argparse.Namespace) -> Path:
     """Runs a piece; returns the JSON to which it was appended."""
     name, piece = chosen_piece(args)
-    model, timing = chosen_model(args, piece), chosen_timing(args, piece)
+    model, timing = chosen_model(args, piece), Timing(args.warm_up, args.blocks, args.steps)
     began = time.monotonic()
     for arm_name in filter(None, (piece.reference, *piece.arms)):
         parse_arm(arm_name, model)
@@ -362,7 +357,7 @@ def parse_args() -> argparse.Namespace:
         "--attention", choices=["causal", "sdpa", "cudnn"], default="causal", help="of all arms: end_to_end_trainers.py"
     )
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
-    how.add_argument("--blocks", type=int, default=3, help="that are timed; some pieces have their own, and steps")
+    how.add_argument("--blocks", type=int, default=3, help="that are timed")
     how.add_argument("--steps", type=int, default=10, help="of a block")
     how.add_argument("--warm-up", type=int, default=10)
     how.add_argument("--loss-steps", type=int, default=200)

@@ -269,7 +269,6 @@ class Piece:
 
     Args:
         cross_entropy: of all arms: "stock", "liger", or None: as the command line says.
-        timing: of all arms; None: as the command line says.
     """
 
     model: str
@@ -277,7 +276,6 @@ class Piece:
     arms: tuple[str, ...]
     mode: str = "speed"
     cross_entropy: str | None = None
-    timing: Timing | None = None
 
 
 PIECES = {
@@ -385,14 +383,6 @@ PIECES = {
         "llama-2b",
         "ours-e4m11-compiled+fused",
         ("ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",),
-    ),
-    # What each hundredth costs, as recommended: each block has one sample. The first, for which a graph is compiled,
-    # is in the warm-up.
-    "monitor-100": Piece(
-        "llama-2b",
-        "ours-e4m11-compiled+fused",
-        ("ours-e4m11-compiled+fused+monitor.every=100+monitor.sink=health-100.jsonl",),
-        timing=Timing(110, 2, 100),
     ),
     # 4. Small layers.
     "gpt2": Piece(

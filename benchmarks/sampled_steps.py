@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
-
-import torch
 
 NUM_SAMPLES = 6
 
@@ -21,13 +18,13 @@ def measure(step: Callable[[int], Any], steps_done: int, every: int) -> dict[str
         steps_done: optimizer steps so far: those that `every` divides are sampled.
         every: at least 3.
     """
-    marks = [_now()]
+    from fp8_ds.monitor.gauges import mark, milliseconds  # importing fp8_ds installs it: not in stock's arms
+
+    marks = [mark()]
     for number in range(NUM_SAMPLES * every):
         step(number)
-        marks.append(_now())
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    spans = [_milliseconds(a, b) for a, b in itertools.pairwise(marks)]
+        marks.append(mark())
+    spans = itertools.starmap(milliseconds, itertools.pairwise(marks))
     return summarize({steps_done + 1 + i: ms for i, ms in enumerate(spans)}, every)
 
 
@@ -57,15 +54,3 @@ def sentence(arm: str, found: Mapping[str, float]) -> str:
         f"beside {found['plain_ms']:.1f}: {100 * whole / found['plain_ms'] / found['every']:.2f} % with every "
         f"{found['every']:.0f}th sampled, {whole / found['plain_ms']:.2f} % with every hundredth."
     )
-
-
-def _now() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return 1000 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))

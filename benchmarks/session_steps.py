@@ -310,12 +310,6 @@ STEPS = (
         "issue 8 C: its cost, step by step; predicted 11 to 16 ms a sampled step, where it was 43 to 66; three arms, "
         "136 to 168 s each on an H100 beside other work",
     ),
-    Step(
-        "monitor-100",
-        _benchmark("end_to_end", "--piece monitor-100 --budget {seconds}"),
-        440,
-        "issue 8 C: its cost with every 100, timed; under 1 % is predicted",
-    ),
     Step("gpt2", _benchmark("end_to_end", "--piece gpt2 --budget {seconds}"), 200, "issue 4 H 4: small layers"),
     Step("megatron-speed", _megatron("speed"), 480, "issue 6 G: ours beside stock Megatron-LM"),
     Step("megatron-states", _megatron("states"), 450, "issue 6 G: FP8 Adam in forms (a) and (b)"),

@@ -5,6 +5,7 @@ A gauge hangs itself before a method of one object while it is attached, and is 
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -59,13 +60,13 @@ class GatherTimer(Gauge):
         self._finished = self._spans  # of the step that is read while the next may be sampled already
 
     def read(self) -> float | None:
-        return sum(map(_milliseconds, self._finished)) if self._finished else None
+        return sum(itertools.starmap(milliseconds, self._finished)) if self._finished else None
 
     def _timed(self, stock: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = _now()
+            start = mark()
             result = stock(*args, **kwargs)
-            self._spans.append((start, _now()))
+            self._spans.append((start, mark()))
             return result
 
         return timed
@@ -79,7 +80,8 @@ class GatherTimer(Gauge):
         return timed
 
 
-def _now() -> Any:
+def mark() -> Any:
+    """Where the current stream of the device is, for `milliseconds`; without a GPU the host's time."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -87,8 +89,8 @@ def _now() -> Any:
     return event
 
 
-def _milliseconds(span: tuple[Any, Any]) -> float:
-    start, end = span
+def milliseconds(start: Any, end: Any) -> float:
+    """From one mark to another; waits until the device has passed it."""
     if isinstance(start, float):
         return float(1e3 * (end - start))
     end.synchronize()

@@ -71,5 +71,5 @@ def _check(found: dict[str, list[nn.Module]], kind: str, num_first: int, num_las
     if num_first + num_last >= len(found[longest]):
         raise ConfigError(
             f"{named}: expected fewer than the {len(found[longest])} layers of {longest}, got {num_first + num_last}. "
-            "None would be left in FP8: lower it."
+            "None would be left in FP8: ask for fewer."
         )

@@ -39,21 +39,9 @@ def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
         model = arms.MODELS[piece.model]
         first = [piece.reference] if piece.reference else []
         names = [*first, *piece.arms, *(first if piece.mode == "speed" else [])]
-        steps = 200 if piece.mode == "losses" else piece.timing.num_steps if piece.timing else 40
+        steps = 200 if piece.mode == "losses" else 40
         total = sum(arms.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
         assert total <= 570, (name, total)
-
-
-def test_each_block_of_a_monitor_that_samples_seldom_has_one_sample_and_none_the_first(bench: Any) -> None:
-    arms = bench("end_to_end_arms")
-    piece = arms.PIECES["monitor-100"]
-    (arm,) = (arms.parse_arm(name, arms.MODELS[piece.model]) for name in piece.arms)
-    every, timing = arm.fp8["monitor"]["every"], piece.timing
-    assert every == 100 and timing.blocks * timing.steps == 200
-    begins = [timing.warm_up + block * timing.steps for block in range(timing.blocks)]
-    sampled = [[step for step in range(at + 1, at + timing.steps + 1) if step % every == 0] for at in begins]
-    assert sampled == [[200], [300]]
-    assert all(step < at + timing.steps for (step,), at in zip(sampled, begins, strict=True))  # its report is there too
 
 
 def test_models_have_the_sizes_of_the_issue(bench: Any) -> None:
@@ -592,19 +580,20 @@ def test_speed_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.launcher
-def test_monitor_that_samples_seldom_runs_dry(
+def test_monitor_runs_dry_and_its_samples_are_timed(
     bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The piece, with a tiny model, eager, and each third step in place of each hundredth."""
+    """The piece, with a tiny model, eager, and each third step in place of each tenth."""
     arms = bench("end_to_end_arms")
-    piece = arms.PIECES["monitor-100"]
+    piece = arms.PIECES["monitor"]
     eager = [
-        name.replace("compiled", "eager").replace("every=100", "every=3") for name in (piece.reference, *piece.arms)
+        name.replace("compiled", "eager").replace("every=10", "every=3") for name in (piece.reference, *piece.arms)
     ]
-    timing = arms.Timing(3, 2, 3)
-    monkeypatch.setitem(arms.PIECES, "monitor-100", arms.Piece("tiny-llama", eager[0], (eager[1],), timing=timing))
+    monkeypatch.setitem(arms.PIECES, "monitor", arms.Piece("tiny-llama", eager[0], (eager[1],)))
     monkeypatch.chdir(tmp_path)
-    output = run_main("end_to_end", "--piece", "monitor-100", "--out", tmp_path)
+    output = run_main(
+        "end_to_end", "--piece", "monitor", "--warm-up", 3, "--blocks", 2, "--steps", 3, "--out", tmp_path
+    )
     run = the_run(tmp_path)
     assert [(result["arm"], len(result["block_ms"])) for result in run["results"]] == [
         (name, 2) for name in (*eager, eager[0])
@@ -612,7 +601,7 @@ def test_monitor_that_samples_seldom_runs_dry(
     assert run["timing"] == "2 x 3 steps after 3" and "| " + eager[1] in output
     found = by_arm(run)
     assert found[eager[0]]["loss"] == found[eager[1]]["loss"]  # watching changes no bit
-    reports = [json.loads(line) for line in Path("health-100.jsonl").read_text().splitlines()]
+    reports = [json.loads(line) for line in Path("health-10.jsonl").read_text().splitlines()]
     assert [report["step"] for report in reports] == list(range(3, 28, 3))
     assert found[eager[1]]["samples"]["num_samples"] == 6 and "samples" not in found[eager[0]]
     assert f"- {eager[1]}: a sampled step takes" in output

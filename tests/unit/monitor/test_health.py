@@ -103,7 +103,7 @@ def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
 ) -> None:
     _, health, reports, gauge = build(every)
     owner = Gathers(waits)
-    monkeypatch.setattr("fp8_ds.monitor.gauges._now", lambda: owner.clock)
+    monkeypatch.setattr("fp8_ds.monitor.gauges.mark", lambda: owner.clock)
     health.remove(gauge)
     health.gauges.append(GatherTimer(owner, "gather", waits))
     health.start(0)
