@@ -191,11 +191,11 @@ STEPS = (
         Step(
             f"parity-201m-one-{seed}",
             f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {_ENDS} {arms} --estimate 640",
-            3400,
-            f"issue 8 E: beside these {arms}, where an hour of one GPU counts half; text, first weights and a "
-            "branch 400 s, runs 530 to 620 s each",
+            2170,
+            f"issue 8 E: beside these {arms}, on one GPU, whose hour counts half; text 65, first weights 180, runs 530 "
+            "to 620 s each, the branch 110",
         )
-        for seed, arms in ((17, "fp8 e4m11 rowwise"), (18, "fp8 delayed gw_hp"), (19, "e4m19 blockwise fp32-master"))
+        for seed, arms in ((17, "fp8"), (18, "rowwise"), (19, "e4m11"))
     ),
     Step(
         "parity-parts-first",
