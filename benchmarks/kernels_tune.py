@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,7 +293,7 @@ KERNELS = (
     Kernel(
         "swiglu_columns, kept in FP8",
         "swiglu.triton",
-        {"_COLUMNS_QUARTER": (8, 16), "_COLUMNS_WARPS": (4, 8)},
+        {"_KEPT_QUARTER": (8, 16), "_KEPT_WARPS": (4, 8)},
         3,
         _kept,
         lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
@@ -384,11 +384,11 @@ def applied(module: str, setting: Mapping[str, Any]) -> Iterator[None]:
             holder[at] = value
 
 
-def shipped(kernel: Kernel) -> Setting:
-    """The constants as they are."""
+def shipped(kernel: Kernel, keys: Iterable[str] | None = None) -> Setting:
+    """The constants as they are: those of `tries`, or `keys`."""
     target = importlib.import_module(f"fp8_ds.ops.{kernel.module}")
     found: Setting = {}
-    for key in kernel.tries:
+    for key in kernel.tries if keys is None else keys:
         name, _, entry = key.partition(".")
         value = getattr(target, name)
         found[key] = value[{"True": True, "False": False}.get(entry, entry)] if entry else value

@@ -9,6 +9,7 @@ once a weight (adamw, squares, block_amax) are left to Triton.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -31,6 +32,12 @@ _known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def ceil_div(a: int, b: int) -> int:
     """Of numbers >= 0. `triton.cdiv`, made for kernels too, takes the host 5 us."""
     return -(-a // b)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 2 for the interpreter, whose programs run one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, **constants: Any) -> None:

@@ -85,6 +85,20 @@ def to_bf16(x, PTX: tl.constexpr):
     return y
 
 
+_TIMES = tl.constexpr("""
+mul.rn.bf16x2 $0, $2, $4;
+mul.rn.bf16x2 $1, $3, $5;
+""")
+
+
+@triton.jit
+def times(x, y, PTX: tl.constexpr):
+    """bf16 of the product of two bf16 tensors, rounded once; as through float32, where that is not below 2**-126."""
+    if PTX:
+        return tl.inline_asm_elementwise(_TIMES, "=r,=r,r,r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=4)
+    return to_bf16(to_float(x, PTX) * to_float(y, PTX), PTX)
+
+
 _LARGER = tl.constexpr("""{
 .reg .b32 low, high;
 and.b32 low, $4, 0x7fff7fff;

@@ -47,10 +47,13 @@ def tile_options(quarter: int, num_rows: int, num_cols: int, columns: Tensor) ->
 
 
 @triton.jit
-def tile_corner(num_cols, QUARTER: tl.constexpr):
-    """(first row, first column) of this program's tile."""
+def tile_corner(num_cols, QUARTER: tl.constexpr, BACKWARDS: tl.constexpr = False):
+    """(first row, first column) of this program's tile; BACKWARDS: the first program has the last one."""
     col_tiles = tl.cdiv(num_cols, _COLS)
-    return tl.program_id(0) // col_tiles * (4 * QUARTER), tl.program_id(0) % col_tiles * _COLS
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        tile = tl.num_programs(0) - 1 - tile
+    return tile // col_tiles * (4 * QUARTER), tile % col_tiles * _COLS
 
 
 @triton.jit
@@ -68,10 +71,12 @@ def tile_masks(first_row, first_col, num_rows, num_cols, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, cols, stride, mask, EVEN: tl.constexpr):
-    """One of the four tensors; zeros where there is nothing. `x` points at the tile's corner."""
+def load_rows(x, rows, cols, stride, mask, EVEN: tl.constexpr, ONCE: tl.constexpr = False):
+    """One of the four tensors; zeros where there is nothing. `x` points at the tile's corner. ONCE: nobody reads it
+    again, and it makes room in the L2 cache first."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     at = x + rows[:, None] * stride + cols[None, :]
-    return tl.load(at) if EVEN else tl.load(at, mask, 0.0)
+    return tl.load(at, eviction_policy=POLICY) if EVEN else tl.load(at, mask, 0.0, eviction_policy=POLICY)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._tiles import as_words, is_even
 from fp8_ds.ops.blockwise import empty_planes, num_blocks
 from fp8_ds.ops.blockwise.kernel import block_amax_kernel, quantize_kernel, transpose_kernel
+from fp8_ds.ops.blockwise.pairs_kernel import quantize_pairs_kernel
 from fp8_ds.ops.blockwise.reference import BLOCK
 
 WARPS = {"row": 2, "tile": 4, "amax": 8}
@@ -20,6 +21,11 @@ elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on 
 
 _TILE_REGISTERS = 168
 """Most per thread where a program makes transposed planes: three programs share a processor."""
+
+_PAIRS = False
+"""Whether both planes of bf16 are made by words of two (pairs_kernel.py), where no tile is cut off."""
+_PAIRS_WARPS, _PAIRS_REGISTERS, _PAIRS_GROUP = 4, 128, 1
+"""Of those: warps of a program, most registers of a thread, tiles below one another that follow each other."""
 
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
@@ -34,6 +40,11 @@ def _check_device(x: Tensor) -> bool:
             "before triton is imported."
         )
     return x.is_cuda and torch.version.hip is None
+
+
+def _has_pairs(x: Tensor) -> bool:
+    """Whether its rows can be read as words."""
+    return x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
 
 
 def _bits(number: float) -> int:
@@ -53,6 +64,27 @@ def quantize_blockwise(
     x_fp8, scale_inv = empty_planes(x, dtype, block_rows, row)
     x_fp8_t, scale_inv_t = empty_planes(x.t(), dtype, block_rows, col)
     if x.numel() == 0:
+        return x_fp8, scale_inv, x_fp8_t, scale_inv_t
+    is_even_tile = is_even(num_rows, num_cols, _TILE_QUARTER)
+    if _PAIRS and row and col and not square and x.dtype == torch.bfloat16 and is_even_tile and _has_pairs(x):
+        launch(
+            quantize_pairs_kernel,
+            num_blocks(num_rows) * num_blocks(num_cols),
+            x.view(torch.int32),
+            x.stride(0) // 2,
+            x_fp8.view(torch.int16),
+            scale_inv,
+            as_words(x_fp8_t),
+            scale_inv_t,
+            num_rows,
+            num_cols,
+            GROUP=_PAIRS_GROUP,
+            MAX_BITS=_bits(fp8_max),
+            IS_E4M3=dtype == torch.float8_e4m3fn,
+            PTX=ptx,
+            num_warps=_PAIRS_WARPS,
+            **({"maxnreg": _PAIRS_REGISTERS} if ptx else {}),
+        )
         return x_fp8, scale_inv, x_fp8_t, scale_inv_t
     kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
     words = as_words(x_fp8_t) if col else None

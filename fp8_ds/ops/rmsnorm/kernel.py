@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, NAN, magnitude, record_amax, scale_from_amax
 from fp8_ds.ops._producer_device import (
     AMAX,
     FROM_AMAX,
@@ -32,6 +32,75 @@ def _row_mean(x, num_cols, BLOCK: tl.constexpr):
     return tl.div_rn(tl.sum(eights.to(tl.float64)).to(tl.float32), num_cols * 1.0)
 
 
+@triton.jit
+def _in_bf16(bits):
+    """Bits of a float32 >= 0 or a NaN, rounded to what bf16 holds, nearest even; any NaN is the plain one."""
+    return tl.where(bits > INFINITY, NAN, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax"])
+def rmsnorm_rows_kernel(
+    x,
+    weight,
+    x_fp8,
+    hp,
+    rstd,
+    scale,
+    scale_inv,
+    amax,
+    num_rows,
+    num_cols,
+    x_stride,
+    eps,
+    MODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    TWICE: tl.constexpr,
+    HAS_HP: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """`rmsnorm_kernel` in modes GIVEN and ROWWISE by programs that take every so many-th row, and load one ahead.
+
+    The weight is read once. With a given scale, of a row only the mean is reduced: maxima wait for the last row.
+    """
+    cols = tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    w = tl.load(weight + cols, mask, 0.0)
+    factor = tl.load(scale) if MODE == GIVEN else 1.0
+    largest = tl.zeros([BLOCK // 8], tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    next_x = tl.load(x + row * x_stride + cols, mask, 0.0)
+    while row < num_rows:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        y = to_float(next_x, PTX)
+        ahead = row + tl.num_programs(0)
+        next_x = tl.load(x + ahead * x_stride + cols, cols < tl.where(ahead < num_rows, num_cols, 0), 0.0)
+        inverse_root = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(y * y, num_cols, BLOCK) + eps))
+        tl.store(rstd + row, inverse_root)
+        y = y * inverse_root
+        if TWICE:
+            y = to_float(to_bf16(y, PTX), PTX)
+        wide = y * to_float(w, PTX)
+        found = tl.max(tl.reshape(magnitude(wide), [BLOCK // 8, 8]), 1)
+        if MODE == ROWWISE:
+            factor, inverse = scale_from_amax(_in_bf16(tl.max(found)), FP8_MAX)
+            tl.store(scale_inv + row, inverse)
+        else:
+            largest = tl.maximum(largest, found)
+        y = to_bf16(wide, PTX)
+        out = row * num_cols + cols
+        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
+        if HAS_HP:
+            tl.store(hp + out, y, mask)
+        row = ahead
+    if MODE == GIVEN:
+        of_all = _in_bf16(tl.max(largest))
+        if RECORD:
+            record_amax(amax, of_all)
+        if of_all >= INFINITY:
+            tl.store(scale_inv, float("nan"))
+
+
 @triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax"])
 def rmsnorm_kernel(
     x,
@@ -52,12 +121,20 @@ def rmsnorm_kernel(
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """One program a row, which stays in registers. Pointers that a mode has no use for are not read."""
+    """One program a row, which stays in registers. Pointers that a mode has no use for are not read.
+
+    EARLY: with a given scale, it and the amax so far are read first: they are waited for along with x.
+    """
     row = tl.program_id(0).to(tl.int64)
     if MODE == FROM_AMAX:
         # Backwards: what the first pass read last is still in the L2 cache.
         row = tl.num_programs(0) - 1 - row
+    if MODE == GIVEN and EARLY:
+        factor = tl.load(scale)
+        if RECORD:
+            known = tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True))
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
     y = to_float(tl.load(x + row * x_stride + cols, mask, 0.0), PTX)
@@ -78,13 +155,16 @@ def rmsnorm_kernel(
             tl.store(scale_inv, inverse)
     else:
         largest = tl.max(magnitude(to_float(y, PTX)))
-        if MODE == AMAX or RECORD:
+        if EARLY and RECORD:
+            tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest, largest > known, sem="relaxed")
+        elif MODE == AMAX or RECORD:
             record_amax(amax, largest)
         if MODE == ROWWISE:
             factor, inverse = scale_from_amax(largest, FP8_MAX)
             tl.store(scale_inv + row, inverse)
         elif MODE == GIVEN:
-            factor = tl.load(scale)
+            if not EARLY:
+                factor = tl.load(scale)
             if largest >= INFINITY:
                 tl.store(scale_inv, float("nan"))
     if MODE != AMAX:

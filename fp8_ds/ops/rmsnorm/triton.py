@@ -7,13 +7,19 @@ import triton
 from torch import Tensor
 
 from fp8_ds.ops import _producer_device as device
-from fp8_ds.ops._launch import ceil_div, launch
+from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import SlotTensors, empty_output
-from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, sum_partials_kernel
+from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
 from fp8_ds.ops.rmsnorm.reference import rows_per_partial
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
 _SUM_COLS = 32
+_EARLY = False
+"""Whether a given scale is read before a row, not after its reduction."""
+_AHEAD_WARPS = 0
+"""Warps for each processor of programs that load a row ahead (not tensorwise, with two reads); 0: a program a row."""
+_REGISTERS = 0
+"""Most per thread; 0: the compiler's choice."""
 
 
 def _block(num_cols: int) -> int:
@@ -22,7 +28,7 @@ def _block(num_cols: int) -> int:
 
 
 def _num_warps(block: int, per_thread: int) -> int:
-    return min(block // (32 * per_thread), 32)
+    return max(min(block // (32 * per_thread), 32), 1)
 
 
 def rmsnorm(
@@ -49,6 +55,36 @@ def rmsnorm(
     elif mode == "tensorwise":
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
     block = _block(num_cols)
+    num_warps = _num_warps(block, _PER_THREAD)
+    options = {"maxnreg": _REGISTERS} if _REGISTERS and x.is_cuda and torch.version.hip is None else {}
+    if _AHEAD_WARPS and mode != "tensorwise":
+        launch(
+            rmsnorm_rows_kernel,
+            min(num_rows, max(_AHEAD_WARPS // num_warps, 1) * num_processors(x.device)),
+            x,
+            weight,
+            x_fp8.view(torch.uint8),
+            hp,
+            rstd,
+            scale,
+            scale_inv,
+            amax,
+            num_rows,
+            num_cols,
+            x.stride(0),
+            eps,
+            MODE=kernel_modes[mode][0],
+            RECORD=mode == "given" and record,
+            TWICE=twice,
+            HAS_HP=with_hp,
+            FP8_MAX=fp8_max,
+            BLOCK=block,
+            PTX=x.is_cuda and torch.version.hip is None,
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+            **options,
+        )
+        return x_fp8, scale_inv, rstd, hp
     for kernel_mode in kernel_modes[mode]:
         launch(
             rmsnorm_kernel,
@@ -70,9 +106,11 @@ def rmsnorm(
             HAS_HP=with_hp,
             FP8_MAX=fp8_max,
             BLOCK=block,
+            EARLY=_EARLY,
             PTX=x.is_cuda and torch.version.hip is None,
-            num_warps=_num_warps(block, _PER_THREAD),
+            num_warps=num_warps,
             enable_fp_fusion=False,
+            **options,
         )
     return x_fp8, scale_inv, rstd, hp
 
