@@ -122,7 +122,7 @@ def _check_rmsnorm() -> None:
     from fp8_ds.ops.rmsnorm import reference, triton
     from fp8_ds.testing.producers import assert_same, make_rows, make_scaling
 
-    for shape in ((3, 1500), (7, 1024), (1, 1)):
+    for shape in ((3, 1500), (70, 1024), (1, 1)):  # 70: programs that load ahead take several rows
         x = make_rows(*shape)
         if shape[0] > 6:
             x[2, 3], x[4, 5] = float("nan"), float("inf")
