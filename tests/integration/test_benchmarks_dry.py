@@ -93,6 +93,18 @@ def test_launch_settings_are_constants_that_exist_and_come_back(bench: Any, run_
     assert f"{len(tune.KERNELS)} kernels called" in run_main("kernels_tune", "--dry-run")
 
 
+def test_trials_change_constants_that_exist_and_each_once(bench: Any) -> None:
+    pytest.importorskip("triton")
+    trial = bench("kernels_trial")
+    assert [kernel.name for kernel in trial.kernels()] == [k.name for k in trial.KERNELS if k.name in trial.CHECKS]
+    for kernel in trial.kernels():
+        settings = trial.settings_of(kernel)
+        labels = [trial.label(setting, settings[0]) for setting in settings]
+        assert labels[0] == "ships" and len({*labels}) == len(labels)
+        with trial.applied(kernel.module, settings[-1]):
+            assert trial.shipped(kernel, settings[0]) == settings[-1]
+
+
 def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
     tune = bench("kernels_tune")
 

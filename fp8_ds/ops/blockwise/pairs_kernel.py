@@ -121,6 +121,17 @@ def _columns(x0, x1, x2, x3, even, odd, IS_E4M3: tl.constexpr, PTX: tl.constexpr
 
 
 @triton.jit
+def _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS: tl.constexpr, PTX: tl.constexpr):
+    """Scales of a tile's even and of its odd columns; their inverses are stored."""
+    even, odd = _largest(_larger(_larger(x0, x1, PTX), _larger(x2, x3, PTX), PTX), 0, PTX)
+    even, even_inverse = _scales(even, MAX_BITS)
+    odd, odd_inverse = _scales(odd, MAX_BITS)
+    tl.store(scale_inv_t + pairs * 2, even_inverse)
+    tl.store(scale_inv_t + pairs * 2 + 1, odd_inverse)
+    return even, odd
+
+
+@triton.jit
 def quantize_pairs_kernel(
     x,
     stride,
@@ -131,12 +142,14 @@ def quantize_pairs_kernel(
     num_rows,
     num_cols,
     GROUP: tl.constexpr,
+    COLUMNS_FIRST: tl.constexpr,
     MAX_BITS: tl.constexpr,
     IS_E4M3: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Both planes of a tile of 128 x 128. Args: x int32 [num_rows, num_cols / 2] with rows `stride` words apart; x_fp8
-    as int16, x_fp8_t as int32; both sizes are multiples of 128. GROUP: tiles below one another that follow in order."""
+    as int16, x_fp8_t as int32; both sizes are multiples of 128. GROUP: tiles below one another that follow in order.
+    COLUMNS_FIRST: all is loaded before anything is worked on, for more registers."""
     col_tiles = num_cols // _BLOCK
     row_tiles = num_rows // _BLOCK
     first = tl.program_id(0) // (GROUP * col_tiles) * GROUP
@@ -153,6 +166,9 @@ def quantize_pairs_kernel(
     x2 = tl.load(at + 2 * stride)
     x3 = tl.load(at + 3 * stride)
 
+    scale_inv_t += row_tile.to(tl.int64) * num_cols + col_tile * _BLOCK
+    if COLUMNS_FIRST:
+        even, odd = _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS, PTX)
     width = num_cols // 2
     at = x_fp8 + first_row.to(tl.int64) * width + col_tile * (_BLOCK // 2) + rows[:, None] * width + pairs[None, :]
     scale_inv += col_tile.to(tl.int64) * num_rows + first_row + rows
@@ -160,13 +176,9 @@ def quantize_pairs_kernel(
     _row(x1, at + width, scale_inv + 1, MAX_BITS, IS_E4M3, PTX)
     _row(x2, at + 2 * width, scale_inv + 2, MAX_BITS, IS_E4M3, PTX)
     _row(x3, at + 3 * width, scale_inv + 3, MAX_BITS, IS_E4M3, PTX)
+    if not COLUMNS_FIRST:
+        even, odd = _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS, PTX)
 
-    even, odd = _largest(_larger(_larger(x0, x1, PTX), _larger(x2, x3, PTX), PTX), 0, PTX)
-    even, even_inverse = _scales(even, MAX_BITS)
-    odd, odd_inverse = _scales(odd, MAX_BITS)
-    at = scale_inv_t + row_tile.to(tl.int64) * num_cols + col_tile * _BLOCK + pairs * 2
-    tl.store(at, even_inverse)
-    tl.store(at + 1, odd_inverse)
     even_word, odd_word = _columns(x0, x1, x2, x3, even, odd, IS_E4M3, PTX)
     height = num_rows // 4
     cols = tl.arange(0, _BLOCK // 2)[:, None] * 2

@@ -24,8 +24,9 @@ _TILE_REGISTERS = 168
 
 _PAIRS = False
 """Whether both planes of bf16 are made by words of two (pairs_kernel.py), where no tile is cut off."""
-_PAIRS_WARPS, _PAIRS_REGISTERS, _PAIRS_GROUP = 4, 128, 1
-"""Of those: warps of a program, most registers of a thread, tiles below one another that follow each other."""
+_PAIRS_WARPS, _PAIRS_REGISTERS, _PAIRS_GROUP, _PAIRS_COLUMNS_FIRST = 4, 128, 1, False
+"""Of those: warps of a program, most registers of a thread, tiles below one another that follow each other, and whether
+the columns' scales are made before the rows' codes."""
 
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
@@ -79,6 +80,7 @@ def quantize_blockwise(
             num_rows,
             num_cols,
             GROUP=_PAIRS_GROUP,
+            COLUMNS_FIRST=_PAIRS_COLUMNS_FIRST,
             MAX_BITS=_bits(fp8_max),
             IS_E4M3=dtype == torch.float8_e4m3fn,
             PTX=ptx,

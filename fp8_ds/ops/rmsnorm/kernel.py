@@ -125,7 +125,7 @@ def rmsnorm_kernel(
 ):
     """One program a row, which stays in registers. Pointers that a mode has no use for are not read.
 
-    EARLY: with a given scale, it and the amax so far are read first: they are waited for along with x.
+    EARLY: with a given scale, it and the amax so far are read first, and codes are written before the amax is known.
     """
     row = tl.program_id(0).to(tl.int64)
     if MODE == FROM_AMAX:
@@ -149,6 +149,9 @@ def rmsnorm_kernel(
         y = to_float(to_bf16(y, PTX), PTX)
     y = to_bf16(y * w, PTX)
 
+    out = row * num_cols + cols
+    if MODE == GIVEN and EARLY:
+        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
     if MODE == FROM_AMAX:
         factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
         if row == 0:
@@ -168,8 +171,8 @@ def rmsnorm_kernel(
             if largest >= INFINITY:
                 tl.store(scale_inv, float("nan"))
     if MODE != AMAX:
-        out = row * num_cols + cols
-        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
+        if not (MODE == GIVEN and EARLY):
+            tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
         if HAS_HP:
             tl.store(hp + out, y, mask)
 

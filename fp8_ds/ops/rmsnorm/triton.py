@@ -15,7 +15,7 @@ from fp8_ds.ops.rmsnorm.reference import rows_per_partial
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
 _SUM_COLS = 32
 _EARLY = False
-"""Whether a given scale is read before a row, not after its reduction."""
+"""Whether a given scale is read before a row, and codes are written before its amax is known."""
 _AHEAD_WARPS = 0
 """Warps for each processor of programs that load a row ahead (not tensorwise, with two reads); 0: a program a row."""
 _REGISTERS = 0

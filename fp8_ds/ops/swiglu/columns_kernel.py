@@ -106,20 +106,67 @@ def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
 @triton.jit
 def _product(
     gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask, left,
-    KEPT: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
+    KEPT: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner. PACKED: see below."""
-    if KEPT and TWICE and PACKED > 0:
-        at = gate_kept + rows * kept_stride
-        gate_inverse = tl.load(at) if EVEN else tl.load(at, rows < left, 0.0)
-        wide = decode(load_rows(gate, rows, cols, gate_stride, mask, EVEN), True, PTX) * gate_inverse[:, None]
-        u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
-        if PACKED < 2:
-            wide = to_float(to_bf16(wide, PTX), PTX)
-        return times(to_bf16(wide * sigmoid(wide, PTX), PTX), u, PTX)
+    """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
     g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
     return hidden(g, u, TWICE, PTX)
+
+
+@triton.jit
+def _product_of_kept(gate, gate_inverse, up, up_inverse, PACKED: tl.constexpr, PTX: tl.constexpr):
+    """bf16 of one of a tile's four tensors of codes, rounded twice. PACKED: as in `swiglu_columns_kernel`."""
+    wide = decode(gate, True, PTX) * gate_inverse[:, None]
+    if PACKED < 2:
+        wide = to_float(to_bf16(wide, PTX), PTX)
+    silu = to_bf16(wide * sigmoid(wide, PTX), PTX)
+    return times(silu, to_bf16(decode(up, True, PTX) * up_inverse[:, None], PTX), PTX)
+
+
+@triton.jit
+def _columns_of_kept(
+    gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, first_row, first_col, num_rows, num_cols,
+    gate_stride, up_stride, kept_stride,
+    MODE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    PACKED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`swiglu_columns_kernel` of codes, rounded twice: all is under way before the first is worked on, and what is not
+    finite is looked for when the columns are on theirs."""
+    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
+    left = num_rows - first_row
+    g0 = load_rows(gate, rows, cols, gate_stride, mask0, EVEN)
+    u0 = load_rows(up, rows, cols, up_stride, mask0, EVEN)
+    g1 = load_rows(gate, rows + 1, cols, gate_stride, mask1, EVEN)
+    u1 = load_rows(up, rows + 1, cols, up_stride, mask1, EVEN)
+    g2 = load_rows(gate, rows + 2, cols, gate_stride, mask2, EVEN)
+    u2 = load_rows(up, rows + 2, cols, up_stride, mask2, EVEN)
+    g3 = load_rows(gate, rows + 3, cols, gate_stride, mask3, EVEN)
+    u3 = load_rows(up, rows + 3, cols, up_stride, mask3, EVEN)
+    factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX) if MODE != AMAX else 1.0
+    if PTX:
+        tl.debug_barrier()  # else ptxas puts some of these loads off until others have arrived
+    gate_kept += rows * kept_stride
+    up_kept += rows * kept_stride
+    s0, v0 = tl.load(gate_kept, rows < left, 0.0), tl.load(up_kept, rows < left, 0.0)
+    gate_kept += kept_stride
+    up_kept += kept_stride
+    s1, v1 = tl.load(gate_kept, rows + 1 < left, 0.0), tl.load(up_kept, rows + 1 < left, 0.0)
+    gate_kept += kept_stride
+    up_kept += kept_stride
+    s2, v2 = tl.load(gate_kept, rows + 2 < left, 0.0), tl.load(up_kept, rows + 2 < left, 0.0)
+    gate_kept += kept_stride
+    up_kept += kept_stride
+    s3, v3 = tl.load(gate_kept, rows + 3 < left, 0.0), tl.load(up_kept, rows + 3 < left, 0.0)
+    h0 = _product_of_kept(g0, s0, u0, v0, PACKED, PTX)
+    h1 = _product_of_kept(g1, s1, u1, v1, PACKED, PTX)
+    h2 = _product_of_kept(g2, s2, u2, v2, PACKED, PTX)
+    h3 = _product_of_kept(g3, s3, u3, v3, PACKED, PTX)
+    if MODE != AMAX:
+        word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
+        store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+    if MODE != FROM_AMAX:
+        _note(amax, scale_inv, _largest_of_four(h0, h1, h2, h3, PTX), MODE, False)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax", "gate_kept", "up_kept"])
@@ -141,28 +188,31 @@ def swiglu_columns_kernel(
     kept_at = row * kept_stride + first_col // _COLS * kept_group_stride
     gate_kept += kept_at
     up_kept += kept_at
+    if KEPT and TWICE and PACKED > 0:
+        _columns_of_kept(
+            gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, first_row, first_col, num_rows, num_cols,
+            gate_stride, up_stride, kept_stride, MODE, FP8_MAX, QUARTER, EVEN, WORDS, PACKED, PTX,
+        )  # fmt: skip
+        return
     left = num_rows - first_row
     h0 = _product(
         gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask0, left, KEPT, EVEN, TWICE,
-        PACKED, PTX,
+        PTX,
     )  # fmt: skip
     h1 = _product(
         gate, up, gate_kept, up_kept, rows + 1, cols, gate_stride, up_stride, kept_stride, mask1, left, KEPT, EVEN,
-        TWICE, PACKED, PTX,
+        TWICE, PTX,
     )  # fmt: skip
     h2 = _product(
         gate, up, gate_kept, up_kept, rows + 2, cols, gate_stride, up_stride, kept_stride, mask2, left, KEPT, EVEN,
-        TWICE, PACKED, PTX,
+        TWICE, PTX,
     )  # fmt: skip
     h3 = _product(
         gate, up, gate_kept, up_kept, rows + 3, cols, gate_stride, up_stride, kept_stride, mask3, left, KEPT, EVEN,
-        TWICE, PACKED, PTX,
+        TWICE, PTX,
     )  # fmt: skip
     if MODE != FROM_AMAX:
-        if KEPT and TWICE and PACKED > 0:
-            _note(amax, scale_inv, _largest_of_four(h0, h1, h2, h3, PTX), MODE, False)
-        else:
-            _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
+        _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
     if MODE != AMAX:
         word = _word(h0, h1, h2, h3, _scale(scale, scale_inv, amax, MODE, FP8_MAX), FP8_MAX, PTX)
         store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
