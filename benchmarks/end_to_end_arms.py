@@ -138,8 +138,8 @@ GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), +fast (linear.fast_accumulation all), +e4m3 "
-    "(linear.grad_dtype), any "
-    "+section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait "
+    "(linear.grad_dtype), +precise (that, and the first and last layer in bf16), any +section.key=JSON of the fp8 "
+    "block; of DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait "
     "(timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
 )
@@ -208,6 +208,9 @@ def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
         block["linear"]["fast_accumulation"] = "all"
     elif key == "e4m3":
         block["linear"]["grad_dtype"] = "e4m3"
+    elif key == "precise":
+        ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+        block["linear"] |= {"grad_dtype": "e4m3", **ends}
     elif "." in key and value:
         section, _, leaf = key.partition(".")
         try:
@@ -326,6 +329,19 @@ PIECES = {
             "ours-fp32-eager",
             "ours-fp32-compiled",
             "ours-e4m11-release-eager+nonlinear+liger",
+        ),
+    ),
+    # What no run had room for, what parity's best setting costs, and a sample of the monitor, by its arm's own steps.
+    "rest": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "ours-e4m11-compiled+fused",
+            "ours-fp32-compiled+fused",
+            "stock-compiled",
+            "ours-e4m11-compiled+fused+precise",
+            "ours-fp32-eager+fused",
+            "ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",
         ),
     ),
     "recipes": Piece(

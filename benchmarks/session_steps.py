@@ -298,6 +298,13 @@ STEPS = (
         "issue 6 D: latency and accuracy of the backends (fa3-fwd wheel needed)",
     ),
     Step("states", _benchmark("end_to_end", "--piece states --budget {seconds}"), 420, "issue 4 H 1: states, release"),
+    Step(
+        "rest",
+        _benchmark("end_to_end", "--piece rest --budget {seconds}"),
+        590,
+        "issue 4 H 1: arms without a number, what the setting nearest to parity costs (predicted: 0.91 of the same "
+        "without it), and issue 8 C: a sample of the monitor (predicted 11 to 16 ms)",
+    ),
     Step("recipes", _benchmark("end_to_end", "--piece recipes --budget {seconds}"), 340, "issue 4 B, H 1: recipes"),
     Step("losses", _benchmark("end_to_end", "--piece losses --budget {seconds}"), 400, "issue 4 H: losses on text"),
     Step(

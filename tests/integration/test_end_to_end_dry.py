@@ -92,6 +92,13 @@ def test_deepspeed_arms_differ_in_the_fp8_block_only(bench: Any) -> None:
     }
 
 
+def test_the_precise_arm_has_the_linears_of_its_configuration(bench: Any, root: Path) -> None:
+    arms = bench("end_to_end_arms")
+    arm = arms.parse_arm("ours-e4m11-compiled+fused+precise", arms.MODELS["llama-2b"])
+    ready = json.loads((root / "configs/ds_zero2_fp8_precise.json").read_text())["fp8"]["linear"]
+    assert arm.fp8["linear"] == {"recipe": "tensorwise"} | ready and len(ready) == 3
+
+
 def test_measured_layers_are_told_the_tokens_of_the_arms_own_micro_batch(bench: Any) -> None:
     arms = bench("end_to_end_arms")
     arm = arms.parse_arm("ours-fp32-eager+measured+mb=3", arms.MODELS["gpt2"])
