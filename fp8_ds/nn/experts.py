@@ -43,7 +43,7 @@ def why_not(module: nn.Module) -> str | None:
 
     Reads flags, names, shapes and the text of its class's forward: the same on all ranks, also under zero.Init.
     """
-    if is_experts(module) or not hasattr(module, "is_transposed"):
+    if is_experts(module) or not (hasattr(module, "is_transposed") or "gate_up_proj" in module._parameters):
         return None
     for flag, (fitting, reason) in _FLAGS.items():
         if getattr(module, flag, fitting) != fitting:

@@ -2,7 +2,8 @@
 
 Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows, N output and K input features. Rows are
 tokens sorted by expert, those of each expert followed by zeros up to a multiple of 16: it is the size along which
-grad_weight contracts, and the tensor core's product wants such.
+grad_weight contracts, and the tensor core's product wants such. Behind them are the rows of tokens that chose the
+number E, no expert at all, as some routers let them: their outputs and gradients are 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Groups:
     """Which rows are whose.
 
     Attributes:
-        bounds: of each expert's rows, first and end, multiples of 16; the same for one without tokens.
+        bounds: of each expert's rows, and of those that are no expert's, first and end, multiples of 16; the same
+            number where there are none.
         place: int64 [T k], the row of each token's first expert, second, and so on, then of the next token.
         num_choices: k.
     """
@@ -41,12 +43,12 @@ class Groups:
         """The host waits once, for the number of tokens of each expert.
 
         Args:
-            top_k_index: int64 [T, k], of experts.
+            top_k_index: int64 [T, k], of experts; E: none.
             num_experts: E.
         """
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
         # Not torch.bincount, for which the host waits, too.
-        ends = torch.searchsorted(chosen, torch.arange(num_experts, device=chosen.device), right=True)
+        ends = torch.searchsorted(chosen, torch.arange(num_experts + 1, device=chosen.device), right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         padded_ends = padded.cumsum(0)
@@ -63,7 +65,12 @@ class Groups:
 
     def occupied(self) -> Iterator[tuple[int, slice]]:
         """Experts that have tokens, and their rows."""
-        return ((expert, slice(*bounds)) for expert, bounds in enumerate(self.bounds) if bounds[0] < bounds[1])
+        return ((expert, slice(*bounds)) for expert, bounds in enumerate(self.bounds[:-1]) if bounds[0] < bounds[1])
+
+    def joined(self, parts: list[Tensor], like: Tensor, num_features: int) -> Tensor:
+        """[P, C]: of `occupied` each one's [p, C], and zeros in the rows that are no expert's."""
+        start, end = self.bounds[-1]
+        return torch.cat([*parts, like.new_zeros(end - start, num_features)])
 
     def spread(self, x_TC: Tensor) -> Tensor:
         """[P, C]: each token in the rows of its experts, zeros in the others. No autograd; FP8 is moved as bytes."""
@@ -83,8 +90,9 @@ def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
     if not isinstance(ends, FakeTensor):
         found: list[int] = ends.tolist()
         return found
-    each = -(-num_tokens // len(ends) // ALIGNMENT) * ALIGNMENT
-    return [each * (expert + 1) for expert in range(len(ends))]
+    num_experts = len(ends) - 1
+    each = -(-num_tokens // num_experts // ALIGNMENT) * ALIGNMENT
+    return [each * min(expert + 1, num_experts) for expert in range(num_experts + 1)]
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -107,7 +115,7 @@ class _GroupedFunction(torch.autograd.Function):
             recipe.parts.output(Quantized(rows_PK[rows], None, x_fp8.scale_inv), _expert(weight_fp8, e), x.dtype)
             for e, rows in groups.occupied()
         ]
-        return torch.cat(outputs) if outputs else x.new_zeros(0, weight.shape[1])
+        return groups.joined(outputs, x, weight.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -126,7 +134,7 @@ class _GroupedFunction(torch.autograd.Function):
                 )
                 for e, rows in groups.occupied()
             ]
-            grad_x = torch.cat(grads) if grads else grad_PN.new_zeros(0, ctx.weight.shape[2])
+            grad_x = groups.joined(grads, grad_PN, ctx.weight.shape[2])
             if not ctx.is_spread:
                 grad_x = groups.collect(grad_x).sum(1)
         if needs_weight:

@@ -60,6 +60,30 @@ def build(
     return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
 
 
+def sharded_start(leaf: str) -> dict[str, Any]:
+    """Stage 3 with a model that is made in shards, as `from_pretrained` does; the whole of each `leaf` is gathered."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    config = training.ds_config(3, {}, zero_optimization={"leaf_module": {"classes": [leaf]}} if leaf else {})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = MoeLM("mixtral", False)
+    torch.manual_seed(0)
+    whole = MoeLM("mixtral", False).bfloat16()
+    for p, full in zip(net.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(full)
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    losses = training.train(engine, 3)
+    engine.eval()
+    with torch.no_grad():
+        tokens = engine.module.lm.generate(torch.arange(8)[None], max_new_tokens=4, do_sample=False, synced_gpus=True)
+    found = {"losses": losses, "weights": list(engine.fp8.weights), "tokens": tokens.tolist()}
+    training.destroy(engine)
+    return found
+
+
 def trained(
     stage: int, fp8: dict[str, Any] | None, family: str = "mixtral", folder: str = "", steps: int = 4, **more: Any
 ) -> dict[str, Any]:
@@ -118,6 +142,15 @@ def test_stages_are_the_same_training_to_the_bit(ranks: Any) -> None:
     for other in others:
         assert other[0]["losses"] == first[0]["losses"]
         training.assert_fp8_equals(other[0]["last"], first[0]["last"])
+
+
+@pytest.mark.slow
+def test_a_model_made_in_shards_and_gathered_by_layers_trains_alike(ranks: Any) -> None:
+    plain, leaves = (ranks(2).run(sharded_start, leaf)[0] for leaf in ("", "MixtralSparseMoeBlock"))
+    assert plain["losses"] == leaves["losses"] and plain["tokens"] == leaves["tokens"]
+    assert sum("experts" in name for name in plain["weights"]) == 4
+    whole = ranks(2).run(trained, 3, {}, steps=3)[0]["losses"]
+    assert plain["losses"] == pytest.approx(whole, abs=0.01)  # from bf16 weights
 
 
 def gathered(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.estimate import weights_of
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn.choice import Times, cases_of, choose
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
 from fp8_ds.nn.experts_reference import stock_forward
@@ -23,6 +25,7 @@ from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
+from fp8_ds.rehearsal import rehearse
 from fp8_ds.testing import assert_bitwise, sqnr_db
 
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
@@ -101,6 +104,24 @@ def test_in_bf16_it_is_the_stock_module_up_to_the_order_of_sums() -> None:
         assert float(sqnr_db(expected.float(), found.float())) > 45
 
 
+def test_a_token_that_chose_none_gets_nothing() -> None:
+    """Zaya's router lets tokens choose the number behind the last expert."""
+    experts, reference = convert(stock()), stock()
+    x, weights = torch.randn(40, HIDDEN).bfloat16(), torch.rand(40, 2)
+    index = torch.randint(0, NUM_EXPERTS + 1, (40, 2))
+    index[:3] = NUM_EXPERTS
+    found = []
+    for module in (reference, experts):
+        given, scores = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = module(given, index, scores)
+        output.backward(torch.ones_like(output))
+        assert not output[:3].any() and not given.grad[:3].any()
+        assert not scores.grad[index == NUM_EXPERTS].any() and scores.grad[index < NUM_EXPERTS].all()
+        found.append((output.detach(), given.grad, scores.grad, module.gate_up_proj.grad, module.down_proj.grad))
+    for one, other in zip(*found, strict=True):
+        assert float(sqnr_db(one.float(), other.float())) > 15
+
+
 def test_the_stock_text_is_what_it_says_of_itself() -> None:
     """`stock_forward` is the reference of the tests above, and what classes are compared with."""
     experts = stock()
@@ -175,6 +196,9 @@ def test_what_differs_in_anything_is_not_taken() -> None:
     ]
     assert [is_experts(module) for module in others] == [False] * len(others)
     assert why_not(clamped) == "another forward than Mixtral's" and why_not(others[3]) == "expert-parallel"
+    undecorated = nn.Module()
+    undecorated.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
+    assert why_not(undecorated) == "another forward than Mixtral's"
     assert why_not(nn.Linear(4, 4)) is None and not is_experts(nn.Linear(4, 4))
     replaced = stock()
     replaced.forward = lambda *args: args[0]
@@ -257,6 +281,37 @@ def test_a_plan_survives_a_checkpoint_and_is_applied_once_to_its_own_model() -> 
         Fp8Experts.take(model["experts"], "down_proj", model["experts"].fp8_recipes["down_proj"])
     with pytest.raises(ConfigError, match="expected no Fp8Experts yet, got one at 'experts'"):
         make_plan(model, config)
+
+
+def test_no_table_has_times_of_experts_which_are_in_fp8_all_the_same() -> None:
+    model, config = nn.ModuleDict({"experts": stock(), "head": nn.Linear(16, 16)}), LinearConfig(tokens=64)
+    plan = make_plan(model, config)
+    cases = cases_of(model, plan, config)
+    assert list(cases) == ["head"]
+    times = {case: Times(fp8_us=2, bf16_us=1, fp8_host_us=1, bf16_host_us=1) for case in cases.values()}
+    assert [row.converted for row in choose(plan, cases, times, ()).layers] == [True, True, False]
+
+
+def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_numbers() -> None:
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTER, "num_local_experts": NUM_EXPERTS}
+    config = MixtralConfig(**sizes)
+    config._experts_implementation = "grouped_mm"  # transformers' own choice in whole models
+    with torch.device("meta"):
+        block = mixtral.MixtralSparseMoeBlock(config).bfloat16()
+    assert [weight.is_fp8 for weight in weights_of(block)] == [False, True, True]
+    tokens, kept = 1024, []  # the zeros behind an expert's are few
+    for recipe in ("tensorwise", "rowwise"):
+        model, linear = copy.deepcopy(block), LinearConfig.model_validate({"recipe": recipe})
+        plan = make_plan(model, linear, may_be_empty=True)
+        if plan.num_converted:
+            apply_plan(model, plan, linear, "cpu")
+        x = torch.randn(1, tokens, HIDDEN).bfloat16()
+        kept.append(rehearse(model, lambda model, x=x: model(x).float().sum()))  # type: ignore[misc]
+    fp8, bf16 = kept
+    assert fp8.largest_gradient == bf16.largest_gradient == NUM_EXPERTS * 2 * INTER * HIDDEN
+    assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
 
 
 def test_copies_and_pickles_compute_the_same() -> None:
