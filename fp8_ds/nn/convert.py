@@ -280,8 +280,8 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
     if plan.others is not None and plan.others.kinds:
         found += f"; {plan.others.describe()}, not nn.Linear"
         advice = (
-            "Only linears are computed in FP8: use a model that is made of nn.Linear, put nn.Linear in place of "
-            f'{plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
+            "Only linears, and experts as Mixtral's, are computed in FP8: use a model of these, put nn.Linear in place "
+            f'of {plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
@@ -339,10 +339,8 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
     owner, _, name = layer.weight_name.rpartition(".")
     module = modules.get(owner)
     convert: Callable[[Recipe], object] | None = None
-    if isinstance(module, experts.Fp8Experts):
-        pass
-    elif module is not None and experts.is_experts(module):
-        convert = partial(experts.Fp8Experts.take, module, name) if layer.num_experts else None
+    if module is not None and layer.num_experts and experts.is_stock_experts(module):
+        convert = partial(experts.Fp8Experts.take, module, name)
     elif module is not None and not layer.num_experts and (fp8_class := _fp8_class(module, foreign)) is not None:
         convert = partial(fp8_class.from_linear, module)
     if convert is None:

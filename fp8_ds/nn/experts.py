@@ -52,9 +52,12 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it holds experts as Mixtral's, by all that can be read of it, or such in FP8."""
-    if isinstance(module, Fp8Experts):
-        return True
+    """Whether it holds experts as Mixtral's, or such in FP8."""
+    return isinstance(module, Fp8Experts) or is_stock_experts(module)
+
+
+def is_stock_experts(module: nn.Module) -> bool:
+    """Whether it holds experts as Mixtral's, by all that can be read of it."""
     kind = type(module)
     forward = kind.forward
     gate = getattr(kind, "_apply_gate", None)
@@ -65,7 +68,7 @@ def is_experts(module: nn.Module) -> bool:
         and callable(getattr(module, "act_fn", None))
         and _has_shapes(module)
         and all(getattr(module, flag, fitting) == fitting for flag, (fitting, _) in _FLAGS.items())
-        and (gate is None or gate.__module__ == _GATE_MODULE)
+        and (gate is None or getattr(gate, "__module__", None) == _GATE_MODULE)
         and is_stock(getattr(forward, "__wrapped__", forward))
     )
 

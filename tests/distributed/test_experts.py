@@ -275,9 +275,9 @@ def test_a_weight_without_a_master_stays_bf16_beside_the_other(ranks: Any) -> No
     assert len(found["weights"]) == 11 and found["losses"][1] < found["losses"][0]
 
 
-def universal(stage: int, folder: str, loads: bool) -> dict[str, Any]:
+def universal(stage: int, folder: str, loads: bool, fp8: dict[str, Any] = DELAYED) -> dict[str, Any]:
     """Of a run that saves, or loads what was made universal: the state then, and the losses of two steps."""
-    engine = build(stage, DELAYED, seed=int(loads), **({"checkpoint": {"load_universal": True}} if loads else {}))
+    engine = build(stage, fp8, seed=int(loads), **({"checkpoint": {"load_universal": True}} if loads else {}))
     if loads:
         engine.load_checkpoint(folder)
     else:
@@ -305,6 +305,22 @@ def test_a_universal_checkpoint_takes_experts_to_another_stage(
     training.assert_fp8_equals(after["state"][0], before["state"][0])
     assert all(torch.equal(after["state"][1][name], master) for name, master in before["state"][1].items())
     assert after["losses"] == pytest.approx(before["losses"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "fp8"), [(2, DELAYED), (3, E4M11)])
+def test_safetensors_made_of_a_checkpoint_are_bf16_of_the_masters(
+    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
+) -> None:
+    from safetensors.torch import load_file
+
+    from fp8_ds.checkpoint.convert import convert
+
+    _, masters = ranks(2).run(universal, stage, str(tmp_path / "ckpt"), False, fp8)[0]["state"]
+    convert(tmp_path / "ckpt", tmp_path / "out", "safetensors")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert saved["lm.model.layers.0.mlp.experts.gate_up_proj"].shape == (NUM_EXPERTS, 2 * INTER, 48)
+    assert all(torch.equal(saved[name], master.bfloat16()) for name, master in masters.items())
 
 
 def beside_stock(stage: int, folder: str, writes_fp8: bool) -> dict[str, Any]:

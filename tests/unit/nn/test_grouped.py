@@ -147,10 +147,10 @@ def test_in_bf16_it_is_each_experts_product_in_bf16() -> None:
         torch.testing.assert_close(grad_weight[expert], grad[start:end].t() @ rows)
 
 
-def test_without_tokens_there_is_a_gradient_of_zeros() -> None:
+@pytest.mark.parametrize("recipe", [TensorwiseRecipe(LinearConfig()), delayed()], ids=["tensorwise", "delayed"])
+def test_without_tokens_there_is_a_gradient_of_zeros(recipe: Any) -> None:
     groups, _, weight, _ = experts([])
     empty = torch.empty(0, NUM_IN).bfloat16()
-    recipe = TensorwiseRecipe(LinearConfig())
     output, grad_x, grad_weight = run(empty, weight, groups, recipe, torch.empty(0, NUM_OUT).bfloat16(), False)
     assert output.shape == (0, NUM_OUT) and grad_x.shape == (0, NUM_IN)
     assert grad_weight.shape == weight.shape and not grad_weight.any()
