@@ -210,7 +210,7 @@ def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[We
     from fp8_ds.nn.convert import make_plan
 
     plan = make_plan(module, linear or LinearConfig(), may_be_empty=True)
-    fp8 = {id(module.get_submodule(layer.fqn).weight) for layer in plan.layers if layer.converted}
+    fp8 = {id(module.get_parameter(layer.weight_name)) for layer in plan.layers if layer.converted}
     return [
         Weight(int(getattr(p, "ds_numel", p.numel())), id(p) in fp8, bool(p.requires_grad)) for p in module.parameters()
     ]

@@ -18,7 +18,7 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Setup, Weight, estimate_states, weights_of
 from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.nn.recipe_smooth import smooth_swiglus
@@ -290,7 +290,7 @@ class _Detour:
         """Raises: ConfigError: as a start does, the schedule names what is not there."""
         if run.fp8 is None:
             return cls()
-        names = [name for name, m in model.named_modules() if isinstance(m, Fp8Linear) and m.weight.requires_grad]
+        names = [name for name, layer in fp8_layers(model).items() if layer.weight.requires_grad]
         schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps)
         if run.fp8.guard.action == "bf16":
             return cls(tuple(names), True, True)
@@ -304,10 +304,11 @@ class _Detour:
 
     def take(self, model: Any, weights: Sequence[Weight]) -> list[Weight]:
         """The layers of `model` compute in bf16; its weights as they are then."""
-        linears = [model.get_submodule(name) for name in self.layers]
-        for linear in linears:
-            linear.fp8_recipe = bf16_recipe(linear.fp8_recipe)
-        ids = {id(linear.weight) for linear in linears}
+        found = fp8_layers(model)
+        layers = [found[name] for name in self.layers]
+        for layer in layers:
+            layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
+        ids = {id(layer.weight) for layer in layers}
         return [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe_smooth import SmoothRecipe
 from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
 from fp8_ds.testing.memory import PeakMemory
@@ -137,11 +137,11 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
     """FP8 weights have payloads, as ZeRO would give them; yields these tensors. Those in bf16 for now need none."""
-    for module in model.modules():
-        if isinstance(module, Fp8Linear) and module.fp8_recipe.is_fp8:
-            weight: Any = module.weight
+    for layer in fp8_layers(model).values():
+        if layer.fp8_recipe.is_fp8:
+            weight: Any = layer.weight
             data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-            granularity = TENSOR if isinstance(module.fp8_recipe, SmoothRecipe) else OF_RECIPE[module.fp8_recipe.name]
+            granularity = TENSOR if isinstance(layer.fp8_recipe, SmoothRecipe) else OF_RECIPE[layer.fp8_recipe.name]
             scale_inv = torch.empty(granularity.grid(weight.shape))
             weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)
             yield from (data, scale_inv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,8 +94,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     flops_in_fp8 = share_of_linears(fp8.linear) * sum(product.flops for product in in_fp8)
     attention_in_fp8 = share_of_attention(fp8.attention) * attention
     numel = sum(p.numel() for p in module.parameters())
-    fp8_numel = sum(product.shape[0] * product.shape[1] for product in in_fp8)
-    beside = sum(product.shape[0] * product.shape[1] for product in found if product.reason == _SCHEDULED)
+    fp8_numel = sum(math.prod(product.shape) for product in in_fp8)
+    beside = sum(math.prod(product.shape) for product in found if product.reason == _SCHEDULED)
     beside = beside if stage < 3 and in_fp8 else 0  # stages 1 and 2 gather runs of FP8 bytes whole
     return {
         "model": model,

@@ -41,7 +41,7 @@ def refuse_autotp(engine: Any, model: Any) -> None:
 
 
 def convert(engine: Any) -> Fp8Context | None:
-    """The linears of `engine.module` are FP8 layers, and what surrounds them is as the configuration says.
+    """Linears and experts of `engine.module` are FP8 layers, and what surrounds them is as the configuration says.
 
     Collective where the plan is agreed on or measured.
 
@@ -69,8 +69,7 @@ def convert(engine: Any) -> Fp8Context | None:
     else:
         configure_tensor_parallel(module, config.tensor_parallel, config.linear.recipe)
     history = apply_plan(module, plan, config.linear, device, foreign) if plan.num_converted else None
-    modules = dict(module.named_modules())
-    weights = {f"{row.fqn}.weight": modules[row.fqn].weight for row in plan.layers if row.converted}
+    weights = {row.weight_name: module.get_parameter(row.weight_name) for row in plan.layers if row.converted}
     check_overflow = bool(getattr(engine._config.bfloat16_config, "check_grad_overflow", True))
     say(plan.describe())
     if is_autotp:

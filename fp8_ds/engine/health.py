@@ -16,9 +16,10 @@ from fp8_ds.monitor.gauges import GatherTimer, Gauge
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
-from fp8_ds.monitor.observe import Observers, layers
+from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines, file_of
 from fp8_ds.monitor.statistics import StatisticsTable
+from fp8_ds.nn.layers import fp8_layers
 
 Say = Callable[[str], None]
 
@@ -90,7 +91,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
     """
     context, optimizer = engine.fp8, engine.optimizer
     group = optimizer.dp_process_group
-    found = layers(engine.module)
+    found = fp8_layers(engine.module)
     table = StatisticsTable(tuple(found), engine.device, group)
     gauges: list[Gauge] = [_gather_timer(optimizer)]
     if context.config.optimizer.states == "fp8":
@@ -123,7 +124,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
     """
     config, group = engine.fp8.config.guard, engine.optimizer.dp_process_group
-    parallel = [name for name, module in layers(engine.module).items() if module.is_parallel]
+    parallel = [name for name, layer in fp8_layers(engine.module).items() if layer.is_parallel]
     if config.action == "bf16" and parallel:
         raise UnsupportedError(
             f'fp8.guard.action: expected "report" with tensor-parallel layers, got "bf16" with {parallel[0]}. Their '

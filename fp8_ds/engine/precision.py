@@ -15,7 +15,7 @@ from fp8_ds.config import ScheduleConfig
 from fp8_ds.engine.agreement import RankZeroNumber
 from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
 from fp8_ds.schedule import Precision, PrecisionSchedule, Stays, matching
@@ -56,7 +56,7 @@ class LayerPrecision:
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        converted = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        converted = fp8_layers(model)
         self._device = device
         self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
         if config.model_copy(update={"fp32_states_from_step": None}) != ScheduleConfig() and self._is_anywhere(
@@ -93,7 +93,7 @@ class LayerPrecision:
         wanted = self.schedule.in_bf16(self.names, step, lr, overrides)
         if wanted == self.in_bf16:
             return
-        self._set_bf16(frozenset(f"{fqn}.weight" for fqn in wanted))
+        self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
         for fqn in wanted ^ self.in_bf16:
             if fqn in wanted and fqn not in self._stand_ins:
                 self._stand_ins[fqn] = bf16_recipe(self._recipes[fqn])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fp8_ds.formats import E4M3, Float8Format
 from fp8_ds.monitor.statistics import KINDS, StatisticsTable
-from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
 from fp8_ds.ops.observe import observe_codes, observe_hp
@@ -56,12 +55,20 @@ class ObservedRecipe(Recipe):
         return grad_fp8
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        self.count_whole(x_fp8, weight)
+        return super().output(x_fp8, weight, dtype)
+
+    @property
+    def parts(self) -> Any:
+        return super()
+
+    def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:
         assert x_fp8.rows is not None
         if self.is_in_training:
             observe_codes(x_fp8.rows, x_fp8.scale_inv, self.counts[0], can_saturate=x_fp8.slot is not None)
+            codes = weight.data if weight.data.dim() == 2 else weight.data.flatten(0, 1)  # of experts
             # Bounded by its master's amax.
-            observe_codes(weight.data, weight.scale_inv, self.counts[1], can_saturate=False)
-        return super().output(x_fp8, weight, dtype)
+            observe_codes(codes, weight.scale_inv, self.counts[1], can_saturate=False)
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         self.grad_rows(grad_fp8)
@@ -92,7 +99,7 @@ class Observers:
     """FP8 linears, watched between `attach` and `detach`.
 
     Args:
-        linears: name -> a module with an `fp8_recipe`; of a whole model `layers(model)`.
+        linears: name -> what has an `fp8_recipe`; of a whole model `fp8_layers(model)`.
         table: with a row for each of these names, in their order.
         model: that is evaluated between steps. Its forwards in evaluation mode are not counted, unless that is the mode
             it trains in, as one from `from_pretrained` does until `train()` is called. None: all are.
@@ -131,8 +138,3 @@ class Observers:
             recipe.__class__ = stock
             del recipe.counts, recipe.model
         self._attached.clear()
-
-
-def layers(model: nn.Module) -> Mapping[str, Fp8Linear]:
-    """The FP8 linears of `model` by name, in module order."""
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Fp8Linear)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,10 +16,11 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
-from fp8_ds.nn import conv1d
+from fp8_ds.nn import conv1d, experts
 from fp8_ds.nn.dataflow import linears_that_read
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.linear import Fp8Linear
-from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_linear
+from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_layer
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
@@ -37,17 +40,31 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear of the model: its name, its full (unsharded) weight shape, and what becomes of it, with the reason."""
+    """One linear of the model: its name, its full (unsharded) weight shape, and what becomes of it, with the reason.
+
+    Or one weight of a layer's experts, by the name of the parameter; the features are those of one expert.
+    """
 
     fqn: str
     out_features: int
     in_features: int
     converted: bool
     reason: str
+    num_experts: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out_features, in_features), of experts with their number before it."""
+        features = self.out_features, self.in_features
+        return (self.num_experts, *features) if self.num_experts else features
 
     @property
     def numel(self) -> int:
-        return self.out_features * self.in_features
+        return math.prod(self.shape)
+
+    @property
+    def weight_name(self) -> str:
+        return self.fqn if self.num_experts else f"{self.fqn}.weight"
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,9 @@ class Plan:
         numel = sum(layer.numel for layer in self.layers)
         numel_fp8 = sum(layer.numel for layer in self.layers if layer.converted)
         share = 100.0 * numel_fp8 / max(numel, 1)
-        text = f"fp8: {self.num_converted} of {len(self.layers)} linears, {share:.1f} % of linear weights"
+        has_experts = any(layer.num_experts for layer in self.layers)
+        what, whose = ("linears and weights of experts", "these") if has_experts else ("linears", "linear weights")
+        text = f"fp8: {self.num_converted} of {len(self.layers)} {what}, {share:.1f} % of {whose}"
         others = self.others if self.others is not None and self.others.kinds else None
         if others is not None:
             text += f", {others.percent_of_model(numel_fp8):.1f} % of all weights"
@@ -92,8 +111,7 @@ class Plan:
         """One row per linear: name, [out, in], fp8 or bf16, reason."""
         width = max((len(layer.fqn) for layer in self.layers), default=0)
         rows = [
-            f"{layer.fqn:<{width}}  [{layer.out_features}, {layer.in_features}]  "
-            f"{'fp8 ' if layer.converted else 'bf16'}  {layer.reason}"
+            f"{layer.fqn:<{width}}  {list(layer.shape)}  {'fp8 ' if layer.converted else 'bf16'}  {layer.reason}"
             for layer in self.layers
         ]
         return "\n".join([self.describe(), *rows])
@@ -119,7 +137,7 @@ class Plan:
 
     def to_state(self) -> dict[str, Any]:
         """Builtin types only, readable by `torch.load(weights_only=True)`."""
-        rows = [[e.fqn, e.out_features, e.in_features, e.converted, e.reason] for e in self.layers]
+        rows = [list(astuple(e))[: 6 if e.num_experts else 5] for e in self.layers]
         return {"version": _STATE_VERSION, "layers": rows}
 
     @classmethod
@@ -161,15 +179,19 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
 
 def _verdict(
     module: nn.Module,
-    fp8_class: type | None,
+    name: str,
     fqns: list[str],
     uses: Counter[int],
     linear_config: LinearConfig,
     ends: Mapping[nn.Module, str],
+    foreign: ForeignLinears,
 ) -> tuple[bool, str]:
-    """(converted, reason); `fqns` are all names of the module (one used twice has several)."""
-    weight = module._parameters.get("weight")
-    if fp8_class is None:
+    """(converted, reason) of the weight `name` of `module`.
+
+    `fqns` are all names of the linear, or of the experts' weight (a module used twice has several).
+    """
+    weight = module._parameters.get(name)
+    if not experts.is_experts(module) and _fp8_class(module, foreign) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
@@ -187,6 +209,10 @@ def _verdict(
         return False, "empty"
     if conv1d.is_conv1d(module) and linear_config.recipe not in conv1d.RECIPES:
         return False, f"a Conv1D, which can be {' or '.join(conv1d.RECIPES)}"
+    if experts.is_experts(module) and linear_config.recipe not in experts.RECIPES:
+        return False, f"experts, which can be {' or '.join(experts.RECIPES)}"
+    if experts.is_experts(module) and foreign:
+        return False, "experts under AutoTP"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"
     return True, "eligible"
@@ -198,11 +224,12 @@ def make_plan(
     may_be_empty: bool = False,
     foreign: ForeignLinears = MappingProxyType({}),
 ) -> Plan:
-    """Decides for each linear of the model; reads names, classes and shapes only, so all ranks decide alike.
+    """Decides for each linear of the model, and for experts' weights; reads names, classes and shapes only, so all
+    ranks decide alike.
 
-    Converted is what is exactly an nn.Linear, or transformers' Conv1D, with its class's forward, has no name that
-    contains one of `filter_fqns`, is in none of the layers that stay in bf16 at either end, shares its weight with no
-    other module, and trains (or `frozen` is "fp8").
+    Converted is what is exactly an nn.Linear, transformers' Conv1D, or a weight of experts as Mixtral's, with its
+    class's forward, has no name that contains one of `filter_fqns`, is in none of the layers that stay in bf16 at
+    either end, shares its weight with no other module, and trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -215,20 +242,31 @@ def make_plan(
     """
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Fp8Linear):
-            raise ConfigError(f"model: expected no Fp8Linear yet, got one at {fqn!r}. Convert a model once only.")
-        if is_linear(module, foreign):
+        if isinstance(module, Fp8Linear | experts.Fp8Experts):
+            raise ConfigError(
+                f"model: expected no {type(module).__name__} yet, got one at {fqn!r}. Convert a model once only."
+            )
+        if is_layer(module, foreign):
             names.setdefault(module, []).append(fqn)
-    uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_linear(module, foreign))
+    uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers = []
     for module, fqns in names.items():
-        converted, reason = _verdict(module, _fp8_class(module, foreign), fqns, uses, linear_config, ends)
-        shape = _features(module)
-        layers.append(LayerPlan(fqns[0], shape[0], shape[-1], converted, reason))
+        for name, own_fqns, shape in _weights(module, fqns):
+            converted, reason = _verdict(module, name, own_fqns, uses, linear_config, ends, foreign)
+            layers.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
     plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
         raise _nothing_to_convert(plan)
     return plan
+
+
+def _weights(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
+    """Of each weight that has a row: its name in `module`, all names of the row, and the shape that the row says."""
+    if not experts.is_experts(module):
+        yield "weight", fqns, _features(module)
+        return
+    for name in experts.WEIGHTS:
+        yield name, [f"{fqn}.{name}".lstrip(".") for fqn in fqns], tuple(full_shape(module._parameters[name]))
 
 
 def _nothing_to_convert(plan: Plan) -> ConfigError:
@@ -242,8 +280,8 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
     if plan.others is not None and plan.others.kinds:
         found += f"; {plan.others.describe()}, not nn.Linear"
         advice = (
-            "Only linears are computed in FP8: use a model that is made of nn.Linear, put nn.Linear in place of "
-            f'{plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
+            "Only linears, and experts as Mixtral's, are computed in FP8: use a model of these, put nn.Linear in place "
+            f'of {plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
@@ -259,7 +297,8 @@ def apply_plan(
     device: torch.device | str,
     foreign: ForeignLinears = MappingProxyType({}),
 ) -> AmaxHistory | None:
-    """Each linear that the plan converts is an Fp8Linear afterwards; the rest is untouched. All or none.
+    """Each layer that the plan converts is in FP8 afterwards: an Fp8Linear, or a weight of Fp8Experts; the rest is
+    untouched. All or none.
 
     Args:
         model: the model the plan was made for (also one rebuilt from its checkpoint).
@@ -277,44 +316,55 @@ def apply_plan(
             already; nothing is changed.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    chosen = [layer for layer in plan.layers if layer.converted]
-    targets: list[tuple[Any, type[Fp8Linear]]] = []
-    for layer in chosen:
-        module = modules.get(layer.fqn)
-        fp8_class = None if module is None else _fp8_class(module, foreign)
-        if module is None or fp8_class is None:
-            found = "nothing" if module is None else f"a {type(module).__name__}"
-            raise ConfigError(
-                f"layer plan: expected an nn.Linear at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
-            )
-        shape = _features(module)
-        if shape != (layer.out_features, layer.in_features):
-            raise ConfigError(
-                f"layer plan: expected {layer.fqn!r} of shape {(layer.out_features, layer.in_features)}, got {shape}. "
-                "Use the plan of this model."
-            )
-        if "forward" in vars(module):
-            raise ConfigError(
-                f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced. "
-                "Wrap it after the conversion."
-            )
-        targets.append((module, fp8_class))
+    converters = [_converter(modules, layer, foreign) for layer in plan.layers if layer.converted]
     shared = SharedInput()
     if linear_config.recipe != "delayed":
-        for module, fp8_class in targets:
-            fp8_class.from_linear(module, _RECIPES[linear_config.recipe](linear_config, shared))
+        for convert in converters:
+            convert(_RECIPES[linear_config.recipe](linear_config, shared))
         return None
-    fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(targets)
+    fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
     history = AmaxHistory(len(fp8_max), fp8_max, device=device)
-    for i, (module, fp8_class) in enumerate(targets):
-        fp8_class.from_linear(module, DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
+    for i, convert in enumerate(converters):
+        convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
     _name_leaders(model)
     return history
 
 
+def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
+    """What puts `layer` of the model with these modules into FP8, given its recipe.
+
+    Raises:
+        ConfigError: it is missing, or not as the plan says.
+    """
+    owner, _, name = layer.weight_name.rpartition(".")
+    module = modules.get(owner)
+    convert: Callable[[Recipe], object] | None = None
+    if module is not None and layer.num_experts and experts.is_stock_experts(module):
+        convert = partial(experts.Fp8Experts.take, module, name)
+    elif module is not None and not layer.num_experts and (fp8_class := _fp8_class(module, foreign)) is not None:
+        convert = partial(fp8_class.from_linear, module)
+    if convert is None:
+        found = "nothing" if module is None else f"a {type(module).__name__}"
+        what = "experts" if layer.num_experts else "an nn.Linear"
+        raise ConfigError(
+            f"layer plan: expected {what} at {layer.fqn!r}, got {found}. Apply a plan once, to its own model."
+        )
+    shape = next((shape for own, _, shape in _weights(module, [owner]) if own == name), ())
+    if shape != layer.shape:
+        raise ConfigError(
+            f"layer plan: expected {layer.fqn!r} of shape {layer.shape}, got {shape}. Use the plan of this model."
+        )
+    if "forward" in vars(module):
+        raise ConfigError(
+            f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced. "
+            "Wrap it after the conversion."
+        )
+    return convert
+
+
 def _name_leaders(model: nn.Module) -> None:
     """Layers with delayed scales that read what one module computes know the first of them, and no other layer."""
-    recipes = [module.fp8_recipe for module in model.modules() if isinstance(module, Fp8Linear)]
+    recipes = [layer.fp8_recipe for layer in fp8_layers(model).values()]
     all_delayed = [recipe for recipe in recipes if isinstance(recipe, DelayedRecipe)]
     for recipe in all_delayed:
         recipe.leader = None
@@ -332,7 +382,7 @@ def _name_leaders(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
-    """The layers `fqns` are nn.Linear again, with the same Parameters; the plan says why.
+    """The layers `fqns` are nn.Linear again, or experts in bf16, with the same Parameters; the plan says why.
 
     Args:
         model: to which `plan` was applied, before training.
@@ -343,10 +393,9 @@ def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> 
     Returns:
         The plan with these layers in bf16.
     """
+    layers = fp8_layers(model)
     for fqn in fqns:
-        module = model.get_submodule(fqn)
-        assert isinstance(module, Fp8Linear), fqn
-        module.revert()
+        layers[fqn].revert()
     _name_leaders(model)  # none whose amax nobody records any more
     rows = (replace(row, converted=False, reason=reason) if row.fqn in fqns else row for row in plan.layers)
     return replace(plan, layers=tuple(rows))

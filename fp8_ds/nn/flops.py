@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8_ds.config import AttentionConfig, LinearConfig
 from fp8_ds.nn.convert import Plan
-from fp8_ds.nn.matrices import other_matrices
+from fp8_ds.nn.matrices import kind_of, other_matrices
 
 
 def share_of_linears(config: LinearConfig) -> float:
@@ -56,19 +56,21 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
         others.setdefault(fqn, []).append(_other(f"{fqn}.{name}", module, p))
     found: list[Product] = []
     for fqn, module in model.named_modules():
-        if layer := planned.get(fqn):
-            shape = layer.out_features, layer.in_features
-            kind = type(module).__name__
-            found.append(Product(fqn, kind, shape, 2 * layer.numel, layer.converted, layer.reason))
-        else:
-            found.extend(others.get(fqn, ()))
+        rows = [planned[name] for name in (fqn, *(f"{fqn}.{name}" for name in module._parameters)) if name in planned]
+        for row in rows:
+            share = _share_of_experts(module, row.num_experts) if row.num_experts else 1.0
+            flops = round(2 * row.numel * share)
+            found.append(Product(row.fqn, type(module).__name__, row.shape, flops, row.converted, row.reason))
+        found.extend(others.get(fqn, ()))
     return found
 
 
 def _other(fqn: str, module: nn.Module, p: nn.Parameter) -> Product:
     kind = type(module).__name__
     share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
-    return Product(fqn, kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind}, not an nn.Linear")
+    return Product(
+        fqn, kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind_of(module)}, not an nn.Linear"
+    )
 
 
 def _share_of_experts(module: nn.Module, num_experts: int) -> float:

@@ -166,12 +166,14 @@ class Fp8Linear(nn.Linear):
 
     Attributes:
         fp8_recipe: where scales come from, gradient format, GEMM backend.
+        weight_suffix: what the name of its weight has after its own.
         is_parallel: of a subclass: whether ranks share its weight's rows or columns, whose gathers move FP8 only.
         mlp_function: of a subclass: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
             `nn.swiglu.swiglu_mlp` does; None where nothing does.
     """
 
     fp8_recipe: Recipe
+    weight_suffix: ClassVar[str] = ".weight"
     is_parallel: ClassVar[bool] = False
     mlp_function: ClassVar[Callable[[Sequence[Any]], Callable[..., Tensor] | None] | None] = None
 

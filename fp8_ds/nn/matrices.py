@@ -1,4 +1,4 @@
-"""Matrices of a model that are no linears: experts in one parameter, routers. They stay in bf16."""
+"""Matrices of a model that are no linears, nor experts as Mixtral's: other experts, routers. They stay in bf16."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp8_ds.nn.conv1d import is_conv1d
+from fp8_ds.nn.experts import is_experts, why_not
 
 _NUM_KINDS_SHOWN = 4
 
@@ -20,7 +21,8 @@ class OtherMatrices:
     """What a plan leaves in bf16 without a row for it.
 
     Attributes:
-        kinds: class and number of the modules that hold such matrices; those of most weights first.
+        kinds: class and number of the modules that hold such matrices; those of most weights first; of experts with
+            why they are.
         numel: of these matrices.
         numel_model: of all parameters.
     """
@@ -36,7 +38,7 @@ class OtherMatrices:
         numels: Counter[str] = Counter()
         seen: set[int] = set()
         for _, module, _, p in other_matrices(model, foreign):
-            kind = type(module).__name__
+            kind = kind_of(module)
             modules.setdefault(kind, set()).add(id(module))
             numels[kind] += 0 if id(p) in seen else full_shape(p).numel()
             seen.add(id(p))
@@ -68,7 +70,7 @@ def other_matrices(
     embeddings = [module for module in model.modules() if _is_embedding(module)]
     lookups = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     for fqn, module in model.named_modules():
-        if is_linear(module, foreign) or _is_embedding(module):
+        if is_layer(module, foreign) or _is_embedding(module):
             continue
         for name, p in module.named_parameters(recurse=False):
             is_matrix = sum(size > 1 for size in full_shape(p)) > 1
@@ -79,6 +81,17 @@ def other_matrices(
 def is_linear(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bool:
     """Whether it is a torch.nn.Linear (or of a class of its own, or foreign), or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or type(module) in foreign or is_conv1d(module)
+
+
+def is_layer(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bool:
+    """Whether a plan has rows for it: `is_linear`, or experts as Mixtral's."""
+    return is_linear(module, foreign) or is_experts(module)
+
+
+def kind_of(module: nn.Module) -> str:
+    """Its class, and of experts that are not as Mixtral's in what they differ."""
+    reason = why_not(module)
+    return type(module).__name__ + (f" ({reason})" if reason else "")
 
 
 def full_shape(p: Any) -> torch.Size:

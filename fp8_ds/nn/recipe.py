@@ -193,6 +193,14 @@ class Recipe(ABC):
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """[T, I]."""
 
+    @property
+    def parts(self) -> Recipe:
+        """The same for products of parts of what is counted as a whole (nn/grouped.py): a monitor sees none of them."""
+        return self
+
+    def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:  # noqa: B027  # most have nothing to do
+        """A monitor counts the codes of an input and a weight of which `parts.output` multiplies parts."""
+
     def grad_rows(self, grad_fp8: Quantized) -> Tensor:
         """[T, O], codes of grad_output for a `grad_input` that is not this recipe's own: the monitor sees them here."""
         assert grad_fp8.rows is not None

@@ -11,9 +11,10 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.monitor.clamps import ClampGauge
-from fp8_ds.monitor.observe import Observers, layers
+from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable
 from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.ops.adamw import Hyper
 from fp8_ds.optim.adamw import Fp8AdamW
 
@@ -30,8 +31,8 @@ def sampled(model: nn.Module, recipe: str, x: torch.Tensor, grad: torch.Tensor) 
     device = x.device
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
     apply_plan(model, make_plan(model, config), config, device)
-    table = StatisticsTable(tuple(layers(model)), device)
-    observers = Observers(layers(model), table)
+    table = StatisticsTable(tuple(fp8_layers(model)), device)
+    observers = Observers(fp8_layers(model), table)
     model(x).backward(grad)
     if device.type == "cuda":
         torch.cuda.synchronize()

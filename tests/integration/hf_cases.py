@@ -29,11 +29,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
-from fp8_ds.nn import Fp8Linear
+from fp8_ds.nn.layers import fp8_layers
 
 EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {
@@ -93,7 +95,7 @@ def computed_with(engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = masters(engine)
-    in_fp8 = {f"{name}.weight" for name, module in engine.module.named_modules() if isinstance(module, Fp8Linear)}
+    in_fp8 = {name + layer.weight_suffix for name, layer in fp8_layers(engine.module).items()}
     for name, p in engine.module.named_parameters():
         if name in found and name not in in_fp8:
             bits = safe_get_full_fp32_param(p).float().cpu().view(torch.int32)
@@ -209,12 +211,13 @@ def saved_by_stock(out: Path, stage: int, model: Any, weights: dict[str, torch.T
 
 def models(out: Path, stage: int) -> dict[str, Any]:
     """Families of models, each trained a few steps and saved; and what stock code saves from the same weights."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    small = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     gpt2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
     made: dict[str, Callable[[], Any]] = {
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
         "qwen3_tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
-        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **experts)),
+        "mixtral": mixtral,
+        "qwen3_moe_fp8_states": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **small)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
         "gpt2_fp8_states": lambda: GPT2LMHeadModel(GPT2Config(**gpt2)),
     }
@@ -229,10 +232,13 @@ def models(out: Path, stage: int) -> dict[str, Any]:
         saved = saved_weights(out / name)
         plan = trainer.deepspeed.fp8_report()["plan"]
         end(trainer.deepspeed)
+        if dist.get_rank() == 0:
+            torch.save(expected, out / f"{name}-masters.pt")
         stock = saved_by_stock(out / f"{name}-stock", stage, make(), expected)
         found[name] = {
             "losses": losses(trainer),
             "plan": plan,
+            "folder": str(out / name),
             "names": sorted(saved),
             "stock_names": sorted(stock),
             "saved_differ": differing(saved, stock) + differing(saved, expected),
@@ -295,11 +301,44 @@ def unwrapped(engine: Any) -> Iterator[Any]:
 LORA_BLOCK = {"linear": {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}}
 
 
-def with_lora(model: Any) -> Any:
+def with_lora(model: Any, **more: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "v_proj", "up_proj"]
-    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "up_proj"], **more}
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **options))
+
+
+def mixtral() -> Any:
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+
+
+def lora_experts(out: Path, stage: int) -> dict[str, Any]:
+    """LoRA beside frozen experts in FP8; and on the experts' own parameters, which PEFT computes while it is called."""
+    found: dict[str, Any] = {}
+    targets: dict[str, dict[str, Any]] = {
+        "beside": {"target_modules": ["q_proj", "v_proj"]},
+        "on": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    }
+    for name, more in targets.items():
+        torch.manual_seed(0)
+        args = arguments(out / name, stage, LORA_BLOCK, max_steps=8, learning_rate=1e-2)
+        trainer = Trainer(model=with_lora(mixtral(), **more), args=args, train_dataset=Sequences())
+        trainer.train()
+        report = trainer.deepspeed.fp8_report()
+        moved = [n for n, p in masters(trainer.deepspeed).items() if "lora_B" in n and bool(p.any())]
+        end(trainer.deepspeed)
+        torch.manual_seed(0)
+        args = arguments(out / name, stage, {"enabled": False}, max_steps=8, learning_rate=1e-2)
+        plain = Trainer(model=with_lora(mixtral(), **more), args=args, train_dataset=Sequences())
+        plain.train()
+        end(plain.deepspeed)
+        found[name] = {
+            "losses": losses(trainer),
+            "in_bf16": losses(plain),
+            "plan": report["plan"],
+            "num_moved": len(moved),
+        }
+    return found
 
 
 def lora(out: Path, stage: int) -> dict[str, Any]:
@@ -409,7 +448,8 @@ def end(engine: Any) -> None:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    one.__name__: one for one in (trainer_resumes, lora_resumes, pretrained, models, generation, lora, accelerate)
+    one.__name__: one
+    for one in (trainer_resumes, lora_resumes, pretrained, models, generation, lora, lora_experts, accelerate)
 }
 
 

@@ -129,7 +129,9 @@ def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp
     assert reasons.count("a Conv1D, which can be tensorwise or delayed") == 8
     code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL)
     experts = [row for row in found["layers"] if row["shape"][0] == 8 and len(row["shape"]) == 3]
-    assert code == 0 and len(experts) == 6
+    assert code == 0 and len(experts) == 6 and all(row["in_fp8"] for row in experts)
+    assert found["num_fp8"] == found["num_layers"] - 4  # routers and the head
+    assert found["fp8_percent_of_parameters"] > 90
     numel = {row["fqn"]: row["shape"][0] * row["shape"][1] * row["shape"][2] for row in experts}
     assert all(row["flops"] == 2 * numel[row["fqn"]] // 4 for row in experts)  # a token visits 2 of 8
 

@@ -18,11 +18,12 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.gauges import GatherTimer, Gauge
 from fp8_ds.monitor.health import HealthMonitor
-from fp8_ds.monitor.observe import ObservedRecipe, Observers, layers
+from fp8_ds.monitor.observe import ObservedRecipe, Observers
 from fp8_ds.monitor.plot import draw, main, matrix, read_reports
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
 from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics
 from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.layers import fp8_layers
 
 
 class Calls(Gauge):
@@ -46,9 +47,9 @@ def build(every: int) -> tuple[nn.Module, HealthMonitor, list[Report], Calls]:
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
-    table = StatisticsTable(tuple(layers(model)), "cpu")
+    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
     gauge, reports = Calls(), []
-    health = HealthMonitor(every, table, Observers(layers(model), table), [gauge], lambda: {"coverage": 1.0})
+    health = HealthMonitor(every, table, Observers(fp8_layers(model), table), [gauge], lambda: {"coverage": 1.0})
     health.sinks.append(reports.append)
     return model, health, reports, gauge
 

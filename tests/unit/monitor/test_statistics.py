@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2, Float8Format
-from fp8_ds.monitor.observe import Observers, layers
+from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable, TensorStatistics, from_counts
 from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
 from fp8_ds.scaling.delayed import AmaxHistory
 
@@ -65,8 +66,8 @@ def test_a_tensor_without_a_finite_amax_has_neither_scale_nor_shares(recipe: str
     model = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference"})
     history = apply_plan(model, make_plan(model, config), config, "cpu")
-    table = StatisticsTable(tuple(layers(model)), "cpu")
-    observers = Observers(layers(model), table)
+    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
+    observers = Observers(fp8_layers(model), table)
     grad = torch.randn(128, 128).bfloat16()
     grad[3, 4] = value
     observers.attach()
@@ -93,8 +94,8 @@ def test_layers_are_counted_only_while_attached_and_their_bits_do_not_change(rec
     model = nn.Sequential(nn.Linear(256, 160, bias=False), nn.ReLU(), nn.Linear(160, 128, bias=False)).bfloat16()
     config = LinearConfig.model_validate({"recipe": recipe, "backend": "reference", "grad_dtype": "e4m3"})
     history = apply_plan(model, make_plan(model, config), config, "cpu")
-    table = StatisticsTable(tuple(layers(model)), "cpu")
-    observers = Observers(layers(model), table)
+    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
+    observers = Observers(fp8_layers(model), table)
     x = torch.randn(192, 256).bfloat16().requires_grad_()
     with torch.no_grad():
         x[:, :64] = 0
@@ -144,8 +145,8 @@ def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
     config = LinearConfig.model_validate({"recipe": "delayed", "backend": "reference"})
     history = apply_plan(model, make_plan(model, config), config, "cpu")
     assert history is not None
-    table = StatisticsTable(tuple(layers(model)), "cpu")
-    observers = Observers(layers(model), table)
+    table = StatisticsTable(tuple(fp8_layers(model)), "cpu")
+    observers = Observers(fp8_layers(model), table)
     x, grad = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
     step(model, history, x, grad)
     observers.attach()
@@ -163,7 +164,7 @@ def test_attaching_twice_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
-    observers = Observers(layers(model), StatisticsTable(tuple(layers(model)), "cpu"))
+    observers = Observers(fp8_layers(model), StatisticsTable(tuple(fp8_layers(model)), "cpu"))
     observers.attach()
     with pytest.raises(RuntimeError, match="Call detach first"):
         observers.attach()

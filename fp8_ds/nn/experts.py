@@ -1,0 +1,195 @@
+"""A mixture's experts in FP8: transformers 5 keeps those of a layer in two parameters of one module.
+
+Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows (nn/grouped.py), H hidden and I
+intermediate features. One scale for a whole weight does not mind how many matrices it is made of. Scales of rows or
+blocks would be kept as those of one matrix: experts with such recipes stay in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from fp8_ds.errors import ConfigError
+from fp8_ds.nn.experts_reference import is_stock
+from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn.linear import Fp8Linear, check_features
+from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+
+RECIPES = ("tensorwise", "delayed")
+"""Those that experts can have."""
+WEIGHTS = ("gate_up_proj", "down_proj")
+"""[E, 2 I, H], gate first, and [E, H, I]."""
+
+_FLAGS = {
+    "is_transposed": (False, "transposed weights"),
+    "has_bias": (False, "biases"),
+    "has_gate": (True, "no gate"),
+    "is_concatenated": (True, "gate and up in turn"),
+    "has_post_expert_norm": (False, "a norm of each expert"),
+    "_is_expert_parallel": (False, "expert-parallel"),
+}
+"""What transformers' `use_experts_implementation` notes of a class, with the value that fits and what another means.
+Versions that do not know a flag do not set it. Source: transformers 5.24 src/transformers/integrations/moe.py."""
+_GATE_MODULE = "transformers.integrations.moe"
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why the experts in `module` are none that `Fp8Experts` computes; None: it does, or there are none in it.
+
+    Reads flags, names, shapes and the text of its class's forward: the same on all ranks, also under zero.Init.
+    """
+    if is_experts(module) or not (hasattr(module, "is_transposed") or "gate_up_proj" in module._parameters):
+        return None
+    for flag, (fitting, reason) in _FLAGS.items():
+        if getattr(module, flag, fitting) != fitting:
+            return reason
+    return "another forward than Mixtral's"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds experts as Mixtral's, or such in FP8."""
+    return isinstance(module, Fp8Experts) or is_stock_experts(module)
+
+
+def is_stock_experts(module: nn.Module) -> bool:
+    """Whether it holds experts as Mixtral's, by all that can be read of it."""
+    kind = type(module)
+    forward = kind.forward
+    gate = getattr(kind, "_apply_gate", None)
+    return (
+        set(module._parameters) == set(WEIGHTS)
+        and not module._buffers
+        and set(module._modules) <= {"act_fn"}
+        and callable(getattr(module, "act_fn", None))
+        and _has_shapes(module)
+        and all(getattr(module, flag, fitting) == fitting for flag, (fitting, _) in _FLAGS.items())
+        and (gate is None or getattr(gate, "__module__", None) == _GATE_MODULE)
+        and is_stock(getattr(forward, "__wrapped__", forward))
+    )
+
+
+def _has_shapes(module: Any) -> bool:
+    parameters = [module._parameters[name] for name in WEIGHTS]
+    if None in parameters:
+        return False
+    gate_up, down = (tuple(getattr(p, "ds_shape", p.shape)) for p in parameters)
+    if len(gate_up) != 3 or len(down) != 3:
+        return False
+    num_experts, two_i, hidden = gate_up
+    return num_experts == getattr(module, "num_experts", None) and down == (num_experts, hidden, two_i // 2)
+
+
+class Fp8Experts(nn.Module):
+    """Experts computed in FP8, on tokens sorted by expert. Made from an existing module, never constructed.
+
+    Input bf16, fp16 or fp32; the output has the input's dtype. What each token's experts give is added up in the dtype
+    of the product with its weights, and rounded once.
+
+    Attributes:
+        fp8_recipes: of each weight that is in FP8 by the plan, by name.
+        bf16_recipe: of one that is not.
+        stock_class: what it was.
+    """
+
+    fp8_recipes: dict[str, Recipe]
+    bf16_recipe: Recipe
+    stock_class: type[nn.Module]
+    act_fn: nn.Module
+
+    @classmethod
+    def take(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
+        """The weight `name` of `module` is in FP8 from now on: same object, same Parameters, hooks and state dict.
+
+        Args:
+            module: of which `is_experts` holds; or an Fp8Experts, another weight of which is in FP8.
+            name: one of `WEIGHTS`.
+            recipe: of its own, one of `RECIPES`.
+
+        Raises:
+            ConfigError: another class, or another recipe; or the weight is in FP8 already.
+        """
+        if not is_experts(module) or name not in WEIGHTS or name in getattr(module, "fp8_recipes", ()):
+            raise ConfigError(
+                f"module: expected Mixtral's experts with {name!r} in bf16, got {type(module).__name__}. A weight is "
+                "converted once."
+            )
+        if recipe.name not in RECIPES:
+            raise ConfigError(
+                f"recipe: expected {' or '.join(RECIPES)} for experts, got {recipe.name}. Use one of these."
+            )
+        if not isinstance(module, Fp8Experts):
+            stock_class = type(module)
+            module.__class__ = cls
+            assert isinstance(module, Fp8Experts)
+            module.stock_class, module.fp8_recipes = stock_class, {}
+            module.bf16_recipe = Bf16Recipe(TensorwiseRecipe(recipe.linear_config))
+        module.fp8_recipes[name] = recipe
+
+    # The host reads how many tokens each expert has: a graph would be made anew for any other numbers.
+    @_disable_dynamo
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `experts_reference.stock_forward`."""
+        weight: Any = self.gate_up_proj
+        check_features(hidden_states, weight.shape[-1])
+        groups = Groups.of(top_k_index, weight.shape[0])
+        x = Fp8Linear.readable(hidden_states)
+        gate_PI, up_PI = self._product(x, "gate_up_proj", groups, is_spread=False).chunk(2, dim=-1)
+        down_PH = self._product(self.act_fn(gate_PI) * up_PI, "down_proj", groups, is_spread=True)
+        weighted_TkH = groups.collect(down_PH) * top_k_weights.unsqueeze(-1)
+        return weighted_TkH.sum(1).to(hidden_states.dtype)
+
+    def _product(self, x: Tensor, name: str, groups: Groups, *, is_spread: bool) -> Tensor:
+        recipe = self.fp8_recipes.get(name, self.bf16_recipe)
+        return grouped_linear(x, getattr(self, name), groups, recipe, is_spread=is_spread)
+
+    def revert(self, name: str) -> None:
+        """The weight `name` is in bf16; where no other one is in FP8, it is what it was."""
+        del self.fp8_recipes[name]
+        if not self.fp8_recipes:
+            stock_class = self.stock_class
+            del self.fp8_recipes, self.bf16_recipe, self.stock_class
+            self.__class__ = stock_class  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
+        rows = (
+            f"{name}={shape}, {self.fp8_recipes.get(name, self.bf16_recipe).describe()}"
+            for name, shape in shapes.items()
+        )
+        return "\n".join(rows)
+
+
+@dataclass
+class ExpertsWeight:
+    """One FP8 weight of a layer's experts, as those see it who else see an Fp8Linear.
+
+    Args:
+        module: that holds it.
+        name: one of `WEIGHTS`.
+    """
+
+    module: Fp8Experts
+    name: str
+    is_parallel: ClassVar[bool] = False
+    weight_suffix: ClassVar[str] = ""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight: nn.Parameter = getattr(self.module, self.name)
+        return weight
+
+    @property
+    def fp8_recipe(self) -> Recipe:
+        return self.module.fp8_recipes[self.name]
+
+    @fp8_recipe.setter
+    def fp8_recipe(self, recipe: Recipe) -> None:
+        self.module.fp8_recipes[self.name] = recipe
+
+    def revert(self) -> None:
+        self.module.revert(self.name)

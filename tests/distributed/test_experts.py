@@ -1,0 +1,359 @@
+"""Mixtures of experts under ZeRO: their weights are FP8 bytes in shards and on the wire, and train as the linears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.distributed
+pytest.importorskip("transformers.integrations.moe")
+
+DELAYED = {"linear": {"recipe": "delayed"}}
+E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+SIZES = {"vocab_size": training.VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NUM_EXPERTS, INTER = 5, 40
+NUM_EXPERT_WEIGHTS = 2 * NUM_EXPERTS * 3 * 48 * INTER
+
+
+class MoeLM(nn.Module):
+    """A language model of transformers, that returns its loss."""
+
+    def __init__(self, family: str, checkpointing: bool) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+        if family == "mixtral":
+            config = MixtralConfig(**sizes, intermediate_size=INTER, num_local_experts=NUM_EXPERTS)
+            self.lm: Any = MixtralForCausalLM(config)
+        else:
+            sizes |= {"moe_intermediate_size": INTER, "num_experts": NUM_EXPERTS, "head_dim": 12}
+            self.lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, intermediate_size=64))
+        if checkpointing:
+            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.lm(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+
+def build(
+    stage: int,
+    fp8: dict[str, Any] | None,
+    family: str = "mixtral",
+    seed: int = 0,
+    checkpointing: bool = False,
+    **overrides: Any,
+) -> Any:
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    torch.manual_seed(seed)
+    net = MoeLM(family, checkpointing)
+    config = training.ds_config(stage, fp8, **overrides)
+    return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+
+
+def sharded_start(leaf: str) -> dict[str, Any]:
+    """Stage 3 with a model that is made in shards, as `from_pretrained` does; the whole of each `leaf` is gathered."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    config = training.ds_config(3, {}, zero_optimization={"leaf_module": {"classes": [leaf]}} if leaf else {})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = MoeLM("mixtral", False)
+    torch.manual_seed(0)
+    whole = MoeLM("mixtral", False).bfloat16()
+    for p, full in zip(net.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(full)
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    losses = training.train(engine, 3)
+    engine.eval()
+    with torch.no_grad():
+        tokens = engine.module.lm.generate(torch.arange(8)[None], max_new_tokens=4, do_sample=False, synced_gpus=True)
+    found = {"losses": losses, "weights": list(engine.fp8.weights), "tokens": tokens.tolist()}
+    training.destroy(engine)
+    return found
+
+
+def trained(
+    stage: int, fp8: dict[str, Any] | None, family: str = "mixtral", folder: str = "", steps: int = 4, **more: Any
+) -> dict[str, Any]:
+    """What a run leaves; with a folder, of one that is saved after two steps and resumed."""
+    engine = build(stage, fp8, family, **more)
+    first = None if fp8 is None else training.fp8_state(engine)
+    losses = training.train(engine, 2 if folder else steps)
+    if folder:
+        engine.save_checkpoint(folder)
+        training.destroy(engine)
+        engine = build(stage, fp8, family, seed=7, **more)
+        engine.load_checkpoint(folder)
+        losses += training.train(engine, steps - 2, 2)
+    found: dict[str, Any] = {"losses": losses, "masters": training.full_masters(engine)}
+    if fp8 is not None:
+        found |= {"first": first, "last": training.fp8_state(engine), "report": engine.fp8_report()}
+        found["history"] = None if engine.fp8.history is None else engine.fp8.history.state_dict()
+    training.destroy(engine)
+    return found
+
+
+def check_weights(found: dict[str, Any], rest: list[dict[str, Any]]) -> None:
+    """Experts are among the FP8 weights, have moved, are the quantised masters, and the same on all ranks."""
+    own = [name for name in found["last"] if "experts" in name]
+    assert len(own) == 4 and all(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in own)
+    assert sum(found["last"][name][0].numel() for name in own) == NUM_EXPERT_WEIGHTS
+    assert all((found["last"][name][0] != found["first"][name][0]).float().mean() > 0.5 for name in own)
+    for other in rest:
+        training.assert_fp8_equals(other["last"], found["last"])
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "family"),
+    [
+        (2, DELAYED, "mixtral"),
+        (3, {}, "qwen3_moe"),
+        pytest.param(1, {}, "mixtral", marks=pytest.mark.slow),
+        pytest.param(2, {}, "qwen3_moe", marks=pytest.mark.slow),
+        pytest.param(3, DELAYED, "mixtral", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_one(ranks: Any, stage: int, fp8: dict[str, Any], family: str) -> None:
+    """The same micro-batches, whose gradients are summed in another order."""
+    two = ranks(2).run(trained, stage, fp8, family)
+    one = ranks(1).run(trained, stage, fp8, family, gradient_accumulation_steps=2)[0]
+    check_weights(two[0], two[1:])
+    training.assert_fp8_follows_masters(two[0]["last"], two[0]["masters"])
+    training.assert_fp8_equals(two[0]["first"], one["first"])
+    assert two[0]["losses"][0] == pytest.approx(one["losses"][0], abs=1e-6)  # a sum of two numbers by gloo
+    assert two[0]["losses"] == pytest.approx(one["losses"], abs=0.01)
+
+
+def test_stages_are_the_same_training_to_the_bit(ranks: Any) -> None:
+    first, *others = [ranks(2).run(trained, stage, {}, "mixtral", steps=2) for stage in (1, 2, 3)]
+    for other in others:
+        assert other[0]["losses"] == first[0]["losses"]
+        training.assert_fp8_equals(other[0]["last"], first[0]["last"])
+
+
+@pytest.mark.slow
+def test_a_model_made_in_shards_and_gathered_by_layers_trains_alike(ranks: Any) -> None:
+    plain, leaves = (ranks(2).run(sharded_start, leaf)[0] for leaf in ("", "MixtralSparseMoeBlock"))
+    assert plain["losses"] == leaves["losses"] and plain["tokens"] == leaves["tokens"]
+    assert sum("experts" in name for name in plain["weights"]) == 4
+    whole = ranks(2).run(trained, 3, {}, steps=3)[0]["losses"]
+    assert plain["losses"] == pytest.approx(whole, abs=0.01)  # from bf16 weights
+
+
+def gathered(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """Elements of each dtype that the third step's gathers moved on this rank, and those of all weights."""
+    from fp8_ds.comm import count_collectives
+
+    engine = build(stage, fp8)
+    training.train(engine, 2)
+    with count_collectives() as count:
+        training.train(engine, 1, 2)
+    moved = {torch.uint8: 0, torch.bfloat16: 0}
+    for name, numel, dtype in count.records:
+        if "gather" in name:
+            moved[dtype] = moved.get(dtype, 0) + numel
+    found = {
+        "fp8": moved[torch.uint8],
+        "bf16": moved[torch.bfloat16],
+        "in_fp8": {n: getattr(p, "ds_numel", p.numel()) for n, p in engine.fp8.weights.items()},
+        "all": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+    }
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_are_gathered_in_one_byte_a_weight(ranks: Any, stage: int) -> None:
+    found = ranks(2).run(gathered, stage, {})[0]
+    in_fp8 = sum(found["in_fp8"].values())
+    assert sum(numel for name, numel in found["in_fp8"].items() if "experts" in name) == NUM_EXPERT_WEIGHTS
+    assert 0.7 * found["all"] < NUM_EXPERT_WEIGHTS
+    assert in_fp8 <= found["fp8"] < 1.02 * in_fp8
+    assert found["bf16"] < 1.02 * (found["all"] - in_fp8)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [
+        (3, DELAYED),
+        (2, E4M11),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, {}), (2, DELAYED), (3, E4M11))),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(ranks: Any, stage: int, fp8: dict[str, Any], tmp_path: Path) -> None:
+    whole = ranks(2).run(trained, stage, fp8)
+    check_weights(whole[0], whole[1:])
+    cut = ranks(2).run(trained, stage, fp8, folder=str(tmp_path))[0]
+    assert cut["losses"] == whole[0]["losses"]
+    training.assert_fp8_equals(cut["last"], whole[0]["last"])
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_in_bf16_it_is_stock_but_for_the_order_of_sums_and_comes_back(ranks: Any, stage: int) -> None:
+    ours = ranks(2).run(trained, stage, {"schedule": {"bf16_until_step": 1000}})[0]
+    stock = ranks(2).run(trained, stage, None)[0]["losses"]
+    assert ours["report"]["num_layers_in_bf16"] == 12
+    assert ours["losses"] == pytest.approx(stock, abs=2e-3)
+    back = ranks(2).run(trained, stage, {"schedule": {"bf16_until_step": 2}})[0]
+    assert back["report"]["num_layers_in_bf16"] == 0
+    assert back["losses"][:2] == ours["losses"][:2] and back["losses"][2:] != ours["losses"][2:]
+    assert back["losses"] == pytest.approx(stock, abs=0.02)
+    one = {"schedule": {"layers": {"layers.0.mlp.experts.down_proj": "bf16"}}}
+    assert ranks(2).run(trained, stage, one)[0]["report"]["num_layers_in_bf16"] == 1
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_activation_checkpointing_it_is_the_same(ranks: Any, stage: int) -> None:
+    plain, recomputed = (ranks(2).run(trained, stage, {}, checkpointing=on)[0] for on in (False, True))
+    assert recomputed["losses"] == plain["losses"]
+    training.assert_fp8_equals(recomputed["last"], plain["last"])
+
+
+def watched(stage: int, is_compiled: bool) -> dict[str, Any]:
+    """Losses under a monitor, and its last report."""
+    engine = build(stage, {"monitor": {"every": 2, "sink": "/dev/null"}})
+    reports: list[Any] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    if is_compiled:
+        torch._dynamo.reset()
+        engine.compile(backend="aot_eager")
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return {"losses": losses, "report": reports[-1]}
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_monitor_has_rows_of_experts_and_counts_them_as_covered(ranks: Any, stage: int) -> None:
+    report = ranks(2).run(watched, stage, False)[0]["report"]
+    assert len(report["layers"]) == 12 and report["coverage"] > 0.9
+    kinds = report["layers"]["lm.model.layers.1.mlp.experts.gate_up_proj"]
+    assert kinds["weight"]["num"] == 2 * NUM_EXPERTS * 2 * INTER * 48  # on two ranks
+    assert all(kinds[kind]["amax"] > 0 for kind in ("input", "weight", "grad_output"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_it_is_the_same(ranks: Any, stage: int) -> None:
+    eager, traced = (ranks(2).run(watched, stage, is_compiled)[0] for is_compiled in (False, True))
+    assert traced["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+
+
+def left_out(stage: int) -> dict[str, Any]:
+    """A start where one weight of the experts is in no parameter group."""
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    torch.manual_seed(0)
+    net = MoeLM("mixtral", False)
+    trained = [p for name, p in net.named_parameters() if "layers.1.mlp.experts.down_proj" not in name]
+    with training.log_lines() as said:
+        engine = deepspeed.initialize(model=net, config=training.ds_config(stage, {}), model_parameters=trained)[0]
+    losses = training.train(engine, 2)
+    found = {"losses": losses, "plan": engine.fp8_report()["plan"], "weights": list(engine.fp8.weights), "said": said}
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.slow
+def test_a_weight_without_a_master_stays_bf16_beside_the_other(ranks: Any) -> None:
+    found = ranks(2).run(left_out, 2)[0]
+    assert "layers.1.mlp.experts.down_proj (in no parameter group)" in found["plan"]
+    assert len(found["weights"]) == 11 and found["losses"][1] < found["losses"][0]
+
+
+def universal(stage: int, folder: str, loads: bool, fp8: dict[str, Any] = DELAYED) -> dict[str, Any]:
+    """Of a run that saves, or loads what was made universal: the state then, and the losses of two steps."""
+    engine = build(stage, fp8, seed=int(loads), **({"checkpoint": {"load_universal": True}} if loads else {}))
+    if loads:
+        engine.load_checkpoint(folder)
+    else:
+        training.train(engine, 2)
+        engine.save_checkpoint(folder)
+    state = training.fp8_state(engine), training.full_masters(engine)
+    losses = training.train(engine, 2, 2)
+    training.destroy(engine)
+    return {"state": state, "losses": losses}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), [(2, 3), (3, 1)])
+def test_a_universal_checkpoint_takes_experts_to_another_stage(
+    ranks: Any, tmp_path: Path, source: int, target: int
+) -> None:
+    from test_checkpoint_universal import convert
+
+    from fp8_ds.checkpoint.universal import prepare_universal
+
+    before = ranks(2).run(universal, source, str(tmp_path), False)[0]
+    convert(tmp_path)
+    prepare_universal(tmp_path / "universal", target)
+    after = ranks(2).run(universal, target, str(tmp_path), True)[0]
+    training.assert_fp8_equals(after["state"][0], before["state"][0])
+    assert all(torch.equal(after["state"][1][name], master) for name, master in before["state"][1].items())
+    assert after["losses"] == pytest.approx(before["losses"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "fp8"), [(2, DELAYED), (3, E4M11)])
+def test_safetensors_made_of_a_checkpoint_are_bf16_of_the_masters(
+    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
+) -> None:
+    from safetensors.torch import load_file
+
+    from fp8_ds.checkpoint.convert import convert
+
+    _, masters = ranks(2).run(universal, stage, str(tmp_path / "ckpt"), False, fp8)[0]["state"]
+    convert(tmp_path / "ckpt", tmp_path / "out", "safetensors")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert saved["lm.model.layers.0.mlp.experts.gate_up_proj"].shape == (NUM_EXPERTS, 2 * INTER, 48)
+    assert all(torch.equal(saved[name], master.bfloat16()) for name, master in masters.items())
+
+
+def beside_stock(stage: int, folder: str, writes_fp8: bool) -> dict[str, Any]:
+    """One side writes a checkpoint in FP8, or without it, and the other side loads it."""
+    engine = build(stage, DELAYED if writes_fp8 else None)
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    saved = training.full_masters(engine)
+    training.destroy(engine)
+    engine = build(stage, None if writes_fp8 else DELAYED, seed=3)
+    engine.load_checkpoint(folder)
+    loaded = training.full_masters(engine)
+    training.destroy(engine)
+    return {"differ": [name for name, master in saved.items() if not torch.equal(loaded[name], master)]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writes_fp8", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_go_to_stock_and_back(ranks: Any, tmp_path: Path, stage: int, writes_fp8: bool) -> None:
+    assert ranks(2).run(beside_stock, stage, str(tmp_path), writes_fp8)[0]["differ"] == []
+
+
+def released(stage: int) -> list[float]:
+    """With updates during the backward and FP8 states."""
+    engine = build(stage, {"optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}})
+    losses = training.train(engine, 4)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_updates_during_the_backward_take_experts_as_any_weight(ranks: Any, stage: int) -> None:
+    losses = ranks(2).run(released, stage)[0]
+    assert losses[-1] < losses[0] - 0.1

@@ -1,0 +1,159 @@
+"""Experts on CUDA: each product is that of one expert, the host waits once, and engines train with them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import test_experts as small
+import torch
+import training
+from torch import Tensor, nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.nn import TensorwiseRecipe, apply_plan, make_plan
+from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.testing import assert_bitwise, sqnr_db
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+
+
+def run(x: Tensor, weight: Tensor, groups: Groups, backend: Any, grad: Tensor) -> list[Tensor]:
+    given, p = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+    recipe = TensorwiseRecipe(LinearConfig(backend=backend))
+    output = grouped_linear(given, p, groups, recipe, is_spread=False)
+    output.backward(grad)
+    assert given.grad is not None and p.grad is not None
+    return [output.detach(), given.grad, p.grad]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_out", "num_in"),
+    [(1000, 8, 512, 256), (37, 5, 48, 80), (50, 6, 40, 72), (3, 8, 64, 64), (0, 4, 64, 64)],
+)
+def test_products_are_those_of_each_expert(num_tokens: int, num_experts: int, num_out: int, num_in: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
+    scores[:, 1] = -1  # nobody's
+    index = scores.topk(2).indices
+    groups = Groups.of(index, num_experts)
+    x = torch.randn(num_tokens, num_in, device="cuda", generator=generator).bfloat16()
+    weight = torch.randn(num_experts, num_out, num_in, device="cuda", generator=generator).bfloat16()
+    grad = groups.spread(torch.randn(num_tokens, num_out, device="cuda", generator=generator).bfloat16())
+    found = run(x, weight, groups, "torch", grad)
+    reference = run(x, weight, groups, "reference", grad)
+    assert not found[2][1].any()
+    if num_tokens == 0:
+        assert not found[2].any() and found[0].shape == (0, num_out)
+        return
+    for one, other in zip(reference, found, strict=True):
+        assert one.shape == other.shape
+        assert float(sqnr_db(one.float(), other.float())) > 45  # of bf16's rounding, and the accumulator's of `output`
+    x_fp8, x_inv = quantize_tensorwise(x, E4M3)
+    w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
+    g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
+    rows_x = groups.spread(x_fp8)
+    for expert, rows in groups.occupied():
+        product = scaled_mm(rows_x[rows], w_fp8[expert], x_inv, w_inv, torch.bfloat16, use_fast_accum=True)
+        assert_bitwise(found[0][rows], product)
+        own = scaled_mm(g_fp8[rows].t(), rows_x[rows].t(), g_inv, x_inv, torch.bfloat16)
+        assert_bitwise(found[2][expert], own)
+        # Zeros behind the tokens add nothing.
+        tokens = (index == expert).any(1).nonzero()[:, 0]
+        assert len(tokens) <= rows.stop - rows.start < len(tokens) + 16
+        exact = slice(rows.start, rows.start + len(tokens))
+        assert_bitwise(rows_x[exact].float(), x_fp8.float()[tokens])
+
+
+def module(seed: int = 0) -> Any:
+    from transformers import MixtralConfig
+
+    torch.manual_seed(seed)
+    config = MixtralConfig(hidden_size=256, intermediate_size=448, num_local_experts=8)
+    config._experts_implementation = "eager"
+    experts = mixtral.MixtralExperts(config)
+    for p in experts.parameters():
+        nn.init.normal_(p, std=0.05)
+    return experts.to("cuda", torch.bfloat16)
+
+
+def outputs(experts: Any, history: Any = None, steps: int = 2) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(700, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+        weights, index = torch.rand(700, 8, device="cuda", generator=generator).topk(2)
+        weights.requires_grad_()
+        experts.zero_grad()
+        output = experts(x, index, weights)
+        output.backward(torch.randn(output.shape, device="cuda", generator=generator).bfloat16())
+        if history is not None:
+            history.update(history.amax_local.clone())
+        found += [output.detach(), x.grad, weights.grad, experts.gate_up_proj.grad, experts.down_proj.grad]
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_the_module_computes_what_stock_does(recipe: str) -> None:
+    stock = module()
+    experts, config = nn.ModuleDict({"experts": copy.deepcopy(stock)}), LinearConfig.model_validate({"recipe": recipe})
+    history = apply_plan(experts, make_plan(experts, config), config, "cuda")
+    assert list(fp8_layers(experts)) == ["experts.gate_up_proj", "experts.down_proj"]
+    for k, (one, other) in enumerate(zip(outputs(stock), outputs(experts["experts"], history), strict=True)):
+        assert float(sqnr_db(one.float(), other.float())) > (22 if k % 5 in (0, 2) else 15)
+
+
+def test_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
+    experts, config = nn.ModuleDict({"experts": module()}), LinearConfig()
+    apply_plan(experts, make_plan(experts, config), config, "cuda")
+    outputs(experts["experts"])  # kernels are compiled
+    x = torch.randn(700, 256, device="cuda").bfloat16().requires_grad_()
+    weights, index = torch.rand(700, 8, device="cuda").topk(2)
+    grad = torch.randn(700, 256, device="cuda").bfloat16()
+    counts = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = experts["experts"](x, index, weights)
+            counts.append(sum("synchroniz" in str(one.message) for one in caught))
+            output.backward(grad)
+            counts.append(sum("synchroniz" in str(one.message) for one in caught))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "family"),
+    [
+        (1, {}, "mixtral"),
+        (2, small.DELAYED, "mixtral"),
+        (2, small.E4M11, "qwen3_moe"),
+        (3, {}, "mixtral"),
+        (3, small.E4M11, "mixtral"),
+    ],
+)
+def test_an_engine_trains_with_them(gpu_ranks: Any, stage: int, fp8: dict[str, Any], family: str) -> None:
+    results = gpu_ranks(1).run(small.trained, stage, fp8, family)
+    small.check_weights(results[0], results[1:])
+    if "optimizer" not in fp8:
+        training.assert_fp8_follows_masters(results[0]["last"], results[0]["masters"])
+    again = gpu_ranks(1).run(small.trained, stage, fp8, family, checkpointing=True)[0]
+    assert again["losses"] == pytest.approx(results[0]["losses"], abs=0.02)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_gpus_train_as_one(gpu_ranks: Any, stage: int) -> None:
+    two = gpu_ranks(2).run(small.trained, stage, {}, "mixtral")
+    one = gpu_ranks(1).run(small.trained, stage, {}, "mixtral", gradient_accumulation_steps=2)[0]
+    small.check_weights(two[0], two[1:])
+    assert two[0]["losses"] == pytest.approx(one["losses"], abs=0.02)

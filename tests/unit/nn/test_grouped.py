@@ -1,0 +1,170 @@
+"""The product of all experts is that of each expert by itself, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
+from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.quantize import quantize_tensorwise
+from fp8_ds.scaling.delayed import AmaxHistory
+from fp8_ds.testing import assert_bitwise
+from fp8_ds.zero.payload import Fp8Payload
+
+NUM_EXPERTS, NUM_OUT, NUM_IN = 5, 48, 80
+CHOICES = [[0, 2], [2, 0], [2, 4], [4, 2], [2, 0], [0, 4], [2, 4]]  # 4, 0, 6, 0 and 4 tokens
+MANY = [[0, 1], *[[2, 4]] * 17]  # 1, 1, 17, 0, 17: more than 16, and not a multiple of it
+
+
+def experts(choices: list[list[int]]) -> tuple[Groups, Tensor, Tensor, Tensor]:
+    """Groups, x [T, K] whose tokens differ in size, weight [E, N, K], grad_output [P, N], 0 where no token is."""
+    torch.manual_seed(0)
+    groups = Groups.of(torch.tensor(choices, dtype=torch.long).view(-1, 2), NUM_EXPERTS)
+    x = torch.randn(len(choices), NUM_IN) * torch.logspace(-2, 1, len(choices))[:, None]
+    weight = torch.randn(NUM_EXPERTS, NUM_OUT, NUM_IN) * torch.logspace(-2, 0, NUM_EXPERTS)[:, None, None]
+    grad = groups.spread(torch.randn(len(choices), NUM_OUT).bfloat16())
+    return groups, x.bfloat16(), weight.bfloat16(), grad
+
+
+def tokens_of(expert: int, choices: list[list[int]]) -> list[int]:
+    """Tokens in the order in which they chose it."""
+    return [t for t, row in enumerate(choices) for chosen in row if chosen == expert]
+
+
+def run(x: Tensor, weight: Tensor, groups: Groups, recipe: Any, grad: Tensor, is_spread: bool) -> list[Tensor]:
+    x, weight = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+    output = grouped_linear(x, weight, groups, recipe, is_spread=is_spread)
+    output.backward(grad)
+    assert x.grad is not None and weight.grad is not None
+    return [output.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+def test_rows_are_the_tokens_by_expert_each_from_a_multiple_of_16_on(choices: list[list[int]]) -> None:
+    groups, x, _, _ = experts(choices)
+    rows = groups.spread(x)
+    counts = [len(tokens_of(expert, choices)) for expert in range(NUM_EXPERTS)]
+    assert [end - start for start, end in groups.bounds] == [-(-count // 16) * 16 for count in (*counts, 0)]
+    assert groups.num_rows == len(rows)
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        assert_bitwise(rows[start : start + counts[expert]], x[tokens_of(expert, choices)])
+        assert not rows[start + counts[expert] : end].any()
+    assert_bitwise(groups.collect(rows), x[:, None].expand(-1, 2, -1).contiguous())
+    codes = x.to(torch.float8_e4m3fn)
+    assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_it_is_each_experts_own_product_under_one_scale(
+    backend: Any, choices: list[list[int]], is_spread: bool
+) -> None:
+    groups, x, weight, grad = experts(choices)
+    given = groups.spread(x) if is_spread else x
+    recipe = TensorwiseRecipe(LinearConfig(backend=backend))
+    output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
+    x_fp8, x_inv = quantize_tensorwise(x, E4M3)
+    w_fp8, w_inv = quantize_tensorwise(weight, E4M3)
+    g_fp8, g_inv = quantize_tensorwise(grad, E5M2)
+    expected_x = torch.zeros_like(grad_x if is_spread else groups.spread(x))
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        own = tokens_of(expert, choices)
+        x_e, g_e = (codes.view(torch.uint8) for codes in (x_fp8, g_fp8))
+        x_e, g_e = x_e[own].view(x_fp8.dtype), g_e[start : start + len(own)].view(g_fp8.dtype)
+        rows = slice(start, start + len(own))
+        assert_bitwise(output[rows], scaled_mm(x_e, w_fp8[expert], x_inv, w_inv, torch.bfloat16, backend))
+        assert not output[start + len(own) : end].any()
+        expected_x[rows] = scaled_mm(g_e, w_fp8[expert].t(), g_inv, w_inv, torch.bfloat16, backend)
+        expected = scaled_mm(g_e.t(), x_e.t(), g_inv, x_inv, torch.bfloat16, backend)
+        assert_bitwise(grad_weight[expert], expected)
+        assert bool(own) == bool(grad_weight[expert].any())
+    assert_bitwise(grad_x, expected_x if is_spread else groups.collect(expected_x).sum(1))
+
+
+def with_payload(weight: Tensor, codes: Tensor, scale_inv: Tensor) -> nn.Parameter:
+    """As ZeRO leaves it: NaN, and FP8 bytes beside it."""
+    p: Any = nn.Parameter(torch.full((1,), float("nan")).bfloat16().expand(weight.shape))
+    p._fp8 = Fp8Payload("weight", 1 / scale_inv, scale_inv, torch.bfloat16)
+    p._fp8.data = codes
+    return p
+
+
+def delayed() -> DelayedRecipe:
+    """With scales of an earlier step, by which some elements saturate."""
+    history = AmaxHistory(2, [E4M3.max, E5M2.max], device="cpu")
+    recipe = DelayedRecipe(LinearConfig.model_validate({"recipe": "delayed"}), history, 0, 1)
+    history.update(torch.tensor([20.0, 3.0]))
+    return recipe
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
+def test_it_is_the_fp8_linears_of_the_experts_where_scales_are_the_same(choices: list[list[int]]) -> None:
+    groups, x, weight, grad = experts(choices)
+    codes, scale_inv = quantize_tensorwise(weight, E4M3)
+    p, given, recipe = with_payload(weight, codes, scale_inv), x.clone().requires_grad_(), delayed()
+    output = grouped_linear(given, p, groups, recipe, is_spread=False)
+    output.backward(grad)
+    assert given.grad is not None and p.grad is not None
+    expected_x, amaxes = torch.zeros(groups.num_rows, NUM_IN).bfloat16(), []
+    for expert, (start, _) in enumerate(groups.bounds[:-1]):
+        own = tokens_of(expert, choices)
+        if not own:
+            assert not p.grad[expert].any()
+            continue
+        linear: Any = nn.Linear(NUM_IN, NUM_OUT, bias=False).bfloat16()
+        linear.weight = with_payload(weight[expert], codes[expert], scale_inv)
+        own_recipe = delayed()
+        Fp8Linear.from_linear(linear, own_recipe)
+        x_e = x[own].clone().requires_grad_()
+        rows = slice(start, start + len(own))
+        assert_bitwise(output[rows].detach(), linear(x_e).detach())
+        linear(x_e).backward(grad[rows])
+        assert x_e.grad is not None
+        expected_x[rows] = x_e.grad
+        assert_bitwise(p.grad[expert], linear.weight.grad)
+        amaxes.append(own_recipe.history.amax_local)
+    assert_bitwise(given.grad, groups.collect(expected_x).sum(1))
+    assert_bitwise(recipe.history.amax_local, torch.stack(amaxes).amax(0))
+
+
+def test_in_bf16_it_is_each_experts_product_in_bf16() -> None:
+    groups, x, weight, grad = experts(MANY)
+    recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
+    output, grad_x, grad_weight = run(groups.spread(x), weight, groups, recipe, grad, is_spread=True)
+    for expert, (start, end) in enumerate(groups.bounds[:-1]):
+        rows = groups.spread(x)[start:end]
+        torch.testing.assert_close(output[start:end], rows @ weight[expert].t())
+        torch.testing.assert_close(grad_x[start:end], grad[start:end] @ weight[expert])
+        torch.testing.assert_close(grad_weight[expert], grad[start:end].t() @ rows)
+
+
+@pytest.mark.parametrize("recipe", [TensorwiseRecipe(LinearConfig()), delayed()], ids=["tensorwise", "delayed"])
+def test_without_tokens_there_is_a_gradient_of_zeros(recipe: Any) -> None:
+    groups, _, weight, _ = experts([])
+    empty = torch.empty(0, NUM_IN).bfloat16()
+    output, grad_x, grad_weight = run(empty, weight, groups, recipe, torch.empty(0, NUM_OUT).bfloat16(), False)
+    assert output.shape == (0, NUM_OUT) and grad_x.shape == (0, NUM_IN)
+    assert grad_weight.shape == weight.shape and not grad_weight.any()
+
+
+def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once() -> None:
+    groups, x, weight, _ = experts(CHOICES)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        recipe = TensorwiseRecipe(LinearConfig())
+        grouped_linear(x.requires_grad_(), nn.Parameter(weight), groups, recipe, is_spread=False)
+    assert [(t.dtype, t.numel()) for t in kept] == [(torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        frozen = nn.Parameter(weight, requires_grad=False)
+        grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
+    assert kept == []
