@@ -71,6 +71,14 @@ class AdamCore:
             if not has_moments(shard):
                 allocate_moments(shard, self.device)
 
+    @torch.no_grad()
+    def forget(self, row: int) -> None:
+        """Row `row` is as before its first step: moments of zeros, in place, and a count of 0."""
+        self.step_count[row] = 0
+        for piece in self.flats[row].pieces:
+            for moment in (piece.shard.m, piece.shard.v, piece.shard.m_scale_inv, piece.shard.v_scale_inv):
+                moment.zero_()
+
     def moved(self) -> None:
         """Tensors of shards lie elsewhere now: tables of their addresses are made anew."""
         self._prepared.clear()
