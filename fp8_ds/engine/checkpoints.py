@@ -22,6 +22,7 @@ from fp8_ds.engine.saving import Recorder, save_whole
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 _FOLLOWING_KEY = "following"
@@ -172,7 +173,7 @@ class Fp8Checkpoints:
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
         optimizer = getattr(self, "optimizer", None)
-        if not isinstance(optimizer, Fp8ZeroStage12):
+        if not isinstance(optimizer, Fp8ZeroStage12 | Fp8ZeroStage3):
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
         with optimizer.fp8_load():
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]

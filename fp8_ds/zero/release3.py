@@ -26,7 +26,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         names = [self.param_names[p] for group in self.fp16_groups for p in group]
         scale_indices = {}
         if self._fp8_is_split:
-            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.param.requires_grad}
+            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
         clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad

@@ -31,7 +31,8 @@ class ShardedWeight:
     Attributes:
         param: the ZeRO-3 Parameter; `param.ds_tensor` is its bf16 shard, padded to `ds_numel` elements.
         shard: its FP8 shard, 1-D, padded likewise with zeros.
-        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard if frozen.
+        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard without one.
+        is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
         keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
         in_bf16: whether the layer computes in bf16: stock code then gathers and frees the weight, from `ds_tensor`.
@@ -41,8 +42,10 @@ class ShardedWeight:
         self.param = param
         self.index = index
         self.shard = self.source = torch.empty(0)
+        self.is_trainable: bool = param.requires_grad
         self.keeps_bf16 = True
         self.in_bf16 = False
+        self._has_made_bf16 = False
         self.payload = Fp8Payload(
             name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, param.ds_tensor.device
         )
@@ -61,6 +64,7 @@ class ShardedWeight:
 
     def drop_bf16(self) -> None:
         """Release the bf16 shard; what reads it past the hooks reads NaN."""
+        self._has_made_bf16 = False
         self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
 
     def make_bf16(self) -> None:
@@ -68,6 +72,12 @@ class ShardedWeight:
         bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=self.source.device)
         bf16[: self.source.numel()].copy_(self.source)
         self.param.ds_tensor.data = bf16
+        self._has_made_bf16 = True
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether the bf16 shard is to be made for whoever reads it; not where an outer reader has it made already."""
+        return not (self.keeps_bf16 or self._has_made_bf16)
 
     def release(self) -> None:
         """Drop the gathered bytes, once the stream that computes with them is done."""
@@ -213,7 +223,7 @@ class Fp8Shards:
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
         """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since."""
-        made = [w for w in weights if not w.keeps_bf16 and id(w) not in self._written]
+        made = [w for w in weights if w.lacks_bf16 and id(w) not in self._written]
         for weight in made:
             weight.make_bf16()
         try:

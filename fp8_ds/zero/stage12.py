@@ -404,7 +404,8 @@ class Fp8ZeroStage12:
         """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
 
         Args:
-            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent.
+            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent. Of a weight
+                that a user has frozen they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
             on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
         """
         payloads: list[Fp8Payload] = []
@@ -413,8 +414,12 @@ class Fp8ZeroStage12:
             for i, kind in enumerate(self._fp8_kinds):
                 for index, p in enumerate(kind.params):
                     full = self._fp8_gather_master(i, index)
-                    found = full if on_device else full.cpu()
-                    p._fp8.export = found if wanted else torch.empty_like(full, device="meta")
+                    if wanted:
+                        p._fp8.export = full if on_device else full.cpu()
+                    elif p.requires_grad:
+                        p._fp8.export = torch.empty_like(full, device="meta")
+                    else:
+                        p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
                     payloads.append(p._fp8)
             yield
         finally:

@@ -58,7 +58,7 @@ class Fp8ZeroStage3:
         self._fp8_shards = shards = self._fp8_make_collection(quantizer)
         for index, (name, p) in enumerate(context.weights.items()):
             weight = self._fp8_make_weight(name, p, index)
-            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not p.requires_grad
+            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not weight.is_trainable
             shards.add(weight)
         self._fp8_flat_is_live = True
         self._fp8_fill(device)
@@ -98,7 +98,7 @@ class Fp8ZeroStage3:
         """Point every weight at its master elements (again, after an offload or reload has moved them)."""
         weights = self._fp8_shards.weights
         for weight in weights:
-            if weight.param.requires_grad:
+            if weight.is_trainable:
                 group, offset, _ = self.grad_position[self.get_param_id(weight.param)]
                 master = self.fp32_partitioned_groups_flat[group].detach()
                 weight.source = master.narrow(0, offset, weight.num_real)
@@ -258,7 +258,7 @@ class Fp8ZeroStage3:
             for piece, master in zip(bf16, masters, strict=True):
                 master.copy_(newer(master, piece))
         for weight in shards.weights:
-            if weight.param.requires_grad and (self._fp8_flat_is_live or shards.was_written(weight)):
+            if weight.is_trainable and (self._fp8_flat_is_live or shards.was_written(weight)):
                 weight.source.copy_(newer(weight.source, weight.param.ds_tensor.data[: weight.num_real]))
         if not self._fp8_in_load:
             self._fp8_refresh(is_step=False)
@@ -311,8 +311,23 @@ class Fp8ZeroStage3:
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
-        """Nothing to do: stock exports of ZeRO-3 gather bf16 of the masters."""
-        yield
+        """Stock exports of ZeRO-3 gather bf16 of the masters. While inside, weights that a user has frozen have bf16
+        shards, which stock checkpoints hold in the place of masters."""
+        with self._fp8_shards.bf16_shards(self._fp8_frozen_since()):
+            yield
+
+    @contextmanager
+    def fp8_load(self: Any) -> Iterator[None]:
+        """While inside, stock code may write the bf16 shards of weights that a user has frozen. Collective."""
+        frozen = self._fp8_frozen_since()
+        with self._fp8_shards.bf16_shards(frozen, keep_written=True):
+            yield
+            if frozen:
+                self._fp8_shards.absorb(frozen)
+
+    def _fp8_frozen_since(self: Any) -> list[ShardedWeight]:
+        """FP8 weights with masters that a user has frozen in the middle of the run; the same on all ranks."""
+        return [w for w in self._fp8_shards.weights if w.is_trainable and not w.param.requires_grad]
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Bytes this rank holds outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""
