@@ -13,10 +13,11 @@ from torch import Tensor
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
     """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
 
-    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is.
+    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is, NaN
+    where ranks would step with different numbers.
 
     Args:
-        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`.
+        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`, its `_fp8_alike` a `SameNumbers`.
         grads: this rank's pieces, none twice.
         params: the parameters they are of.
     """
@@ -32,7 +33,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     else:
         device = grads[0].device if grads else optimizer.optimizer.core.device
         total = torch.zeros((), device=device)
-    dist.all_reduce(total, group=optimizer.dp_process_group)
+    total = optimizer._fp8_alike.sum(total.view(1), optimizer.param_groups)[0]
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     return total.sqrt()
 

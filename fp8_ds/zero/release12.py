@@ -38,6 +38,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
         )
+        self._fp8_alike = self._fp8_release.alike
         self._fp8_ready: dict[str, Tensor] = {}
 
     def _fp8_link(self: Any) -> None:

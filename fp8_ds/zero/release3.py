@@ -31,6 +31,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
         )
+        self._fp8_alike = self._fp8_release.alike
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Update the parameters of a bucket from their reduced shards, and free their gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.masters import BY_NAME, MasterFormat
+from fp8_ds.zero.alike import SameNumbers
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import OverflowFlag
 from fp8_ds.zero.offload import offload_adam, reload_adam
@@ -36,6 +38,10 @@ class Fp8States:
 
     # --- the step ---
 
+    @functools.cached_property
+    def _fp8_alike(self: Any) -> SameNumbers:
+        return SameNumbers(self.optimizer.core, self.dp_process_group)
+
     def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
         core = self.optimizer.core
         inputs = core.begin(self.optimizer.param_groups, grad_scale=grad_scale, skip=skip)
@@ -55,8 +61,14 @@ class Fp8States:
         return skipped
 
     def _fp8_end_step(self: Any, norm: Tensor) -> None:
-        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
+        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale.
+
+        Raises:
+            ConfigError: it was skipped because ranks would have stepped with different numbers.
+        """
         self.overflow = self._fp8_flag.resolve(self._fp8_waits)
+        if self.overflow:
+            self._fp8_alike.check(self.optimizer.param_groups)
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 
