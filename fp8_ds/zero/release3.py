@@ -19,6 +19,8 @@ _STEP_TIMER = "optimizer_step"
 class Fp8ReleaseStage3(Fp8StatesStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3. Updates run on the stream of the reduction."""
 
+    _fp8_keeps_gradients = False
+
     def fp8_init(self: Any, context: Fp8Context) -> None:
         refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)

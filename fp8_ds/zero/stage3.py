@@ -46,10 +46,12 @@ class Fp8ZeroStage3:
 
     _fp8: Fp8Context
     _fp8_shards: Fp8Shards
+    _fp8_keeps_gradients = True
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
         self._fp8 = context
+        self._fp8_has_gradient: set[int] = set()  # ds_id, since the last step
         device = self.fp32_partitioned_groups_flat[0].device
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
@@ -195,6 +197,32 @@ class Fp8ZeroStage3:
             self._fp8_drop_flat()
 
     # --- what the host calls ---
+
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """As stock, but what the micro-batches before did not use starts from zero, where stock code adds to the
+        gradient of an earlier step."""
+        for p in params_to_release:
+            if p.ds_id not in self._fp8_has_gradient:
+                self._fp8_has_gradient.add(p.ds_id)
+                if self.micro_step_id > 0:
+                    self._fp8_gradient_buffer(p).zero_()
+        found: list[Tensor] = super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
+        return found
+
+    def _pre_step(self: Any) -> None:
+        """As stock, but what no micro-batch has used has a gradient of zeros, as in stages 1 and 2. Stock code updates
+        it by that of the last step which used it, for as long as none does."""
+        if self._fp8_keeps_gradients:
+            for p in (p for group in self.fp16_groups for p in group):
+                if p.ds_id not in self._fp8_has_gradient:
+                    self._fp8_gradient_buffer(p).zero_()
+        self._fp8_has_gradient.clear()
+        super()._pre_step()  # type: ignore[misc]
+
+    def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
+        """Where stock code adds up this rank's gradients of `p`."""
+        buffer: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
+        return buffer
 
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
         """After the update of one sub-group: bf16 shards from masters, for those that have one."""

@@ -1,4 +1,4 @@
-"""Ranks step with the same learning rate and its like, or none of them steps: scales of split masters follow from it."""
+"""Ranks step with the same learning rate and the like, or none does: scales of split masters follow from them."""
 
 from __future__ import annotations
 
