@@ -24,9 +24,12 @@ from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
+from fp8_ds.zero.states import Fp8States
 
 _FOLLOWING_KEY = "following"
 """Within our state: of monitor and guard."""
+_LATE_KEY = "late_overflow"
+"""Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
 
 
 class Fp8Checkpoints:
@@ -60,6 +63,8 @@ class Fp8Checkpoints:
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_following is not None:
             client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
+        if isinstance(self.optimizer, Fp8States):
+            client_state[CHECKPOINT_KEY][_LATE_KEY] = self.optimizer.fp8_flag.late()
         save = super().save_checkpoint  # type: ignore[misc]
 
         def write(tag: str) -> Any:
@@ -167,6 +172,8 @@ class Fp8Checkpoints:
         if client_state is not None:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
+            if isinstance(self.optimizer, Fp8States):
+                self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
         return path, client_state
 

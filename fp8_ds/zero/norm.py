@@ -65,7 +65,9 @@ class OverflowFlag:
         self._sent: Tensor | None = None
         self._host: Tensor | None = None
         self._ready: Any = None
-        self._is_pending = self._before = False
+        self._is_pending = self._before = self._loaded = False
+        self.last: Tensor | None = None
+        """What was last sent, on the device."""
         self.is_current = True
         """Whether the last answer was about the step that asked for it."""
 
@@ -75,6 +77,7 @@ class OverflowFlag:
         Args:
             skip: int32, 0-dim, not written before `resolve`.
         """
+        self.last = skip
         if skip.device.type != "cuda":
             self._sent = skip
             return
@@ -99,9 +102,17 @@ class OverflowFlag:
         self.is_current = wait
         return self._read() if wait else self._before
 
-    def _read(self) -> bool:
+    def late(self) -> bool:
+        """Whether the last step was skipped and `resolve` has not said so yet; for a checkpoint. Waits for the flag."""
         if not self._is_pending:
-            return False
+            return self._loaded
         self._ready.synchronize()
-        self._is_pending = False
         return bool(self._host)
+
+    def load(self, late: bool) -> None:
+        """The last step is that of a checkpoint, where `late` was said: no flag of this run is on its way."""
+        self._loaded, self._is_pending = late, False
+
+    def _read(self) -> bool:
+        late, self._loaded, self._is_pending = self.late(), False, False
+        return late

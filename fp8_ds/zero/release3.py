@@ -63,7 +63,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         self.timers(_STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
         self.zero_grad(set_to_none=True)
-        self._fp8_flag.send(overflow_flag(norm))
+        self.fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None

@@ -32,7 +32,7 @@ class Fp8States:
         """Before the stage's own. Collective."""
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self._fp8_is_split = self._fp8_format.is_split
-        self._fp8_flag = OverflowFlag()
+        self.fp8_flag = OverflowFlag()
         self._fp8_squares = SumOfSquares()
         super().fp8_init(context)  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ class Fp8States:
 
     def _fp8_is_skipped(self: Any) -> bool:
         """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
-        skipped = self.overflow and self._fp8_flag.is_current
+        skipped = self.overflow and self.fp8_flag.is_current
         if skipped and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
         return skipped
@@ -66,7 +66,7 @@ class Fp8States:
         Raises:
             ConfigError: it was skipped because ranks would have stepped with different numbers.
         """
-        self.overflow = self._fp8_flag.resolve(self._fp8_waits)
+        self.overflow = self.fp8_flag.resolve(self._fp8_waits)
         if self.overflow:
             self._fp8_alike.check(self.optimizer.param_groups)
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None

@@ -242,7 +242,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         grads, params = self._fp8_gradients()
         norm = global_norm(self, grads, params)
         skip = overflow_flag(norm)
-        self._fp8_flag.send(skip)
+        self.fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._partition_all_parameters()
         self.zero_grad(set_to_none=True)

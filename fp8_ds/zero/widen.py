@@ -20,7 +20,7 @@ from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
 _NO_CODES, _NO_SCALES = torch.empty(0, dtype=torch.uint8), torch.empty(0)
 _LEFT_OVER = (
     "_fp8_alike",
-    "_fp8_flag",
+    "fp8_flag",
     "_fp8_flats",
     "_fp8_format",
     "_fp8_names",

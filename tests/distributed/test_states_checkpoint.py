@@ -106,6 +106,50 @@ def test_a_run_saved_before_its_first_step_resumes(ranks: Any, tmp_path: Path, s
     ranks(2).run(before_the_first_step, str(tmp_path), stage, master)
 
 
+def late(folder: str, stage: int) -> None:
+    """Step 2 overflows, which the host would learn in step 3: a save lies between."""
+
+    def built(seed: int) -> Any:
+        config = training.ds_config(stage, base.states("e4m19"), bf16={"check_grad_overflow": False})
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}}
+        one = training.build(config, seed=seed)
+        one.optimizer.fp8_flag = training.late_flag()
+        return one
+
+    def rates(one: Any) -> list[Any]:
+        found = []
+        for step in range(2, 5):
+            losses = training.train(one, 1, step)
+            found.append((losses, one.get_lr(), one.skipped_steps))
+        return found
+
+    first = built(0)
+    training.train(first, 1)
+    handle = first.module.register_forward_hook(lambda module, inputs, loss: loss * float("inf"))
+    training.train(first, 1, first_step=1)
+    handle.remove()
+    first.save_checkpoint(folder)
+    found = rates(first)
+    assert [skipped for *_, skipped in found] == [1, 1, 1]
+    handle = first.module.register_forward_hook(lambda module, inputs, loss: loss * float("inf"))
+    training.train(first, 1, first_step=5)
+    handle.remove()
+    first.load_checkpoint(folder)
+    assert rates(first) == found
+    training.destroy(first)
+    second = built(1)
+    second.load_checkpoint(folder)
+    assert rates(second) == found
+    training.destroy(second)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_skipped_step_that_the_host_has_not_heard_of_is_in_the_checkpoint(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2).run(late, str(tmp_path), stage)
+
+
 # --- what is in the files ---
 
 
