@@ -214,8 +214,14 @@ class Fp8Shards:
         if num_ranks == 1:
             return Fp8GatherHandle(weights, None, None, 1)
         shards = [as_bytes(weight.shard) for weight in weights]
-        local = shards[0] if len(shards) == 1 else torch.cat(shards)
-        buffer = local.new_empty(num_ranks * local.numel())
+        size = sum(shard.numel() for shard in shards)
+        buffer = shards[0].new_empty(num_ranks * size)
+        local = shards[0]
+        if len(shards) > 1:
+            # Where it arrives: a tensor of its own would be free for this stream once the handle is waited for, which
+            # may be on another one (prefetches that nobody used), while it is still being sent.
+            local = buffer.narrow(0, ds_comm.get_rank(group=group) * size, size)
+            torch.cat(shards, out=local)
         work = ds_comm.allgather_fn(buffer, local, group=group, async_op=True)
         self.counter.fp8 += buffer.numel()
         return Fp8GatherHandle(weights, buffer, work, num_ranks)
