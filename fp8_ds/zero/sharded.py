@@ -314,17 +314,17 @@ class ZeroParamHooks:
         """Release; with `has_been_updated` take over the values that a reader's bf16 weight now has."""
         params = [self.param] if param_list is None else list(param_list)
         weights = self.shards.of(params)
-        updated = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
-        gathered_fp8 = [w.param for w in weights if w.payload.data is not None]
+        in_fp8 = [w.param for w in weights if w.payload.data is not None]
+        in_bf16 = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
         for weight in weights:
             weight.release()
         if not has_been_updated or not weights:
             self.stock_partition(params, hierarchy, has_been_updated, free_data)
             return
-        in_fp8 = {id(p) for p in gathered_fp8}
-        if gathered_fp8:  # never written: writing into a weight gathered in FP8 raises
-            self.stock_partition(gathered_fp8, hierarchy, False, free_data)
-        with self.shards.bf16_shards(updated, keep_written=True):
-            self.stock_partition([p for p in params if id(p) not in in_fp8], hierarchy, True, free_data)
-            if updated:
-                self.shards.absorb(updated)
+        if in_fp8:  # nobody has updated these: writing into a weight that is gathered in FP8 raises
+            self.stock_partition(in_fp8, hierarchy, False, free_data)
+        done = set(map(id, in_fp8))
+        with self.shards.bf16_shards(in_bf16, keep_written=True):
+            self.stock_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
+            if in_bf16:
+                self.shards.absorb(in_bf16)
