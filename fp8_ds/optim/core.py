@@ -181,7 +181,8 @@ class AdamCore:
         if host != self._host_constants:
             for group in param_groups:
                 check_betas(*group["betas"])
-            number = zlib.crc32(repr(host).encode())
+            # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
+            number = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
             bits = [float(number >> place & 1) for place in range(_DIGEST_BITS)]
             numbers = torch.tensor([*bits, *itertools.chain.from_iterable(host)], dtype=torch.float64)
             if self.device.type == "cuda":
