@@ -22,10 +22,14 @@ from fp8_ds.engine.saving import Recorder, save_whole
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
+from fp8_ds.zero.states import Fp8States
 
 _FOLLOWING_KEY = "following"
 """Within our state: of monitor and guard."""
+_LATE_KEY = "late_overflow"
+"""Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
 
 
 class Fp8Checkpoints:
@@ -59,6 +63,8 @@ class Fp8Checkpoints:
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_following is not None:
             client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
+        if isinstance(self.optimizer, Fp8States):
+            client_state[CHECKPOINT_KEY][_LATE_KEY] = self.optimizer.fp8_flag.late()
         save = super().save_checkpoint  # type: ignore[misc]
 
         def write(tag: str) -> Any:
@@ -166,13 +172,15 @@ class Fp8Checkpoints:
         if client_state is not None:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
+            if isinstance(self.optimizer, Fp8States):
+                self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock load; FP8 weights also hand the loaded values to their masters, without an FP8 rounding between."""
         optimizer = getattr(self, "optimizer", None)
-        if not isinstance(optimizer, Fp8ZeroStage12):
+        if not isinstance(optimizer, Fp8ZeroStage12 | Fp8ZeroStage3):
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
         with optimizer.fp8_load():
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -14,6 +14,7 @@ from fp8_ds.engine import conversion, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import Fp8Checkpoints
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
+from fp8_ds.engine.order import refuse_other_order
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
@@ -48,6 +49,7 @@ class Fp8Engine(Fp8Checkpoints):
         build = super()._configure_zero_optimizer  # type: ignore[misc]
         if self.fp8 is None:
             return build(optimizer)
+        refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group, self.device)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
         self._fp8_client = optimizer
         zero, host = retyping.build_zero(self, optimizer, build)

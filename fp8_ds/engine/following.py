@@ -36,6 +36,7 @@ class Following:
         self._engine = engine
         self.has_graph = False
         self._is_running = False
+        self._first_micro_step: int = engine.micro_steps
         config = engine.fp8.config
         self.precision = engine.fp8.precision = LayerPrecision(
             engine.module,
@@ -69,6 +70,7 @@ class Following:
     def after_step(self) -> None:
         """The optimizer has stepped: what is on follows, in a fixed order, on all ranks alike. Collective."""
         self.has_graph = False
+        self._first_micro_step = self._engine.micro_steps + 1  # stock counts the one that ends after this
         if not self._calls:
             return
         self._is_running = True
@@ -111,6 +113,7 @@ class Following:
             state: from `state_dict`; None: the checkpoint has none.
         """
         self.has_graph = False
+        self._first_micro_step = self._engine.micro_steps
         self._update_precision()
         self._calls = self._that_follow()
         if self.health is not None:
@@ -166,12 +169,15 @@ class Following:
         self.health.monitor.after_step(self._engine.global_steps, self._engine.global_samples)
 
     def _between(self) -> str:
-        """Where this rank is, if it is between a forward and the step that follows; else empty."""
+        """Where this rank is, if it is between a forward and the step that follows; else empty.
+
+        Counted from the last step: whoever sets the accumulation boundary (Accelerate, `managed_gradient_accumulation`
+        false) calls `engine.step` once for any number of micro-batches.
+        """
         if self._is_running:
             return ""
-        num = self._engine.gradient_accumulation_steps()
-        if done := self._engine.micro_steps % num:
-            return f"after micro-batch {done} of {num}"
+        if (done := self._engine.micro_steps - self._first_micro_step) > 0:
+            return f"after micro-batch {done} of {self._engine.gradient_accumulation_steps()}"
         return "between a forward and its step" if self.has_graph else ""
 
 

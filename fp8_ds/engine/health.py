@@ -12,7 +12,7 @@ from deepspeed import comm as ds_comm
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.monitor.clamps import ClampGauge
-from fp8_ds.monitor.gauges import GatherTimer, Gauge
+from fp8_ds.monitor.gauges import GatherTimer, Gauge, SkippedStep
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
@@ -64,8 +64,8 @@ class Health:
         return cls(monitor, guard)
 
     def forget_fp8_states(self) -> None:
-        """The optimizer's states are no longer FP8: no update is clamped any more."""
-        for gauge in [gauge for gauge in self.monitor.gauges if isinstance(gauge, ClampGauge)]:
+        """The optimizer's states are no longer FP8: no update is clamped, and no step's flag is late, any more."""
+        for gauge in [gauge for gauge in self.monitor.gauges if isinstance(gauge, ClampGauge | SkippedStep)]:
             self.monitor.remove(gauge)
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
     table = StatisticsTable(tuple(found), engine.device, group)
     gauges: list[Gauge] = [_gather_timer(optimizer)]
     if context.config.optimizer.states == "fp8":
-        gauges.append(ClampGauge(optimizer.optimizer.core, group))
+        gauges += [ClampGauge(optimizer.optimizer.core, group), SkippedStep(lambda: optimizer.fp8_flag.last)]
     sizes = {row.fqn: row.numel for row in context.plan.layers}
 
     def facts() -> dict[str, float | None]:

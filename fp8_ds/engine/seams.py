@@ -265,7 +265,7 @@ SEAMS = (
         "override",
         "FP8 states: quantises",
     ),
-    Seam(_S3, f"{_Z3}._pre_step", ("self",), "rely", "FP8 states: begins a step"),
+    Seam(_S3, f"{_Z3}._pre_step", ("self",), "override", "no stale gradients; begins a step"),
     Seam(_S3, f"{_Z3}._partition_all_parameters", ("self",), "rely", "FP8 states: releases weights before a step"),
     Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step; FP8 states: replaced"),
     Seam(
@@ -298,7 +298,7 @@ SEAMS = (
         f"{_Z3}.partition_grads",
         ("self", "params_to_release", "grad_partitions"),
         "override",
-        "release: the update. Without, relied on: accumulates partitions that are shorter than their buffer",
+        "release: the update. Without: adds up partitions, shorter than their buffer, to no stale gradients",
     ),
     Seam(_S3, f"{_Z3}.offload_states", ("self", "include", "device"), "override", "moves FP8 shards"),
     Seam(_S3, f"{_Z3}.reload_states", ("self", "non_blocking"), "override", "moves FP8 shards"),

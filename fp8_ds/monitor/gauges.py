@@ -8,9 +8,13 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from fp8_ds.monitor.sinks import STEP_SKIPPED
 
 
 class Gauge(ABC):
@@ -78,6 +82,42 @@ class GatherTimer(Gauge):
             return handle
 
         return timed
+
+
+class SkippedStep(Gauge):
+    """1 if the sampled step was skipped, else 0: also where the host learns that in the next step.
+
+    Args:
+        flag: of the step that has ended: int32, 0-dim, on the device; None: there was no step.
+    """
+
+    name = STEP_SKIPPED
+
+    def __init__(self, flag: Callable[[], Tensor | None]) -> None:
+        self._flag = flag
+        self._host: Tensor | None = None
+        self._event: Any = None
+
+    def attach(self) -> None:
+        """Nothing: the flag is there in any step."""
+
+    def detach(self) -> None:
+        flag = self._flag()
+        if flag is None:
+            return
+        if self._host is None:
+            self._host = torch.zeros((), dtype=flag.dtype, pin_memory=flag.is_cuda)
+            self._event = torch.cuda.Event() if flag.is_cuda else None
+        self._host.copy_(flag, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> float | None:
+        if self._host is None:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        return float(bool(self._host))
 
 
 def mark() -> Any:

@@ -258,6 +258,8 @@ class Fp8AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state_dict of this class, or of torch's AdamW and Adam; float32 moments are quantised.
 
+        Parameters without a state in it (it was saved before their first step) have none afterwards, as in torch.
+
         Raises:
             ValueError: groups or parameters differ in number.
         """
@@ -271,19 +273,16 @@ class Fp8AdamW(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key not in ("params", "master")})
             _check_group(group)
         ids = [i for g in saved_groups for i in g["params"]]
-        for p, i in zip(self.flat_params(), ids, strict=True):
+        for row, (p, i) in enumerate(zip(self.flat_params(), ids, strict=True)):
             state = state_dict["state"].get(i)
             if not state:
-                continue
-            if self._is_managed:
+                self.core.forget(row)
+            elif self._is_managed:
                 self.state[p] = dict(state)
             else:
-                self._absorb(self._row_of(p), state)
+                self._absorb(row, state)
         if self._is_managed and not self.is_dense:
             self.absorb_dense()
-
-    def _row_of(self, p: Any) -> int:
-        return next(row for row, other in enumerate(self.flat_params()) if other is p)
 
     def _absorb(self, row: int, state: dict[str, Any]) -> None:
         core = self.core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from fp8_ds.optim.states import Flat, allocate_moments, has_moments
 from fp8_ds.scaling.predicted import PredictedScales, bound_of_powers, check_betas
 
 _NUM_CONSTANTS = 5
+_DIGEST_BITS = 24
 
 
 class AdamCore:
@@ -46,7 +49,7 @@ class AdamCore:
         self.step_count = torch.zeros(len(flats), dtype=torch.int64, device=device)
         self._row_groups = torch.tensor(list(row_groups), dtype=torch.long, device=device)
         self._host_constants: tuple[tuple[float, ...], ...] = ()
-        self._constants = torch.zeros(0)
+        self._constants = self._digest = torch.zeros(0)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), device=device)
         self._prepared: Recent[tuple[int, ...], AdamStep] = Recent()
@@ -70,6 +73,14 @@ class AdamCore:
         for shard in self.shards:
             if not has_moments(shard):
                 allocate_moments(shard, self.device)
+
+    @torch.no_grad()
+    def forget(self, row: int) -> None:
+        """Row `row` is as before its first step: moments of zeros, in place, and a count of 0."""
+        self.step_count[row] = 0
+        for piece in self.flats[row].pieces:
+            for moment in (piece.shard.m, piece.shard.v, piece.shard.m_scale_inv, piece.shard.v_scale_inv):
+                moment.zero_()
 
     def moved(self) -> None:
         """Tensors of shards lie elsewhere now: tables of their addresses are made anew."""
@@ -158,16 +169,27 @@ class AdamCore:
         unused = [torch.zeros_like(lr)] * (Hyper.WIDTH - len(columns))
         return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
 
+    @torch.no_grad()
+    def digest(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
+        """float32 [24] of zeros and ones, on the device: of what `begin` takes from the groups but tensors."""
+        self._device_constants(param_groups)
+        return self._digest
+
     def _device_constants(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
         """float64 [num_groups, 5]; copied to the device when a number has changed. A tensor lr is read there."""
         host = tuple(_constants_of(group) for group in param_groups)
         if host != self._host_constants:
             for group in param_groups:
                 check_betas(*group["betas"])
-            table = torch.tensor(host, dtype=torch.float64)
+            # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
+            number = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
+            bits = [float(number >> place & 1) for place in range(_DIGEST_BITS)]
+            numbers = torch.tensor([*bits, *itertools.chain.from_iterable(host)], dtype=torch.float64)
             if self.device.type == "cuda":
-                table = table.pin_memory()
-            self._constants = table.to(self.device, non_blocking=True)
+                numbers = numbers.pin_memory()
+            numbers = numbers.to(self.device, non_blocking=True)
+            self._digest = numbers[:_DIGEST_BITS].float()
+            self._constants = numbers[_DIGEST_BITS:].view(len(host), _NUM_CONSTANTS)
             self._host_constants = host
         for index, group in enumerate(param_groups):
             if isinstance(group["lr"], Tensor):

@@ -48,14 +48,7 @@ def overwrite(
     """
     scales.wait()
     old, limit = scales.scale_inv[index].clone(), scales.amax[index].clone()
-    kept = torch.empty(value.shape, dtype=torch.bool, device=codes.device)
-    reads = codes.view(E4M3.torch_dtype) if read is None else read
-    written, held = torch.zeros_like(limit), torch.zeros_like(limit)
-    for source, before, keep in zip(value.split(CHUNK), reads.split(CHUNK), kept.split(CHUNK), strict=True):
-        source, before = source.float(), before.float() * old if read is None else before.float()
-        keep.copy_(source.view(torch.int32) == before.view(torch.int32))
-        written = torch.maximum(written, torch.where(keep, 0.0, source).abs().max())
-        held = torch.maximum(held, torch.where(keep, before, 0.0).abs().max())
+    kept, written, held = _compare(codes, value, old, read)
     num_kept = int(kept.sum())
     if num_kept == kept.numel():
         return kept
@@ -64,14 +57,34 @@ def overwrite(
     # A master lies within half a step of its high part: 1/16 of it, or 2**-10 where that is subnormal.
     bound = torch.minimum(limit, held * (1 + 2.0**-4) + old * 2.0**-10)
     scales.replace(index, torch.maximum(written, torch.where(kept.any(), bound, 0.0)))
-    new = scales.scale_inv[index]
+    _write_codes(codes, value, kept, old, scales.scale_inv[index], fmt)
+    return kept
+
+
+def _compare(codes: Tensor, value: Tensor, scale_inv: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(which elements are as they were read, amax of the others, amax of these as they were read). As `overwrite`."""
+    kept = torch.empty(value.shape, dtype=torch.bool, device=codes.device)
+    reads = codes.view(E4M3.torch_dtype) if read is None else read
+    written, held = torch.zeros_like(scale_inv), torch.zeros_like(scale_inv)
+    for source, before, keep in zip(value.split(CHUNK), reads.split(CHUNK), kept.split(CHUNK), strict=True):
+        source, before = source.float(), before.float() * scale_inv if read is None else before.float()
+        keep.copy_(source.view(torch.int32) == before.view(torch.int32))
+        written = torch.maximum(written, torch.where(keep, 0.0, source).abs().max())
+        held = torch.maximum(held, torch.where(keep, before, 0.0).abs().max())
+    return kept, written, held
+
+
+def _write_codes(codes: Tensor, value: Tensor, kept: Tensor, old: Tensor, new: Tensor, fmt: MasterFormat) -> None:
+    """`codes`, with scale_inv `old`, become those of `value` with `new`; where `kept`, moved by exponents alone.
+
+    `kept` is false afterwards where that cannot be, and the code is the value's.
+    """
     shift = (torch.frexp(new)[1] - torch.frexp(old)[1]) << _MANTISSA_BITS
     for source, code, keep in zip(value.split(CHUNK), codes.split(CHUNK), kept.split(CHUNK), strict=True):
         magnitude = (code & 0x7F).int()
         moved = magnitude - shift
         keep &= (shift == 0) | ((magnitude >= _SMALLEST_MOVABLE) & (moved >= _SMALLEST_MOVABLE))
         code.copy_(torch.where(keep, (code & 0x80) | moved, encode(source.float(), fmt, new)[0]))
-    return kept
 
 
 @torch.no_grad()

@@ -90,7 +90,9 @@ class AmaxHistory:
         """One optimizer step is over: the scales follow the newest amaxes, and `amax_local` is zero again.
 
         A slot whose amax is not finite keeps its scale: its history is reset to the last finite maximum, so neither
-        the NaN nor the outliers before it linger.
+        the NaN nor the outliers before it linger. One that was not used, or saw only zeros, for a whole history keeps
+        the scale it had: with 1 the gradients of a layer that comes back would all underflow once.
+        Source: the latter, NVIDIA/TransformerEngine `compute_scaling_factor`.
 
         Args:
             amax_global: float32 [num_slots], maximum over all ranks, on this object's device.
@@ -106,7 +108,7 @@ class AmaxHistory:
         self.amax_history[self.num_updates % self.history_len] = torch.where(finite, amax_global, last_maximum)
         # `scale_from_amax` of what is finite: fewer operators, each of which the device waits for.
         amax = self.amax_history.amax(dim=0)
-        self.scale.copy_(torch.where(amax > 0, (self.fp8_max / amax).clamp(max=MAX_SCALE), 1.0))
+        self.scale.copy_(torch.where(amax > 0, (self.fp8_max / amax).clamp(max=MAX_SCALE), self.scale))
         torch.reciprocal(self.scale, out=self.scale_inv)
         self.amax_local.zero_()
         self.num_updates += 1

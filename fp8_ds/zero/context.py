@@ -29,6 +29,9 @@ class Fp8Context:
     check_overflow: `bf16.check_grad_overflow`.
     release: updates during the backward, None without.
     precision: which layers compute in bf16; None until the engine is built.
+
+    A user may freeze weights in the middle of a run (`requires_grad_(False)`). They keep their masters: what is
+    trainable here was so at the start.
     """
 
     config: Fp8Config
@@ -40,6 +43,9 @@ class Fp8Context:
     release: ReleaseUpdater | None = None
     precision: LayerPrecision | None = None
 
+    def __post_init__(self) -> None:
+        self._trainable = frozenset(name for name, p in self.weights.items() if p.requires_grad)
+
     @property
     def granularity(self) -> Granularity:
         """Which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
@@ -48,8 +54,8 @@ class Fp8Context:
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.weights.items() if p.requires_grad}
+        return {name: p for name, p in self.weights.items() if name in self._trainable}
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.weights.items() if not p.requires_grad}
+        return {name: p for name, p in self.weights.items() if name not in self._trainable}

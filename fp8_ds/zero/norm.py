@@ -13,10 +13,11 @@ from torch import Tensor
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
     """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
 
-    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is.
+    Counts what stock code counts: replicated parameters (pipeline, model parallel) once. Infinite or NaN if one is, NaN
+    where ranks would step with different numbers.
 
     Args:
-        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`.
+        optimizer: the ZeRO optimizer; its `_fp8_squares` is a `SumOfSquares`, its `_fp8_alike` a `SameNumbers`.
         grads: this rank's pieces, none twice.
         params: the parameters they are of.
     """
@@ -32,7 +33,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
     else:
         device = grads[0].device if grads else optimizer.optimizer.core.device
         total = torch.zeros((), device=device)
-    dist.all_reduce(total, group=optimizer.dp_process_group)
+    total = optimizer._fp8_alike.sum(total.view(1), optimizer.param_groups)[0]
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     return total.sqrt()
 
@@ -64,7 +65,9 @@ class OverflowFlag:
         self._sent: Tensor | None = None
         self._host: Tensor | None = None
         self._ready: Any = None
-        self._is_pending = self._before = False
+        self._is_pending = self._before = self._loaded = False
+        self.last: Tensor | None = None
+        """What was last sent, on the device."""
         self.is_current = True
         """Whether the last answer was about the step that asked for it."""
 
@@ -74,6 +77,7 @@ class OverflowFlag:
         Args:
             skip: int32, 0-dim, not written before `resolve`.
         """
+        self.last = skip
         if skip.device.type != "cuda":
             self._sent = skip
             return
@@ -98,9 +102,17 @@ class OverflowFlag:
         self.is_current = wait
         return self._read() if wait else self._before
 
-    def _read(self) -> bool:
+    def late(self) -> bool:
+        """Whether the last step was skipped and `resolve` has not said so yet; for a checkpoint. Waits for the flag."""
         if not self._is_pending:
-            return False
+            return self._loaded
         self._ready.synchronize()
-        self._is_pending = False
         return bool(self._host)
+
+    def load(self, late: bool) -> None:
+        """The last step is that of a checkpoint, where `late` was said: no flag of this run is on its way."""
+        self._loaded, self._is_pending = late, False
+
+    def _read(self) -> bool:
+        late, self._loaded, self._is_pending = self.late(), False, False
+        return late

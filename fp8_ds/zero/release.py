@@ -31,6 +31,7 @@ from fp8_ds.ops.adamw import StepInputs
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.recent import Recent
 from fp8_ds.scaling import AmaxHistory
+from fp8_ds.zero.alike import SameNumbers
 from fp8_ds.zero.norm import clip_factor
 
 NO_GRADIENT = (
@@ -93,6 +94,7 @@ class ReleaseUpdater:
         self._slot = {name: slot for slot, name in enumerate(names)}
         self._scale_indices = scale_indices
         self._shard_index = {shard.name: index for index, shard in enumerate(core.shards)}
+        self.alike = SameNumbers(core, group)
         self._inputs: StepInputs | None = None
         self._updated: set[str] = set()
         self._square_sum = torch.zeros((), device=device)
@@ -126,7 +128,7 @@ class ReleaseUpdater:
         if self._inputs is None:
             self._inputs = self.core.begin(param_groups)
         names, held = list(names), [name for name in names if name in grads]
-        squares = self._squares(names, held, grads)
+        squares = self._squares(names, held, grads, param_groups)
         total = squares.sum()
         self._square_sum += total
         skip = (~torch.isfinite(total)).int()
@@ -162,8 +164,10 @@ class ReleaseUpdater:
         scales.start_reduce()
         return norm
 
-    def _squares(self, names: list[str], held: list[str], grads: dict[str, Tensor]) -> Tensor:
-        """float32 [len(names)]: squared norms of the gradients over all ranks."""
+    def _squares(
+        self, names: list[str], held: list[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]]
+    ) -> Tensor:
+        """float32 [len(names)]: squared norms of the gradients over all ranks; NaN where ranks would step unlike."""
         squares = torch.zeros(len(names), device=self.core.device)
         if held:
             norms = torch.stack(list(torch._foreach_norm([grads[name] for name in held], 2, dtype=torch.float32)))
@@ -173,7 +177,7 @@ class ReleaseUpdater:
                 place = {name: position for position, name in enumerate(names)}
                 squares[self._entries(("held", *names), [place[name] for name in held])] = norms.square()
         if dist.get_world_size(self.group) > 1:
-            dist.all_reduce(squares, group=self.group)
+            squares = self.alike.sum(squares, param_groups)
         return squares
 
     def _clip(

@@ -38,6 +38,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
         )
+        self._fp8_alike = self._fp8_release.alike
         self._fp8_ready: dict[str, Tensor] = {}
 
     def _fp8_link(self: Any) -> None:
@@ -106,7 +107,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self.timers(_STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
-        self._fp8_flag.send(overflow_flag(norm))
+        self.fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
         self.timers(_STEP_TIMER).stop()
         self.timers(_GATHER_TIMER).start()

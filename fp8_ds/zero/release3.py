@@ -19,6 +19,8 @@ _STEP_TIMER = "optimizer_step"
 class Fp8ReleaseStage3(Fp8StatesStage3):
     """Mix-in before DeepSpeedZeroOptimizer_Stage3. Updates run on the stream of the reduction."""
 
+    _fp8_keeps_gradients = False
+
     def fp8_init(self: Any, context: Fp8Context) -> None:
         refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
@@ -26,11 +28,12 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         names = [self.param_names[p] for group in self.fp16_groups for p in group]
         scale_indices = {}
         if self._fp8_is_split:
-            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.param.requires_grad}
+            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
         clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
         )
+        self._fp8_alike = self._fp8_release.alike
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Update the parameters of a bucket from their reduced shards, and free their gradients."""
@@ -60,7 +63,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         self.timers(_STEP_TIMER).start()
         norm = self._fp8_release.finish(self._fp8.history)
         self.zero_grad(set_to_none=True)
-        self._fp8_flag.send(overflow_flag(norm))
+        self.fp8_flag.send(overflow_flag(norm))
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None

@@ -31,7 +31,8 @@ class ShardedWeight:
     Attributes:
         param: the ZeRO-3 Parameter; `param.ds_tensor` is its bf16 shard, padded to `ds_numel` elements.
         shard: its FP8 shard, 1-D, padded likewise with zeros.
-        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard if frozen.
+        source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard without one.
+        is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
         keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
         in_bf16: whether the layer computes in bf16: stock code then gathers and frees the weight, from `ds_tensor`.
@@ -41,8 +42,10 @@ class ShardedWeight:
         self.param = param
         self.index = index
         self.shard = self.source = torch.empty(0)
+        self.is_trainable: bool = param.requires_grad
         self.keeps_bf16 = True
         self.in_bf16 = False
+        self._has_made_bf16 = False
         self.payload = Fp8Payload(
             name, quantizer.scale[index], quantizer.scale_inv[index], param.dtype, param.ds_tensor.device
         )
@@ -61,6 +64,7 @@ class ShardedWeight:
 
     def drop_bf16(self) -> None:
         """Release the bf16 shard; what reads it past the hooks reads NaN."""
+        self._has_made_bf16 = False
         self.param.ds_tensor.data = self.payload.placeholder.expand(self.param.ds_tensor.ds_numel)
 
     def make_bf16(self) -> None:
@@ -68,6 +72,12 @@ class ShardedWeight:
         bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=self.source.device)
         bf16[: self.source.numel()].copy_(self.source)
         self.param.ds_tensor.data = bf16
+        self._has_made_bf16 = True
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether the bf16 shard is to be made for whoever reads it; not where an outer reader has it made already."""
+        return not (self.keeps_bf16 or self._has_made_bf16)
 
     def release(self) -> None:
         """Drop the gathered bytes, once the stream that computes with them is done."""
@@ -204,8 +214,14 @@ class Fp8Shards:
         if num_ranks == 1:
             return Fp8GatherHandle(weights, None, None, 1)
         shards = [as_bytes(weight.shard) for weight in weights]
-        local = shards[0] if len(shards) == 1 else torch.cat(shards)
-        buffer = local.new_empty(num_ranks * local.numel())
+        size = sum(shard.numel() for shard in shards)
+        buffer = shards[0].new_empty(num_ranks * size)
+        local = shards[0]
+        if len(shards) > 1:
+            # Where it arrives: a tensor of its own would be free for this stream once the handle is waited for, which
+            # may be on another one (prefetches that nobody used), while it is still being sent.
+            local = buffer.narrow(0, ds_comm.get_rank(group=group) * size, size)
+            torch.cat(shards, out=local)
         work = ds_comm.allgather_fn(buffer, local, group=group, async_op=True)
         self.counter.fp8 += buffer.numel()
         return Fp8GatherHandle(weights, buffer, work, num_ranks)
@@ -213,7 +229,7 @@ class Fp8Shards:
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:
         """While inside, `ds_tensor` of `weights` holds bf16: of the masters, or what a user wrote since."""
-        made = [w for w in weights if not w.keeps_bf16 and id(w) not in self._written]
+        made = [w for w in weights if w.lacks_bf16 and id(w) not in self._written]
         for weight in made:
             weight.make_bf16()
         try:
@@ -298,17 +314,17 @@ class ZeroParamHooks:
         """Release; with `has_been_updated` take over the values that a reader's bf16 weight now has."""
         params = [self.param] if param_list is None else list(param_list)
         weights = self.shards.of(params)
-        updated = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
-        gathered_fp8 = [w.param for w in weights if w.payload.data is not None]
+        in_fp8 = [w.param for w in weights if w.payload.data is not None]
+        in_bf16 = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]
         for weight in weights:
             weight.release()
         if not has_been_updated or not weights:
             self.stock_partition(params, hierarchy, has_been_updated, free_data)
             return
-        in_fp8 = {id(p) for p in gathered_fp8}
-        if gathered_fp8:  # never written: writing into a weight gathered in FP8 raises
-            self.stock_partition(gathered_fp8, hierarchy, False, free_data)
-        with self.shards.bf16_shards(updated, keep_written=True):
-            self.stock_partition([p for p in params if id(p) not in in_fp8], hierarchy, True, free_data)
-            if updated:
-                self.shards.absorb(updated)
+        if in_fp8:  # nobody has updated these: writing into a weight that is gathered in FP8 raises
+            self.stock_partition(in_fp8, hierarchy, False, free_data)
+        done = set(map(id, in_fp8))
+        with self.shards.bf16_shards(in_bf16, keep_written=True):
+            self.stock_partition([p for p in params if id(p) not in done], hierarchy, True, free_data)
+            if in_bf16:
+                self.shards.absorb(in_bf16)

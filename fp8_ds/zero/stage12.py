@@ -140,49 +140,47 @@ class Fp8ZeroStage12:
         """Encode the masters of group `i` from its bf16 weights, where masters are split; else nothing."""
 
     def _fp8_init_group(self: Any, i: int, names: dict[int, str], first: int) -> int:
-        """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights."""
+        """Move group `i` out of the flat buffer and drop it; returns its number of FP8 weights.
+
+        The order is what keeps the peak low: what is bf16 moves, no FP8 weight points into the flat buffer any more, it
+        goes, and only then is there a buffer for FP8 bytes. Where masters are split it stays until these are encoded.
+        """
         flat: Tensor = self.bit16_groups_flat[i]
-        params, starts = self.round_robin_bit16_groups[i], _flat_offsets(self, i)
+        params, dtype, device = self.round_robin_bit16_groups[i], flat.dtype, flat.device
         is_fp8 = [id(p) in names for p in params]
-        size, group, device = int(self.partition_size[i]), self.real_dp_process_group[i], flat.device
-
-        def kind(fp8: bool, dtype: torch.dtype) -> KindBuffer:
-            chosen = [k for k, here in enumerate(is_fp8) if here == fp8]
-            return KindBuffer([params[k] for k in chosen], [starts[k] for k in chosen], size, group, dtype, device)
-
-        hp = kind(False, flat.dtype)
+        hp = self._fp8_make_kind(i, [not here for here in is_fp8], dtype, device)
         for index, p in enumerate(hp.params):
             hp.view(index).copy_(p.data)
             p.data = hp.view(index)
         for p in self.bit16_groups[i]:
             if getattr(p, "_hp_mapping", None) is not None:
                 p._hp_mapping.lp_fragment = None
-        payloads: list[Fp8Payload] = []
-        for p, here in zip(params, is_fp8, strict=True):
-            if not here:
-                continue
-            slot = first + len(payloads)
-            quantizer = self._fp8_quantizer
-            payload = Fp8Payload(
-                names[id(p)], quantizer.scale[slot], quantizer.scale_inv[slot], flat.dtype, flat.device
-            )
-            p._fp8 = payload
-            p.data = payload.nominal(p.shape)
-            p.__class__ = Fp8Parameter
-            payloads.append(payload)
-        self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=flat.dtype, device="meta")
+        weights = [p for p, here in zip(params, is_fp8, strict=True) if here]
+        for slot, p in enumerate(weights, first):
+            scale, scale_inv = self._fp8_quantizer.scale[slot], self._fp8_quantizer.scale_inv[slot]
+            _retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
+        self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=dtype, device="meta")
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
-        bf16 = flat if self._fp8_is_split else None  # otherwise dropped before the FP8 bytes exist
+        bf16 = flat if self._fp8_is_split else None
         del flat
         assert E4M3.dtype is not None
-        fp8 = kind(True, E4M3.dtype)
+        fp8 = self._fp8_make_kind(i, is_fp8, E4M3.dtype, device)
         self._fp8_fill_group(i, bf16, fp8, hp)
-        for index, payload in enumerate(payloads):
-            payload.data = fp8.view(index)
-            payload.write = _Writer(self, i, index, first + index)
+        for index, p in enumerate(weights):
+            p._fp8.data = fp8.view(index)
+            p._fp8.write = _Writer(self, i, index, first + index)
         self._fp8_kinds.append(fp8)
         self._hp_kinds.append(hp)
-        return len(payloads)
+        return len(weights)
+
+    def _fp8_make_kind(
+        self: Any, i: int, chosen: Sequence[bool], dtype: torch.dtype, device: torch.device
+    ) -> KindBuffer:
+        """An empty buffer for the `chosen` parameters of group `i`, which is in flat order."""
+        places = zip(self.round_robin_bit16_groups[i], _flat_offsets(self, i), chosen, strict=True)
+        found = [(p, start) for p, start, is_chosen in places if is_chosen]
+        size, group = int(self.partition_size[i]), self.real_dp_process_group[i]
+        return KindBuffer([p for p, _ in found], [start for _, start in found], size, group, dtype, device)
 
     def _fp8_set_shards(self: Any) -> None:
         """Tell the quantiser which master elements this rank quantises into which bytes."""
@@ -404,7 +402,8 @@ class Fp8ZeroStage12:
         """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
 
         Args:
-            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent.
+            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent. Of a weight
+                that a user has frozen they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
             on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
         """
         payloads: list[Fp8Payload] = []
@@ -413,8 +412,12 @@ class Fp8ZeroStage12:
             for i, kind in enumerate(self._fp8_kinds):
                 for index, p in enumerate(kind.params):
                     full = self._fp8_gather_master(i, index)
-                    found = full if on_device else full.cpu()
-                    p._fp8.export = found if wanted else torch.empty_like(full, device="meta")
+                    if wanted:
+                        p._fp8.export = full if on_device else full.cpu()
+                    elif p.requires_grad:
+                        p._fp8.export = torch.empty_like(full, device="meta")
+                    else:
+                        p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
                     payloads.append(p._fp8)
             yield
         finally:
@@ -530,6 +533,11 @@ def _freeze(name: str, p: Any, granularity: Granularity) -> None:
         payload.data.copy_(payload.quantize(value))
 
     payload.write, payload.has_master = write, False
+    _retype(p, payload)
+
+
+def _retype(p: Any, payload: Fp8Payload) -> None:
+    """`p` is what `payload` holds, or will hold, and lets go of its bf16 data."""
     p._fp8 = payload
     p.data = payload.nominal(p.shape)
     p.__class__ = Fp8Parameter

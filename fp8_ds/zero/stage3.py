@@ -46,10 +46,12 @@ class Fp8ZeroStage3:
 
     _fp8: Fp8Context
     _fp8_shards: Fp8Shards
+    _fp8_keeps_gradients = True
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Give every converted weight an FP8 shard and hook all parameters. Collective (first quantisation)."""
         self._fp8 = context
+        self._fp8_has_gradient: set[int] = set()  # ds_id, since the last step
         device = self.fp32_partitioned_groups_flat[0].device
         for p in context.weights.values():
             if p.ds_status == ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
@@ -58,7 +60,7 @@ class Fp8ZeroStage3:
         self._fp8_shards = shards = self._fp8_make_collection(quantizer)
         for index, (name, p) in enumerate(context.weights.items()):
             weight = self._fp8_make_weight(name, p, index)
-            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not p.requires_grad
+            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not weight.is_trainable
             shards.add(weight)
         self._fp8_flat_is_live = True
         self._fp8_fill(device)
@@ -98,7 +100,7 @@ class Fp8ZeroStage3:
         """Point every weight at its master elements (again, after an offload or reload has moved them)."""
         weights = self._fp8_shards.weights
         for weight in weights:
-            if weight.param.requires_grad:
+            if weight.is_trainable:
                 group, offset, _ = self.grad_position[self.get_param_id(weight.param)]
                 master = self.fp32_partitioned_groups_flat[group].detach()
                 weight.source = master.narrow(0, offset, weight.num_real)
@@ -196,6 +198,32 @@ class Fp8ZeroStage3:
 
     # --- what the host calls ---
 
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """As stock, but what the micro-batches before did not use starts from zero, where stock code adds to the
+        gradient of an earlier step."""
+        for p in params_to_release:
+            if p.ds_id not in self._fp8_has_gradient:
+                self._fp8_has_gradient.add(p.ds_id)
+                if self.micro_step_id > 0:
+                    self._fp8_gradient_buffer(p).zero_()
+        found: list[Tensor] = super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
+        return found
+
+    def _pre_step(self: Any) -> None:
+        """As stock, but what no micro-batch has used has a gradient of zeros, as in stages 1 and 2. Stock code updates
+        it by that of the last step which used it, for as long as none does."""
+        if self._fp8_keeps_gradients:
+            for p in (p for group in self.fp16_groups for p in group):
+                if p.ds_id not in self._fp8_has_gradient:
+                    self._fp8_gradient_buffer(p).zero_()
+        self._fp8_has_gradient.clear()
+        super()._pre_step()  # type: ignore[misc]
+
+    def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
+        """Where stock code adds up this rank's gradients of `p`."""
+        buffer: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]
+        return buffer
+
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
         """After the update of one sub-group: bf16 shards from masters, for those that have one."""
         if self._fp8_flat_is_live:
@@ -258,7 +286,7 @@ class Fp8ZeroStage3:
             for piece, master in zip(bf16, masters, strict=True):
                 master.copy_(newer(master, piece))
         for weight in shards.weights:
-            if weight.param.requires_grad and (self._fp8_flat_is_live or shards.was_written(weight)):
+            if weight.is_trainable and (self._fp8_flat_is_live or shards.was_written(weight)):
                 weight.source.copy_(newer(weight.source, weight.param.ds_tensor.data[: weight.num_real]))
         if not self._fp8_in_load:
             self._fp8_refresh(is_step=False)
@@ -311,8 +339,23 @@ class Fp8ZeroStage3:
 
     @contextmanager
     def fp8_export(self: Any, wanted: bool) -> Iterator[None]:
-        """Nothing to do: stock exports of ZeRO-3 gather bf16 of the masters."""
-        yield
+        """Stock exports of ZeRO-3 gather bf16 of the masters. While inside, weights that a user has frozen have bf16
+        shards, which stock checkpoints hold in the place of masters."""
+        with self._fp8_shards.bf16_shards(self._fp8_frozen_since()):
+            yield
+
+    @contextmanager
+    def fp8_load(self: Any) -> Iterator[None]:
+        """While inside, stock code may write the bf16 shards of weights that a user has frozen. Collective."""
+        frozen = self._fp8_frozen_since()
+        with self._fp8_shards.bf16_shards(frozen, keep_written=True):
+            yield
+            if frozen:
+                self._fp8_shards.absorb(frozen)
+
+    def _fp8_frozen_since(self: Any) -> list[ShardedWeight]:
+        """FP8 weights with masters that a user has frozen in the middle of the run; the same on all ranks."""
+        return [w for w in self._fp8_shards.weights if w.is_trainable and not w.param.requires_grad]
 
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Bytes this rank holds outside a forward or backward: FP8 shards, bf16 shards, persistent weights."""

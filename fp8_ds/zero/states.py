@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.masters import BY_NAME, MasterFormat
+from fp8_ds.zero.alike import SameNumbers
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import OverflowFlag
 from fp8_ds.zero.offload import offload_adam, reload_adam
@@ -30,11 +32,15 @@ class Fp8States:
         """Before the stage's own. Collective."""
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
         self._fp8_is_split = self._fp8_format.is_split
-        self._fp8_flag = OverflowFlag()
+        self.fp8_flag = OverflowFlag()
         self._fp8_squares = SumOfSquares()
         super().fp8_init(context)  # type: ignore[misc]
 
     # --- the step ---
+
+    @functools.cached_property
+    def _fp8_alike(self: Any) -> SameNumbers:
+        return SameNumbers(self.optimizer.core, self.dp_process_group)
 
     def _fp8_update(self: Any, grads: list[Tensor], grad_scale: Tensor, skip: Tensor) -> None:
         core = self.optimizer.core
@@ -49,14 +55,20 @@ class Fp8States:
 
     def _fp8_is_skipped(self: Any) -> bool:
         """Whether the host knows already that this step has changed nothing; amax histories forget it then."""
-        skipped = self.overflow and self._fp8_flag.is_current
+        skipped = self.overflow and self.fp8_flag.is_current
         if skipped and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
         return skipped
 
     def _fp8_end_step(self: Any, norm: Tensor) -> None:
-        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale."""
-        self.overflow = self._fp8_flag.resolve(self._fp8_waits)
+        """What the host keeps of a step whose flag was sent: overflow, norm, loss scale.
+
+        Raises:
+            ConfigError: it was skipped because ranks would have stepped with different numbers.
+        """
+        self.overflow = self.fp8_flag.resolve(self._fp8_waits)
+        if self.overflow:
+            self._fp8_alike.check(self.optimizer.param_groups)
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 

@@ -186,7 +186,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self.timers(_STEP_TIMER).start()
         norm = global_norm(self, grads, params)
         skip = overflow_flag(norm)
-        self._fp8_flag.send(skip)
+        self.fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._fp8_end_step(norm)
         self._fp8_free_gradients()

@@ -60,11 +60,11 @@ class SplitShards(Fp8Shards):
 
         Elements that were not changed keep their full precision.
         """
-        trainable = [weight for weight in weights if weight.param.requires_grad]
+        trainable = [weight for weight in weights if weight.is_trainable]
         values = [newer(w.source, w.param.ds_tensor.data[: w.num_real]) for w in trainable]
         if trainable:
             self.owner.fp8_write_masters(trainable, values)
-        frozen = [weight for weight in weights if not weight.param.requires_grad]
+        frozen = [weight for weight in weights if not weight.is_trainable]
         if frozen:
             super().absorb(frozen)
         self.mark_ready()
@@ -215,7 +215,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_shards.mark_ready()
         self._fp8_shards.refresh_bf16()
         if not is_step:
-            frozen = [weight for weight in self._fp8_shards.weights if not weight.param.requires_grad]
+            frozen = [weight for weight in self._fp8_shards.weights if not weight.is_trainable]
             if frozen:
                 self._fp8_shards.absorb(frozen)
             return
@@ -242,7 +242,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         grads, params = self._fp8_gradients()
         norm = global_norm(self, grads, params)
         skip = overflow_flag(norm)
-        self._fp8_flag.send(skip)
+        self.fp8_flag.send(skip)
         self._fp8_update(grads, clip_factor(norm, self.clip_grad, self.loss_scale), skip)
         self._partition_all_parameters()
         self.zero_grad(set_to_none=True)
@@ -292,7 +292,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             device = scales.amax.device
             amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
             saved = torch.tensor([float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights])
-            frozen = torch.tensor([not w.param.requires_grad for w in self._fp8_shards.weights], device=device)
+            frozen = torch.tensor([not w.is_trainable for w in self._fp8_shards.weights], device=device)
             amaxes = torch.where(frozen, scales.amax, amaxes)
             scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
             for flat, master in zip(self._fp8_flats, masters, strict=True):

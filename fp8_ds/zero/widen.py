@@ -18,7 +18,16 @@ from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
 
 _NO_CODES, _NO_SCALES = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-_LEFT_OVER = ("_fp8_flats", "_fp8_format", "_fp8_flag", "_fp8_squares", "_fp8_names", "_fp8_shard_of", "_fp8_waits")
+_LEFT_OVER = (
+    "_fp8_alike",
+    "fp8_flag",
+    "_fp8_flats",
+    "_fp8_format",
+    "_fp8_names",
+    "_fp8_shard_of",
+    "_fp8_squares",
+    "_fp8_waits",
+)
 """What only FP8 states need."""
 
 

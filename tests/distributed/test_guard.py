@@ -134,14 +134,18 @@ TRIPS = {7: 3, 13: 6}
 STAYS = [step for first, length in TRIPS.items() for step in range(first, first + length)]
 
 
-def skipped_in_a_sample(folder: str, recipe: str) -> tuple[int, list[str], list[float]]:
+def skipped_in_a_sample(folder: str, recipe: str, is_late: bool) -> tuple[int, list[str], list[float]]:
     """(skipped steps, layers in bf16 afterwards, `step_skipped` of the reports) where one loss is NaN."""
     fp8 = {
         "linear": {"recipe": recipe},
         "guard": {"action": "bf16", "underflow": 0.9},
         "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
     }
-    engine = training.build(training.ds_config(2, fp8), base.MODEL)
+    if is_late:
+        fp8["optimizer"] = {"states": "fp8"}
+    engine = training.build(training.ds_config(2, fp8, bf16={"check_grad_overflow": not is_late}), base.MODEL)
+    if is_late:
+        engine.optimizer.fp8_flag = training.late_flag()
     training.train(engine, 3)
     handle = engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
     training.train(engine, 1, first_step=3)
@@ -153,9 +157,11 @@ def skipped_in_a_sample(folder: str, recipe: str) -> tuple[int, list[str], list[
     return skipped, in_bf16, [line["step_skipped"] for line in lines]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_a_step_that_was_skipped_puts_no_layer_into_bf16(ranks: Any, tmp_path: Path, recipe: str) -> None:
-    for result in ranks(2).run(skipped_in_a_sample, str(tmp_path), recipe):
+@pytest.mark.parametrize(("recipe", "is_late"), [("delayed", False), ("tensorwise", False), ("delayed", True)])
+def test_a_step_that_was_skipped_puts_no_layer_into_bf16(
+    ranks: Any, tmp_path: Path, recipe: str, is_late: bool
+) -> None:
+    for result in ranks(2).run(skipped_in_a_sample, str(tmp_path), recipe, is_late):
         assert result == (1, [], [0.0, 1.0, 0.0])
 
 

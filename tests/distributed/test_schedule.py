@@ -404,6 +404,31 @@ def test_a_call_between_a_forward_and_its_step_is_refused_on_all_ranks(ranks: An
         assert not left
 
 
+def own_boundaries(how: str) -> list[int]:
+    """Layers sent after each of two steps of three micro-batches, where the configuration accumulates four."""
+    managed = {"managed_gradient_accumulation": False} if how == "unmanaged" else {}
+    engine = training.build(training.ds_config(2, {}, gradient_accumulation_steps=4, **managed))
+    found = []
+    for step in range(2):
+        for number, batch in enumerate(training.micro_batches(step, 3)):
+            if how == "set":
+                engine.set_gradient_accumulation_boundary(number == 2)
+            engine.backward(engine(batch))
+        engine.step()
+        found.append(len(engine.set_layer_precision(f"blocks.{step}", "bf16")))
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("how", ["set", "unmanaged"])
+def test_layers_change_after_every_step_where_a_user_says_when_gradients_are_accumulated(ranks: Any, how: str) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if how == "unmanaged" and not hasattr(DeepSpeedEngine, "managed_gradient_accumulation"):
+        pytest.skip("DeepSpeed has it since 0.19.8")
+    assert ranks(2).run(own_boundaries, how) == [[2, 2]] * 2
+
+
 def build_error(schedule: dict[str, Any]) -> str:
     from fp8_ds.errors import ConfigError
 

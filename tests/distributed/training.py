@@ -144,6 +144,21 @@ def build(
     return deepspeed.initialize(model=net, config=copy.deepcopy(config), **kwargs)[0]
 
 
+def late_flag() -> Any:
+    """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
+    from fp8_ds.zero.norm import OverflowFlag
+
+    class Event:
+        def synchronize(self) -> None: ...
+
+    class LateFlag(OverflowFlag):
+        def send(self, skip: Tensor) -> None:
+            self.last, self._before = skip, self._read()
+            self._host, self._ready, self._is_pending = skip.clone(), Event(), True
+
+    return LateFlag()
+
+
 def destroy(engine: Any) -> None:
     """Free an engine so that the pool's process can build the next one."""
     engine.destroy()

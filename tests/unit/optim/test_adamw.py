@@ -410,6 +410,20 @@ def test_a_state_dict_has_the_keys_of_torch_and_torch_loads_it() -> None:
     run(stock, 1, first_step=3)
 
 
+def test_a_state_dict_from_before_the_first_step_leaves_no_state() -> None:
+    ours = build("fp32")
+    before = ours.state_dict()
+    run(ours, 3)
+    ours.load_state_dict(before)
+    fresh = build("fp32")
+    for optimizer in (ours, fresh):
+        with torch.no_grad():
+            for p in optimizer.flat_params():
+                p.fill_(0.5)
+        run(optimizer, 2)
+    assert_same(every_byte(ours), every_byte(fresh))
+
+
 def test_a_state_dict_of_torch_is_taken_over_mid_run() -> None:
     stock = torch.optim.AdamW(parameters(torch.float32), lr=1e-2)
     run(stock, 20)

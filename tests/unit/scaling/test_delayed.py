@@ -93,6 +93,15 @@ def test_zero_amax_later_keeps_the_window():
     assert history.scale.item() == 224.0
 
 
+def test_a_slot_that_saw_only_zeros_for_a_whole_history_keeps_its_scale():
+    history = make(2, history_len=4)
+    feed(history, [2.0, 0.0], *[[0.0, 0.0]] * 9)
+    assert history.scale.tolist() == [224.0, 1.0]
+    assert torch.equal(history.scale_inv, history.scale.reciprocal())
+    feed(history, [4.0, 4.0])
+    assert history.scale.tolist() == [112.0, 112.0]
+
+
 def test_resume_is_bit_exact_and_weights_only_safe():
     torch.manual_seed(0)
     steps = torch.rand(11, 2).exp()

@@ -1,0 +1,42 @@
+"""Weights that a step does not use have a gradient of zeros in every stage, where stock ZeRO-3 takes an old one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import training
+from torch import Tensor
+
+pytestmark = pytest.mark.distributed
+
+
+def steps(stage: int, fp8: dict[str, Any], accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms, and masters at the end, of steps that use the second block in all micro-batches, one, or none."""
+    engine = training.build(training.ds_config(stage, fp8, gradient_accumulation_steps=accumulation))
+    block, norms = engine.module.blocks[1], []
+    for step, uses in enumerate(([True] * accumulation, [False] * accumulation, [False, True][-accumulation:]) * 2):
+        batches = training.micro_batches(step, 2 * accumulation)[dist.get_rank() :: 2]
+        for batch, is_used in zip(batches, uses, strict=True):
+            if not is_used:
+                block.forward = lambda x: x
+            engine.backward(engine(batch))
+            block.__dict__.pop("forward", None)
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    found = norms, training.full_masters(engine)
+    training.destroy(engine)
+    return found
+
+
+SPLIT = {"optimizer": {"states": "fp8", "master": "e4m19"}}
+
+
+@pytest.mark.parametrize(("fp8", "accumulation"), [({}, 1), ({}, 2), (SPLIT, 2)])
+def test_stage_3_steps_as_stage_2_does(ranks: Any, fp8: dict[str, Any], accumulation: int) -> None:
+    (norms, masters), _ = ranks(2).run(steps, 3, fp8, accumulation)
+    (other_norms, other_masters), _ = ranks(2).run(steps, 2, fp8, accumulation)
+    assert norms == pytest.approx(other_norms, rel=1e-3)
+    for name, master in masters.items():
+        assert float((master - other_masters[name]).abs().mean()) < 5e-4, name
