@@ -192,7 +192,7 @@ KERNELS = (
     Kernel(
         "columns by their own",
         "quantize.triton",
-        {"COLS_ROWS": (4, 8), "COLS_UNROLL": (4, 8), "COLS_TILES": (1, 2, 4), "COLS_WORDS": (64, 128)},
+        {"COLS_ROWS": (4, 8), "COLS_UNROLL": (4, 8), "COLS_TILES": (1, 2, 4), "COLS_ONCE_BYTES": (0, 64 << 20)},
         5,
         _matrix,
         lambda x: quantize_colwise_t(x, E4M3),
@@ -237,7 +237,7 @@ KERNELS = (
     Kernel(
         "rmsnorm",
         "rmsnorm.triton",
-        {"_PER_THREAD": (8, 16, 32, 64)},
+        {"_PER_THREAD": (16, 32, 64), "_AHEAD_WARPS": (8, 16, 32)},
         3,
         _norm_inputs,
         lambda x: _norm(x),

@@ -93,7 +93,11 @@ mul.rn.bf16x2 $1, $3, $5;
 
 @triton.jit
 def times(x, y, PTX: tl.constexpr):
-    """bf16 of the product of two bf16 tensors, rounded once; as through float32, where that is not below 2**-126."""
+    """bf16 of the product of two bf16 tensors.
+
+    Both forms round as if once, subnormals too: a product has 16 bits, so float32 holds it exactly from 2**-134, below
+    which all of bf16 is zero.
+    """
     if PTX:
         return tl.inline_asm_elementwise(_TIMES, "=r,=r,r,r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=4)
     return to_bf16(to_float(x, PTX) * to_float(y, PTX), PTX)

@@ -61,6 +61,31 @@ def test_rows_apart_misaligned_and_transposed_views_equal_the_cpu_reference_bitw
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
+def test_words_of_two_equal_the_cpu_reference_bitwise(fmt):
+    """Whole tiles of bf16, also of a wider matrix: every number; in even and odd columns and all four rows of a word
+    what is zero, tiny, huge or not finite."""
+    from fp8_ds.ops.blockwise import triton  # the package is missing where there is no GPU
+
+    x = many_scales("per_tile", 1024, 640).bfloat16()
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x[:512, :128] = every.view(512, 128)
+    x[:512, 128:256] = every.where(every.abs() <= 1000.0, 1000.0).view(512, 128).flip(1)
+    for row, value in enumerate([*EDGES, ODD_NAN]):
+        x[513 + row, 256 + 11 * row] = value
+        x[530 + row, 128:256] = x[640:, 400 + row] = value
+    for view in (lambda t: t, lambda t: t[128:, 128:512], lambda t: t[:512:4, 2:130]):
+        assert triton._has_pairs(view(x.cuda()))
+        assert_same(
+            quantize_blockwise(view(x), fmt, ROWS, "both"), quantize_blockwise(view(x.cuda()), fmt, ROWS, "both")
+        )
+    for view in (lambda t: t[:128, 1:129], lambda t: t.flatten()[1 : 1 + 512 * 640].view(512, 640)):
+        assert not triton._has_pairs(view(x.cuda()))
+        assert_same(
+            quantize_blockwise(view(x), fmt, ROWS, "both"), quantize_blockwise(view(x.cuda()), fmt, ROWS, "both")
+        )
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
 def test_every_bf16_value_equals_the_cpu_reference_bitwise(fmt):
     """In blocks whose amax is each of many powers of two, so that every value meets every rounding."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

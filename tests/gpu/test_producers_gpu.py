@@ -74,6 +74,19 @@ def test_rmsnorm_of_8192_rows_equals_cpu_reference_bitwise(scaling):
     assert_rmsnorm_equal(make_rows(8192, 1024), weight_of(1024), scaling)
 
 
+@pytest.mark.parametrize("scaling", ["given", "rowwise"])
+@pytest.mark.parametrize("shape", [(1601, 4096), (601, 5120), (600, 8192), (301, 16384), (300, MAX_COLS)], ids=str)
+def test_rmsnorm_of_several_rows_a_program_equals_cpu_reference_bitwise(shape, scaling):
+    """The largest, and then what is not finite, in first, middle and last turns."""
+    x = make_rows(*shape)
+    x[7], x[8, 1::2] = -0.0, 0.0
+    for row in (0, shape[0] // 2, shape[0] - 1):
+        x[row, -1] = 1e6 + 1e5 * row
+        assert_rmsnorm_equal(x, weight_of(shape[1]), scaling)
+    x[-1, 3], x[shape[0] // 2, 3], x[0, 3] = INF, NAN, -INF
+    assert_rmsnorm_equal(x, weight_of(shape[1]), scaling, E5M2, "twice")
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_edges_of_rmsnorm_equal_cpu_reference_bitwise(scaling):
     """Zeros, bf16's subnormals, squares below and above float32, a NaN, infinities."""
@@ -102,9 +115,9 @@ def test_every_rounding_of_the_cast_equals_cpu_reference_bitwise(fmt):
     # rstd is 1 in the second pass of tensorwise, whose amax stands for a scale of 1: the values themselves are cast.
     got, ones, cuda = torch.empty_like(expected, device="cuda"), torch.ones(x.shape[1], device="cuda"), x.cuda()
     rmsnorm_kernel[(4,)](
-        cuda, ones, got.view(torch.uint8), cuda, ones, ones, torch.empty((), device="cuda"),
-        torch.tensor(fmt.max, device="cuda"), x.shape[1], x.stride(0), 0.0, MODE=FROM_AMAX, RECORD=False, TWICE=False,
-        HAS_HP=False, FP8_MAX=fmt.max, BLOCK=16384, PTX=True, num_warps=16, enable_fp_fusion=False,
+        cuda, ones, got.view(torch.uint8), cuda, ones, torch.empty((), device="cuda"),
+        torch.tensor(fmt.max, device="cuda"), x.shape[1], x.stride(0), 0.0, MODE=FROM_AMAX, TWICE=False, HAS_HP=False,
+        FP8_MAX=fmt.max, BLOCK=16384, PTX=True, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     assert_same(expected, got)
 
@@ -198,6 +211,20 @@ def test_every_gate_gives_silu_within_its_bounds():
         assert_within_steps(expected[moderate], got[moderate], share=0.01)
         far = [tensor[~moderate].float() for tensor in (expected, got)]
         torch.testing.assert_close(*far, rtol=2**-7, atol=2.0**-118, equal_nan=True)
+
+
+def test_products_of_two_bf16_numbers_equal_the_cpu_reference_bitwise():
+    """Rounded twice the last product is one of bf16 numbers: every `up` by many a silu, which is gate / 2 of so small a
+    gate. Most are below 2**-126 or rounded to what is."""
+    up = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = torch.exp2(-26 - torch.arange(128.0) * 101 / 128) * (1 + torch.arange(128) * 37 % 128 / 128)
+    gate[1::2] *= -1
+    gate = gate.bfloat16()[:, None].expand(-1, len(up)).contiguous()
+    up = up.expand_as(gate).contiguous()
+    expected = swiglu_reference.hidden(gate, up, True)
+    assert ((expected != 0) & (expected.abs() < 2.0**-126)).sum() > 50000
+    got = swiglu(gate.cuda(), up.cuda(), E4M3, make_scaling("given", "cuda"), rounding="twice", with_hp=True).hp
+    assert_same(expected, got)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

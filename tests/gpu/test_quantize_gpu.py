@@ -104,6 +104,13 @@ def test_kernels_equal_references_for_every_dtype_and_shape(shape, dtype):
             check(quantize_tensorwise_planes, x, fmt, planes)
 
 
+@pytest.mark.parametrize("num_cols", [4096, 4112])
+def test_columns_of_64_mib_and_of_more_equal_reference(num_cols):
+    """Which lets go of what it reads, and which does not."""
+    check(quantize_colwise_t, matrix(8192, num_cols), E4M3)
+    check(quantize_colwise_t, matrix(8192, num_cols), E5M2, torch.rand(8192))
+
+
 def test_a_tensor_of_more_than_two_to_the_31_elements_is_cast_to_its_end():
     x = torch.zeros((1 << 17) + 16, 1 << 14, dtype=torch.bfloat16, device="cuda")
     x[-1, -1], x[-1, 0] = -3.0, 1.0

@@ -1,7 +1,7 @@
 """The device code of `triton` for both planes of bf16 with 1x128 blocks, by words of two neighbouring elements.
 
 Amaxes are those of pairs, an instruction for each two elements, and what waits for its scale takes two bytes of a
-register, not four: so more programs share a processor. The same bits as `kernel.quantize_kernel`.
+register, not four: all is loaded before anything is worked on. The same bits as `kernel.quantize_kernel`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -141,22 +141,15 @@ def quantize_pairs_kernel(
     scale_inv_t,
     num_rows,
     num_cols,
-    GROUP: tl.constexpr,
-    COLUMNS_FIRST: tl.constexpr,
     MAX_BITS: tl.constexpr,
     IS_E4M3: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Both planes of a tile of 128 x 128. Args: x int32 [num_rows, num_cols / 2] with rows `stride` words apart; x_fp8
-    as int16, x_fp8_t as int32; both sizes are multiples of 128. GROUP: tiles below one another that follow in order.
-    COLUMNS_FIRST: all is loaded before anything is worked on, for more registers."""
+    as int16, x_fp8_t as int32; both sizes are multiples of 128."""
     col_tiles = num_cols // _BLOCK
-    row_tiles = num_rows // _BLOCK
-    first = tl.program_id(0) // (GROUP * col_tiles) * GROUP
-    inside = tl.program_id(0) % (GROUP * col_tiles)
-    size = tl.minimum(row_tiles - first, GROUP)
-    row_tile = first + inside % size
-    col_tile = inside // size
+    row_tile = tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
     first_row = row_tile * _BLOCK
     rows = tl.arange(0, _BLOCK // 4) * 4
     pairs = tl.arange(0, _BLOCK // 2)
@@ -166,9 +159,9 @@ def quantize_pairs_kernel(
     x2 = tl.load(at + 2 * stride)
     x3 = tl.load(at + 3 * stride)
 
+    # Of columns first, which all four are waited for.
     scale_inv_t += row_tile.to(tl.int64) * num_cols + col_tile * _BLOCK
-    if COLUMNS_FIRST:
-        even, odd = _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS, PTX)
+    even, odd = _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS, PTX)
     width = num_cols // 2
     at = x_fp8 + first_row.to(tl.int64) * width + col_tile * (_BLOCK // 2) + rows[:, None] * width + pairs[None, :]
     scale_inv += col_tile.to(tl.int64) * num_rows + first_row + rows
@@ -176,8 +169,6 @@ def quantize_pairs_kernel(
     _row(x1, at + width, scale_inv + 1, MAX_BITS, IS_E4M3, PTX)
     _row(x2, at + 2 * width, scale_inv + 2, MAX_BITS, IS_E4M3, PTX)
     _row(x3, at + 3 * width, scale_inv + 3, MAX_BITS, IS_E4M3, PTX)
-    if not COLUMNS_FIRST:
-        even, odd = _column_scales(x0, x1, x2, x3, scale_inv_t, pairs, MAX_BITS, PTX)
 
     even_word, odd_word = _columns(x0, x1, x2, x3, even, odd, IS_E4M3, PTX)
     height = num_rows // 4

@@ -22,12 +22,6 @@ elements a thread, 2 warps a 32x128 one. Tried by benchmarks/kernels_tune.py on 
 _TILE_REGISTERS = 168
 """Most per thread where a program makes transposed planes: three programs share a processor."""
 
-_PAIRS = False
-"""Whether both planes of bf16 are made by words of two (pairs_kernel.py), where no tile is cut off."""
-_PAIRS_WARPS, _PAIRS_REGISTERS, _PAIRS_GROUP, _PAIRS_COLUMNS_FIRST = 4, 128, 1, False
-"""Of those: warps of a program, most registers of a thread, tiles below one another that follow each other, and whether
-the columns' scales are made before the rows' codes."""
-
 _ROW_QUARTER = 8
 _TILE_QUARTER = BLOCK // 4
 _AMAX_ROWS = 32
@@ -44,8 +38,10 @@ def _check_device(x: Tensor) -> bool:
 
 
 def _has_pairs(x: Tensor) -> bool:
-    """Whether its rows can be read as words."""
-    return x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
+    """Whether it is of whole tiles whose rows can be read as words of two."""
+    num_rows, num_cols = x.shape
+    is_cut_in_pairs = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
+    return x.dtype == torch.bfloat16 and is_even(num_rows, num_cols, _TILE_QUARTER) and is_cut_in_pairs
 
 
 def _bits(number: float) -> int:
@@ -66,8 +62,10 @@ def quantize_blockwise(
     x_fp8_t, scale_inv_t = empty_planes(x.t(), dtype, block_rows, col)
     if x.numel() == 0:
         return x_fp8, scale_inv, x_fp8_t, scale_inv_t
-    is_even_tile = is_even(num_rows, num_cols, _TILE_QUARTER)
-    if _PAIRS and row and col and not square and x.dtype == torch.bfloat16 and is_even_tile and _has_pairs(x):
+    kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
+    words = as_words(x_fp8_t) if col else None
+    options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
+    if row and col and not square and _has_pairs(x):
         launch(
             quantize_pairs_kernel,
             num_blocks(num_rows) * num_blocks(num_cols),
@@ -75,22 +73,17 @@ def quantize_blockwise(
             x.stride(0) // 2,
             x_fp8.view(torch.int16),
             scale_inv,
-            as_words(x_fp8_t),
+            words,
             scale_inv_t,
             num_rows,
             num_cols,
-            GROUP=_PAIRS_GROUP,
-            COLUMNS_FIRST=_PAIRS_COLUMNS_FIRST,
             MAX_BITS=_bits(fp8_max),
             IS_E4M3=dtype == torch.float8_e4m3fn,
             PTX=ptx,
-            num_warps=_PAIRS_WARPS,
-            **({"maxnreg": _PAIRS_REGISTERS} if ptx else {}),
+            num_warps=WARPS[kind],
+            **options,
         )
         return x_fp8, scale_inv, x_fp8_t, scale_inv_t
-    kind, quarter = ("tile", _TILE_QUARTER) if square or col else ("row", _ROW_QUARTER)
-    words = as_words(x_fp8_t) if col else None
-    options = {"maxnreg": _TILE_REGISTERS} if ptx and kind == "tile" else {}
     launch(
         quantize_kernel,
         ceil_div(num_rows, 4 * quarter) * num_blocks(num_cols),

@@ -213,16 +213,9 @@ def parts_kernel(
 
 
 @triton.jit
-def _column_scales(
-    amax_cols, num_partials, scale_inv, col, num_cols, first_row, PARTIALS: tl.constexpr, IS_E4M3: tl.constexpr
-):
-    """Scales of the columns `col`; programs of the first rows store their inverses. PARTIALS: as in `planes_kernel`."""
-    if PARTIALS:
-        part = tl.arange(0, PARTIALS)[:, None]
-        inside = (part < num_partials) & (col < num_cols)[None, :]
-        bits = tl.max(tl.load(amax_cols + part * num_cols + col[None, :], inside, 0), 0)
-    else:
-        bits = tl.load(amax_cols + col, col < num_cols, 0)
+def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
+    """Scales of the columns `col`; the programs of the first rows store their inverses."""
+    bits = tl.load(amax_cols + col, col < num_cols, 0)
     factor, inverse = scale_from_amax(bits, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + col, inverse, col < tl.where(first_row == 0, num_cols, 0))
     return factor
@@ -232,8 +225,7 @@ def _column_scales(
 def planes_kernel(
     x, row_plane, col_plane, scale, partials, num_partials, amax_cols, fold, scale_inv, amax_local, num_rows, num_cols,
     MODE: tl.constexpr, RECORD: tl.constexpr, ROW_PLANE: tl.constexpr, HAS_FOLD: tl.constexpr, IS_E4M3: tl.constexpr,
-    QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, PARTIALS: tl.constexpr, BACKWARDS: tl.constexpr,
-    ONCE: tl.constexpr, PTX: tl.constexpr,
+    QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, ONCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The transposed plane, and the plain one if ROW_PLANE; a program for a tile (ops/_tiles.py).
 
@@ -241,10 +233,10 @@ def planes_kernel(
         amax_cols: int32 [num_cols], bits of the amaxes; mode COLUMNS, which stores all of scale_inv [num_cols].
         fold: float32 [num_rows], multiplied in first, if HAS_FOLD.
         WORDS: col_plane is int32, not uint8.
-        PARTIALS: amax_cols is [num_partials, num_cols], num_partials <= PARTIALS, a power of two; 0: one for each.
-        BACKWARDS: the last tile first. ONCE: what is read makes room in the L2 cache first.
+        ONCE: what is read makes room in the L2 cache first.
     """
-    first_row, first_col = tile_corner(num_cols, QUARTER, BACKWARDS)
+    # Backwards by columns: what was read last for their amaxes is still in the L2 cache.
+    first_row, first_col = tile_corner(num_cols, QUARTER, MODE == COLUMNS)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
     corner = first_row.to(tl.int64) * num_cols + first_col
     # Before the scale: its way from memory is waited for along with theirs.
@@ -253,9 +245,7 @@ def planes_kernel(
     x2 = load_rows(x + corner, rows + 2, cols, num_cols, mask2, EVEN, ONCE).to(tl.float32)
     x3 = load_rows(x + corner, rows + 3, cols, num_cols, mask3, EVEN, ONCE).to(tl.float32)
     if MODE == COLUMNS:
-        factor = _column_scales(
-            amax_cols, num_partials, scale_inv, first_col + cols, num_cols, first_row, PARTIALS, IS_E4M3
-        )[None, :]
+        factor = _column_scales(amax_cols, scale_inv, first_col + cols, num_cols, first_row, IS_E4M3)[None, :]
     else:
         factor = _tensor_scale(scale, partials, num_partials, scale_inv, tl.program_id(0) == 0, MODE, IS_E4M3)
     if MODE == DELAYED:
@@ -279,20 +269,12 @@ def planes_kernel(
 
 
 @triton.jit
-def _note_columns(at, largest, mask, ATOMIC: tl.constexpr):
-    if ATOMIC:
-        tl.atomic_max(at, largest, mask, sem="relaxed")
-    else:
-        tl.store(at, largest, mask)
-
-
-@triton.jit
 def amax_cols_kernel(
     x, fold, amax_cols, num_rows, num_cols,
     ROWS: tl.constexpr, UNROLL: tl.constexpr, NUM_TILES: tl.constexpr, WORDS: tl.constexpr, HAS_FOLD: tl.constexpr,
-    ATOMIC: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr,
+    VECTOR: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the amaxes of columns, maximumed into int32 [num_cols], or each program's in a row of its own.
+    """Bits of the amaxes of columns, maximumed into int32 [num_cols].
 
     A program works on 4 * WORDS columns and NUM_TILES tiles of ROWS * UNROLL rows.
     """
@@ -317,12 +299,10 @@ def amax_cols_kernel(
             m3 = tl.maximum(m3, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         first_row += ROWS * UNROLL
     col = first_col + tl.arange(0, WORDS) * 4
-    if not ATOMIC:
-        amax_cols += tl.program_id(0) // tiles_per_row * num_cols
-    _note_columns(amax_cols + col, tl.max(m0, 0), col < num_cols, ATOMIC)
-    _note_columns(amax_cols + col + 1, tl.max(m1, 0), col + 1 < num_cols, ATOMIC)
-    _note_columns(amax_cols + col + 2, tl.max(m2, 0), col + 2 < num_cols, ATOMIC)
-    _note_columns(amax_cols + col + 3, tl.max(m3, 0), col + 3 < num_cols, ATOMIC)
+    tl.atomic_max(amax_cols + col, tl.max(m0, 0), col < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 1, tl.max(m1, 0), col + 1 < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 2, tl.max(m2, 0), col + 2 < num_cols, sem="relaxed")
+    tl.atomic_max(amax_cols + col + 3, tl.max(m3, 0), col + 3 < num_cols, sem="relaxed")
 
 
 @triton.jit

@@ -32,17 +32,13 @@ CAST_WORDS, CAST_WARPS = PROGRAM // 4, 4
 PLANES_QUARTER, PLANES_WARPS = 16, 4
 """Of a cast with transpose: a quarter of a program's rows (ops/_tiles.py), and its warps."""
 
-COLS_BACKWARDS = False
-"""Whether the cast by columns begins where their amaxes ended, with what is in the L2 cache still."""
-COLS_ONCE = False
-"""Whether what that cast reads makes room in the L2 cache first."""
-COLS_PARTIALS = 0
-"""Most maxima of a column, each of some rows, that that cast reads; 0: they are maximumed into one, first set to 0."""
-COLS_QUARTER, COLS_CAST_WARPS = PLANES_QUARTER, PLANES_WARPS
-"""As PLANES_*, of that cast."""
-
 COLS_ROWS, COLS_UNROLL, COLS_TILES, COLS_WORDS, COLS_WARPS = 4, 8, 4, 64, 8
 """Of the amaxes of columns: a program for 128 rows and 256 columns."""
+
+COLS_ONCE_BYTES = 64 << 20
+"""Largest input whose cast by columns lets go of what it has read, so that its results do not push out of the L2 cache
+(50 MB) what the amaxes left there. Of larger ones little was left, and it is slower: an H100's 5 % faster at 32 MiB,
+1 % at 64, 2 % slower at 128 (benchmarks/results/2026-11-26-kernels-trial.md)."""
 
 ROW_WORDS, MAX_ROW_WORDS, WORDS_PER_THREAD = 2048, 4096, 16
 """Of a cast by rows: words of a program, most words of a row that stays in registers, words of a thread."""
@@ -251,22 +247,15 @@ def _cast_planes(
             scale_inv.fill_(1.0)
         return row_plane, col_plane
     columns = as_words(col_plane)
-    by_columns = mode == kernel.COLUMNS.value
-    num_maxima = 0 if partials is None else partials.numel()
-    num_partials = 0
-    if amax_cols is not None and amax_cols.dim() == 2:
-        num_maxima = amax_cols.shape[0]
-        num_partials = triton.next_power_of_2(num_maxima)
-    quarter, warps = (COLS_QUARTER, COLS_CAST_WARPS) if by_columns else (PLANES_QUARTER, PLANES_WARPS)
     launch(
         kernel.planes_kernel,
-        num_tiles(num_rows, num_cols, quarter),
+        num_tiles(num_rows, num_cols, PLANES_QUARTER),
         x,
         row_plane.view(torch.uint8),
         columns,
         scale,
         partials,
-        num_maxima,
+        0 if partials is None else partials.numel(),
         amax_cols,
         fold,
         scale_inv,
@@ -277,11 +266,9 @@ def _cast_planes(
         RECORD=amax_local is not None,
         ROW_PLANE=has_row_plane,
         HAS_FOLD=fold is not None,
-        BACKWARDS=by_columns and COLS_BACKWARDS,
-        ONCE=by_columns and COLS_ONCE,
-        PARTIALS=num_partials if by_columns else 0,
-        num_warps=warps,
-        **tile_options(quarter, num_rows, num_cols, columns),
+        ONCE=mode == kernel.COLUMNS.value and x.numel() * x.element_size() <= COLS_ONCE_BYTES,
+        num_warps=PLANES_WARPS,
+        **tile_options(PLANES_QUARTER, num_rows, num_cols, columns),
         **_options(x, dtype),
     )
     return row_plane, col_plane
@@ -348,15 +335,8 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
 
 def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = x.shape
-    tiles = COLS_TILES
-    if COLS_PARTIALS:
-        tiles = max(tiles, triton.next_power_of_2(ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * COLS_PARTIALS)))
-    num_groups = ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * tiles)
-    if COLS_PARTIALS:
-        amax_cols = torch.empty(num_groups, num_cols, dtype=torch.int32, device=x.device)
-    else:
-        amax_cols = torch.zeros(num_cols, dtype=torch.int32, device=x.device)
-    num_programs = num_groups * ceil_div(num_cols, COLS_WORDS * 4)
+    amax_cols = torch.zeros(num_cols, dtype=torch.int32, device=x.device)
+    num_programs = ceil_div(num_rows, COLS_ROWS * COLS_UNROLL * COLS_TILES) * ceil_div(num_cols, COLS_WORDS * 4)
     if num_programs > 0:
         launch(
             kernel.amax_cols_kernel,
@@ -368,10 +348,9 @@ def quantize_colwise_t(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_m
             num_cols,
             ROWS=COLS_ROWS,
             UNROLL=COLS_UNROLL,
-            NUM_TILES=tiles,
+            NUM_TILES=COLS_TILES,
             WORDS=COLS_WORDS,
             HAS_FOLD=fold is not None,
-            ATOMIC=not COLS_PARTIALS,
             VECTOR=_is_vector(num_cols, at=(x,)),
             PTX=runs_ptx(x),
             num_warps=COLS_WARPS,

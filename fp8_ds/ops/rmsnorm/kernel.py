@@ -60,7 +60,7 @@ def rmsnorm_rows_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """`rmsnorm_kernel` in modes GIVEN and ROWWISE by programs that take every so many-th row, and load one ahead.
+    """Modes GIVEN and ROWWISE, by programs that take every so many-th row, one in registers and one being loaded.
 
     The weight is read once. With a given scale, of a row only the mean is reduced: maxima wait for the last row.
     """
@@ -108,33 +108,26 @@ def rmsnorm_kernel(
     x_fp8,
     hp,
     rstd,
-    scale,
     scale_inv,
     amax,
     num_cols,
     x_stride,
     eps,
     MODE: tl.constexpr,
-    RECORD: tl.constexpr,
     TWICE: tl.constexpr,
     HAS_HP: tl.constexpr,
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):
-    """One program a row, which stays in registers. Pointers that a mode has no use for are not read.
+    """The two passes of tensorwise, AMAX and FROM_AMAX; one program a row. Pointers of the other pass are not read.
 
-    EARLY: with a given scale, it and the amax so far are read first, and codes are written before the amax is known.
+    No row is loaded ahead: one pass stores no row, the other sums none, so that neither has so much to wait for.
     """
     row = tl.program_id(0).to(tl.int64)
     if MODE == FROM_AMAX:
         # Backwards: what the first pass read last is still in the L2 cache.
         row = tl.num_programs(0) - 1 - row
-    if MODE == GIVEN and EARLY:
-        factor = tl.load(scale)
-        if RECORD:
-            known = tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True))
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
     y = to_float(tl.load(x + row * x_stride + cols, mask, 0.0), PTX)
@@ -149,30 +142,14 @@ def rmsnorm_kernel(
         y = to_float(to_bf16(y, PTX), PTX)
     y = to_bf16(y * w, PTX)
 
-    out = row * num_cols + cols
-    if MODE == GIVEN and EARLY:
-        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
-    if MODE == FROM_AMAX:
+    if MODE == AMAX:
+        record_amax(amax, tl.max(magnitude(to_float(y, PTX))))
+    else:
         factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
         if row == 0:
             tl.store(scale_inv, inverse)
-    else:
-        largest = tl.max(magnitude(to_float(y, PTX)))
-        if EARLY and RECORD:
-            tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest, largest > known, sem="relaxed")
-        elif MODE == AMAX or RECORD:
-            record_amax(amax, largest)
-        if MODE == ROWWISE:
-            factor, inverse = scale_from_amax(largest, FP8_MAX)
-            tl.store(scale_inv + row, inverse)
-        elif MODE == GIVEN:
-            if not EARLY:
-                factor = tl.load(scale)
-            if largest >= INFINITY:
-                tl.store(scale_inv, float("nan"))
-    if MODE != AMAX:
-        if not (MODE == GIVEN and EARLY):
-            tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
+        out = row * num_cols + cols
+        tl.store(x_fp8 + out, quantize(y, factor, FP8_MAX, PTX), mask)
         if HAS_HP:
             tl.store(hp + out, y, mask)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -11,15 +13,13 @@ from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import SlotTensors, empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
 from fp8_ds.ops.rmsnorm.reference import rows_per_partial
+from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
+_AHEAD_WARPS = 16
+"""On a multiprocessor, of programs that load a row ahead: with 32 elements a thread 32 KiB are on their way to it while
+as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md). Rows of more than 16384, no model's, spill."""
 _SUM_COLS = 32
-_EARLY = False
-"""Whether a given scale is read before a row, and codes are written before its amax is known."""
-_AHEAD_WARPS = 0
-"""Warps for each processor of programs that load a row ahead (not tensorwise, with two reads); 0: a program a row."""
-_REGISTERS = 0
-"""Most per thread; 0: the compiler's choice."""
 
 
 def _block(num_cols: int) -> int:
@@ -28,7 +28,12 @@ def _block(num_cols: int) -> int:
 
 
 def _num_warps(block: int, per_thread: int) -> int:
-    return max(min(block // (32 * per_thread), 32), 1)
+    return min(block // (32 * per_thread), 32)
+
+
+def _registers(num_warps: int) -> dict[str, int]:
+    """Most of a thread, for so many warps to share a multiprocessor's 65536 in eights."""
+    return {"maxnreg": min(65536 // 32 // num_warps // 8 * 8, 255)}
 
 
 def rmsnorm(
@@ -47,71 +52,39 @@ def rmsnorm(
     num_rows, num_cols = x.shape
     x_fp8, scale_inv, hp = empty_output(num_rows, num_cols, mode, dtype, with_hp, x)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = _block(num_cols)
+    num_warps = _num_warps(block, _PER_THREAD)
+    tensors = (x, weight, x_fp8.view(torch.uint8), hp, rstd)
+    constants: dict[str, Any] = {"TWICE": twice, "HAS_HP": with_hp, "FP8_MAX": fp8_max, "BLOCK": block}
+    constants |= {"PTX": runs_ptx(x), "num_warps": num_warps, "enable_fp_fusion": False}
+    if mode == "tensorwise":
+        amax = torch.zeros((), dtype=torch.float32, device=x.device)
+        for kernel_mode in (device.AMAX, device.FROM_AMAX):
+            launch(
+                rmsnorm_kernel, num_rows, *tensors, scale_inv, amax, num_cols, x.stride(0), eps, MODE=kernel_mode,
+                **constants,
+            )  # fmt: skip
+        return x_fp8, scale_inv, rstd, hp
     scale = amax = scale_inv
-    kernel_modes = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
     if mode == "given":
         assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
         scale, scale_inv, amax = slot.scale, slot.scale_inv.clone(), slot.amax_local
-    elif mode == "tensorwise":
-        amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    block = _block(num_cols)
-    num_warps = _num_warps(block, _PER_THREAD)
-    options = {"maxnreg": _REGISTERS} if _REGISTERS and x.is_cuda and torch.version.hip is None else {}
-    if _AHEAD_WARPS and mode != "tensorwise":
-        launch(
-            rmsnorm_rows_kernel,
-            min(num_rows, max(_AHEAD_WARPS // num_warps, 1) * num_processors(x.device)),
-            x,
-            weight,
-            x_fp8.view(torch.uint8),
-            hp,
-            rstd,
-            scale,
-            scale_inv,
-            amax,
-            num_rows,
-            num_cols,
-            x.stride(0),
-            eps,
-            MODE=kernel_modes[mode][0],
-            RECORD=mode == "given" and record,
-            TWICE=twice,
-            HAS_HP=with_hp,
-            FP8_MAX=fp8_max,
-            BLOCK=block,
-            PTX=x.is_cuda and torch.version.hip is None,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
-            **options,
-        )
-        return x_fp8, scale_inv, rstd, hp
-    for kernel_mode in kernel_modes[mode]:
-        launch(
-            rmsnorm_kernel,
-            num_rows,
-            x,
-            weight,
-            x_fp8.view(torch.uint8),
-            hp,
-            rstd,
-            scale,
-            scale_inv,
-            amax,
-            num_cols,
-            x.stride(0),
-            eps,
-            MODE=kernel_mode,
-            RECORD=mode == "given" and record,
-            TWICE=twice,
-            HAS_HP=with_hp,
-            FP8_MAX=fp8_max,
-            BLOCK=block,
-            EARLY=_EARLY,
-            PTX=x.is_cuda and torch.version.hip is None,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
-            **options,
-        )
+    launch(
+        rmsnorm_rows_kernel,
+        min(num_rows, max(_AHEAD_WARPS // num_warps, 1) * num_processors(x.device)),
+        *tensors,
+        scale,
+        scale_inv,
+        amax,
+        num_rows,
+        num_cols,
+        x.stride(0),
+        eps,
+        MODE=device.GIVEN if mode == "given" else device.ROWWISE,
+        RECORD=mode == "given" and record,
+        **constants,
+        **(_registers(max(_AHEAD_WARPS, num_warps)) if runs_ptx(x) else {}),
+    )
     return x_fp8, scale_inv, rstd, hp
 
 
@@ -145,7 +118,7 @@ def rmsnorm_backward(
         residual.stride(0),
         HAS_RESIDUAL=grad_residual is not None,
         BLOCK=block,
-        PTX=x.is_cuda and torch.version.hip is None,
+        PTX=runs_ptx(x),
         num_warps=_num_warps(block, _PER_THREAD_BACKWARD),
         enable_fp_fusion=False,
     )

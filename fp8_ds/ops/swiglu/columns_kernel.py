@@ -16,18 +16,18 @@ from fp8_ds.ops._producer_device import (
     bits_of_largest,
     larger,
     quantize,
-    times,
     to_bf16,
     to_float,
 )
 from fp8_ds.ops._tiles import TILE_COLS, load_rows, store_rows, store_transposed, tile_corner, tile_masks
 from fp8_ds.ops.groupwise import GROUP
-from fp8_ds.ops.swiglu.kernel import gradients, hidden, sigmoid
+from fp8_ds.ops.swiglu.kernel import gradients, hidden
 
 assert GROUP == TILE_COLS, "a row of a tile has one scale"
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
-_LARGEST_OF_FOUR = tl.constexpr("""{
+_COLS = tl.constexpr(TILE_COLS)
+_LARGEST = tl.constexpr("""{
 .reg .b32 a, b;
 max.NaN.xorsign.abs.bf16x2 a, $2, $4;
 max.NaN.xorsign.abs.bf16x2 b, $6, $8;
@@ -37,7 +37,6 @@ max.NaN.xorsign.abs.bf16x2 b, $7, $9;
 max.NaN.xorsign.abs.bf16x2 $1, a, b;
 }""")
 """Signs of the results mean nothing."""
-_COLS = tl.constexpr(TILE_COLS)
 
 
 @triton.jit
@@ -63,21 +62,12 @@ def _word(y0, y1, y2, y3, factor, FP8_MAX: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def _largest(y0, y1, y2, y3, PTX: tl.constexpr):
     """Bits of the amax of four bf16 tensors."""
-    largest = larger(tl.zeros(y0.shape, tl.int16), y0, PTX)
-    largest = larger(larger(largest, y1, PTX), y2, PTX)
-    return bits_of_largest(larger(largest, y3, PTX))
-
-
-@triton.jit
-def _largest_of_four(y0, y1, y2, y3, PTX: tl.constexpr):
-    """`_largest` in three instructions for each eight elements."""
     if PTX:
-        found = tl.inline_asm_elementwise(
-            _LARGEST_OF_FOUR, "=r,=r,r,r,r,r,r,r,r,r", [y0, y1, y2, y3], tl.int16, is_pure=True, pack=4
-        )
-        wide = found.to(tl.int32) & 0x7FFF
-        return tl.max(tl.max(wide, 1), 0) << 16
-    return _largest(y0, y1, y2, y3, PTX)
+        args = [y0, y1, y2, y3]
+        largest = tl.inline_asm_elementwise(_LARGEST, "=r,=r,r,r,r,r,r,r,r,r", args, tl.int16, is_pure=True, pack=4)
+    else:
+        largest = larger(larger(larger(y0.to(tl.int16, bitcast=True) & 0x7FFF, y1, PTX), y2, PTX), y3, PTX)
+    return bits_of_largest(largest & 0x7FFF)
 
 
 @triton.jit
@@ -105,68 +95,19 @@ def _note(amax, scale_inv, largest, MODE: tl.constexpr, RECORD: tl.constexpr):
 
 @triton.jit
 def _product(
-    gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask, left,
-    KEPT: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    gate, up, rows, cols, gate_stride, up_stride, mask, EVEN: tl.constexpr, TWICE: tl.constexpr, PTX: tl.constexpr
+):
     """bf16 of one of a tile's four tensors; `gate` and `up` point at the tile's corner."""
-    g = _factor_rows(gate, gate_kept, rows, cols, gate_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
-    u = _factor_rows(up, up_kept, rows, cols, up_stride, kept_stride, mask, left, KEPT, EVEN, PTX)
+    g = load_rows(gate, rows, cols, gate_stride, mask, EVEN)
+    return hidden(g, load_rows(up, rows, cols, up_stride, mask, EVEN), TWICE, PTX)
+
+
+@triton.jit
+def _product_of_kept(gate, gate_inverse, up, up_inverse, TWICE: tl.constexpr, PTX: tl.constexpr):
+    """bf16 of one of a tile's four tensors of codes, with a scale for each row."""
+    g = to_bf16(decode(gate, True, PTX) * gate_inverse[:, None], PTX)
+    u = to_bf16(decode(up, True, PTX) * up_inverse[:, None], PTX)
     return hidden(g, u, TWICE, PTX)
-
-
-@triton.jit
-def _product_of_kept(gate, gate_inverse, up, up_inverse, PACKED: tl.constexpr, PTX: tl.constexpr):
-    """bf16 of one of a tile's four tensors of codes, rounded twice. PACKED: as in `swiglu_columns_kernel`."""
-    wide = decode(gate, True, PTX) * gate_inverse[:, None]
-    if PACKED < 2:
-        wide = to_float(to_bf16(wide, PTX), PTX)
-    silu = to_bf16(wide * sigmoid(wide, PTX), PTX)
-    return times(silu, to_bf16(decode(up, True, PTX) * up_inverse[:, None], PTX), PTX)
-
-
-@triton.jit
-def _columns_of_kept(
-    gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, first_row, first_col, num_rows, num_cols,
-    gate_stride, up_stride, kept_stride,
-    MODE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
-    PACKED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """`swiglu_columns_kernel` of codes, rounded twice: all is under way before the first is worked on, and what is not
-    finite is looked for when the columns are on theirs."""
-    rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
-    left = num_rows - first_row
-    g0 = load_rows(gate, rows, cols, gate_stride, mask0, EVEN)
-    u0 = load_rows(up, rows, cols, up_stride, mask0, EVEN)
-    g1 = load_rows(gate, rows + 1, cols, gate_stride, mask1, EVEN)
-    u1 = load_rows(up, rows + 1, cols, up_stride, mask1, EVEN)
-    g2 = load_rows(gate, rows + 2, cols, gate_stride, mask2, EVEN)
-    u2 = load_rows(up, rows + 2, cols, up_stride, mask2, EVEN)
-    g3 = load_rows(gate, rows + 3, cols, gate_stride, mask3, EVEN)
-    u3 = load_rows(up, rows + 3, cols, up_stride, mask3, EVEN)
-    factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX) if MODE != AMAX else 1.0
-    if PTX:
-        tl.debug_barrier()  # else ptxas puts some of these loads off until others have arrived
-    gate_kept += rows * kept_stride
-    up_kept += rows * kept_stride
-    s0, v0 = tl.load(gate_kept, rows < left, 0.0), tl.load(up_kept, rows < left, 0.0)
-    gate_kept += kept_stride
-    up_kept += kept_stride
-    s1, v1 = tl.load(gate_kept, rows + 1 < left, 0.0), tl.load(up_kept, rows + 1 < left, 0.0)
-    gate_kept += kept_stride
-    up_kept += kept_stride
-    s2, v2 = tl.load(gate_kept, rows + 2 < left, 0.0), tl.load(up_kept, rows + 2 < left, 0.0)
-    gate_kept += kept_stride
-    up_kept += kept_stride
-    s3, v3 = tl.load(gate_kept, rows + 3 < left, 0.0), tl.load(up_kept, rows + 3 < left, 0.0)
-    h0 = _product_of_kept(g0, s0, u0, v0, PACKED, PTX)
-    h1 = _product_of_kept(g1, s1, u1, v1, PACKED, PTX)
-    h2 = _product_of_kept(g2, s2, u2, v2, PACKED, PTX)
-    h3 = _product_of_kept(g3, s3, u3, v3, PACKED, PTX)
-    if MODE != AMAX:
-        word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
-        store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
-    if MODE != FROM_AMAX:
-        _note(amax, scale_inv, _largest_of_four(h0, h1, h2, h3, PTX), MODE, False)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "scale_inv", "amax", "gate_kept", "up_kept"])
@@ -174,48 +115,58 @@ def swiglu_columns_kernel(
     gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, num_rows, num_cols, gate_stride, up_stride,
     kept_stride, kept_group_stride,
     MODE: tl.constexpr, KEPT: tl.constexpr, TWICE: tl.constexpr, FP8_MAX: tl.constexpr, QUARTER: tl.constexpr,
-    EVEN: tl.constexpr, WORDS: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The transposed plane of `silu(gate) * up`, and no other. MODE GIVEN: a product that is not finite spoils
-    scale_inv; nothing is recorded. KEPT: gate and up are codes, their scales `gate_kept` and `up_kept`. PACKED,
-    if so and TWICE: 1: the last product and the amax by two elements at a time; 2: gate is not rounded to bf16 either,
-    which holds it exactly while it is normal."""
+    scale_inv; nothing is recorded. KEPT: gate and up are codes, their scales `gate_kept` and `up_kept`."""
     first_row, first_col = tile_corner(num_cols, QUARTER)
     rows, cols, mask0, mask1, mask2, mask3 = tile_masks(first_row, first_col, num_rows, num_cols, QUARTER)
     row = first_row.to(tl.int64)
     gate += row * gate_stride + first_col
     up += row * up_stride + first_col
-    kept_at = row * kept_stride + first_col // _COLS * kept_group_stride
-    gate_kept += kept_at
-    up_kept += kept_at
-    if KEPT and TWICE and PACKED > 0:
-        _columns_of_kept(
-            gate, up, gate_kept, up_kept, columns, scale, scale_inv, amax, first_row, first_col, num_rows, num_cols,
-            gate_stride, up_stride, kept_stride, MODE, FP8_MAX, QUARTER, EVEN, WORDS, PACKED, PTX,
-        )  # fmt: skip
-        return
-    left = num_rows - first_row
-    h0 = _product(
-        gate, up, gate_kept, up_kept, rows, cols, gate_stride, up_stride, kept_stride, mask0, left, KEPT, EVEN, TWICE,
-        PTX,
-    )  # fmt: skip
-    h1 = _product(
-        gate, up, gate_kept, up_kept, rows + 1, cols, gate_stride, up_stride, kept_stride, mask1, left, KEPT, EVEN,
-        TWICE, PTX,
-    )  # fmt: skip
-    h2 = _product(
-        gate, up, gate_kept, up_kept, rows + 2, cols, gate_stride, up_stride, kept_stride, mask2, left, KEPT, EVEN,
-        TWICE, PTX,
-    )  # fmt: skip
-    h3 = _product(
-        gate, up, gate_kept, up_kept, rows + 3, cols, gate_stride, up_stride, kept_stride, mask3, left, KEPT, EVEN,
-        TWICE, PTX,
-    )  # fmt: skip
-    if MODE != FROM_AMAX:
-        _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
+    factor = 1.0
+    if KEPT:
+        g0 = load_rows(gate, rows, cols, gate_stride, mask0, EVEN)
+        u0 = load_rows(up, rows, cols, up_stride, mask0, EVEN)
+        g1 = load_rows(gate, rows + 1, cols, gate_stride, mask1, EVEN)
+        u1 = load_rows(up, rows + 1, cols, up_stride, mask1, EVEN)
+        g2 = load_rows(gate, rows + 2, cols, gate_stride, mask2, EVEN)
+        u2 = load_rows(up, rows + 2, cols, up_stride, mask2, EVEN)
+        g3 = load_rows(gate, rows + 3, cols, gate_stride, mask3, EVEN)
+        u3 = load_rows(up, rows + 3, cols, up_stride, mask3, EVEN)
+        if MODE != AMAX:
+            factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
+        if PTX:
+            tl.debug_barrier()  # else ptxas puts some of these loads off until others have arrived
+        left = num_rows - first_row
+        gate_kept += row * kept_stride + first_col // _COLS * kept_group_stride + rows * kept_stride
+        up_kept += row * kept_stride + first_col // _COLS * kept_group_stride + rows * kept_stride
+        s0, v0 = tl.load(gate_kept, rows < left, 0.0), tl.load(up_kept, rows < left, 0.0)
+        gate_kept += kept_stride
+        up_kept += kept_stride
+        s1, v1 = tl.load(gate_kept, rows + 1 < left, 0.0), tl.load(up_kept, rows + 1 < left, 0.0)
+        gate_kept += kept_stride
+        up_kept += kept_stride
+        s2, v2 = tl.load(gate_kept, rows + 2 < left, 0.0), tl.load(up_kept, rows + 2 < left, 0.0)
+        gate_kept += kept_stride
+        up_kept += kept_stride
+        s3, v3 = tl.load(gate_kept, rows + 3 < left, 0.0), tl.load(up_kept, rows + 3 < left, 0.0)
+        h0 = _product_of_kept(g0, s0, u0, v0, TWICE, PTX)
+        h1 = _product_of_kept(g1, s1, u1, v1, TWICE, PTX)
+        h2 = _product_of_kept(g2, s2, u2, v2, TWICE, PTX)
+        h3 = _product_of_kept(g3, s3, u3, v3, TWICE, PTX)
+    else:
+        h0 = _product(gate, up, rows, cols, gate_stride, up_stride, mask0, EVEN, TWICE, PTX)
+        h1 = _product(gate, up, rows + 1, cols, gate_stride, up_stride, mask1, EVEN, TWICE, PTX)
+        h2 = _product(gate, up, rows + 2, cols, gate_stride, up_stride, mask2, EVEN, TWICE, PTX)
+        h3 = _product(gate, up, rows + 3, cols, gate_stride, up_stride, mask3, EVEN, TWICE, PTX)
+        if MODE != AMAX:
+            factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
     if MODE != AMAX:
-        word = _word(h0, h1, h2, h3, _scale(scale, scale_inv, amax, MODE, FP8_MAX), FP8_MAX, PTX)
+        word = _word(h0, h1, h2, h3, factor, FP8_MAX, PTX)
         store_transposed(word, columns, first_row, first_col, num_rows, num_cols, EVEN, WORDS)
+    if MODE != FROM_AMAX:  # what is not finite is looked for when the columns are on their way
+        _note(amax, scale_inv, _largest(h0, h1, h2, h3, PTX), MODE, False)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from fp8_ds.ops._producer_device import (
     GIVEN,
     ROWWISE,
     quantize,
+    times,
     to_bf16,
     to_float,
 )
@@ -61,7 +62,7 @@ def hidden(gate, up, TWICE: tl.constexpr, PTX: tl.constexpr):
     wide = to_float(gate, PTX)
     silu = wide * sigmoid(wide, PTX)
     if TWICE:
-        silu = to_float(to_bf16(silu, PTX), PTX)
+        return times(to_bf16(silu, PTX), up, PTX)
     return to_bf16(silu * to_float(up, PTX), PTX)
 
 

@@ -25,8 +25,8 @@ _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
 """Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
 from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
-_KEPT_QUARTER, _KEPT_WARPS, _KEPT_PACKED = _COLUMNS_QUARTER, _COLUMNS_WARPS, 0
-"""The same where gate and up are kept in FP8, and how much of that is computed two elements at a time."""
+_KEPT_QUARTER, _KEPT_WARPS = 8, 4
+"""The same where gate and up are kept in FP8 (benchmarks/results/2026-11-26-kernels-trial.md)."""
 _BOTH_QUARTER, _BOTH_WARPS = 8, 4
 """The same where the gradients' rows are written, the columns beside them or not; timed with bf16 gate and up and with
 columns alone (benchmarks/results/2026-11-23-kernels-tune-beside.json)."""
@@ -149,7 +149,6 @@ def swiglu_columns(
             TWICE=twice,
             FP8_MAX=fp8_max,
             PTX=gate.is_cuda and torch.version.hip is None,
-            PACKED=_KEPT_PACKED,
             num_warps=warps,
             enable_fp_fusion=False,
             **tile_options(quarter, num_rows, num_cols, words),

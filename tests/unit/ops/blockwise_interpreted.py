@@ -52,6 +52,34 @@ def test_rows_apart_and_transposed_views_equal_the_reference_bitwise():
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
+def test_words_of_two_equal_the_reference_bitwise(fmt):
+    """Whole tiles of bf16, several of them, also of a wider matrix; in even and odd columns and all four rows of a word
+    what is zero, tiny, huge or not finite, and every tie between two codes."""
+    x = many_scales("per_tile", 256, 512).bfloat16()
+    codes = torch.arange(128, dtype=torch.uint8).view(fmt.dtype).float()
+    codes = codes[codes.isfinite()]
+    ties = (codes[1:] + codes[:-1]) / 2
+    x[:128, :128] = torch.cat([ties, -ties])[torch.arange(128 * 128) % (2 * len(ties))].view(128, 128)
+    x[:128, 0] = x[0, :128] = fmt.max
+    for row, value in enumerate(EDGES):
+        x[129 + row, 256 + 11 * row] = value
+        x[150 + row, 128:256] = x[130:256, 400 + row] = value
+    x[200, 384:] = x[128:, 511] = ODD_NAN
+    for part in (x, x[128:, 128:384]):
+        assert triton._has_pairs(part)
+        quantize_both(part, fmt, 1, (True, True))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:128, 1:129], lambda x: x[:128, :128], lambda x: x.flatten()[1 : 1 + 128 * 128].view(128, 128)]
+)
+def test_rows_that_are_no_words_of_two_equal_the_reference_bitwise(view):
+    x = view(many_scales("per_row", 129, 131).bfloat16())
+    assert not triton._has_pairs(x)
+    quantize_both(x, E4M3, 1, (True, True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2"])
 def test_every_rounding_equals_the_reference_bitwise(fmt):
     """All codes, all ties between two, their neighbours; each row's amax, the largest code, keeps its scale at 1."""
     codes = torch.arange(128, dtype=torch.uint8).view(fmt.dtype).float()

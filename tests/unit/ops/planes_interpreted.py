@@ -220,7 +220,14 @@ def test_rows_longer_than_the_registers_equal_reference(num_cols):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "with_fold"),
-    [((32, 64), BF16, True), ((17, 9), FP16, True), ((5, 16), FP32, True), ((16, 17), BF16, False)],
+    [
+        ((32, 64), BF16, True),
+        ((17, 9), FP16, True),
+        ((5, 16), FP32, True),
+        ((16, 17), BF16, False),
+        ((128, 256), BF16, False),  # four programs, from the last to the first
+        ((70, 130), BF16, True),
+    ],
 )
 def test_colwise_equals_reference(shape, dtype, with_fold):
     fold = torch.rand(shape[0], 1) if with_fold else None

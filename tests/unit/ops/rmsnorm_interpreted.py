@@ -61,6 +61,21 @@ def test_edges_equal_reference_bitwise(scaling):
     assert_forward_equal(make_rows(3, 40), weight, scaling)
 
 
+@pytest.mark.parametrize("scaling", ["given", "rowwise"])
+@pytest.mark.parametrize("num_rows", [6, 7])
+def test_programs_that_take_several_rows_equal_reference_bitwise(num_rows, scaling, monkeypatch):
+    """Two programs have three or four rows each; the largest, and then what is not finite, in each of their turns."""
+    monkeypatch.setattr(kernels, "_AHEAD_WARPS", 2)
+    weight = weight_of(1500)
+    for row in (0, 3, num_rows - 1):
+        x = make_rows(num_rows, 1500)
+        x[1], x[row, 1499] = -0.0, 1e6
+        assert_forward_equal(x, weight, scaling)
+    for edge in (NAN, INF, -INF, 3e38):
+        x[4, 1499], x[2, 0] = edge, 1.0
+        assert_forward_equal(x, weight, scaling, E5M2, twice=True)
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_every_rounding_of_the_cast_equals_reference_bitwise(fmt):
     """All finite bf16 numbers by a scale of 1: halfway cases, subnormals of FP8, saturation."""
@@ -72,9 +87,8 @@ def test_every_rounding_of_the_cast_equals_reference_bitwise(fmt):
     # rstd is 1 in the second pass of tensorwise, whose amax stands for a scale of 1: the values themselves are cast.
     got = torch.empty_like(expected)
     kernels.rmsnorm_kernel[(4,)](
-        x, ones, got.view(torch.uint8), x, torch.ones(4), x, torch.empty(()), torch.tensor(fmt.max), x.shape[1],
-        x.stride(0), 0.0, MODE=FROM_AMAX, RECORD=False, TWICE=False, HAS_HP=False, FP8_MAX=fmt.max, BLOCK=16384,
-        PTX=False,
+        x, ones, got.view(torch.uint8), x, torch.ones(4), torch.empty(()), torch.tensor(fmt.max), x.shape[1],
+        x.stride(0), 0.0, MODE=FROM_AMAX, TWICE=False, HAS_HP=False, FP8_MAX=fmt.max, BLOCK=16384, PTX=False,
     )  # fmt: skip
     assert_same(expected, got)
 

@@ -244,14 +244,29 @@ def reference_amax(gate, up, twice):
 
 @pytest.mark.parametrize(
     ("shape", "scaling", "is_kept"),
-    [((66, 20), "given", False), ((64, 128), "tensorwise", True), ((48, 130), "given", True)],
+    [
+        ((66, 20), "given", False),
+        ((32, 128), "tensorwise", True),
+        ((48, 130), "given", True),
+        ((33, 20), "given", True),
+    ],
 )
 def test_columns_beside_gradients_are_those_of_their_own_kernels(shape, scaling, is_kept):
     gate, up, grad = make_gate(*shape), make_rows(*shape, seed=1), make_rows(*shape, seed=2)
     if scaling == "given":
         grad[3, 4] = INF
         gate[1, 2] = NAN if is_kept else INF
+    gate[5, 7:9], up[6], gate[7], up[7] = -0.0, 2.0**-133, 2.0**-70, 2.0**-60
     assert_columns_beside_gradients(grad, gate, up, scaling, True, is_kept)
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_the_largest_is_seen_in_each_of_the_four_rows_of_a_word(row):
+    gate, up, grad = make_gate(4, 20), make_rows(4, 20, seed=1), make_rows(4, 20, seed=2)
+    gate[row, 7], up[row, 7] = 70.0, 1e6
+    assert_columns_beside_gradients(grad, gate, up, "tensorwise", True, True)
+    gate[row, 7] = INF
+    assert_columns(gate, up, "given", E4M3, True)
 
 
 @pytest.mark.slow
