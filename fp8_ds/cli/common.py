@@ -15,6 +15,9 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
+
+    from fp8_ds.config import AttentionConfig
 
 _WIDTH = 160
 
@@ -123,6 +126,15 @@ def refuse_malformed(config: Mapping[str, Any]) -> None:
 
     if (problem := malformed(config)) is not None:
         raise ConfigError(f"--config: {problem}")
+
+
+def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
+    """Raises: UnsupportedError: the model does not take "attention.backend", on whatever machine it will run."""
+    if attention.backend is None:
+        return
+    from fp8_ds.attention.huggingface import refuse_attention_of
+
+    refuse_attention_of(model, attention.backend, hadamard=attention.hadamard)
 
 
 def say_unknown_keys(config: Mapping[str, Any]) -> None:

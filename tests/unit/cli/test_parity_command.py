@@ -149,6 +149,23 @@ def test_a_model_without_a_layer_in_fp8_is_refused_before_a_run_starts(
     assert not (folder / "parity").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "backend", "message"),
+    [
+        ("gpt2", "sdpa", "--arms config: fp8.attention.backend: expected null with dropout in attention"),
+        ("llama-8b", "fa2", "--arms config: fp8.attention.backend: backend fa2: expected a CUDA device, got cpu"),
+    ],
+)
+def test_attention_that_a_start_refuses_is_refused_before_a_run_starts(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: str, backend: str, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    block = {"enabled": True, "attention": {"backend": backend}}
+    (folder / "ds.json").write_text(json.dumps(CONFIG | {"fp8": block}))
+    result = CliRunner().invoke(app, ["parity", model, *COMMON, *(SMALL if model == "llama-8b" else [])])
+    assert result.exit_code == 2 and json.loads(result.stdout)["error"].startswith(message) and not blocks
+
+
 def test_arms_without_fp8_need_no_layer_for_it(folder: Path, blocks: dict[str, Any]) -> None:
     words = ["parity", "our_models:embedding", *COMMON, "--seeds", "2", "--arms", "bf16,off=off.json"]
     assert CliRunner().invoke(app, words).exit_code == 0 and len(blocks) == 4
