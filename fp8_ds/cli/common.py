@@ -29,6 +29,8 @@ EXIT_FILE = 3
 """A file could not be read or written."""
 EXIT_DEFECT = 4
 """An error that nobody foresaw: a defect of ours, or an error of the user's own model."""
+_EXIT_INTERRUPTED = 130
+"""typer's, for Ctrl-C."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SetOption = Annotated[
@@ -41,7 +43,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands; with --json wrong usage is a JSON object, too. An answer that cannot be written is a file error."""
+    """All commands; with --json wrong usage and Ctrl-C are JSON objects, too; no room for an answer is a file error."""
 
     def main(self, args: Any = None, *more: Any, **options: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -49,6 +51,8 @@ class Commands(TyperGroup):
             if "--json" not in words:
                 return super().main(args, *more, **options)
             code = super().main(args, *more, **{**options, "standalone_mode": False})
+            if code == _EXIT_INTERRUPTED:
+                typer.echo(json.dumps({"error": "interrupted"}))
         except UsageError as error:
             typer.echo(json.dumps({"error": error.format_message()}))
             sys.exit(EXIT_USAGE)

@@ -88,7 +88,11 @@ def parity(
         given = read_config(config)
         say_unknown_keys(given)
         study = _study(model, given, out, settings or [], texts, options)
-        study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
+        try:
+            study.go_on(None if minutes is None else 60 * minutes, _say)
+        except KeyboardInterrupt:
+            _say(f"Interrupted. Runs that are done are kept in {out}: the same command goes on.")
+            raise
         with argument("--out"):
             study.write()
         if archive is not None:
@@ -274,6 +278,10 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> No
         with _named_by_arm(name):
             make_plan(module, fp8.linear)
             refuse_attention(module, fp8.attention)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _say_schedule(config: dict[str, Any], steps: int) -> None:

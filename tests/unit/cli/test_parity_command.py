@@ -97,6 +97,25 @@ def test_a_study_that_is_not_finished_is_no_parity(folder: Path, blocks: dict[st
     assert code == 0 and list(blocks) == ["bf16-s0", "config-s0", "bf16-s1", "config-s1"]
 
 
+def test_an_interrupted_study_says_that_it_goes_on(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Study._launch
+
+    def interrupted(study: Study, run: Any, seconds: float | None) -> tuple[int, str]:
+        if run.arm == "bf16":
+            return launch(study, run, seconds)
+        raise KeyboardInterrupt
+
+    words = ["parity", "llama-8b", *COMMON, *SMALL, "--seeds", "1"]
+    monkeypatch.setattr(Study, "_launch", interrupted)
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, json.loads(result.stdout)) == (130, {"error": "interrupted"})
+    assert "Interrupted. Runs that are done are kept in parity: the same command goes on." in result.stderr
+    monkeypatch.setattr(Study, "_launch", launch)
+    assert CliRunner().invoke(app, words).exit_code == 1 and list(blocks) == ["bf16-s0", "config-s0"]  # one pair
+
+
 def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> None:
     run("--seeds", 1, "--minutes", 0, "--archive", "study.tar")
     run("--seeds", 1, "--out", "elsewhere", "--archive", "study.tar")
