@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.known_keys import removed_key, unknown_keys
+from fp8_ds.engine.known_keys import removed_key, unknown_keys, unread_key
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
             return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',), ('Set "fp8.enabled" to true.',))
         if (problem := malformed(config)) is not None:
             return Verdict("no", (problem,))
+        if (unread := unread_key(config)) is not None:
+            return Verdict("no", (f"DeepSpeed refuses it at start: {unread}",))
         if rows := refusals_of(config):
             reasons = tuple(f"It is refused at start: {row.key}: {row.reason}." for row in rows)
             return Verdict("no", reasons, tuple(row.remedy for row in rows))
