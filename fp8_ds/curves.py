@@ -66,6 +66,7 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     """
     if path.is_dir():
         return _of_folder(path, column)
+    path.stat()  # a name without an ending may be that of a folder which is not there: no kind of file is wrong then
     rows = list(_rows(path))
     if path.name == _TRAINER_STATE and column is None:
         _refuse_unlogged(path, {key for _, row in rows for key in row})

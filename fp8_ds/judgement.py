@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.known_keys import removed_key, unknown_keys
+from fp8_ds.engine.known_keys import removed_key, unknown_keys, unread_key
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
@@ -102,20 +102,20 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
     if config.get("fp8") is None:
         reason = 'The configuration has no "fp8" block: it trains in bf16.'
         return Verdict("no", (reason,), ('Add "fp8": {"enabled": true}.',))
-    import torch
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     config, given = filled_in(config), config
+    device = _this_device()
     try:
         fp8 = Fp8Config.from_block(config["fp8"])
         if not fp8.enabled:
             return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',), ('Set "fp8.enabled" to true.',))
         if (problem := malformed(config)) is not None:
             return Verdict("no", (problem,))
+        if (unread := unread_key(config)) is not None:
+            return Verdict("no", (f"DeepSpeed refuses it at start: {unread}",))
         if rows := refusals_of(config):
             reasons = tuple(f"It is refused at start: {row.key}: {row.reason}." for row in rows)
             return Verdict("no", reasons, tuple(row.remedy for row in rows))
-        _refuse(fp8, config, device)
+        refuse_here(fp8, config)
         if never_fp8(fp8.schedule, total_steps(config)) and "fp8" not in fp8.schedule.layers.values():
             return Verdict("no", (_ALL_BF16,), (_SHORTER,))
     except Fp8DsError as error:
@@ -229,17 +229,34 @@ def _no_multiple(total: int, micro: int, other: str, product: int) -> str:
     )
 
 
-def _refuse(fp8: Fp8Config, config: Mapping[str, Any], device: torch.device) -> None:
-    """As a start does on rank 0, as far as that needs no model."""
+def refuse_here(fp8: Fp8Config, config: Mapping[str, Any]) -> None:
+    """Nothing happens if a run can start on this machine, as rank 0 says it, as far as that needs no model.
+
+    Args:
+        fp8: the "fp8" block of `config`.
+        config: DeepSpeed's.
+
+    Raises:
+        ConfigError: a key has nothing to take effect on.
+        UnsupportedError: FP8 ZeRO does not support the configuration, or what it names cannot be had here.
+    """
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start
     from fp8_ds.nn.choice import Machine, cache_file, not_measured
 
+    device = _this_device()
     refuse_start(fp8, config, device, rank=0)
     refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
     machine = Machine.of(device)
     if fp8.linear.layer_choice == "measured" and device.type == "cpu" and not cache_file(machine).exists():
         raise not_measured(machine)
+
+
+def _this_device() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def used_by_default(found: Sequence[Check]) -> dict[str, str]:
@@ -250,10 +267,7 @@ def used_by_default(found: Sequence[Check]) -> dict[str, str]:
     """
     if any(check.status == "missing" and check.name in _NEEDED for check in found):
         return {}
-    import torch
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return _used(Fp8Config.from_block({"enabled": True}), None, device)
+    return _used(Fp8Config.from_block({"enabled": True}), None, _this_device())
 
 
 def _used(fp8: Fp8Config, config: Mapping[str, Any] | None, device: torch.device) -> dict[str, str]:

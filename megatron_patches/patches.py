@@ -4,14 +4,18 @@ Nothing of Megatron is touched that has no row here. `apply` checks all rows of 
 anything; it replaces all that it was asked for, or nothing; what it returns undoes it. Subclasses and specs need no
 replacement: their rows are of kind "rely", in symbols.py. What a row does not have refuses everything; a body that is
 none of the tested ones (bodies.py) is reported once.
-`python -m megatron_patches.patches` prints the rows with what the installed Megatron has.
+`python -m megatron_patches.patches [CLONE]` prints the rows with what the clone has; without a clone, what that of
+$MEGATRON_LM_PATH has, or the megatron.core that `import` finds.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -337,10 +341,18 @@ def _missing(row: Patch, detail: str) -> str:
     )
 
 
-def _print_rows() -> None:
+def _print_rows(clone: str | None) -> None:
+    if clone:
+        path = Path(clone).expanduser().resolve()
+        compat.version_of_clone(path)
+        sys.path.insert(0, str(path))
     print(f"Megatron {compat.version()} at {Path(str(importlib.import_module('megatron.core').__file__)).parents[2]}")
     tested = bodies.known()
-    for row in rows():
+    parts: tuple[Part, ...] = ("core", "training")
+    if importlib.util.find_spec("megatron.training") is None:
+        print("It has no megatron.training, which clones have: name yours, `python -m megatron_patches.patches CLONE`.")
+        parts = ("core",)
+    for row in rows(*parts):
         try:
             symbol = find(row)
             state = f"{inspect.signature(inspect.unwrap(symbol))}" if row.parameters else "there"
@@ -352,4 +364,7 @@ def _print_rows() -> None:
 
 
 if __name__ == "__main__":
-    _print_rows()
+    try:
+        _print_rows(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGATRON_LM_PATH"))
+    except SeamError as error:
+        sys.exit(f"megatron_patches: {error}")

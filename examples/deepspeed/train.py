@@ -55,7 +55,7 @@ def build_engine(args: argparse.Namespace) -> Any:
         params["warmup_num_steps"] = min(params["warmup_num_steps"], args.steps)
     deepspeed.init_distributed()
     torch.manual_seed(args.seed)
-    stage = config["zero_optimization"]["stage"]
+    stage = config.get("zero_optimization", {}).get("stage", 0)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = ByteLlama(SIZES[args.size])
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

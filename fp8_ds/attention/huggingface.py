@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.attention import Backend, attention, describe_backend, require_backend
+from fp8_ds.attention.rotation import check_rotation
 from fp8_ds.attention.shapes import Packing
 from fp8_ds.errors import UnsupportedError
 
@@ -37,14 +38,26 @@ def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
         config._attn_implementation = name
 
 
-def refuse_attention(model: nn.Module, device: torch.device, backend: Backend) -> None:
+def refuse_attention(model: nn.Module, device: torch.device, backend: Backend, *, hadamard: bool = False) -> None:
     """Nothing happens if the backend runs here and the model takes it. Reads names only; before any collective.
 
     Raises:
-        UnsupportedError: it is not installed or does not run on this device (with the command); the model does not go
-            through transformers' registry; or its attention has dropout, or heads that the backend does not take.
+        UnsupportedError: as `refuse_backend` or `refuse_attention_of`.
     """
     refuse_backend(backend, device)
+    refuse_attention_of(model, backend, hadamard=hadamard)
+
+
+def refuse_attention_of(model: nn.Module, backend: Backend, *, hadamard: bool = False) -> None:
+    """Nothing happens if the model takes the backend, wherever it runs. Reads names only.
+
+    Args:
+        model: on any device, the meta device among them.
+
+    Raises:
+        UnsupportedError: the model does not go through transformers' registry; or its attention has dropout, or heads
+            that the backend or the Hadamard rotation does not take.
+    """
     fixed = [
         type(m).__name__ for m in model.modules() if not getattr(m, "_can_set_attn_implementation", lambda: True)()
     ]
@@ -54,8 +67,7 @@ def refuse_attention(model: nn.Module, device: torch.device, backend: Backend) -
             f'"{backend}" and {(fixed or [type(model).__name__])[0]}. Remove the key, and call '
             "fp8_ds.attention.attention in the model yourself."
         )
-
-    _refuse_kinds(model, backend)
+    _refuse_kinds(model, backend, hadamard)
 
 
 def refuse_backend(backend: Backend, device: torch.device) -> None:
@@ -70,7 +82,7 @@ def refuse_backend(backend: Backend, device: torch.device) -> None:
         raise UnsupportedError(f"{_KEY}: {error}") from error
 
 
-def _refuse_kinds(model: nn.Module, backend: Backend) -> None:
+def _refuse_kinds(model: nn.Module, backend: Backend, hadamard: bool) -> None:
     from fp8_ds.engine.attention import attention_kinds
 
     try:
@@ -90,6 +102,11 @@ def _refuse_kinds(model: nn.Module, backend: Backend) -> None:
                 f'{_KEY}: expected null with heads of {kind.head_dim} and values of {kind.value_dim}, got "{backend}". '
                 f"It takes one dim for both, a multiple of {alignment}: remove the key."
             )
+        if hadamard:
+            try:
+                check_rotation(kind.head_dim)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"fp8.attention.hadamard: {error}") from error
 
 
 def describe_implementation(name: str) -> str | None:

@@ -19,7 +19,7 @@ from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.checkpoint.folders import INCOMPLETE
 from fp8_ds.checkpoint.manifest import Manifest
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, refusals_without_traceback
 
 GLOBAL_STATE = "zero/optimizer_state.pt"
 """The file that universal checkpoints have, and others have not."""
@@ -92,5 +92,6 @@ def _structure(path: Path, trust_pickle: bool) -> Any:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("use: python -m fp8_ds.checkpoint.adopt CKPT/TAG")
-    written = adopt(Path(sys.argv[1]))
+    with refusals_without_traceback():
+        written = adopt(Path(sys.argv[1]))
     print(f"{Path(sys.argv[1]) / manifests.MANIFEST}: {len(written.files)} files")

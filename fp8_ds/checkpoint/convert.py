@@ -43,6 +43,7 @@ class Converted:
         source, target: kinds.
         files: names within the output folder.
         num_tensors, num_bytes: of safetensors; of a universal checkpoint masters and moments, in fp32.
+        latest: DeepSpeed's file beside a universal checkpoint, with its name in it; None where none was written.
     """
 
     source: Kind
@@ -50,6 +51,7 @@ class Converted:
     files: tuple[str, ...]
     num_tensors: int
     num_bytes: int
+    latest: str | None = None
 
 
 def kind_of(folder: Path) -> Kind:
@@ -366,11 +368,13 @@ def _to_universal(
         sizes = _sizes(staging, trust_pickle)
         staging.rename(out)
         manifests.sync_folder(out.parent)
-        if (work / folders.LATEST_UNIVERSAL).is_file():
-            manifests.write_text(out.parent / folders.LATEST_UNIVERSAL, out.name)
+        latest = out.parent / folders.LATEST_UNIVERSAL if (work / folders.LATEST_UNIVERSAL).is_file() else None
+        if latest is not None:
+            manifests.write_text(latest, out.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Converted(kind, "universal", tuple(sorted(path.name for path in out.iterdir())), len(sizes), sum(sizes))
+    files = tuple(sorted(path.name for path in out.iterdir()))
+    return Converted(kind, "universal", files, len(sizes), sum(sizes), None if latest is None else str(latest))
 
 
 def _sizes(folder: Path, trust_pickle: bool) -> list[int]:

@@ -26,7 +26,7 @@ from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data
 from fp8_ds.checkpoint.manifest import beside
-from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
 
 Load = Callable[[Path], Any]
 
@@ -167,4 +167,5 @@ if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "--trust-pickle"]
     if len(arguments) != 2 or not arguments[1].isdigit():
         raise SystemExit("use: python -m fp8_ds.checkpoint.universal FOLDER STAGE [--trust-pickle]")
-    prepare_universal(Path(arguments[0]), int(arguments[1]), trusts)
+    with refusals_without_traceback():
+        prepare_universal(Path(arguments[0]), int(arguments[1]), trusts)

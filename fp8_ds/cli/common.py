@@ -15,6 +15,9 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
+
+    from fp8_ds.config import AttentionConfig
 
 _WIDTH = 160
 
@@ -26,6 +29,8 @@ EXIT_FILE = 3
 """A file could not be read or written."""
 EXIT_DEFECT = 4
 """An error that nobody foresaw: a defect of ours, or an error of the user's own model."""
+_EXIT_INTERRUPTED = 130
+"""typer's, for Ctrl-C."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SetOption = Annotated[
@@ -38,7 +43,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands; with --json wrong usage is a JSON object, too. An answer that cannot be written is a file error."""
+    """All commands; with --json wrong usage and Ctrl-C are JSON objects, too; no room for an answer is a file error."""
 
     def main(self, args: Any = None, *more: Any, **options: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -46,6 +51,8 @@ class Commands(TyperGroup):
             if "--json" not in words:
                 return super().main(args, *more, **options)
             code = super().main(args, *more, **{**options, "standalone_mode": False})
+            if code == _EXIT_INTERRUPTED:
+                typer.echo(json.dumps({"error": "interrupted"}))
         except UsageError as error:
             typer.echo(json.dumps({"error": error.format_message()}))
             sys.exit(EXIT_USAGE)
@@ -123,6 +130,15 @@ def refuse_malformed(config: Mapping[str, Any]) -> None:
 
     if (problem := malformed(config)) is not None:
         raise ConfigError(f"--config: {problem}")
+
+
+def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
+    """Raises: UnsupportedError: the model does not take "attention.backend", on whatever machine it will run."""
+    if attention.backend is None:
+        return
+    from fp8_ds.attention.huggingface import refuse_attention_of
+
+    refuse_attention_of(model, attention.backend, hadamard=attention.hadamard)
 
 
 def say_unknown_keys(config: Mapping[str, Any]) -> None:

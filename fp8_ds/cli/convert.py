@@ -58,3 +58,9 @@ def convert(
     dtype = "fp32" if found.target == "universal" else "bf16"
     what = f"{found.num_tensors} tensors, {in_gb(found.num_bytes)} in {dtype}"
     typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} entries in {out}")
+    if found.latest is not None:
+        latest = Path(found.latest)
+        typer.echo(
+            f"{latest} names it now: load_checkpoint({str(latest.parent)!r}) reads it, with "
+            '"checkpoint": {"load_universal": true}.'
+        )

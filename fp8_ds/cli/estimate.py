@@ -20,6 +20,7 @@ from fp8_ds.cli.common import (
     in_gib,
     num_parameters,
     read_config,
+    refuse_attention,
     refuse_malformed,
     say_unknown_keys,
     show,
@@ -83,8 +84,11 @@ def estimate(
         refuse_malformed(given)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
-        length = sequence_length(spec.build(), seq)
+        module = spec.build()
+        length = sequence_length(module, seq)
         run = footprint.read_run(given, world, micro_batch, length, checkpointing)
+        if run.fp8 is not None:
+            refuse_attention(module, run.fp8.attention)
         found = footprint.estimate(spec, run)
         fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30

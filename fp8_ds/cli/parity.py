@@ -19,6 +19,7 @@ from fp8_ds.cli.common import (
     argument,
     failures,
     read_config,
+    refuse_attention,
     refuse_malformed,
     say_unknown_keys,
     show,
@@ -87,7 +88,11 @@ def parity(
         given = read_config(config)
         say_unknown_keys(given)
         study = _study(model, given, out, settings or [], texts, options)
-        study.go_on(None if minutes is None else 60 * minutes, lambda text: print(text, file=sys.stderr, flush=True))
+        try:
+            study.go_on(None if minutes is None else 60 * minutes, _say)
+        except KeyboardInterrupt:
+            _say(f"Interrupted. Runs that are done are kept in {out}: the same command goes on.")
+            raise
         with argument("--out"):
             study.write()
         if archive is not None:
@@ -182,7 +187,7 @@ def _named_by_path(options: Mapping[str, Sequence[Path]], other: str) -> Iterato
 
 def _check(config: dict[str, Any], gpus: int) -> None:
     """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
-    from fp8_ds.engine.known_keys import removed_key
+    from fp8_ds.engine.known_keys import removed_key, unread_key
     from fp8_ds.errors import ConfigError
     from fp8_ds.judgement import BATCH_SIZES, batch_mismatch
 
@@ -191,8 +196,8 @@ def _check(config: dict[str, Any], gpus: int) -> None:
     if "optimizer" not in config:
         raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
     refuse_malformed(config)
-    if (removed := removed_key(config)) is not None:
-        raise ConfigError(f"--config: DeepSpeed refuses it: {removed}")
+    if (refused := removed_key(config) or unread_key(config)) is not None:
+        raise ConfigError(f"--config: DeepSpeed refuses it: {refused}")
     automatic = [key for key, value in config.items() if value == "auto"]
     for key in ("optimizer", "scheduler"):
         automatic += [f"{key}.params.{name}" for name, value in _params(config, key).items() if value == "auto"]
@@ -221,20 +226,36 @@ def _params(config: dict[str, Any], key: str) -> Mapping[str, Any]:
 def _enabled(config: dict[str, Any], arms: Mapping[str, dict[str, Any] | None]) -> dict[str, Fp8Config]:
     """The blocks of the arms that are in FP8. Raises: ConfigError, UnsupportedError: a start would refuse one."""
     from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.startup import refuse_settings
+    from fp8_ds.judgement import refuse_here
 
     read = {name: Fp8Config.from_block(block) for name, block in arms.items() if block is not None}
     found = {name: fp8 for name, fp8 in read.items() if fp8.enabled}
     for name, fp8 in found.items():
-        refuse_settings(fp8, {**config, "fp8": arms[name]})
+        with _named_by_arm(name):
+            refuse_here(fp8, {**config, "fp8": arms[name]})
     return found
 
 
+@contextmanager
+def _named_by_arm(name: str) -> Iterator[None]:
+    """Within `failures`: what is refused is that of one arm."""
+    from fp8_ds.errors import Fp8DsError
+
+    try:
+        yield
+    except Fp8DsError as error:
+        raise type(error)(f"--arms {name}: {error}") from error
+
+
 def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> None:
-    """Raises: ConfigError: no layer of the model would be in FP8 in an arm, as its first run would say hours later; or
-    it has fewer positions than a sequence has tokens.
+    """What the first run of an arm would say hours later.
+
+    Raises:
+        ConfigError: no layer of the model would be in FP8 in an arm; or it has fewer positions than a sequence has
+            tokens.
+        UnsupportedError: its attention does not take the backend of an arm.
     """
-    from fp8_ds.errors import ConfigError, Fp8DsError
+    from fp8_ds.errors import Fp8DsError
     from fp8_ds.model_spec import sequence_length
     from fp8_ds.nn.convert import make_plan
 
@@ -254,10 +275,13 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> No
         return
     sequence_length(module, seq)
     for name, fp8 in arms.items():
-        try:
+        with _named_by_arm(name):
             make_plan(module, fp8.linear)
-        except ConfigError as error:
-            raise ConfigError(f"--arms {name}: {error}") from error
+            refuse_attention(module, fp8.attention)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _say_schedule(config: dict[str, Any], steps: int) -> None:

@@ -21,6 +21,7 @@ from fp8_ds.cli.common import (
     in_gb,
     num_parameters,
     read_config,
+    refuse_attention,
     refuse_malformed,
     say_unknown_keys,
     show,
@@ -82,6 +83,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     stage = zero_stage(config)
     with argument("MODEL"):
         module = read_spec(model, settings).build()
+    refuse_attention(module, fp8.attention)
     seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))

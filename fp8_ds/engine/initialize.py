@@ -105,7 +105,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
         if fp8.attention.backend is not None:
             from fp8_ds.attention.huggingface import refuse_attention
 
-            refuse_attention(model, device, fp8.attention.backend)
+            refuse_attention(model, device, fp8.attention.backend, hadamard=fp8.attention.hadamard)
         if fp8.activations.cross_entropy == "liger":
             from fp8_ds.engine.cross_entropy import refuse_loss
 

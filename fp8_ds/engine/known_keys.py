@@ -1,13 +1,16 @@
 """Keys that DeepSpeed reads, and those it no longer does.
 
-It passes over what it does not know in silence, so that a misspelled block is as none.
+It passes over what it does not know in silence, so that a misspelled block is as none; within some blocks it stops.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _NAMES = """
 activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger
@@ -62,3 +65,38 @@ def removed_key(config: Mapping[str, Any]) -> str | None:
     except theirs.DeepSpeedConfigError as error:
         return str(error)
     return None
+
+
+def unread_key(config: Mapping[str, Any]) -> str | None:
+    """What the installed DeepSpeed stops with in the blocks of ZeRO and bf16: a key that it does not know, with the one
+    that is nearest, or a value that it cannot read. None: there is none. Of what is not `judgement.malformed`.
+    """
+    from deepspeed.runtime import config as theirs
+    from pydantic import ValidationError
+
+    if removed_key(config) is not None:  # which it says in better words
+        return None
+    readers = {"zero_optimization": theirs.get_zero_config}
+    readers |= dict.fromkeys(("bf16", "bfloat16"), theirs.get_bfloat16_config)
+    for key, read in readers.items():
+        if not isinstance(config.get(key), Mapping):
+            continue
+        try:
+            read({key: config[key]})
+        except ValidationError as error:
+            return _unread(key, error)
+    return None
+
+
+def _unread(block: str, error: ValidationError) -> str:
+    """The first of what pydantic has found."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    first = error.errors()[0]
+    path = ".".join(map(str, (block, *first["loc"])))
+    if first["type"] != "extra_forbidden":
+        return f"{path}: expected what DeepSpeed can read, got {first['input']!r}. It says: {first['msg']}."
+    fields = sorted(DeepSpeedZeroConfig.model_fields) if block == "zero_optimization" and len(first["loc"]) == 1 else []
+    near = difflib.get_close_matches(str(first["loc"][-1]), fields or ["enabled"], n=1)
+    remedy = f'Did you mean "{near[0]}"?' if near else "Correct or remove it."
+    return f"{path}: expected a key that DeepSpeed reads, got one that it stops at. {remedy}"

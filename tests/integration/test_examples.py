@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,22 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def test_train_stays_short_enough_to_read(root: Path) -> None:
     assert len((root / "examples/deepspeed/train.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(("zero", "stage"), [({"stage": 3}, 3), ({}, 0), (None, 0)])
+def test_a_configuration_without_a_stage_comes_to_initialize(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero: dict[str, Any] | None, stage: int
+) -> None:
+    """It says what is wrong with a misspelt "zero_optimisation", and a KeyError of the example's does not."""
+    monkeypatch.syspath_prepend(root / "examples/deepspeed")
+    train = importlib.import_module("train")
+    (tmp_path / "ds.json").write_text(json.dumps({} if zero is None else {"zero_optimization": zero}))
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(train.deepspeed, "init_distributed", lambda: None)
+    monkeypatch.setattr(train.deepspeed.zero, "Init", lambda **options: seen.update(options) or nullcontext())
+    monkeypatch.setattr(train.deepspeed, "initialize", lambda **options: ("engine", None, None, None))
+    args = train.parse_args(["--deepspeed_config", str(tmp_path / "ds.json")])
+    assert train.build_engine(args) == "engine" and seen["enabled"] == (stage == 3)
 
 
 def test_splits_share_no_file_and_batches_depend_on_seed_and_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 
 from fp8_ds.attention import huggingface
-from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention, use_backend
+from fp8_ds.attention.huggingface import RegisteredAttention, refuse_attention, refuse_attention_of, use_backend
 from fp8_ds.engine.attention import describe_attention
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.testing import sqnr_db
@@ -183,9 +183,14 @@ def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_star
     refuse_attention(gpt2[0], CPU, "sdpa")
     with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "sdpa" and 0\.2'):
         refuse_attention(gpt2[1], CPU, "sdpa")
-    huggingface._refuse_kinds(llama(head_dim=24), "fa3")
+    refuse_attention_of(llama(head_dim=24), "fa3")
     with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
-        huggingface._refuse_kinds(llama(head_dim=24), "fa3_fp8")
+        refuse_attention_of(llama(head_dim=24), "fa3_fp8")
+    refuse_attention(llama(head_dim=24), CPU, "fa3_fp8_emulated")
+    with pytest.raises(
+        UnsupportedError, match=r"fp8\.attention\.hadamard: head dim: expected a power of two .* got 24"
+    ):
+        refuse_attention(llama(head_dim=24), CPU, "fa3_fp8_emulated", hadamard=True)
 
 
 def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:

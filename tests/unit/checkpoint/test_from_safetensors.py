@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.convert import convert
 from fp8_ds.checkpoint.manifest import read_manifest
+from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 
 WEIGHTS = {
@@ -47,6 +49,22 @@ def test_masters_are_the_tensors_and_moments_are_zero_and_take_no_room(tmp_path:
             assert torch.equal(value, expected.reshape(-1) if stage == 3 else expected), (name, file)
         assert read_data(tmp_path / "out/zero" / name / "step.pt") == 0
     assert sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.pt")) < 4 * numel + 100_000
+
+
+def test_the_command_says_which_file_it_leaves_beside_the_result(tmp_path: Path) -> None:
+    source = write(tmp_path / "model", one=WEIGHTS)
+
+    def run(source: Path, out: str, *more: str) -> str:
+        words = ["convert", str(source), str(tmp_path / "start" / out), "--to", "universal", "--stage", "2", *more]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    latest = tmp_path / "start/latest_universal"
+    assert f"{latest} names it now: load_checkpoint('{tmp_path}/start')" in run(source, "universal")
+    assert json.loads(run(source, "again", "--json"))["latest"] == str(latest) and latest.read_text() == "again"
+    assert json.loads(run(tmp_path / "start/again", "other", "--json"))["latest"] is None
+    assert latest.read_text() == "again" and "names it" not in run(tmp_path / "start/again", "third")
 
 
 def indexed(folder: Path, names: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:

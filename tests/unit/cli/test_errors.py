@@ -110,6 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*COMPARE, "--png", "name", "--html", "h.html"), 2, "--png: expected a file that ends in .png, got name"),
         ((*COMPARE, "--png", "p.pdf", "--html", "h.html"), 2, "--png: expected a file that ends in .png, got p.pdf"),
         ((*COMPARE, "--png", "."), 2, "--png: expected a file that ends in .png, got ."),
+        (("compare", "good.csv", "fp8=gone"), 3, "RUNS: expected a file or folder to work with, got 'No such file"),
         (("compare", "good.csv", "word.csv"), 2, "word.csv: expected numbers, got 'abc'"),
         (("compare", "good.csv", "step.csv"), 2, "step.csv: expected numbers, got 'x'"),
         (("compare", "good.csv", "ragged.csv"), 2, "ragged.csv: expected as many values as names"),

@@ -97,6 +97,25 @@ def test_a_study_that_is_not_finished_is_no_parity(folder: Path, blocks: dict[st
     assert code == 0 and list(blocks) == ["bf16-s0", "config-s0", "bf16-s1", "config-s1"]
 
 
+def test_an_interrupted_study_says_that_it_goes_on(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Study._launch
+
+    def interrupted(study: Study, run: Any, seconds: float | None) -> tuple[int, str]:
+        if run.arm == "bf16":
+            return launch(study, run, seconds)
+        raise KeyboardInterrupt
+
+    words = ["parity", "llama-8b", *COMMON, *SMALL, "--seeds", "1"]
+    monkeypatch.setattr(Study, "_launch", interrupted)
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, json.loads(result.stdout)) == (130, {"error": "interrupted"})
+    assert "Interrupted. Runs that are done are kept in parity: the same command goes on." in result.stderr
+    monkeypatch.setattr(Study, "_launch", launch)
+    assert CliRunner().invoke(app, words).exit_code == 1 and list(blocks) == ["bf16-s0", "config-s0"]  # one pair
+
+
 def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> None:
     run("--seeds", 1, "--minutes", 0, "--archive", "study.tar")
     run("--seeds", 1, "--out", "elsewhere", "--archive", "study.tar")
@@ -147,6 +166,23 @@ def test_a_model_without_a_layer_in_fp8_is_refused_before_a_run_starts(
     result = CliRunner().invoke(app, ["parity", model, *COMMON, *settings, "--arms", arms])
     assert result.exit_code == 2 and message in json.loads(result.stdout)["error"] and not blocks
     assert not (folder / "parity").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "message"),
+    [
+        ("gpt2", "sdpa", "--arms config: fp8.attention.backend: expected null with dropout in attention"),
+        ("llama-8b", "fa2", "--arms config: fp8.attention.backend: backend fa2: expected a CUDA device, got cpu"),
+    ],
+)
+def test_attention_that_a_start_refuses_is_refused_before_a_run_starts(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: str, backend: str, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    block = {"enabled": True, "attention": {"backend": backend}}
+    (folder / "ds.json").write_text(json.dumps(CONFIG | {"fp8": block}))
+    result = CliRunner().invoke(app, ["parity", model, *COMMON, *(SMALL if model == "llama-8b" else [])])
+    assert result.exit_code == 2 and json.loads(result.stdout)["error"].startswith(message) and not blocks
 
 
 def test_arms_without_fp8_need_no_layer_for_it(folder: Path, blocks: dict[str, Any]) -> None:

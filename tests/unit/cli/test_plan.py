@@ -106,3 +106,22 @@ def test_a_key_for_swiglus_is_refused_where_no_start_would_find_one(tmp_path: Pa
             assert result.exit_code == 0
         activations[str(smooth)] = json.loads(result.stdout)["bytes"]["activations"]
     assert activations["True"] - activations["False"] >= 3 * 4 * 128
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_path: Path, command: str) -> None:
+    """What a start would say of GPT-2, whose attention has dropout; not that there is no Hopper GPU here."""
+    path = tmp_path / "ds.json"
+    block = {"enabled": True, "attention": {"backend": "fa3_fp8", "hadamard": True}}
+    path.write_text(json.dumps({**STOCK, "fp8": block}))
+
+    def run(model: str, *words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [command, model, "--config", str(path), "--json", *words])
+        return result.exit_code, json.loads(result.stdout).get("error", "")
+
+    code, error = run("gpt2")
+    assert code == 2 and error.startswith("fp8.attention.backend: expected null with dropout in attention")
+    small = ["--set", "n_layer=1", "--set", "attn_pdrop=0"]
+    assert run("gpt2", *small) == (0, "")
+    code, error = run("gpt2", *small, "--set", "n_embd=96", "--set", "n_head=2")
+    assert code == 2 and error.startswith("fp8.attention.hadamard: head dim: expected a power of two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
 from fp8_ds.engine import initialize as starting
-from fp8_ds.engine.known_keys import KNOWN_KEYS, removed_key, unknown_keys
+from fp8_ds.engine.known_keys import KNOWN_KEYS, removed_key, unknown_keys, unread_key
 from fp8_ds.judgement import judge
 
 CONFIG: dict[str, Any] = {
@@ -98,6 +99,37 @@ def test_the_installed_deepspeed_is_asked_about_removed_keys() -> None:
             assert removed_key(config) == str(error)
         else:
             assert removed_key(config) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stge": 2}}, 'zero_optimization.stge: expected a key that .* Did you mean "stage"?'),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
+            'zero_optimization.offload_optimiser: expected a key .* Did you mean "offload_optimizer"?',
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"quux": 1}}}, "offload_param.quux: .* Correct or remove"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e"}}, "reduce_bucket_size: expected what .* '5e'"),
+        ({"bf16": {"enable": True}}, 'bf16.enable: expected a key that .* Did you mean "enabled"?'),
+    ],
+)
+def test_what_deepspeed_stops_at_in_its_blocks_is_off(changes: dict[str, Any], message: str) -> None:
+    """It starts no run in these, which would be called ON else."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    config = {**CONFIG, **changes}
+    with pytest.raises(ValidationError):
+        DeepSpeedConfig({key: value for key, value in config.items() if key != "fp8"} | {"train_batch_size": 1})
+    found = judge(config)
+    assert found.on == "no" and re.search(rf"DeepSpeed refuses it at start: .*{message}", found.reasons[0]), found
+
+
+def test_blocks_that_deepspeed_reads_are_left_to_it() -> None:
+    automatic = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": 5e7}
+    for zero in (automatic, {"stage": 2, "leaf_module": {"classes": ["a.B"]}}, True):
+        assert unread_key({"zero_optimization": zero, "bf16": {"enabled": True}}) is None
 
 
 def test_comments_and_configurations_without_a_mistake_are_left_alone() -> None:
