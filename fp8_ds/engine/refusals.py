@@ -343,6 +343,11 @@ RELEASE_REFUSALS = (
         "above 1: the weights are updated, and the gradients gone, before the second backward",
         f'{_NO_RELEASE}; or clip, with "release_clipping": "exact", which holds the reduced gradients.',
     ),
+    ReleaseRefusal(
+        "managed_gradient_accumulation",
+        "false: a step may then follow any number of backwards, and the gradients of each are gone after it",
+        'Remove "managed_gradient_accumulation"; true is its default.',
+    ),
     ReleaseRefusal("PipelineModule", "it reduces gradients after its last backward", f"{_NO_RELEASE}."),
     ReleaseRefusal(
         "zero_optimization.contiguous_gradients",

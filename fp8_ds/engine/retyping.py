@@ -160,8 +160,10 @@ def check_release(engine: Any) -> None:
     """
     stage, steps = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
     accumulation_dtype = engine.get_data_types()[1]
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # since DeepSpeed 0.19.8
     problems = {
         f"gradient_accumulation_steps {steps}": steps > 1,
+        "managed_gradient_accumulation false": not is_managed,
         "a PipelineModule": isinstance(engine, PipelineEngine),
         "zero_optimization.contiguous_gradients false": stage < 3 and not engine.zero_contiguous_gradients(),
         f"data_types.grad_accum_dtype {accumulation_dtype}": accumulation_dtype != torch.bfloat16,

@@ -360,6 +360,7 @@ def test_what_contradicts_release_is_refused_on_all_ranks_with_the_remedy(ranks:
     told = [*(text for text, _, _ in WRONG), "PipelineModule"]
     rows = [row.what.rpartition(".")[2] for row in RELEASE_REFUSALS]
     rows.remove("tensor or model parallelism")  # a test of its own: test_ranks_that_share_a_model_cannot_release_...
+    rows.remove("managed_gradient_accumulation")  # below
     assert all(any(row in text for text in told) for row in rows) and len(set(rows)) == 4  # docs/refusals.md has these
     for messages in ranks(2).run(refused):
         for message, expected in zip(messages, told, strict=False):
@@ -367,6 +368,23 @@ def test_what_contradicts_release_is_refused_on_all_ranks_with_the_remedy(ranks:
             assert 'set "release": false' in message
         assert messages[-1].startswith('fp8.optimizer.release: expected false with states "fp32"')
         assert len(messages) == len(WRONG) + 2
+
+
+def unmanaged(stage: int) -> str:
+    from fp8_ds import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        build(stage, block("e4m19", True), TINY, managed_gradient_accumulation=False)
+    return str(caught.value)
+
+
+def test_accumulation_that_the_caller_manages_is_refused_where_deepspeed_has_it(ranks: Any) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not hasattr(DeepSpeedEngine, "managed_gradient_accumulation"):
+        pytest.skip("DeepSpeed has it since 0.19.8")
+    for message in ranks(2).run(unmanaged, 2):
+        assert "release: expected false with managed_gradient_accumulation false, got true" in message
 
 
 def second_backward(stage: int) -> str:
