@@ -173,8 +173,10 @@ def _encoder(tokenizer: str | None) -> tuple[Callable[[str], Sequence[int]], lis
     try:
         loaded: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
     except (OSError, ValueError) as error:
+        # Of what is no folder transformers says that there is no connection to its hub, which is not asked for.
+        why = str(error) if Path(tokenizer).is_dir() else "no such folder, and nothing is downloaded"
         raise ConfigError(
-            f"--tokenizer: expected a folder of a tokenizer, got {tokenizer} ({error}). Name it."
+            f"--tokenizer: expected a folder of a tokenizer, got {tokenizer} ({why}). Name it."
         ) from error
     end = [] if loaded.eos_token_id is None else [loaded.eos_token_id]
     return (lambda text: loaded.encode(text, add_special_tokens=False)), end

@@ -75,6 +75,15 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "text", [tmp_path / "square.npy"], [], None, 64, 2)
 
 
+def test_a_tokenizer_that_is_not_there_is_not_said_to_lack_a_connection(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    data = write(tmp_path / "data", 3)
+    for name, why in ((str(tmp_path / "gone"), "no such folder, and nothing is downloaded"), (str(data), "")):
+        with pytest.raises(ConfigError, match="--tokenizer: expected a folder of a tokenizer") as caught:
+            prepare(tmp_path / "text", [data], [], name, 256, 2)
+        assert why in str(caught.value) and (not why or "huggingface" not in str(caught.value))
+
+
 def test_windows_come_in_an_order_of_their_seed(tmp_path: Path) -> None:
     np.save(tmp_path / "train.npy", np.arange(641, dtype=np.uint16))
     windows = Windows(tmp_path / "train.npy", 64, torch.device("cpu"))
