@@ -1,6 +1,7 @@
 """Kernels at 32 to 256 MiB, as they ship and with settings that are on trial, beside a copy of as many bytes.
 
     python benchmarks/kernels_trial.py --out trial.json      # one H100 or H200; compiles on all cores, then times
+    python benchmarks/kernels_trial.py --check               # CPU, Triton's interpreter: the bits of the references
     python benchmarks/kernels_trial.py --dry                 # CPU: the ops' calls, tiny, and the table without times
 
 The method is that of kernels_tune.py, whose kernels these are: constants of fp8_ds/ops/*/triton.py that are others for
@@ -20,6 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if {"--check", "--dry"} & set(sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks at when it is imported
+
 import torch
 from kernels_tune import KERNELS, SET_BYTES, Kernel, Setting, _tensors, applied, equal_copy_ms, same_bits, shipped
 from results_io import command_line, device_name
@@ -34,7 +38,19 @@ ROUNDS = 2
 
 TRIALS: dict[str, list[Setting]] = {
     "rmsnorm": [],
-    "rmsnorm_backward": [],
+    "rmsnorm_backward": [
+        {"_SUM_COLS": 8, "_SUM_STEPS": True},
+        *(
+            {"_SUM_COLS": 8, "_SUM_STEPS": True} | setting
+            for setting in (
+                {"_BACKWARD_WARPS": 16},
+                {"_BACKWARD_WARPS": 16, "_TWO_AHEAD": True},
+                {"_BACKWARD_WARPS": 32, "_PER_THREAD_BACKWARD": 8},
+                {"_BACKWARD_WARPS": 32, "_PER_THREAD_BACKWARD": 8, "_TWO_AHEAD": True},
+                {"_BACKWARD_WARPS": 32, "_PER_THREAD_BACKWARD": 8, "_SUM_EARLY": True},
+            )
+        ),
+    ],
     "columns by their own": [],
     "blockwise 1x128 both": [],
     "swiglu_columns": [],
@@ -63,6 +79,36 @@ def settings_of(kernel: Kernel) -> list[Setting]:
 def label(setting: Setting, first: Setting) -> str:
     changed = [f"{key.strip('_')}={value}" for key, value in setting.items() if value != first[key]]
     return " ".join(changed) or "ships"
+
+
+def check() -> None:
+    """Of each setting on trial, odd shapes; two programs take three or two partial sums, the last of which is cut."""
+    from fp8_ds.ops.rmsnorm import kernel, reference, triton
+    from fp8_ds.testing.interpreted import pytest_configure
+    from fp8_ds.testing.producers import assert_same, make_rows
+
+    pytest_configure()  # the interpreter at twice its speed
+    (norm,) = (kernel for kernel in kernels() if kernel.name == "rmsnorm_backward")
+    for setting in settings_of(norm):
+        few = {"_BACKWARD_WARPS": min(setting["_BACKWARD_WARPS"], 1)}
+        for shape in ((70, 1500), (33, 40), (1, 1)):
+            x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
+            if shape[0] > 40:
+                x[3], grad[20, 0], x[69, 1], x[40, 2] = 0, float("nan"), float("inf"), -0.0
+            weight = (torch.randn(shape[1]) + 1).bfloat16()
+            for one in (None, residual):
+                arguments = (grad, x, weight, reference.rstd_of(x, 1e-5), one)
+                with applied(norm.module, setting | few):
+                    got = triton.rmsnorm_backward(*arguments)
+                for a, b in zip(reference.rmsnorm_backward(*arguments), got, strict=True):
+                    assert_same(a, b)
+        print(f"{norm.name}: {label(setting, settings_of(norm)[0])}: same bits", flush=True)
+    for num_partials in (1, 128, 129, 512):
+        partial = make_rows(num_partials, 40).float() * 1.1
+        got, steps = torch.empty(40), -(-num_partials // reference.PARTIAL_LANES)
+        kernel.sum_steps_kernel[(2,)](partial, got, num_partials, 40, STEPS=steps, EARLY=False, COLS=32)
+        assert_same(reference.sum_partials(partial), got)
+    print("sums of partials: same bits")
 
 
 def compile_some(part: int, parts: int) -> None:
@@ -118,9 +164,13 @@ def time_kernel(kernel: Kernel, rows: int, cols: int, copy: float, end: float) -
     for _ in range(ROUNDS):
         copies.append(equal_copy_ms(moved))
         for row in found:
-            if "error" not in row and time.monotonic() < end:
+            if "error" in row or time.monotonic() > end:
+                continue
+            try:
                 with applied(kernel.module, row["setting"]):
                     row["us_of_rounds"].append(round(1000 * captured_ms(kernel.call, sets), 2))
+            except Exception as error:  # not every launch can be captured
+                row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
     for row in found:
         if row["us_of_rounds"]:
             row["us"] = us = min(row["us_of_rounds"])
@@ -151,7 +201,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def dry() -> None:
-    """Each setting applied and the op called once on CPU, not its kernel. The table has no times."""
+    """Each setting applied and the op called once on CPU, not its kernel (--check). The table has no times."""
     rows = []
     for kernel in kernels():
         settings = settings_of(kernel)
@@ -167,9 +217,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Settings of kernels that are on trial.")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--budget", type=float, default=95, help="seconds, compiling included")
+    parser.add_argument("--check", action="store_true", help="on CPU: bits of all settings in the interpreter")
     parser.add_argument("--dry", action="store_true", help="on CPU: the calls, tiny, and the table")
     args = parser.parse_args()
     begin = time.monotonic()
+    if args.check:
+        check()
+        return 0
     if args.dry:
         dry()
         return 0

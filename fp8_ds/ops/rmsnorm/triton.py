@@ -11,8 +11,15 @@ from torch import Tensor
 from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import SlotTensors, empty_output
-from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
-from fp8_ds.ops.rmsnorm.reference import rows_per_partial
+from fp8_ds.ops.rmsnorm.kernel import (
+    rmsnorm_backward_ahead_kernel,
+    rmsnorm_backward_kernel,
+    rmsnorm_kernel,
+    rmsnorm_rows_kernel,
+    sum_partials_kernel,
+    sum_steps_kernel,
+)
+from fp8_ds.ops.rmsnorm.reference import PARTIAL_LANES, rows_per_partial
 from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
@@ -20,6 +27,12 @@ _AHEAD_WARPS = 16
 """On a multiprocessor, of programs that load a row ahead: with 32 elements a thread 32 KiB are on their way to it while
 as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md). Rows of more than 16384, no model's, spill."""
 _SUM_COLS = 32
+
+_BACKWARD_WARPS, _TWO_AHEAD = 0, False
+"""On trial: warps on a multiprocessor, of programs that take several partial sums (0: one each), and whether they load
+two rows ahead instead of one."""
+_SUM_STEPS, _SUM_EARLY = False, False
+"""On trial: whether the sum of partials loads all of a lane at once, and whether it is launched before their end."""
 
 
 def _block(num_cols: int) -> int:
@@ -100,37 +113,25 @@ def rmsnorm_backward(
     grad_weight = torch.empty(num_cols, dtype=torch.float32, device=x.device)
     residual = x if grad_residual is None else grad_residual
     block = _block(num_cols)
-    launch(
-        rmsnorm_backward_kernel,
-        num_partials,
-        grad_output,
-        x,
-        weight,
-        rstd,
-        residual,
-        grad_x,
-        partial,
-        num_rows,
-        rows,
-        num_cols,
-        grad_output.stride(0),
-        x.stride(0),
-        residual.stride(0),
-        HAS_RESIDUAL=grad_residual is not None,
-        BLOCK=block,
-        PTX=runs_ptx(x),
-        num_warps=_num_warps(block, _PER_THREAD_BACKWARD),
-        enable_fp_fusion=False,
-    )
-    launch(
-        sum_partials_kernel,
-        ceil_div(num_cols, _SUM_COLS),
-        partial,
-        grad_weight,
-        num_partials,
-        num_cols,
-        COLS=_SUM_COLS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    num_warps = _num_warps(block, _PER_THREAD_BACKWARD)
+    tensors = (grad_output, x, weight, rstd, residual, grad_x, partial)
+    numbers = (num_rows, rows, num_cols, grad_output.stride(0), x.stride(0), residual.stride(0))
+    constants: dict[str, Any] = {"HAS_RESIDUAL": grad_residual is not None, "BLOCK": block, "PTX": runs_ptx(x)}
+    constants |= {"num_warps": num_warps, "enable_fp_fusion": False}
+    is_early = _SUM_EARLY and runs_ptx(x)
+    if _BACKWARD_WARPS:
+        num_programs = min(num_partials, max(_BACKWARD_WARPS // num_warps, 1) * num_processors(x.device))
+        constants |= _registers(max(_BACKWARD_WARPS, num_warps)) if runs_ptx(x) else {}
+        constants |= {"TWO": _TWO_AHEAD, "EARLY": is_early}
+        launch(rmsnorm_backward_ahead_kernel, num_programs, *tensors, *numbers, **constants)
+    else:
+        launch(rmsnorm_backward_kernel, num_partials, *tensors, *numbers, **constants)
+    options: dict[str, Any] = {"COLS": _SUM_COLS, "num_warps": 4, "enable_fp_fusion": False}
+    num_programs, arguments = ceil_div(num_cols, _SUM_COLS), (partial, grad_weight, num_partials, num_cols)
+    if _SUM_STEPS:
+        options |= {"STEPS": ceil_div(num_partials, PARTIAL_LANES), "EARLY": is_early}
+        options |= {"launch_pdl": True} if is_early else {}
+        launch(sum_steps_kernel, num_programs, *arguments, **options)
+    else:
+        launch(sum_partials_kernel, num_programs, *arguments, **options)
     return grad_x, grad_weight
