@@ -273,7 +273,7 @@ STEPS = (
         gpus=2,
         after="parity-201m-first",
     ),
-    Step("tests", _tests("-n 8"), 260, "all of tests/gpu for one GPU; 947 tests took 211 s"),
+    Step("tests", _tests("-n 8"), 300, "all of tests/gpu for one GPU; 947 tests took 211 s"),
     Step(
         "tests-unseen",
         _tests(
