@@ -213,6 +213,8 @@ def _verdict(
         return False, f"experts, which can be {' or '.join(experts.RECIPES)}"
     if experts.is_experts(module) and foreign:
         return False, "experts under AutoTP"
+    if experts.is_experts(module) and full_shape(weight)[0] > linear_config.max_experts:
+        return False, f"more than {linear_config.max_experts} experts (max_experts)"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"
     return True, "eligible"

@@ -127,6 +127,19 @@ def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
     assert "OTHER BITS" in tune.table([row(8, "a", 3.0), row(32, "a", 1.0, same_bits=False)])
 
 
+def test_experts_bench_has_an_arm_of_each_kind(run_main: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    said = run_main("experts", "--dry", "--out", tmp_path)
+    (result,) = tmp_path.glob("*-experts.json")
+    assert [row["arm"] for row in json.loads(result.read_text())] == [
+        "transformers, bf16, eager",
+        "transformers, bf16, grouped_mm",
+        "fp8_ds, tensorwise, e5m2 gradients",
+        "fp8_ds, tensorwise, e4m3 gradients",
+    ]
+    assert "| tiny | fp8_ds, tensorwise, e4m3 gradients | 0.00 |" in said
+
+
 def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:
     run_main("smooth_gradients", "--steps", 2, "--out", tmp_path)
     rows = json.loads(next(tmp_path.glob("*smooth-gradients.json")).read_text())["rows"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from torch import nn
 
 from fp8_ds.checkpoint.state import _how_to_keep
@@ -23,3 +24,21 @@ def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_en
     again = LinearConfig.model_validate({**now.model_dump(), **linear})
     assert [layer.converted for layer in make_plan(model, again).layers] == [layer.converted for layer in plan.layers]
     assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, LinearConfig())
+
+
+def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    if not hasattr(mixtral, "MixtralExperts"):
+        pytest.skip("experts are modules of their own before transformers 5")
+    config = mixtral.MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=20)
+    model = nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "router": nn.Linear(32, 32)})
+    was, now = LinearConfig(max_experts=30), LinearConfig()
+    plan = make_plan(model, was)
+    told = _how_to_keep(plan, {"enabled": True}, now)
+    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    assert linear["max_experts"] == 20
+    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
+    assert (
+        [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in make_plan(model, now).layers]
+    )
+    assert "max_experts" not in _how_to_keep(make_plan(model, now), {"enabled": True}, now)

@@ -36,12 +36,14 @@ if not hasattr(mixtral, "MixtralExperts"):
 NUM_EXPERTS, HIDDEN, INTER = 6, 64, 80
 
 
-def stock(kind: str = "mixtral", name: str = "Mixtral", seed: int = 0, **more: Any) -> Any:
+def stock(
+    kind: str = "mixtral", name: str = "Mixtral", seed: int = 0, num_experts: int = NUM_EXPERTS, **more: Any
+) -> Any:
     """Experts of a family, bf16."""
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTER, "moe_intermediate_size": INTER, "hidden_act": "silu"}
-    counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), NUM_EXPERTS)
+    counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), num_experts)
     config = getattr(transformers, f"{name}Config")(**sizes, **counts, **more)
     config._experts_implementation = "eager"
     torch.manual_seed(seed)
@@ -229,6 +231,15 @@ def test_scales_of_rows_leave_them_in_bf16_and_say_so(recipe: str) -> None:
     ] * 2
     with pytest.raises(ConfigError, match="expected tensorwise or delayed for experts, got rowwise"):
         Fp8Experts.take(stock(), "down_proj", RowwiseRecipe(LinearConfig.model_validate({"recipe": "rowwise"})))
+
+
+def test_more_than_so_many_stay_bf16() -> None:
+    assert all(row.converted for row in rows(stock(), max_experts=NUM_EXPERTS))
+    assert {(row.converted, row.reason) for row in rows(stock(), max_experts=NUM_EXPERTS - 1)} == {
+        (False, f"more than {NUM_EXPERTS - 1} experts (max_experts)")
+    }
+    assert [row.converted for row in rows(stock(num_experts=16))] == [True] * 2
+    assert rows(stock(num_experts=17))[0].reason == "more than 16 experts (max_experts)"
 
 
 def test_filters_frozen_weights_and_autotp_leave_them_in_bf16() -> None:
