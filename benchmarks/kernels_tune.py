@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +246,7 @@ KERNELS = (
     Kernel(
         "rmsnorm_backward",
         "rmsnorm.triton",
-        {"_PER_THREAD_BACKWARD": (8, 16, 32)},
+        {"_PER_THREAD_BACKWARD": (8, 16), "_BACKWARD_WARPS": (16, 32), "_SUM_COLS": (8, 32)},
         6,
         _norm_inputs,
         lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]),
@@ -384,11 +384,11 @@ def applied(module: str, setting: Mapping[str, Any]) -> Iterator[None]:
             holder[at] = value
 
 
-def shipped(kernel: Kernel, keys: Iterable[str] | None = None) -> Setting:
-    """The constants as they are: those of `tries`, or `keys`."""
+def shipped(kernel: Kernel) -> Setting:
+    """The constants as they are."""
     target = importlib.import_module(f"fp8_ds.ops.{kernel.module}")
     found: Setting = {}
-    for key in kernel.tries if keys is None else keys:
+    for key in kernel.tries:
         name, _, entry = key.partition(".")
         value = getattr(target, name)
         found[key] = value[{"True": True, "False": False}.get(entry, entry)] if entry else value

@@ -135,8 +135,9 @@ def test_rows_at_any_alignment_equal_cpu_reference_bitwise(offset):
 
 
 @pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("shape", [*SHAPES, (1000, 4096), (8200, 512)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 4096), (8200, 512), (4300, 4096), (2200, 8192)], ids=str)
 def test_rmsnorm_backward_equals_cpu_reference_bitwise(shape, has_residual):
+    """Of the last two a program takes several partial sums."""
     x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
     weight = weight_of(shape[1], torch.float32 if has_residual else torch.bfloat16)
     rstd = rmsnorm_reference.rstd_of(x, 1e-5)

@@ -85,24 +85,12 @@ def test_launch_settings_are_constants_that_exist_and_come_back(bench: Any, run_
     tune = bench("kernels_tune")
     for kernel in tune.KERNELS:
         first = tune.shipped(kernel)
-        assert set(first) == set(kernel.tries)
+        assert set(first) == set(kernel.tries) and first in kernel.settings()
         other = next((setting for setting in kernel.settings() if setting != first), first)
         with tune.applied(kernel.module, other):
             assert tune.shipped(kernel) == other
         assert tune.shipped(kernel) == first
     assert f"{len(tune.KERNELS)} kernels called" in run_main("kernels_tune", "--dry-run")
-
-
-def test_trials_change_constants_that_exist_and_each_once(bench: Any) -> None:
-    pytest.importorskip("triton")
-    trial = bench("kernels_trial")
-    assert {kernel.name for kernel in trial.kernels()} == {*trial.TRIALS}
-    for kernel in trial.kernels():
-        settings = trial.settings_of(kernel)
-        labels = [trial.label(setting, settings[0]) for setting in settings]
-        assert labels[0] == "ships" and len({*labels}) == len(labels)
-        with trial.applied(kernel.module, settings[-1]):
-            assert trial.shipped(kernel, settings[0]) == settings[-1]
 
 
 def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:

@@ -19,6 +19,7 @@ from fp8_ds.ops._producer_device import (
 from fp8_ds.ops.rmsnorm import reference
 
 _LANES = tl.constexpr(reference.PARTIAL_LANES)
+_MAX_PARTIALS = tl.constexpr(reference.MAX_PARTIALS)
 
 
 @triton.jit
@@ -155,6 +156,15 @@ def rmsnorm_kernel(
 
 
 @triton.jit
+def _load_ahead(grad_output, x, rstd, row, cols, num_rows, num_cols, grad_output_stride, x_stride):
+    """A row of both, and its rstd; zeros where there is none."""
+    exists = row < num_rows
+    mask = cols < tl.where(exists, num_cols, 0)
+    grad = tl.load(grad_output + row * grad_output_stride + cols, mask, 0.0)
+    return grad, tl.load(x + row * x_stride + cols, mask, 0.0), tl.load(rstd + row, exists, 0.0)
+
+
+@triton.jit
 def rmsnorm_backward_kernel(
     grad_output,
     x,
@@ -173,154 +183,55 @@ def rmsnorm_backward_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One program for each partial sum of grad_weight, float32 [programs, num_cols], and its rows of grad_x."""
-    program = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < num_cols
-    w = to_float(tl.load(weight + cols, mask, 0.0), PTX)
-    total = tl.zeros([BLOCK], tl.float32)
-    row = program.to(tl.int64) * rows_per_partial
-    end = tl.minimum(row + rows_per_partial, num_rows)
-    # One row ahead: the loads of the next are under way while this one is worked on.
-    next_grad = tl.load(grad_output + row * grad_output_stride + cols, mask, 0.0)
-    next_x = tl.load(x + row * x_stride + cols, mask, 0.0)
-    while row < end:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
-        grad = to_float(next_grad, PTX)
-        inverse_root = tl.load(rstd + row)
-        normed = to_float(next_x, PTX) * inverse_root
-        if HAS_RESIDUAL:
-            residual = tl.load(grad_residual + row * grad_residual_stride + cols, mask, 0.0)
-        next_mask = cols < tl.where(row + 1 < end, num_cols, 0)
-        next_grad = tl.load(grad_output + (row + 1) * grad_output_stride + cols, next_mask, 0.0)
-        next_x = tl.load(x + (row + 1) * x_stride + cols, next_mask, 0.0)
-        total = total + grad * normed
-        grad = grad * w
-        grad = (grad - normed * _row_mean(grad * normed, num_cols, BLOCK)) * inverse_root
-        if HAS_RESIDUAL:
-            grad = grad + to_float(residual, PTX)
-        tl.store(grad_x + row * num_cols + cols, to_bf16(grad, PTX), mask)
-        row += 1
-    tl.store(partial + program.to(tl.int64) * num_cols + cols, total, mask)
+    """grad_x, and partial sums of grad_weight, float32 [ceil(num_rows / rows_per_partial), num_cols].
 
-
-@triton.jit
-def _load_ahead(grad_output, x, rstd, row, cols, num_rows, num_cols, grad_output_stride, x_stride):
-    """A row of both, and its rstd; zeros where there is none."""
-    exists = row < num_rows
-    mask = cols < tl.where(exists, num_cols, 0)
-    grad = tl.load(grad_output + row * grad_output_stride + cols, mask, 0.0)
-    return grad, tl.load(x + row * x_stride + cols, mask, 0.0), tl.load(rstd + row, exists, 0.0)
-
-
-@triton.jit
-def _after(row, left, rows_per_partial):
-    """The row that a program takes after one, and how many of its partial sum come after that."""
-    is_last = left == 0
-    row += 1 + tl.where(is_last, (tl.num_programs(0) - 1) * rows_per_partial, 0)
-    return row, tl.where(is_last, rows_per_partial, left) - 1
-
-
-@triton.jit
-def rmsnorm_backward_ahead_kernel(
-    grad_output,
-    x,
-    weight,
-    rstd,
-    grad_residual,
-    grad_x,
-    partial,
-    num_rows,
-    rows_per_partial,
-    num_cols,
-    grad_output_stride,
-    x_stride,
-    grad_residual_stride,
-    HAS_RESIDUAL: tl.constexpr,
-    TWO: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """`rmsnorm_backward_kernel` by programs that take every so many-th partial sum: what they load ahead, rstd too, is
-    the next one's at the end of one. TWO: rows ahead instead of one. EARLY: `sum_steps_kernel` is told to begin."""
+    By programs that take every so many-th partial sum, of which there is one for each at least. The next row is being
+    loaded while one is worked on, the first of the next partial sum too.
+    """
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
     w = tl.load(weight + cols, mask, 0.0)
     total = tl.zeros([BLOCK], tl.float32)
     part = tl.program_id(0).to(tl.int64)
     row = part * rows_per_partial
-    left = rows_per_partial - 1
-    next_row, next_left = row, left
+    left = rows_per_partial - 1  # rows of this partial sum that come after this one
     next_grad, next_x, next_root = _load_ahead(
         grad_output, x, rstd, row, cols, num_rows, num_cols, grad_output_stride, x_stride
     )
-    if TWO:
-        last_row, last_left = _after(row, left, rows_per_partial)
-        last_grad, last_x, last_root = _load_ahead(
-            grad_output, x, rstd, last_row, cols, num_rows, num_cols, grad_output_stride, x_stride
-        )
     while row < num_rows:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
         grad = to_float(next_grad, PTX)
         inverse_root = next_root
         normed = to_float(next_x, PTX) * inverse_root
         if HAS_RESIDUAL:
             residual = tl.load(grad_residual + row * grad_residual_stride + cols, mask, 0.0)
-        if TWO:
-            next_row, next_left, next_grad, next_x, next_root = last_row, last_left, last_grad, last_x, last_root
-            last_row, last_left = _after(last_row, last_left, rows_per_partial)
-            last_grad, last_x, last_root = _load_ahead(
-                grad_output, x, rstd, last_row, cols, num_rows, num_cols, grad_output_stride, x_stride
-            )
-        else:
-            next_row, next_left = _after(row, left, rows_per_partial)
-            next_grad, next_x, next_root = _load_ahead(
-                grad_output, x, rstd, next_row, cols, num_rows, num_cols, grad_output_stride, x_stride
-            )
+        is_last = left == 0
+        ahead = row + 1 + tl.where(is_last, (tl.num_programs(0) - 1) * rows_per_partial, 0)
+        next_grad, next_x, next_root = _load_ahead(
+            grad_output, x, rstd, ahead, cols, num_rows, num_cols, grad_output_stride, x_stride
+        )
         total = total + grad * normed
         grad = grad * to_float(w, PTX)
         grad = (grad - normed * _row_mean(grad * normed, num_cols, BLOCK)) * inverse_root
         if HAS_RESIDUAL:
             grad = grad + to_float(residual, PTX)
         tl.store(grad_x + row * num_cols + cols, to_bf16(grad, PTX), mask)
-        if (left == 0) | (row + 1 == num_rows):
+        if is_last | (row + 1 == num_rows):
             tl.store(partial + part * num_cols + cols, total, mask)
             total = tl.zeros([BLOCK], tl.float32)
             part += tl.num_programs(0)
-        row, left = next_row, next_left
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def sum_steps_kernel(
-    partial, total, num_partials, num_cols, STEPS: tl.constexpr, EARLY: tl.constexpr, COLS: tl.constexpr
-):
-    """`sum_partials_kernel` with all of a lane's STEPS partials under way before the first is added. EARLY: it may be
-    launched before they are all there, and waits for them."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    lanes = tl.arange(0, _LANES)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    mask = cols < num_cols
-    sums = tl.zeros([_LANES, COLS], tl.float32)
-    for step in tl.static_range(STEPS):
-        rows = step * _LANES + lanes
-        at = partial + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
-        sums = sums + tl.load(at, (rows < num_partials)[:, None] & mask[None, :], 0.0)
-    tl.store(total + cols, tl.sum(sums.to(tl.float64), axis=0).to(tl.float32), mask)
+        left = tl.where(is_last, rows_per_partial, left) - 1
+        row = ahead
 
 
 @triton.jit
 def sum_partials_kernel(partial, total, num_partials, num_cols, COLS: tl.constexpr):
-    """The second half of `reference.sum_rows`."""
+    """`reference.sum_partials` of up to MAX_PARTIALS; all of a lane are on their way before the first is added."""
     lanes = tl.arange(0, _LANES)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     mask = cols < num_cols
     sums = tl.zeros([_LANES, COLS], tl.float32)
-    first = 0
-    while first < num_partials:
-        rows = first + lanes
+    for step in tl.static_range(_MAX_PARTIALS // _LANES):
+        rows = step * _LANES + lanes
         at = partial + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
         sums = sums + tl.load(at, (rows < num_partials)[:, None] & mask[None, :], 0.0)
-        first += _LANES
     tl.store(total + cols, tl.sum(sums.to(tl.float64), axis=0).to(tl.float32), mask)

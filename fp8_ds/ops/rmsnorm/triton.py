@@ -11,28 +11,17 @@ from torch import Tensor
 from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import SlotTensors, empty_output
-from fp8_ds.ops.rmsnorm.kernel import (
-    rmsnorm_backward_ahead_kernel,
-    rmsnorm_backward_kernel,
-    rmsnorm_kernel,
-    rmsnorm_rows_kernel,
-    sum_partials_kernel,
-    sum_steps_kernel,
-)
-from fp8_ds.ops.rmsnorm.reference import PARTIAL_LANES, rows_per_partial
+from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
+from fp8_ds.ops.rmsnorm.reference import rows_per_partial
 from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
-_AHEAD_WARPS = 16
-"""On a multiprocessor, of programs that load a row ahead: with 32 elements a thread 32 KiB are on their way to it while
-as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md). Rows of more than 16384, no model's, spill."""
-_SUM_COLS = 32
-
-_BACKWARD_WARPS, _TWO_AHEAD = 0, False
-"""On trial: warps on a multiprocessor, of programs that take several partial sums (0: one each), and whether they load
-two rows ahead instead of one."""
-_SUM_STEPS, _SUM_EARLY = False, False
-"""On trial: whether the sum of partials loads all of a lane at once, and whether it is launched before their end."""
+_AHEAD_WARPS, _BACKWARD_WARPS = 16, 16
+"""On a multiprocessor, of programs that load a row ahead: with 32 elements a thread, backward 16 of two tensors, 32 KiB
+are on their way to it while as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md and, backward,
+-second.md). Rows of more than 16384, no model's, spill."""
+_SUM_COLS = 8
+"""Of 512 partial sums: 16 KiB a program, and a program for each multiprocessor from some 1000 columns on."""
 
 
 def _block(num_cols: int) -> int:
@@ -44,9 +33,15 @@ def _num_warps(block: int, per_thread: int) -> int:
     return min(block // (32 * per_thread), 32)
 
 
-def _registers(num_warps: int) -> dict[str, int]:
-    """Most of a thread, for so many warps to share a multiprocessor's 65536 in eights."""
-    return {"maxnreg": min(65536 // 32 // num_warps // 8 * 8, 255)}
+def _turns(x: Tensor, num_tasks: int, warps: int, num_warps: int) -> tuple[int, dict[str, int]]:
+    """How many programs take turns at the tasks, and options of their launch.
+
+    No more programs than tasks, nor than `warps` on each multiprocessor of the device of `x` allow; these share its
+    65536 registers, in eights for a thread.
+    """
+    num_programs = min(num_tasks, max(warps // num_warps, 1) * num_processors(x.device))
+    registers = min(65536 // 32 // max(warps, num_warps) // 8 * 8, 255)
+    return num_programs, {"num_warps": num_warps} | ({"maxnreg": registers} if runs_ptx(x) else {})
 
 
 def rmsnorm(
@@ -69,22 +64,23 @@ def rmsnorm(
     num_warps = _num_warps(block, _PER_THREAD)
     tensors = (x, weight, x_fp8.view(torch.uint8), hp, rstd)
     constants: dict[str, Any] = {"TWICE": twice, "HAS_HP": with_hp, "FP8_MAX": fp8_max, "BLOCK": block}
-    constants |= {"PTX": runs_ptx(x), "num_warps": num_warps, "enable_fp_fusion": False}
+    constants |= {"PTX": runs_ptx(x), "enable_fp_fusion": False}
     if mode == "tensorwise":
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
         for kernel_mode in (device.AMAX, device.FROM_AMAX):
             launch(
                 rmsnorm_kernel, num_rows, *tensors, scale_inv, amax, num_cols, x.stride(0), eps, MODE=kernel_mode,
-                **constants,
+                num_warps=num_warps, **constants,
             )  # fmt: skip
         return x_fp8, scale_inv, rstd, hp
     scale = amax = scale_inv
     if mode == "given":
         assert slot.scale is not None and slot.scale_inv is not None and slot.amax_local is not None
         scale, scale_inv, amax = slot.scale, slot.scale_inv.clone(), slot.amax_local
+    num_programs, options = _turns(x, num_rows, _AHEAD_WARPS, num_warps)
     launch(
         rmsnorm_rows_kernel,
-        min(num_rows, max(_AHEAD_WARPS // num_warps, 1) * num_processors(x.device)),
+        num_programs,
         *tensors,
         scale,
         scale_inv,
@@ -96,7 +92,7 @@ def rmsnorm(
         MODE=device.GIVEN if mode == "given" else device.ROWWISE,
         RECORD=mode == "given" and record,
         **constants,
-        **(_registers(max(_AHEAD_WARPS, num_warps)) if runs_ptx(x) else {}),
+        **options,
     )
     return x_fp8, scale_inv, rstd, hp
 
@@ -113,25 +109,38 @@ def rmsnorm_backward(
     grad_weight = torch.empty(num_cols, dtype=torch.float32, device=x.device)
     residual = x if grad_residual is None else grad_residual
     block = _block(num_cols)
-    num_warps = _num_warps(block, _PER_THREAD_BACKWARD)
-    tensors = (grad_output, x, weight, rstd, residual, grad_x, partial)
-    numbers = (num_rows, rows, num_cols, grad_output.stride(0), x.stride(0), residual.stride(0))
-    constants: dict[str, Any] = {"HAS_RESIDUAL": grad_residual is not None, "BLOCK": block, "PTX": runs_ptx(x)}
-    constants |= {"num_warps": num_warps, "enable_fp_fusion": False}
-    is_early = _SUM_EARLY and runs_ptx(x)
-    if _BACKWARD_WARPS:
-        num_programs = min(num_partials, max(_BACKWARD_WARPS // num_warps, 1) * num_processors(x.device))
-        constants |= _registers(max(_BACKWARD_WARPS, num_warps)) if runs_ptx(x) else {}
-        constants |= {"TWO": _TWO_AHEAD, "EARLY": is_early}
-        launch(rmsnorm_backward_ahead_kernel, num_programs, *tensors, *numbers, **constants)
-    else:
-        launch(rmsnorm_backward_kernel, num_partials, *tensors, *numbers, **constants)
-    options: dict[str, Any] = {"COLS": _SUM_COLS, "num_warps": 4, "enable_fp_fusion": False}
-    num_programs, arguments = ceil_div(num_cols, _SUM_COLS), (partial, grad_weight, num_partials, num_cols)
-    if _SUM_STEPS:
-        options |= {"STEPS": ceil_div(num_partials, PARTIAL_LANES), "EARLY": is_early}
-        options |= {"launch_pdl": True} if is_early else {}
-        launch(sum_steps_kernel, num_programs, *arguments, **options)
-    else:
-        launch(sum_partials_kernel, num_programs, *arguments, **options)
+    num_programs, options = _turns(x, num_partials, _BACKWARD_WARPS, _num_warps(block, _PER_THREAD_BACKWARD))
+    launch(
+        rmsnorm_backward_kernel,
+        num_programs,
+        grad_output,
+        x,
+        weight,
+        rstd,
+        residual,
+        grad_x,
+        partial,
+        num_rows,
+        rows,
+        num_cols,
+        grad_output.stride(0),
+        x.stride(0),
+        residual.stride(0),
+        HAS_RESIDUAL=grad_residual is not None,
+        BLOCK=block,
+        PTX=runs_ptx(x),
+        enable_fp_fusion=False,
+        **options,
+    )
+    launch(
+        sum_partials_kernel,
+        ceil_div(num_cols, _SUM_COLS),
+        partial,
+        grad_weight,
+        num_partials,
+        num_cols,
+        COLS=_SUM_COLS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return grad_x, grad_weight

@@ -135,9 +135,51 @@ def test_backward_of_strided_rows_and_edges_equals_reference_bitwise():
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("num_partials", [1, 128, 129, 512])
+@pytest.mark.parametrize("shape", [(70, 1500), (64, 40), (33, 40), (17, 1)], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
+def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, has_residual, monkeypatch):
+    """Two programs have one to three each, the last of which is whole, cut or one row; edges at their ends."""
+    monkeypatch.setattr(kernels, "_BACKWARD_WARPS", 1)
+    x, grad, residual = (make_rows(*shape, seed) for seed in range(3))
+    x[15], x[-1, 0], grad[16, -1] = 0, -0.0, 1e6
+    arguments = [grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5), residual if has_residual else None]
+    for edge in (1.0, NAN, INF):
+        grad[-1, 0] = edge
+        for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_programs", "num_warps"),
+    [
+        ((1, 1), 1, 2),
+        ((16, 8), 1, 2),
+        ((17, 8), 2, 2),
+        ((8192, 8), 512, 2),
+        ((8192, 2048), 512, 4),
+        ((8193, 2048), 482, 4),
+        ((8192, 4096), 264, 8),
+        ((8192, 8192), 132, 16),
+        ((8192, 16384), 132, 32),
+        ((16, 8192), 1, 16),
+    ],
+    ids=str,
+)
+def test_backward_has_a_partial_sum_for_each_program(shape, num_programs, num_warps, monkeypatch):
+    """On 132 processors, as many as an H100 has; for each eight columns a program adds them up."""
+    launched = []
+    monkeypatch.setattr(kernels, "num_processors", lambda device: 132)
+    monkeypatch.setattr(kernels, "launch", lambda kernel, count, *args, **options: launched.append((count, options)))
+    x, rstd = torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.empty(shape[0], device="meta")
+    kernels.rmsnorm_backward(x, x, x[0], rstd, None)
+    (programs, options), (sums, _) = launched
+    assert (programs, options["num_warps"], sums) == (num_programs, num_warps, -(-shape[1] // 8))
+    assert programs * 16 - 15 <= shape[0]
+
+
+@pytest.mark.parametrize("num_partials", [1, 128, 129, 384, 512])
 def test_sum_of_partials_equals_reference_bitwise(num_partials):
     partial = make_rows(num_partials, 40).float() * 1.1
     got = torch.empty(40)
-    sum_partials_kernel[(2,)](partial, got, num_partials, 40, COLS=32)
+    sum_partials_kernel[(5,)](partial, got, num_partials, 40, COLS=8)
     assert_same(reference.sum_partials(partial), got)
