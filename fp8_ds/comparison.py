@@ -77,7 +77,7 @@ def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
     """Of each text as `read_group`; a group without a name has as much of the end of its path as no other has.
 
     Raises:
-        ConfigError: as `read_group`, or two groups are given one name.
+        ConfigError: as `read_group`, or two groups are given one name, or one file.
         OSError: a path cannot be read.
     """
     split = [_split(text) for text in texts]
@@ -87,7 +87,22 @@ def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
     if twice := next((name for name in given if given.count(name) > 1), None):
         raise ConfigError(f"{twice}: expected a name of its own for each run, got it twice. Write NAME=PATH.")
     names = _distinct([name or Path(paths[0]) for name, paths in split])
-    return [replace(read_group(text, column), name=name) for text, name in zip(texts, names, strict=True)]
+    groups = [replace(read_group(text, column), name=name) for text, name in zip(texts, names, strict=True)]
+    _refuse_shared(groups)
+    return groups
+
+
+def _refuse_shared(groups: Sequence[Group]) -> None:
+    """Raises: ConfigError: two groups have a file in common, by whatever path."""
+    owners: dict[Path, str] = {}
+    for group in groups:
+        for curve in group.curves:
+            owner = owners.setdefault(Path(curve.name).resolve(), group.name)
+            if owner != group.name:
+                raise ConfigError(
+                    f"{group.name}: expected files of its own, got {curve.name}, which {owner} has too. A run is at "
+                    "parity with itself: name the file of the other one."
+                )
 
 
 def _split(text: str) -> tuple[str | None, list[str]]:

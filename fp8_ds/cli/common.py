@@ -124,12 +124,19 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
 
 
 def refuse_malformed(config: Mapping[str, Any]) -> None:
-    """Raises: ConfigError: DeepSpeed's own start could not read it."""
+    """Raises: ConfigError: DeepSpeed's own start could not read it; or, where it is installed, it stops at a key."""
+    from fp8_ds.engine.known_keys import removed_key, unread_key
     from fp8_ds.errors import ConfigError
     from fp8_ds.judgement import malformed
 
     if (problem := malformed(config)) is not None:
         raise ConfigError(f"--config: {problem}")
+    try:
+        refused = removed_key(config) or unread_key(config)
+    except ImportError:  # no DeepSpeed, which these commands do without
+        return
+    if refused is not None:
+        raise ConfigError(f"--config: DeepSpeed refuses it: {refused}")
 
 
 def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:

@@ -187,7 +187,6 @@ def _named_by_path(options: Mapping[str, Sequence[Path]], other: str) -> Iterato
 
 def _check(config: dict[str, Any], gpus: int) -> None:
     """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
-    from fp8_ds.engine.known_keys import removed_key, unread_key
     from fp8_ds.errors import ConfigError
     from fp8_ds.judgement import BATCH_SIZES, batch_mismatch
 
@@ -196,8 +195,6 @@ def _check(config: dict[str, Any], gpus: int) -> None:
     if "optimizer" not in config:
         raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
     refuse_malformed(config)
-    if (refused := removed_key(config) or unread_key(config)) is not None:
-        raise ConfigError(f"--config: DeepSpeed refuses it: {refused}")
     automatic = [key for key, value in config.items() if value == "auto"]
     for key in ("optimizer", "scheduler"):
         automatic += [f"{key}.params.{name}" for name, value in _params(config, key).items() if value == "auto"]

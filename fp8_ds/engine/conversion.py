@@ -95,10 +95,10 @@ def _surround(engine: Any, config: Fp8Config) -> None:
 def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:
     """An FP8 weight is quantised from a master; trainable weights in no parameter group have none and stay bf16."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [name for name, p in context.trainable.items() if id(p) not in optimized]
+    left = {name for name, p in context.trainable.items() if id(p) not in optimized}
     if not left:
         return
-    fqns = [name.removesuffix(".weight") for name in left]
+    fqns = [row.fqn for row in context.plan.layers if row.weight_name in left]
     context.plan = revert(module, context.plan, fqns, "in no parameter group")
     for name in left:
         del context.weights[name]

@@ -48,7 +48,8 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     """The other ranks know that FP8 is off on this one.
 
     Raises:
-        ConfigError: `config` has a block that DeepSpeed would pass over; or another rank has FP8 on.
+        ConfigError: `config` has a block that DeepSpeed would pass over; another rank has FP8 on; or the model is that
+            of an engine with FP8.
     """
     from fp8_ds.engine.roll_call import is_one_of_many, take_side
 
@@ -57,6 +58,17 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     refuse_misplaced_block(config)
     if mixed is not None:
         raise mixed
+    _refuse_converted(arguments.get("model"))
+
+
+def _refuse_converted(model: Any) -> None:
+    """Raises: ConfigError: a weight is FP8 bytes, which a stock optimizer would not step."""
+    parameters = getattr(model, "named_parameters", dict)
+    name = next((name for name, p in dict(parameters()).items() if hasattr(p, "_fp8")), None)
+    if name is not None:
+        from fp8_ds.nn.convert import converted_already
+
+        raise converted_already(f"{name} in FP8")
 
 
 def refuse_misplaced_block(config: Mapping[str, Any]) -> None:

@@ -245,9 +245,7 @@ def make_plan(
     names: dict[Any, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Fp8Linear | experts.Fp8Experts):
-            raise ConfigError(
-                f"model: expected no {type(module).__name__} yet, got one at {fqn!r}. Convert a model once only."
-            )
+            raise converted_already(f"{type(module).__name__} at {fqn!r}")
         if is_layer(module, foreign):
             names.setdefault(module, []).append(fqn)
     uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
@@ -260,6 +258,14 @@ def make_plan(
     if plan.num_converted == 0 and not may_be_empty:
         raise _nothing_to_convert(plan)
     return plan
+
+
+def converted_already(found: str) -> ConfigError:
+    """What an engine has made of a model stays, also when it is destroyed: weights without it are FP8 bytes."""
+    return ConfigError(
+        f"model: expected one that no engine has converted, got {found}. Build it anew for another engine, and load "
+        "into it what `engine.save_16bit_model` of the first has written, after a barrier: bf16 of its masters."
+    )
 
 
 def _weights(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:

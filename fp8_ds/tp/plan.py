@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.nn.experts import is_experts
 from fp8_ds.nn.mlp import FusedSwiglu
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.group import check_group, check_same, device_of
@@ -221,12 +222,16 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
                 problems.append(f"{cut.fqn}: a Parameter that {owner} has too")
     if problems:
         lines = "\n".join(f"  {line}" for line in problems)
-        raise ConfigError(f"model: expected linears that divide over {tp.size} ranks, got\n{lines}\nUse fewer ranks.")
+        raise ConfigError(
+            f"model: expected linears that divide over {tp.size} ranks, got\n{lines}\nUse fewer ranks, or another plan."
+        )
     return cuts
 
 
 def _problem(cut: _Cut, size: int) -> str:
     """Why it cannot be cut; empty if it can."""
+    if is_experts(cut.module):
+        return f"{cut.fqn}: experts, which stay whole: name the module around them in `in_shards`, and not here"
     if type(cut.module) is not nn.Linear:
         return f"{cut.fqn}: a {type(cut.module).__name__}, not exactly an nn.Linear"
     if hasattr(cut.module.weight, "ds_id"):

@@ -173,23 +173,22 @@ def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
         (("{0}/a/log.csv", "{0}/b/log.csv"), ("a/log.csv", "b/log.csv")),
         (("{0}/a/log.csv", "{0}/c.csv"), ("log.csv", "c.csv")),
         (("{0}/a/log.csv", "{0}/a/x/log.csv", "{0}/b/x/log.csv"), ("a/log.csv", "a/x/log.csv", "b/x/log.csv")),
-        (("{0}/a", "{0}/a/x", "{0}/b/x"), ("a", "a/x", "b/x")),
+        (("{0}/a/x", "{0}/b/x", "{0}/lr=1"), ("a/x", "b/x", "lr=1")),  # folders with one curve
         (("log.csv={0}/a/log.csv", "{0}/b/log.csv"), ("log.csv", "b/log.csv")),
-        (("{0}/c.csv", "{0}/c.csv"), ("{0}/c.csv", "{0}/c.csv (2)")),
+        (("c.csv={0}/a/log.csv", "c.csv"), ("c.csv", "c.csv (2)")),
         (("{0}/lr=1/log.csv", "{0}/lr=2/log.csv"), ("lr=1/log.csv", "lr=2/log.csv")),
         (("bf16={0}/lr=1/log.csv", "fp8={0}/lr=2/log.csv"), ("bf16", "fp8")),
     ],
 )
 def test_runs_of_one_file_name_have_names_that_tell_them_apart(
-    tmp_path: Path, texts: tuple[str, ...], names: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     level = 2.0
     for folder in ("a", "a/x", "b", "b/x", "lr=1", "lr=2"):
         (tmp_path / folder).mkdir(exist_ok=True)
         write(tmp_path / folder, "log", level := level + 0.1)
     write(tmp_path, "c", 2.0)
-    if "{0}/a" in texts:  # a folder with one curve
-        (tmp_path / "a/log.csv").unlink()
     result = CliRunner().invoke(app, ["compare", *(text.format(tmp_path) for text in texts), "--json"])
     assert result.exit_code == 1, result.output
     assert tuple(json.loads(result.output)["ends"]) == tuple(name.format(tmp_path) for name in names)
@@ -200,6 +199,20 @@ def test_two_runs_that_are_given_one_name_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", *runs, "--json"])
     assert result.exit_code == 2
     assert json.loads(result.output)["error"].startswith("fp8: expected a name of its own for each run, got it twice.")
+
+
+def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    one, other = write(tmp_path / "out", "one", 2.0), write(tmp_path, "other", 2.1)
+    link = tmp_path / "link.csv"
+    link.symlink_to(one)
+    for again in (one, str(tmp_path / "out"), str(tmp_path / "out/../out/one.csv"), str(link)):
+        result = CliRunner().invoke(app, ["compare", f"bf16={one},{other}", f"fp8={again},{other}", "--json"])
+        assert result.exit_code == 2
+        assert json.loads(result.output)["error"].startswith("fp8: expected files of its own, got ")
+    copies = [write(tmp_path, name, level) for name, level in (("copy", 2.0), ("other_copy", 2.1))]
+    runs = [f"bf16={one},{other}", f"fp8={','.join(copies)}"]
+    assert CliRunner().invoke(app, ["compare", *runs]).exit_code == 0  # of numbers alone nothing is known
 
 
 def test_a_picture_and_a_page_show_where_a_run_diverged(tmp_path: Path) -> None:

@@ -205,8 +205,9 @@ def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...]
 
 def test_a_picture_that_cannot_be_written_is_named_with_its_argument(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "a.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
-    code, found = run("compare", tmp_path / "a.csv", tmp_path / "a.csv", "--png", tmp_path / "gone/a.png")
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("step,loss\n1,2.0\n2,1.0\n")
+    code, found = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", "--png", tmp_path / "gone/a.png")
     assert code == 3 and found["error"].startswith("--png or --html: expected a file or folder to work with, got ")
 
 

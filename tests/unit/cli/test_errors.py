@@ -39,6 +39,7 @@ FILES: dict[str, str | bytes] = {
     "syntax.py": "import fp8_ds x\n",
     "binary.py": b"\xff\xfe\x00",
     "good.csv": "step,loss\n1,2.0\n2,1.0\n",
+    "copy.csv": "step,loss\n1,2.0\n2,1.0\n",
     "word.csv": "step,loss\n1,abc\n2,3\n",
     "step.csv": "step,loss\nx,1\n2,3\n",
     "ragged.csv": "step,loss\n1,2,3,4\n",
@@ -64,7 +65,7 @@ PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
 DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
-COMPARE = ("compare", "good.csv", "good.csv")
+COMPARE = ("compare", "good.csv", "copy.csv")
 PARITY = ("parity", "ours_a8:other_forward", "--config", "ds.json", "--data")
 
 

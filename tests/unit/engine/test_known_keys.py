@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,12 +162,17 @@ def test_doctor_says_it_whatever_the_answer_is() -> None:
         assert judge(config).reasons[1:] == judge({k: v for k, v in config.items() if k != "gradient_cliping"}).reasons
 
 
+def asked(command: str, folder: Path) -> list[str]:
+    """`plan` or `estimate`, of a small model and the ds.json in `folder`."""
+    shape = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4")
+    settings = [word for setting in (*shape, "num_key_value_heads=2", "vocab_size=64") for word in ("--set", setting)]
+    return [command, "llama-8b", "--config", str(folder / "ds.json"), "--seq", "16", *settings, "--json"]
+
+
 @pytest.mark.parametrize("command", ["plan", "estimate"])
 def test_plan_and_estimate_say_it_beside_their_answer(tmp_path: Path, command: str) -> None:
     pytest.importorskip("transformers")
-    shape = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4")
-    settings = [word for setting in (*shape, "num_key_value_heads=2", "vocab_size=64") for word in ("--set", setting)]
-    words = [command, "llama-8b", "--config", str(tmp_path / "ds.json"), "--seq", "16", *settings, "--json"]
+    words = asked(command, tmp_path)
     for key, code in (("zero_optimisation", 2), ("gradient_cliping", 0)):
         config = {**CONFIG, key: {}}
         if code:
@@ -175,3 +181,18 @@ def test_plan_and_estimate_say_it_beside_their_answer(tmp_path: Path, command: s
         found = CliRunner().invoke(app, words)
         assert found.exit_code == code and ("error" in json.loads(found.stdout)) == bool(code)
         assert found.stderr.startswith(f"fp8-ds: {key}: expected a key that DeepSpeed reads")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_plan_and_estimate_refuse_what_the_installed_deepspeed_stops_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    pytest.importorskip("transformers")
+    config = {**CONFIG, "zero_optimization": {"stage": 2, "reduce_buket_size": 1000}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = CliRunner().invoke(app, asked(command, tmp_path))
+    said = "--config: DeepSpeed refuses it: zero_optimization.reduce_buket_size: expected a key that "
+    assert found.exit_code == 2 and json.loads(found.stdout)["error"].startswith(said)
+    assert json.loads(found.stdout)["error"].endswith('Did you mean "reduce_bucket_size"?')
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime", None)
+    assert CliRunner().invoke(app, asked(command, tmp_path)).exit_code == 0  # without one they answer

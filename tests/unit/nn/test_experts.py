@@ -292,7 +292,7 @@ def test_a_plan_survives_a_checkpoint_and_is_applied_once_to_its_own_model() -> 
         apply_plan(model, plan, config, "cpu")
     with pytest.raises(ConfigError, match="A weight is converted once"):
         Fp8Experts.take(model["experts"], "down_proj", model["experts"].fp8_recipes["down_proj"])
-    with pytest.raises(ConfigError, match="expected no Fp8Experts yet, got one at 'experts'"):
+    with pytest.raises(ConfigError, match="expected one that no engine has converted, got Fp8Experts at 'experts'"):
         make_plan(model, config)
 
 

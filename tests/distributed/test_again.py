@@ -1,0 +1,73 @@
+"""A second engine in one process: not over the model of the first, but over what the first has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from fp8_ds.errors import ConfigError
+
+pytestmark = pytest.mark.distributed
+
+
+def again(stage: int, second: dict[str, Any] | None, destroys: bool) -> str:
+    """What the second start with the first one's model says."""
+    import deepspeed
+
+    engine = training.build(training.ds_config(stage, {}))
+    training.train(engine, 1)
+    net = engine.module
+    if destroys:
+        training.destroy(engine)
+    try:
+        deepspeed.initialize(
+            model=net, config=training.ds_config(stage, second), model_parameters=list(net.parameters())
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "second", "destroys"), [(2, {}, True), (3, {}, True), (2, None, True), (3, None, True), (3, None, False)]
+)
+def test_the_model_of_an_engine_is_refused_with_a_way_on(
+    ranks: Any, stage: int, second: dict[str, Any] | None, destroys: bool
+) -> None:
+    what = "Fp8Linear at 'blocks.0.up'" if second is not None else "blocks.0.up.weight in FP8"
+    for found in ranks(2).run(again, stage, second, destroys):
+        assert found.startswith(f"model: expected one that no engine has converted, got {what}. Build it anew")
+        assert "engine.save_16bit_model" in found
+
+
+def anew(stage: int, folder: str) -> dict[str, Any]:
+    """Two engines of a process: the second starts from what the first has saved, as the refusal says."""
+    import deepspeed
+
+    config = training.ds_config(stage, {})
+    if stage == 3:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = training.build(config)
+    losses = training.train(engine, 3)
+    masters = training.full_masters(engine)
+    assert engine.save_16bit_model(folder)
+    training.destroy(engine)
+    torch.distributed.barrier()  # rank 0 writes, and others do not wait for it
+    net = training.TinyLM()
+    net.load_state_dict(torch.load(Path(folder, "pytorch_model.bin"), weights_only=True))
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+    differ = [n for n, p in training.full_masters(engine).items() if not torch.equal(p, masters[n].bfloat16().float())]
+    losses += training.train(engine, 3, 3)
+    training.destroy(engine)
+    return {"losses": losses, "differ": differ, "num_masters": len(masters)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_built_anew_goes_on_from_bf16_of_the_masters(ranks: Any, stage: int, tmp_path: Path) -> None:
+    found = ranks(2).run(anew, stage, str(tmp_path))[0]
+    assert found["differ"] == [] and found["num_masters"] > 10
+    assert found["losses"] == sorted(found["losses"], reverse=True)
