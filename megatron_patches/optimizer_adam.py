@@ -191,7 +191,7 @@ class MegatronFp8AdamW(Fp8AdamW):
             )
         for group in groups:
             group.pop(SCALES, None)
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.load_groups(groups)
         ids = [i for group in groups for i in group["params"]]
         for p, i in zip(self.flat_params(), ids, strict=True):
             for key in MOMENTS:

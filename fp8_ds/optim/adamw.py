@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -263,15 +263,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: groups or parameters differ in number.
         """
-        groups, saved_groups = self.param_groups, state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-            raise ValueError(
-                f"state_dict: expected {[len(g['params']) for g in groups]} parameters by group, "
-                f"got {[len(g['params']) for g in saved_groups]}. Build the optimizer with the same groups."
-            )
-        for group, saved in zip(groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "master")})
-            _check_group(group)
+        saved_groups = state_dict["param_groups"]
+        self.load_groups(saved_groups)
         ids = [i for g in saved_groups for i in g["params"]]
         for row, (p, i) in enumerate(zip(self.flat_params(), ids, strict=True)):
             state = state_dict["state"].get(i)
@@ -283,6 +276,22 @@ class Fp8AdamW(torch.optim.Optimizer):
                 self._absorb(row, state)
         if self._is_managed and not self.is_dense:
             self.absorb_dense()
+
+    def load_groups(self, saved_groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what the groups of a state_dict say but masters' formats; no states.
+
+        Raises:
+            ValueError: groups or parameters differ in number, or a number is out of its range.
+        """
+        groups = self.param_groups
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
+            raise ValueError(
+                f"state_dict: expected {[len(g['params']) for g in groups]} parameters by group, "
+                f"got {[len(g['params']) for g in saved_groups]}. Build the optimizer with the same groups."
+            )
+        for group, saved in zip(groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "master")})
+            _check_group(group)
 
     def _absorb(self, row: int, state: dict[str, Any]) -> None:
         core = self.core
