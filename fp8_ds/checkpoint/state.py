@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fp8_ds.config import LinearConfig
@@ -79,7 +80,7 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             "fp8: the layers differ from the checkpoint's: "
             f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
             f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
-            f"{_how_to_keep(plan, state['config'], context.config.linear)}"
+            f"{_how_to_keep(plan, state['config'], context.plan, context.config.linear)}"
         )
     if context.precision is not None:
         context.precision.load_state_dict(state.get("precision"))
@@ -94,17 +95,20 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
     context.history.load_state_dict(history)
 
 
-def _how_to_keep(plan: Plan, config: Mapping[str, Any], now: LinearConfig) -> str:
+def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:
     """What to write so that the next start trains the layers of `plan` in FP8, and no others.
 
     Args:
         plan: of the checkpoint.
         config: the "fp8" block it was trained with.
-        now: this run's.
+        current: this run's plan. What only this one has a row of (experts, in checkpoints from before them) was bf16.
+        now: what it was made by.
     """
     if plan.num_converted == 0 and config.get("optimizer", {}).get("states") != "fp8":
         return 'The checkpoint has none in FP8: to go on so, set "fp8.enabled" to false.'
-    patterns = plan.filter_fqns()
+    known = {row.fqn for row in plan.layers}
+    others = (replace(row, converted=False) for row in current.layers if row.fqn not in known)
+    patterns = Plan((*plan.layers, *others)).filter_fqns()
     if patterns is None:
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
     linear: dict[str, Any] = {"layer_choice": "all", "filter_fqns": patterns}

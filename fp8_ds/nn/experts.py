@@ -69,8 +69,14 @@ def is_stock_experts(module: nn.Module) -> bool:
         and _has_shapes(module)
         and all(getattr(module, flag, fitting) == fitting for flag, (fitting, _) in _FLAGS.items())
         and (gate is None or getattr(gate, "__module__", None) == _GATE_MODULE)
-        and is_stock(getattr(forward, "__wrapped__", forward))
+        and is_stock(_without_gate(forward))
     )
+
+
+def _without_gate(forward: Any) -> Any:
+    """What transformers' `use_experts_implementation` has put its choice around; anybody else's wrapper stays."""
+    is_theirs = getattr(forward, "__globals__", {}).get("__name__") == _GATE_MODULE
+    return forward.__wrapped__ if is_theirs and hasattr(forward, "__wrapped__") else forward
 
 
 def _has_shapes(module: Any) -> bool:

@@ -50,7 +50,8 @@ def stock_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def is_stock(function: Callable[..., Any]) -> bool:
     """Whether its text is that of `stock_forward`, of this or an earlier transformers 5; False where there is none."""
-    return _text(function) == _text(stock_forward)
+    text = _text(function)
+    return text is not None and text == _text(stock_forward)
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def _text(function: Callable[..., Any]) -> str | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or hasattr(function, "__wrapped__"):
         return None
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     text = "\n".join([*(argument.arg for argument in tree.args.args), *map(ast.unparse, body)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
@@ -105,10 +105,14 @@ class _GroupedFunction(torch.autograd.Function):
         x_fp8 = recipe.quantize_input(x, needs_columns=False, record=record)
         assert x_fp8.rows is not None
         # On ctx, as nn/linear.py has it.
-        ctx.weight, ctx.recipe, ctx.groups, ctx.is_spread = weight, recipe, groups, is_spread
-        if record and weight.requires_grad:
-            ctx.save_for_backward(x_fp8.rows, x_fp8.scale_inv)
+        ctx.recipe, ctx.groups, ctx.is_spread = recipe, groups, is_spread
+        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         weight_fp8 = recipe.read_weight(weight)
+        # A sum with an adapter is no Parameter, which outlives the graph: on ctx it would be kept past a checkpoint.
+        ctx.weight = weight if isinstance(weight, nn.Parameter) else None
+        kept = (x_fp8.rows, x_fp8.scale_inv) if record and weight.requires_grad else (None, None)
+        if record:
+            ctx.save_for_backward(*kept, *(weight_fp8 if ctx.weight is None else (None, None)))
         recipe.count_whole(x_fp8, weight_fp8)
         rows_PK = x_fp8.rows if is_spread else groups.spread(x_fp8.rows)
         outputs = [
@@ -122,7 +126,8 @@ class _GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         recipe, groups = ctx.recipe, ctx.groups
-        weight_fp8 = recipe.read_weight(ctx.weight)
+        *kept, data, scale_inv = ctx.saved_tensors
+        weight_fp8 = recipe.read_weight(ctx.weight) if data is None else Fp8Weight(data, scale_inv)
         grad_PN = grad_PN.contiguous()
         grad_fp8 = recipe.quantize_grad_output(grad_PN, weight_fp8, None)
         rows_PN = recipe.grad_rows(grad_fp8)
@@ -134,25 +139,25 @@ class _GroupedFunction(torch.autograd.Function):
                 )
                 for e, rows in groups.occupied()
             ]
-            grad_x = groups.joined(grads, grad_PN, ctx.weight.shape[2])
+            grad_x = groups.joined(grads, grad_PN, ctx.weight_shape[2])
             if not ctx.is_spread:
                 grad_x = groups.collect(grad_x).sum(1)
         if needs_weight:
-            grad_weight = _grad_weight(ctx, rows_PN, grad_fp8.scale_inv, grad_PN)
+            grad_weight = _grad_weight(ctx, kept, rows_PN, grad_fp8.scale_inv, grad_PN)
         return grad_x, grad_weight, None, None, None, None
 
 
-def _grad_weight(ctx: Any, rows_PN: Tensor, grad_scale_inv: Tensor, grad_PN: Tensor) -> Tensor:
+def _grad_weight(ctx: Any, kept_x: list[Tensor], rows_PN: Tensor, grad_scale_inv: Tensor, grad_PN: Tensor) -> Tensor:
     """[E, N, K]; of an expert without tokens 0."""
-    recipe, groups, weight = ctx.recipe, ctx.groups, ctx.weight
-    x, x_scale_inv = ctx.saved_tensors
+    recipe, groups, dtype = ctx.recipe, ctx.groups, ctx.weight_dtype
+    x, x_scale_inv = kept_x
     rows_PK = x if ctx.is_spread else groups.spread(x)
-    grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=grad_PN.device)
+    grad_weight = torch.zeros(ctx.weight_shape, dtype=dtype, device=grad_PN.device)
     for expert, rows in groups.occupied():
         grad_fp8, kept = Quantized(rows_PN[rows], None, grad_scale_inv), (rows_PK[rows], x_scale_inv)
         if recipe.is_fp8:
             grad_fp8, kept = grad_fp8.with_columns(), (transpose(rows_PK[rows]), x_scale_inv)
-        grad_weight[expert] = recipe.parts.grad_weight(grad_fp8, grad_PN[rows], kept, weight.dtype)
+        grad_weight[expert] = recipe.parts.grad_weight(grad_fp8, grad_PN[rows], kept, dtype)
     return grad_weight
 
 

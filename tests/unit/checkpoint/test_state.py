@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8_ds.checkpoint.state import _how_to_keep
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn import make_plan
+from fp8_ds.nn import Plan, make_plan
 
 
 def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_ends() -> None:
@@ -19,11 +19,11 @@ def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_en
     was = LinearConfig(num_layers_at_start_in_bf16=1)
     now = LinearConfig(num_layers_at_end_in_bf16=2)
     plan = make_plan(model, was)
-    told = _how_to_keep(plan, {"enabled": True}, now)
+    told = _how_to_keep(plan, {"enabled": True}, make_plan(model, now), now)
     linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
     again = LinearConfig.model_validate({**now.model_dump(), **linear})
     assert [layer.converted for layer in make_plan(model, again).layers] == [layer.converted for layer in plan.layers]
-    assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, LinearConfig())
+    assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, plan, LinearConfig())
 
 
 def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
@@ -34,11 +34,27 @@ def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
     model = nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "router": nn.Linear(32, 32)})
     was, now = LinearConfig(max_experts=30), LinearConfig()
     plan = make_plan(model, was)
-    told = _how_to_keep(plan, {"enabled": True}, now)
+    told = _how_to_keep(plan, {"enabled": True}, make_plan(model, now), now)
     linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
     assert linear["max_experts"] == 20
     again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
     assert (
         [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in make_plan(model, now).layers]
     )
-    assert "max_experts" not in _how_to_keep(make_plan(model, now), {"enabled": True}, now)
+    assert "max_experts" not in _how_to_keep(make_plan(model, now), {"enabled": True}, make_plan(model, now), now)
+
+
+def test_experts_that_a_checkpoint_has_no_row_of_were_in_bf16() -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    if not hasattr(mixtral, "MixtralExperts"):
+        pytest.skip("experts are modules of their own before transformers 5")
+    config = mixtral.MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=4)
+    model = nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "q_proj": nn.Linear(32, 32)})
+    now = LinearConfig()
+    current = make_plan(model, now)
+    old = Plan(tuple(row for row in current.layers if not row.num_experts))
+    told = _how_to_keep(old, {"enabled": True}, current, now)
+    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
+    assert [row.fqn for row in again.layers if row.converted] == ["q_proj"]
+    assert len([row for row in current.layers if row.converted]) == 3

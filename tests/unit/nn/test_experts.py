@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.estimate import weights_of
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
-from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.nn import apply_plan, experts_reference, make_plan
 from fp8_ds.nn.choice import Times, cases_of, choose
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
@@ -207,6 +208,29 @@ def test_what_differs_in_anything_is_not_taken() -> None:
     replaced = stock()
     replaced.forward = lambda *args: args[0]
     assert {row.reason for row in rows(replaced)} == {"its forward was replaced"}
+
+
+def test_a_forward_that_somebody_has_wrapped_or_that_has_no_text_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = mixtral.MixtralExperts.forward
+
+    @functools.wraps(original)
+    def larger(*args: Any) -> Any:
+        return 100 * original(*args)
+
+    experts = stock()
+    assert is_experts(experts)
+    with monkeypatch.context() as patch:
+        patch.setattr(mixtral.MixtralExperts, "forward", larger)
+        assert not is_experts(experts) and why_not(experts) == "another forward than Mixtral's"
+    assert is_experts(experts)
+
+    def nothing(*_: Any) -> Any:
+        raise OSError("no source")
+
+    experts_reference._text.cache_clear()
+    monkeypatch.setattr(experts_reference.inspect, "getsource", nothing)
+    assert not is_experts(stock())
+    experts_reference._text.cache_clear()
 
 
 def rows(experts: Any, **keys: Any) -> Any:

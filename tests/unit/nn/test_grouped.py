@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
@@ -45,6 +48,28 @@ def run(x: Tensor, weight: Tensor, groups: Groups, recipe: Any, grad: Tensor, is
     output.backward(grad)
     assert x.grad is not None and weight.grad is not None
     return [output.detach(), x.grad, weight.grad]
+
+
+def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward() -> None:
+    """That of PEFT's `target_parameters`: a checkpoint frees what the graph has saved, and nothing else."""
+    groups, x, weight, grad = experts(CHOICES)
+    recipe, made = TensorwiseRecipe(LinearConfig()), list[weakref.ref[Any]]()
+    reference = run(x, weight, groups, recipe, grad, is_spread=False)
+    x, p = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+
+    def layer(given: Tensor) -> Tensor:
+        summed = p * 1
+        made.append(weakref.ref(summed))
+        return grouped_linear(given, summed, groups, recipe, is_spread=False)
+
+    for run_layer in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        x.grad = p.grad = None
+        output = run_layer(x)
+        assert [one() for one in made] == [None] * len(made)
+        output.backward(grad)
+        for one, other in zip(reference, (output.detach(), x.grad, p.grad), strict=True):
+            assert_bitwise(one, other)
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("choices", [CHOICES, MANY], ids=["few", "many"])
