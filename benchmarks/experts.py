@@ -4,8 +4,8 @@
     python benchmarks/experts.py --dry --out results    # CPU, tiny
 
 FP8 weights are made once, as an engine makes them once a step. Experts are chosen at random: all have about as many
-tokens. transformers has three ways; the loop over experts is what it falls back to, and the grouped product what it
-takes on a GPU where nothing else is said.
+tokens. Of transformers' ways the loop over experts is what it falls back to, and the grouped product what it takes on
+a GPU where nothing else is said.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ def _verdict(
 
     `fqns` are all names of the linear, or of the experts' weight (a module used twice has several).
     """
-    weight = module._parameters.get(name)
-    if not experts.is_experts(module) and _fp8_class(module, foreign) is None:
+    weight, is_experts = module._parameters.get(name), experts.is_experts(module)
+    if not is_experts and _fp8_class(module, foreign) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
@@ -209,11 +209,11 @@ def _verdict(
         return False, "empty"
     if conv1d.is_conv1d(module) and linear_config.recipe not in conv1d.RECIPES:
         return False, f"a Conv1D, which can be {' or '.join(conv1d.RECIPES)}"
-    if experts.is_experts(module) and linear_config.recipe not in experts.RECIPES:
+    if is_experts and linear_config.recipe not in experts.RECIPES:
         return False, f"experts, which can be {' or '.join(experts.RECIPES)}"
-    if experts.is_experts(module) and foreign:
+    if is_experts and foreign:
         return False, "experts under AutoTP"
-    if experts.is_experts(module) and full_shape(weight)[0] > linear_config.max_experts:
+    if is_experts and full_shape(weight)[0] > linear_config.max_experts:
         return False, f"more than {linear_config.max_experts} experts (max_experts)"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"

@@ -24,7 +24,11 @@ FROM_AMAX = tl.constexpr(3)
 
 _E4M3_MAX = tl.constexpr(E4M3.max)
 
-_QUANTIZE_E4M3 = tl.constexpr("""{
+
+def words_to_codes(*scales: str) -> str:
+    """PTX of two words of two bf16, $1 and $2, times the float32 of these four operands, as four E4M3 in $0."""
+    products = "\n".join(f"mul.rn.f32 y{k}, y{k}, {scale};" for k, scale in enumerate(scales))
+    return f"""{{
 .reg .b32 x<4>;
 .reg .f32 y<4>;
 .reg .b16 low, high;
@@ -36,14 +40,14 @@ mov.b32 y0, x0;
 mov.b32 y1, x1;
 mov.b32 y2, x2;
 mov.b32 y3, x3;
-mul.rn.f32 y0, y0, $3;
-mul.rn.f32 y1, y1, $4;
-mul.rn.f32 y2, y2, $5;
-mul.rn.f32 y3, y3, $6;
+{products}
 cvt.rn.satfinite.e4m3x2.f32 low, y1, y0;
 cvt.rn.satfinite.e4m3x2.f32 high, y3, y2;
-mov.b32 $0, {low, high};
-}""")
+mov.b32 $0, {{low, high}};
+}}"""
+
+
+_QUANTIZE_E4M3 = tl.constexpr(words_to_codes("$3", "$4", "$5", "$6"))
 _QUANTIZE_E5M2 = tl.constexpr(_QUANTIZE_E4M3.value.replace("e4m3x2", "e5m2x2"))
 _FROM_BF16 = tl.constexpr("""
 shl.b32 $0, $4, 16;

@@ -75,14 +75,8 @@ def test_in_bf16_it_is_stock_bit_for_bit(ranks: Any, stage: int) -> None:
 def compiled(stage: int, is_compiled: bool) -> dict[str, Any]:
     """Losses under a monitor, and its last report, of a model of Conv1Ds, compiled or not."""
     engine = training.build(training.ds_config(stage, {"monitor": {"every": 2, "sink": "/dev/null"}}), {"conv1d": True})
-    reports: list[Any] = []
-    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
-    if is_compiled:
-        torch._dynamo.reset()
-        engine.compile(backend="aot_eager")
-    losses = training.train(engine, 4)
-    training.destroy(engine)
-    return {"losses": losses, "layers": reports[-1]["layers"]}
+    losses, report = training.losses_and_report(engine, is_compiled)
+    return {"losses": losses, "layers": report["layers"]}
 
 
 @pytest.mark.slow

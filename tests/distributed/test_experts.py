@@ -225,14 +225,8 @@ def test_with_activation_checkpointing_it_is_the_same(ranks: Any, stage: int) ->
 def watched(stage: int, is_compiled: bool) -> dict[str, Any]:
     """Losses under a monitor, and its last report."""
     engine = build(stage, {"monitor": {"every": 2, "sink": "/dev/null"}})
-    reports: list[Any] = []
-    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
-    if is_compiled:
-        torch._dynamo.reset()
-        engine.compile(backend="aot_eager")
-    losses = training.train(engine, 4)
-    training.destroy(engine)
-    return {"losses": losses, "report": reports[-1]}
+    losses, report = training.losses_and_report(engine, is_compiled)
+    return {"losses": losses, "report": report}
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -159,6 +159,18 @@ def late_flag() -> Any:
     return LateFlag()
 
 
+def losses_and_report(engine: Any, is_compiled: bool) -> tuple[list[float], dict[str, Any]]:
+    """Of four steps of an engine with a monitor, and its last report; the engine is destroyed."""
+    reports: list[dict[str, Any]] = []
+    engine._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    if is_compiled:
+        torch._dynamo.reset()
+        engine.compile(backend="aot_eager")
+    losses = train(engine, 4)
+    destroy(engine)
+    return losses, reports[-1]
+
+
 def destroy(engine: Any) -> None:
     """Free an engine so that the pool's process can build the next one."""
     engine.destroy()

@@ -11,31 +11,13 @@ import triton
 import triton.language as tl
 
 from fp8_ds.ops._device import code_of
+from fp8_ds.ops._producer_device import words_to_codes
 from fp8_ds.ops.blockwise.kernel import _BLOCK, _scales, _store_scale
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 """Of magnitudes; the signs of the results mean nothing."""
 
-_ROW_E4M3 = tl.constexpr("""{
-.reg .b32 a<4>;
-.reg .f32 y<4>;
-.reg .b16 low, high;
-shl.b32 a0, $1, 16;
-and.b32 a1, $1, 0xffff0000;
-shl.b32 a2, $2, 16;
-and.b32 a3, $2, 0xffff0000;
-mov.b32 y0, a0;
-mov.b32 y1, a1;
-mov.b32 y2, a2;
-mov.b32 y3, a3;
-mul.rn.f32 y0, y0, $3;
-mul.rn.f32 y1, y1, $3;
-mul.rn.f32 y2, y2, $4;
-mul.rn.f32 y3, y3, $4;
-cvt.rn.satfinite.e4m3x2.f32 low, y1, y0;
-cvt.rn.satfinite.e4m3x2.f32 high, y3, y2;
-mov.b32 $0, {low, high};
-}""")
+_ROW_E4M3 = tl.constexpr(words_to_codes("$3", "$3", "$4", "$4"))
 _ROW_E5M2 = tl.constexpr(_ROW_E4M3.value.replace("e4m3x2", "e5m2x2"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from torch import nn
@@ -20,41 +21,42 @@ def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_en
     now = LinearConfig(num_layers_at_end_in_bf16=2)
     plan = make_plan(model, was)
     told = _how_to_keep(plan, {"enabled": True}, make_plan(model, now), now)
-    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    linear = block_of(told)
     again = LinearConfig.model_validate({**now.model_dump(), **linear})
     assert [layer.converted for layer in make_plan(model, again).layers] == [layer.converted for layer in plan.layers]
     assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, plan, LinearConfig())
 
 
-def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
+def mixture(num_experts: int) -> nn.ModuleDict:
+    """Experts beside a linear."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     if not hasattr(mixtral, "MixtralExperts"):
         pytest.skip("experts are modules of their own before transformers 5")
-    config = mixtral.MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=20)
-    model = nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "router": nn.Linear(32, 32)})
-    was, now = LinearConfig(max_experts=30), LinearConfig()
-    plan = make_plan(model, was)
-    told = _how_to_keep(plan, {"enabled": True}, make_plan(model, now), now)
-    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    config = mixtral.MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=num_experts)
+    return nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "q_proj": nn.Linear(32, 32)})
+
+
+def block_of(told: str) -> dict[str, Any]:
+    """The "linear" block that is said."""
+    block: dict[str, Any] = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    return block
+
+
+def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
+    model, now = mixture(20), LinearConfig()
+    plan, current = make_plan(model, LinearConfig(max_experts=30)), make_plan(model, now)
+    linear = block_of(_how_to_keep(plan, {"enabled": True}, current, now))
     assert linear["max_experts"] == 20
     again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
-    assert (
-        [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in make_plan(model, now).layers]
-    )
-    assert "max_experts" not in _how_to_keep(make_plan(model, now), {"enabled": True}, make_plan(model, now), now)
+    assert [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in current.layers]
+    assert "max_experts" not in _how_to_keep(current, {"enabled": True}, current, now)
 
 
 def test_experts_that_a_checkpoint_has_no_row_of_were_in_bf16() -> None:
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    if not hasattr(mixtral, "MixtralExperts"):
-        pytest.skip("experts are modules of their own before transformers 5")
-    config = mixtral.MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=4)
-    model = nn.ModuleDict({"experts": mixtral.MixtralExperts(config), "q_proj": nn.Linear(32, 32)})
-    now = LinearConfig()
+    model, now = mixture(4), LinearConfig()
     current = make_plan(model, now)
     old = Plan(tuple(row for row in current.layers if not row.num_experts))
-    told = _how_to_keep(old, {"enabled": True}, current, now)
-    linear = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    linear = block_of(_how_to_keep(old, {"enabled": True}, current, now))
     again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
     assert [row.fqn for row in again.layers if row.converted] == ["q_proj"]
     assert len([row for row in current.layers if row.converted]) == 3
