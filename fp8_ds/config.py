@@ -6,23 +6,14 @@ imported here, so a configuration can be checked on a machine that has neither.
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
+from fp8_ds.config_errors import as_json, explain, explain_no_object
 from fp8_ds.errors import ConfigError
-
-# Of the whole block in DESIGN.md, values of keys that a later version brings.
-_LATER_VALUES = {
-    "fp8.linear.backend": ("te",),
-}
-_NOT_YET = "not available in this version"
 
 
 def _tuple_of_list(value: Any) -> Any:
@@ -247,7 +238,7 @@ class GuardConfig(_Block):
         """
         if self.return_after is not None and self.action != "bf16":
             raise ConfigError(
-                f"fp8.guard.return_after: expected null with action {_as_json(self.action)}, got {self.return_after}. "
+                f"fp8.guard.return_after: expected null with action {as_json(self.action)}, got {self.return_after}. "
                 'No layer leaves FP8 then: set "action": "bf16", or remove the key.'
             )
         found = sorted(self.model_fields_set - {"action", "return_after"})
@@ -270,7 +261,7 @@ class AttentionConfig(_Block):
         """
         if self.hadamard and self.backend not in ("fa3_fp8", "fa3_fp8_emulated"):
             raise ConfigError(
-                f"fp8.attention.hadamard: expected false with backend {_as_json(self.backend)}, got true. It is for "
+                f"fp8.attention.hadamard: expected false with backend {as_json(self.backend)}, got true. It is for "
                 'what is rounded to FP8: set "backend": "fa3_fp8", or remove the key.'
             )
 
@@ -307,13 +298,12 @@ class Fp8Config(_Block):
             ConfigError: naming every wrong key of the block, its value and the remedy.
         """
         if not isinstance(block, dict):
-            raise ConfigError(
-                f'fp8: expected an object such as {{"enabled": true}}, got {_as_json(block)}. {_block_remedy(block)}'
-            )
+            raise ConfigError(explain_no_object(block))
         try:
             config = cls.model_validate(block)
         except ValidationError as error:
-            lines = [_explain(details) for details in error.errors(include_url=False)]
+            known = cls.keys()
+            lines = [explain(details, known) for details in error.errors(include_url=False)]
         else:
             config.linear.check()
             config.activations.check(config.linear.recipe)
@@ -395,7 +385,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _walk(kind, f"{prefix}.{name}")
         else:
-            default = "required" if field.is_required() else _as_json(field.get_default(call_default_factory=True))
+            default = "required" if field.is_required() else as_json(field.get_default(call_default_factory=True))
             yield f"{prefix}.{name}", Key(_values_of(kind), default)
 
 
@@ -413,110 +403,9 @@ def _values_of(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         return _values_of(get_args(kind)[0])
     if get_origin(kind) is Literal:
-        return ", ".join(_as_json(value) for value in get_args(kind))
+        return ", ".join(as_json(value) for value in get_args(kind))
     if get_origin(kind) in (Union, UnionType):
         return ", ".join("null" if choice is type(None) else _values_of(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return "list of strings"
     raise TypeError(f"{kind} has no entry here. Add one with the first key of that type.")
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=repr)
-
-
-def _explain(details: ErrorDetails) -> str:
-    """One line "<key>: expected ..., got <value>. <remedy>." for one pydantic error."""
-    path = [str(part) for part in details["loc"]]
-    if details["type"] == "string_too_short" and path[-1] == "[key]":  # of an object whose keys name layers
-        path = path[:-2]
-    key = ".".join(["fp8", *path])
-    value = details["input"]
-    if details["type"] == "extra_forbidden":
-        return f"{key}: expected a known key, got {_as_json(value)}. {_unknown_key_remedy(key)}"
-    if details["type"] == "missing":
-        return f'{key}: expected true or false, got nothing. Write "{path[-1]}": true.'
-    if value == "auto":
-        return f'{key}: expected {_expected(key, details)}, got "auto". {_auto_remedy(key)}'
-    if value in _LATER_VALUES.get(key, ()):
-        return f"{key}: expected {_expected(key, details)}, got {_as_json(value)}, {_NOT_YET}. Use one of the former."
-    return f"{key}: expected {_expected(key, details)}, got {_as_json(value)}. {_value_remedy(key, value, details)}"
-
-
-def _expected(key: str, details: ErrorDetails) -> str:
-    known = Fp8Config.keys()
-    limits = {"greater_than_equal": ("ge", "of at least"), "greater_than": ("gt", "above")}
-    limits["less_than_equal"] = ("le", "of at most")
-    if details["type"] in limits:
-        name, words = limits[details["type"]]
-        kind = "an integer" if isinstance(details["ctx"][name], int) else "a number"
-        return f"{kind} {words} {details['ctx'][name]}"
-    if key.startswith("fp8.schedule.layers."):
-        return '"bf16" or "fp8"'
-    if details["type"] == "string_too_short":
-        return "a string of at least one character"
-    if key in known:
-        values = known[key].values.split(", ")
-        return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
-    return "a string" if key.startswith("fp8.linear.filter_fqns") else "an object of keys"
-
-
-def _value_remedy(key: str, value: Any, details: ErrorDetails) -> str:
-    if details["type"] == "literal_error" and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), re.findall("'([^']+)'", details["ctx"]["expected"]), n=1)
-        if near:
-            return f'Did you mean "{near[0]}"?'
-    if details["type"] == "string_too_short" and key.startswith("fp8.linear.filter_fqns"):
-        return "An empty string is part of every name and would leave no layer to convert: remove it."
-    if details["type"] == "string_too_short" and key == "fp8.schedule.layers":
-        return "An empty string is part of every name: name layers, or parts of their names."
-    known = Fp8Config.keys().get(key)
-    if known is None:
-        return "See docs/config.md."
-    # With commas in it, as on torchtitan's command line.
-    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
-    if names and known.values == "list of strings":
-        return f"Write {_as_json(names)}."
-    if (bare := _without_quotes(value, known.values.split(", "))) is not None:
-        return f"Write {bare} without quotes: in JSON they make a string of it."
-    if known.default == "required":
-        return "Write true or false."
-    return f"Remove the key for the default, {known.default}."
-
-
-def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
-    """The JSON that a string would be without its quotes, also in Python's spelling; None: it is none of `values`."""
-    bare = value.strip().lower().replace("none", "null") if isinstance(value, str) else ""
-    try:
-        found = json.loads(bare)
-    except ValueError:
-        return None
-    kind = {bool: bare, type(None): bare, int: "integer", float: "number"}.get(type(found))
-    return bare if kind in values or (kind == "integer" and "number" in values) else None
-
-
-def _auto_remedy(key: str) -> str:
-    known = Fp8Config.keys().get(key)
-    hint = "write true or false" if known and known.values == "true, false" else "write a value, or remove the key"
-    return f'"auto" is not supported: no tool fills it in inside the "fp8" block; {hint}.'
-
-
-def _block_remedy(block: Any) -> str:
-    bare = block.strip().lower() if isinstance(block, str) else _as_json(block)
-    if bare in ("true", "false"):
-        return f'Write "fp8": {{"enabled": {bare}}}.'
-    if block == "auto":
-        return '"auto" is not supported: write {"enabled": true}, or remove the key.'
-    return "See docs/config.md."
-
-
-def _unknown_key_remedy(key: str) -> str:
-    known = list(Fp8Config.keys())
-    blocks = [f"fp8.{name}" for name, field in Fp8Config.model_fields.items() if field.default_factory is not None]
-    parent, _, name = key.rpartition(".")
-    elsewhere = [other for other in known if other.rpartition(".")[2] == name]
-    siblings = [other for other in known + blocks if other.rpartition(".")[0] == parent]
-    near = elsewhere or difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"Did you mean {near[0]}?"
-    return f"Known here: {', '.join(siblings)}."
