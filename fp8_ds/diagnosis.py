@@ -167,7 +167,8 @@ def _deepspeed() -> Iterator[Check]:
     if found is None:
         yield Check("deepspeed", "missing", "not installed", "pip install deepspeed")
         return
-    from fp8_ds.engine.seams import TESTED_VERSIONS, check_seams, rows
+    from fp8_ds.engine.seam_check import check_seams
+    from fp8_ds.engine.seams import TESTED_VERSIONS, rows
 
     is_tested = found.split("+")[0] in TESTED_VERSIONS
     tested = f"tested: {', '.join(TESTED_VERSIONS)}"

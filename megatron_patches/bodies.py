@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8_ds.engine.seams import body_hash
+from fp8_ds.engine.seam_check import body_hash
 
 FILE = Path(__file__).with_name("bodies.json")
 Hashes = dict[str, dict[str, str]]

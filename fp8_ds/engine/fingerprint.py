@@ -25,7 +25,7 @@ from torch import nn
 
 from fp8_ds.config import Fp8Config
 from fp8_ds.engine.roll_call import is_one_of_many, take_side
-from fp8_ds.engine.seams import installed_hashes
+from fp8_ds.engine.seam_check import installed_hashes
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.nn.convert import make_plan
 from fp8_ds.tp.autotp import autotp_linears

@@ -151,7 +151,7 @@ def _apply_patches() -> None:
 
     from fp8_ds.engine.accelerate_export import patch_accelerate
     from fp8_ds.engine.activation import RECORD
-    from fp8_ds.engine.seams import check_seams
+    from fp8_ds.engine.seam_check import check_seams
     from fp8_ds.zero.stage12 import patched_all_gather
 
     if hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):

@@ -40,19 +40,19 @@ def child(folder: str) -> dict[str, Any]:
     """What this interpreter's DeepSpeed does: version, warnings of the guard, losses by stage."""
     import warnings
 
-    from fp8_ds.engine import seams
+    from fp8_ds.engine import seam_check, seams
     from fp8_ds.testing.ranks import RankPool
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        seams.check_seams()
+        seam_check.check_seams()
     said = [str(warning.message) for warning in caught if str(warning.message).startswith("fp8_ds is tested")]
     pool = RankPool(2)
     try:
         losses = pool.run(train_and_resume, folder)[0]
     finally:
         pool.close()
-    return {"version": seams._version(), "guard": said, "losses": losses}
+    return {"version": seams.installed_version(), "guard": said, "losses": losses}
 
 
 CODE = f"""

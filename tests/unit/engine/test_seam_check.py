@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fp8_ds.engine import seams
+from fp8_ds.engine import seam_check, seams
 from fp8_ds.errors import SeamError
 
-HASHES = json.loads(Path(seams.__file__).with_name("seam_hashes.json").read_text())
+HASHES = json.loads(Path(seam_check.__file__).with_name("seam_hashes.json").read_text())
 S12 = "deepspeed.runtime.zero.stage_1_and_2"
 
 
@@ -23,7 +23,7 @@ def deepspeed_is_imported() -> None:
 
 def test_hashes_of_every_tested_version_are_stored_for_every_function() -> None:
     assert tuple(sorted(HASHES)) == seams.TESTED_VERSIONS
-    functions = set(seams.installed_hashes())
+    functions = set(seam_check.installed_hashes())
     assert len(functions) > 30
     for version, table in HASHES.items():
         newer = {seam.path for seam in seams.SEAMS if seam.since > version}
@@ -38,20 +38,20 @@ def test_hashes_of_every_tested_version_are_stored_for_every_function() -> None:
 
 
 def test_the_installed_version_passes_in_silence() -> None:
-    if seams._version() not in seams.TESTED_VERSIONS:
-        pytest.skip(f"DeepSpeed {seams._version()} is none of the tested {seams.TESTED_VERSIONS}")
+    if seams.installed_version() not in seams.TESTED_VERSIONS:
+        pytest.skip(f"DeepSpeed {seams.installed_version()} is none of the tested {seams.TESTED_VERSIONS}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seams.check_seams()
+        seam_check.check_seams()
 
 
 def test_a_missing_symbol_is_refused_by_name_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(f"{S12}.all_gather_dp_groups")
     with pytest.raises(SeamError) as caught:
-        seams.check_seams()
+        seam_check.check_seams()
     message = str(caught.value)
     assert f"{S12}.all_gather_dp_groups" in message
-    assert f"got DeepSpeed {seams._version()}" in message
+    assert f"got DeepSpeed {seams.installed_version()}" in message
     assert all(version in message for version in seams.TESTED_VERSIONS)
     assert "Install a tested version" in message
 
@@ -65,7 +65,7 @@ def test_a_missing_method_and_a_missing_module_are_refused(monkeypatch: pytest.M
     for row in rows:
         monkeypatch.setattr(seams, "SEAMS", (*known, row))
         with pytest.raises(SeamError, match=row.path):
-            seams.check_seams()
+            seam_check.check_seams()
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
     with pytest.raises(SeamError, match=r"save_checkpoint.*parameters are \('self', 'folder', 'tag', 'client_state'\)"):
-        seams.check_seams()
+        seam_check.check_seams()
 
 
 def test_a_changed_body_is_one_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +87,11 @@ def test_a_changed_body_is_one_warning_that_names_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_post_step", _post_step)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        seams.check_seams()
+        seam_check.check_seams()
     assert len(caught) == 1
     message = str(caught[0].message)
     assert "stage3.DeepSpeedZeroOptimizer_Stage3._post_step." in message
-    assert seams._version() in message
+    assert seams.installed_version() in message
 
 
 def test_every_row_is_checked_before_any_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +139,13 @@ def test_a_body_hash_ignores_comments_docstrings_and_space_and_sees_code(tmp_pat
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return one(*args, **kwargs)
 
-    assert seams.body_hash(one) == seams.body_hash(two) == seams.body_hash(wrapped)
-    assert len({seams.body_hash(function) for function in (one, other, string)}) == 3
+    assert seam_check.body_hash(one) == seam_check.body_hash(two) == seam_check.body_hash(wrapped)
+    assert len({seam_check.body_hash(function) for function in (one, other, string)}) == 3
 
 
 def test_update_merges_the_installed_version_and_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "hashes.json"
-    path.write_text(json.dumps({"0.1.0": {"a": "b"}, seams._version(): {"stale": "x"}}))
-    seams.update_hashes(path)
-    assert json.loads(path.read_text()) == {"0.1.0": {"a": "b"}, seams._version(): seams.installed_hashes()}
+    installed = seams.installed_version()
+    path.write_text(json.dumps({"0.1.0": {"a": "b"}, installed: {"stale": "x"}}))
+    seam_check.update_hashes(path)
+    assert json.loads(path.read_text()) == {"0.1.0": {"a": "b"}, installed: seam_check.installed_hashes()}
