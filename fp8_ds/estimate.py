@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _GROUP = 128  # elements of a moment scale: optim/moments.py
-_FP8_ALIGNMENT, _HP_ALIGNMENT = 16, 8  # elements: zero/stage12.py, zero/stage3.py
+_FP8_ALIGNMENT, _HP_ALIGNMENT = 16, 8  # elements: zero/kind_buffer.py, zero/stage3.py
 _RANK_ALIGNMENT = 2  # DeepSpeed pads a flat group to this many elements a rank (nccl_start_alignment_factor)
 _LOW_BYTES = {"e4m19": 2, "e4m11": 1}
 _HP_LOW_BYTES = 1

@@ -3,33 +3,30 @@
 DeepSpeed builds its optimizer; then `fp8_init` takes the bf16 flat buffers away. Per parameter group two compact
 buffers remain: FP8 bytes (16-byte aligned weights) and bf16 for what is not FP8. `bit16_groups_flat` becomes a meta
 tensor of the same numel, so that stock code may still narrow it and copy into it, at zero bytes.
-Seams: fp8_ds/engine/seams.py.
+What others read of the weights and write into them: access12.py. Seams: fp8_ds/engine/seams.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_ds.comm import as_bytes, gather_runs
 from fp8_ds.formats import E4M3
-from fp8_ds.scaling.granularity import Granularity, per_element_of_part
+from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero import graphs
+from fp8_ds.zero.access12 import Fp8AccessStage12, WeightWriter
 from fp8_ds.zero.context import Fp8Context
-from fp8_ds.zero.layout import CompactLayout, compact_layout
+from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
-_FP8_ALIGNMENT = 16
-_HP_ALIGNMENT = 8
 _HP_FREE_BYTES = 1 << 20
 
 
@@ -39,57 +36,7 @@ class OwnedGroups(list[Tensor]):
     owner: weakref.ref[Any]
 
 
-def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Views of (start, numel) of `flat` (1-D), all by one operator. Places are in order and do not overlap."""
-    sizes, end = [], 0
-    for start, numel in places:
-        sizes += [start - end, numel]
-        end = start + numel
-    return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
-
-
-class KindBuffer:
-    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it."""
-
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        flat_starts: list[int],
-        partition_size: int,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.params = params
-        self.group = group
-        self.shapes = [p.shape for p in params]
-        alignment = _FP8_ALIGNMENT if dtype == E4M3.dtype else _HP_ALIGNMENT
-        self.layout: CompactLayout = compact_layout(
-            flat_starts, [p.numel() for p in params], partition_size, dist.get_world_size(group), alignment
-        )
-        self.own = self.layout.fragments[dist.get_rank(group)]
-        self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-
-    def view(self, index: int) -> Tensor:
-        """Tensor `index`, full shape."""
-        slot = self.layout.slots[index]
-        return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
-
-    def copy_own(self, partition: Tensor) -> None:
-        """Copy this rank's fragments out of its partition of the flat group, in as many calls for one as for many."""
-        if self.own:
-            torch._foreach_copy_(
-                pieces_of(self.buffer, [(f.compact_start, f.numel) for f in self.own]),
-                pieces_of(partition, [(f.partition_start, f.numel) for f in self.own]),
-            )
-
-    def gather(self, free_bytes: int = 0) -> int:
-        """Fill the other ranks' runs; returns bytes delivered."""
-        buffer = as_bytes(self.buffer) if self.buffer.element_size() == 1 else self.buffer
-        return gather_runs(self.group, buffer, self.layout.runs, free_bytes)
-
-
-class Fp8ZeroStage12:
+class Fp8ZeroStage12(Fp8AccessStage12):
     """Mix-in before DeepSpeedZeroOptimizer in the class of a retyped optimizer."""
 
     _fp8: Fp8Context
@@ -100,14 +47,13 @@ class Fp8ZeroStage12:
     bit16_groups: list[list[nn.Parameter]]
     bit16_groups_flat: Any
     dp_process_group: dist.ProcessGroup
-    fp8_is_exporting: bool
 
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Replace the bf16 flat groups by FP8 and bf16 compact buffers. Collective (first quantisation)."""
         self._fp8 = context
         names = {id(p): name for name, p in context.trainable.items()}
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
-        self._fp8_loading = self._fp8_in_step = self.fp8_is_exporting = False
+        self._fp8_in_step = False
         self._fp8_own_gradients = graphs.OwnGradients()
         self._fp8_overwritten: set[int] = set()
         self._fp8_norms: list[tuple[Any, Tensor]] = []
@@ -168,7 +114,7 @@ class Fp8ZeroStage12:
         self._fp8_fill_group(i, bf16, fp8, hp)
         for index, p in enumerate(weights):
             p._fp8.data = fp8.view(index)
-            p._fp8.write = _Writer(self, i, index, first + index)
+            p._fp8.write = WeightWriter(self, i, index, first + index)
         self._fp8_kinds.append(fp8)
         self._hp_kinds.append(hp)
         return len(weights)
@@ -255,15 +201,6 @@ class Fp8ZeroStage12:
         for i in skipped:
             if not self._fp8_is_all_bf16(i):
                 self._fp8_kinds[i].gather()
-
-    def _fp8_written_pieces(self: Any) -> dict[int, Tensor]:
-        """id of payload -> this rank's elements as they are read now, of weights that a user wrote since the step."""
-        return {
-            id(payload): _piece(payload, f.tensor_start, f.numel)
-            for fp8 in self._fp8_kinds
-            for f in fp8.own
-            if id(payload := fp8.params[f.index]._fp8) in self._fp8_overwritten
-        }
 
     def _fp8_is_all_bf16(self: Any, i: int) -> bool:
         """Whether no layer of group `i` reads FP8 bytes."""
@@ -353,28 +290,6 @@ class Fp8ZeroStage12:
                     p._hp_mapping.lp_fragment = None
         self._fp8_set_shards()
 
-    @torch.no_grad()
-    def _restore_from_bit16_weights(self: Any) -> None:
-        """Masters from the model's weights, where the model's weights are the newer (a module-only load).
-
-        An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
-        has set its master already; one written by the user is de-quantised.
-        """
-        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
-            master = self.single_partition_of_fp32_groups[i].data
-            for f in fp8.own:
-                payload = fp8.params[f.index]._fp8
-                if id(payload) in self._fp8_overwritten:
-                    master.narrow(0, f.partition_start, f.numel).copy_(_piece(payload, f.tensor_start, f.numel))
-            for f in hp.own:
-                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
-                master.narrow(0, f.partition_start, f.numel).copy_(piece)
-        self._fp8_refresh(is_step=False)
-
-    def _load_legacy_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        super()._load_legacy_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._fp8_refresh(is_step=False)
-
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         """Offload as stock does; of the weights (`lp_params`) the FP8 and bf16 compact buffers."""
         from fp8_ds.zero.offload import offload_kinds, split_lp_params
@@ -392,85 +307,6 @@ class Fp8ZeroStage12:
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
         self._fp8_set_shards()
 
-    @contextmanager
-    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
-        """Nothing to do: masters and moments are dense. Overridden where they are not."""
-        yield {}
-
-    @contextmanager
-    def fp8_export(self: Any, wanted: bool, on_device: bool = False) -> Iterator[None]:
-        """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
-
-        Args:
-            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent. Of a weight
-                that a user has frozen they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
-            on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
-        """
-        payloads: list[Fp8Payload] = []
-        self.fp8_is_exporting = True
-        try:
-            for i, kind in enumerate(self._fp8_kinds):
-                for index, p in enumerate(kind.params):
-                    full = self._fp8_gather_master(i, index)
-                    if wanted:
-                        p._fp8.export = full if on_device else full.cpu()
-                    elif p.requires_grad:
-                        p._fp8.export = torch.empty_like(full, device="meta")
-                    else:
-                        p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
-                    payloads.append(p._fp8)
-            yield
-        finally:
-            self.fp8_is_exporting = False
-            for payload in payloads:
-                payload.export = None
-
-    @contextmanager
-    def fp8_load(self: Any) -> Iterator[None]:
-        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written."""
-        self._fp8_loading = True
-        try:
-            yield
-        finally:
-            self._fp8_loading = False
-
-    def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
-        """bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
-        kind = self._fp8_kinds[i]
-        slot = kind.layout.slots[index]
-        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
-        master = self.single_partition_of_fp32_groups[i].detach()
-        for f in kind.own:
-            if f.index == index:
-                full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
-        return self._fp8_share(kind, index, full)
-
-    def _fp8_share(self: Any, kind: KindBuffer, index: int, full: Tensor) -> Tensor:
-        """Complete `full`, in which every rank has filled its fragment of tensor `index`. Collective."""
-        gather_runs(kind.group, full, kind.layout.runs_of(index))
-        return full.view(kind.shapes[index])
-
-    def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
-        """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""
-        quantizer, payload = self._fp8_quantizer, self._fp8_kinds[group_index].params[index]._fp8
-        quantizer.rescale(slot, quantizer.amax_of(slot, flat))
-        quantizer.quantize_into(payload.data.view(-1), flat, slot)
-        if payload.hp is not None:
-            payload.hp.view(-1).copy_(flat)
-        self._fp8_take_over(group_index, index, flat)
-
-    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """A user has written `flat` (1-D) into weight `index` of a group, whose bytes are already those of it."""
-        kind = self._fp8_kinds[group_index]
-        if not self._fp8_loading:
-            self._fp8_overwritten.add(id(kind.params[index]._fp8))
-            return
-        master = self.single_partition_of_fp32_groups[group_index].data
-        for f in kind.own:
-            if f.index == index:
-                piece = flat.narrow(0, f.tensor_start, f.numel)
-                master.narrow(0, f.partition_start, f.numel).copy_(piece)
-
     def fp8_resident_bytes(self: Any) -> dict[str, int]:
         """Bytes this rank holds: FP8 weights, bf16 parameters beside them, and how many weights are FP8."""
         return {
@@ -478,29 +314,6 @@ class Fp8ZeroStage12:
             "hp": sum(kind.buffer.nbytes for kind in (*self._hp_kinds, *self._fp8_bf16_kinds)),
             "num_fp8_weights": sum(kind.layout.num_weights for kind in self._fp8_kinds),
         }
-
-
-class _Writer:
-    """`payload.write` of one weight: somebody wrote the Parameter; keep its bytes, and on a load its master, true."""
-
-    def __init__(self, owner: Any, group_index: int, index: int, slot: int) -> None:
-        self.owner = weakref.ref(owner)
-        self.group_index, self.index, self.slot = group_index, index, slot
-
-    @torch.no_grad()
-    def __call__(self, value: Tensor) -> None:
-        owner = self.owner()
-        assert owner is not None
-        owner._fp8_write(self.group_index, self.index, self.slot, value.contiguous().view(-1))
-
-
-def _piece(payload: Fp8Payload, start: int, numel: int) -> Tensor:
-    """Elements of the flattened weight as they are now, float32."""
-    if payload.hp is not None:
-        return payload.hp.view(-1).narrow(0, start, numel).float()
-    assert payload.data is not None
-    piece = payload.data.view(-1).narrow(0, start, numel)
-    return piece.float() * per_element_of_part(payload.scale_inv, payload.data.shape, start, numel)
 
 
 def _flat_offsets(optimizer: Any, i: int) -> list[int]:

@@ -26,9 +26,10 @@ from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, 
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
-from fp8_ds.zero.stage12 import Fp8ZeroStage12, KindBuffer
+from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
 
 _STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8_ds.comm import gathered_bytes
+from fp8_ds.zero.kind_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
 from fp8_ds.zero.layout import CompactLayout, compact_layout
-from fp8_ds.zero.stage12 import _FP8_ALIGNMENT, _HP_ALIGNMENT, _HP_FREE_BYTES
+from fp8_ds.zero.stage12 import _HP_FREE_BYTES
 
 Group = tuple[list[int], list[int], int, int, int]
 """starts, numels, partition size, number of ranks, alignment."""
@@ -131,7 +132,7 @@ def llama_layouts(num_ranks: int) -> tuple[CompactLayout, CompactLayout, int]:
             [starts[i] for i in chosen], [numels[i] for i in chosen], partition_size, num_ranks, alignment
         )
 
-    return layout(True, _FP8_ALIGNMENT), layout(False, _HP_ALIGNMENT), sum(numels)
+    return layout(True, FP8_ALIGNMENT), layout(False, HP_ALIGNMENT), sum(numels)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512])

@@ -1,0 +1,172 @@
+"""ZeRO-1 and 2: FP8 weights as others read and write them. Exports get bf16 of the masters, loads set the masters.
+
+What a user writes besides holds until the next step, which starts from the masters, unless
+`_restore_from_bit16_weights` makes masters of it before. Where masters are split, states12.py overrides what reads and
+writes one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.comm import gather_runs
+from fp8_ds.scaling.granularity import per_element_of_part
+from fp8_ds.zero.kind_buffer import KindBuffer
+from fp8_ds.zero.payload import Fp8Payload
+
+
+class Fp8AccessStage12:
+    """Base of `Fp8ZeroStage12`, which has the compact buffers.
+
+    Attributes:
+        fp8_is_exporting: within `fp8_export`.
+    """
+
+    _fp8_kinds: list[KindBuffer]
+    _hp_kinds: list[KindBuffer]
+    _fp8_overwritten: set[int]  # id of payload, of weights that a user has written since the last step
+    _fp8_loading = False
+    fp8_is_exporting = False
+
+    # --- reads ---
+
+    @contextmanager
+    def fp8_dense(self: Any) -> Iterator[dict[str, Tensor]]:
+        """Nothing to do: masters and moments are dense. Overridden where they are not."""
+        yield {}
+
+    @contextmanager
+    def fp8_export(self: Any, wanted: bool, on_device: bool = False) -> Iterator[None]:
+        """While inside, readers of FP8 weights get bf16 of the masters, bitwise. Collective on entry.
+
+        Args:
+            wanted: this rank will read them; elsewhere readers get meta tensors and no memory is spent. Of a weight
+                that a user has frozen they get one NaN on the CPU, expanded: stock saves copy it there on every rank.
+            on_device: readers get them where the weights are, and not on the CPU: 2 bytes a weight.
+        """
+        payloads: list[Fp8Payload] = []
+        self.fp8_is_exporting = True
+        try:
+            for i, kind in enumerate(self._fp8_kinds):
+                for index, p in enumerate(kind.params):
+                    full = self._fp8_gather_master(i, index)
+                    if wanted:
+                        p._fp8.export = full if on_device else full.cpu()
+                    elif p.requires_grad:
+                        p._fp8.export = torch.empty_like(full, device="meta")
+                    else:
+                        p._fp8.export = p._fp8.placeholder.cpu().expand(full.shape)
+                    payloads.append(p._fp8)
+            yield
+        finally:
+            self.fp8_is_exporting = False
+            for payload in payloads:
+                payload.export = None
+
+    def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
+        """bf16 of the master of weight `index` of group `i`, full shape, on every rank."""
+        kind = self._fp8_kinds[i]
+        slot = kind.layout.slots[index]
+        full = torch.zeros(slot.numel, dtype=kind.params[index].dtype, device=kind.buffer.device)
+        master = self.single_partition_of_fp32_groups[i].detach()
+        for f in kind.own:
+            if f.index == index:
+                full.narrow(0, f.tensor_start, f.numel).copy_(master.narrow(0, f.partition_start, f.numel))
+        return self._fp8_share(kind, index, full)
+
+    def _fp8_share(self: Any, kind: KindBuffer, index: int, full: Tensor) -> Tensor:
+        """Complete `full`, in which every rank has filled its fragment of tensor `index`. Collective."""
+        gather_runs(kind.group, full, kind.layout.runs_of(index))
+        return full.view(kind.shapes[index])
+
+    # --- writes ---
+
+    @contextmanager
+    def fp8_load(self: Any) -> Iterator[None]:
+        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written."""
+        self._fp8_loading = True
+        try:
+            yield
+        finally:
+            self._fp8_loading = False
+
+    def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
+        """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""
+        quantizer, payload = self._fp8_quantizer, self._fp8_kinds[group_index].params[index]._fp8
+        quantizer.rescale(slot, quantizer.amax_of(slot, flat))
+        quantizer.quantize_into(payload.data.view(-1), flat, slot)
+        if payload.hp is not None:
+            payload.hp.view(-1).copy_(flat)
+        self._fp8_take_over(group_index, index, flat)
+
+    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
+        """A user has written `flat` (1-D) into weight `index` of a group, whose bytes are already those of it."""
+        kind = self._fp8_kinds[group_index]
+        if not self._fp8_loading:
+            self._fp8_overwritten.add(id(kind.params[index]._fp8))
+            return
+        master = self.single_partition_of_fp32_groups[group_index].data
+        for f in kind.own:
+            if f.index == index:
+                piece = flat.narrow(0, f.tensor_start, f.numel)
+                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+
+    def _fp8_written_pieces(self: Any) -> dict[int, Tensor]:
+        """id of payload -> this rank's elements as they are read now, of weights that a user wrote since the step."""
+        return {
+            id(payload): _piece(payload, f.tensor_start, f.numel)
+            for fp8 in self._fp8_kinds
+            for f in fp8.own
+            if id(payload := fp8.params[f.index]._fp8) in self._fp8_overwritten
+        }
+
+    @torch.no_grad()
+    def _restore_from_bit16_weights(self: Any) -> None:
+        """Masters from the model's weights, where the model's weights are the newer (a module-only load).
+
+        An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
+        has set its master already; one written by the user is de-quantised.
+        """
+        for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
+            master = self.single_partition_of_fp32_groups[i].data
+            for f in fp8.own:
+                payload = fp8.params[f.index]._fp8
+                if id(payload) in self._fp8_overwritten:
+                    master.narrow(0, f.partition_start, f.numel).copy_(_piece(payload, f.tensor_start, f.numel))
+            for f in hp.own:
+                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
+                master.narrow(0, f.partition_start, f.numel).copy_(piece)
+        self._fp8_refresh(is_step=False)
+
+    def _load_legacy_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        super()._load_legacy_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._fp8_refresh(is_step=False)
+
+
+class WeightWriter:
+    """`payload.write` of one weight: somebody wrote the Parameter; keep its bytes, and on a load its master, true."""
+
+    def __init__(self, owner: Any, group_index: int, index: int, slot: int) -> None:
+        self.owner = weakref.ref(owner)
+        self.group_index, self.index, self.slot = group_index, index, slot
+
+    @torch.no_grad()
+    def __call__(self, value: Tensor) -> None:
+        owner = self.owner()
+        assert owner is not None
+        owner._fp8_write(self.group_index, self.index, self.slot, value.contiguous().view(-1))
+
+
+def _piece(payload: Fp8Payload, start: int, numel: int) -> Tensor:
+    """Elements of the flattened weight as they are now, float32."""
+    if payload.hp is not None:
+        return payload.hp.view(-1).narrow(0, start, numel).float()
+    assert payload.data is not None
+    piece = payload.data.view(-1).narrow(0, start, numel)
+    return piece.float() * per_element_of_part(payload.scale_inv, payload.data.shape, start, numel)

@@ -1,0 +1,67 @@
+"""KindBuffer: the compact buffer of one kind in ZeRO-1 and 2, laid out as layout.py says, and its gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8_ds.comm import as_bytes, gather_runs
+from fp8_ds.formats import E4M3
+from fp8_ds.zero.layout import CompactLayout, compact_layout
+
+FP8_ALIGNMENT = 16
+HP_ALIGNMENT = 8
+"""Elements. Of either kind a tensor starts at a multiple of 16 bytes: FP8 GEMMs read 16 at a time."""
+
+
+def pieces_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Views of (start, numel) of `flat` (1-D), all by one operator. Places are in order and do not overlap."""
+    sizes, end = [], 0
+    for start, numel in places:
+        sizes += [start - end, numel]
+        end = start + numel
+    return list(flat.split([*sizes, flat.numel() - end]))[1:-1:2]
+
+
+class KindBuffer:
+    """The compact buffer of one kind (FP8 or bf16) in one parameter group, and this rank's fragments in it."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        flat_starts: list[int],
+        partition_size: int,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.group = group
+        self.shapes = [p.shape for p in params]
+        alignment = FP8_ALIGNMENT if dtype == E4M3.dtype else HP_ALIGNMENT
+        self.layout: CompactLayout = compact_layout(
+            flat_starts, [p.numel() for p in params], partition_size, dist.get_world_size(group), alignment
+        )
+        self.own = self.layout.fragments[dist.get_rank(group)]
+        self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+
+    def view(self, index: int) -> Tensor:
+        """Tensor `index`, full shape."""
+        slot = self.layout.slots[index]
+        return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
+
+    def copy_own(self, partition: Tensor) -> None:
+        """Copy this rank's fragments out of its partition of the flat group, in as many calls for one as for many."""
+        if self.own:
+            torch._foreach_copy_(
+                pieces_of(self.buffer, [(f.compact_start, f.numel) for f in self.own]),
+                pieces_of(partition, [(f.partition_start, f.numel) for f in self.own]),
+            )
+
+    def gather(self, free_bytes: int = 0) -> int:
+        """Fill the other ranks' runs; returns bytes delivered."""
+        buffer = as_bytes(self.buffer) if self.buffer.element_size() == 1 else self.buffer
+        return gather_runs(self.group, buffer, self.layout.runs, free_bytes)
