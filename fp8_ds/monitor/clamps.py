@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.host_copy import HostCopy
 from fp8_ds.monitor.gauges import Gauge
 from fp8_ds.ops.adamw.reference import read_master, update_of
 from fp8_ds.ops.adamw.shards import AdamShard, Hyper, StepInputs
@@ -44,8 +45,7 @@ class ClampGauge(Gauge):
         self.core = core
         self.group = group
         self._counts = torch.zeros(2, dtype=torch.float64, device=core.device)
-        self._host = torch.zeros(2, dtype=torch.float64, pin_memory=self._counts.is_cuda)
-        self._event: Any = torch.cuda.Event() if self._counts.is_cuda else None
+        self._host = HostCopy(self._counts)
         self._is_sent = False
         self._batches: Recent[tuple[int, ...], list[Batch]] = Recent()
 
@@ -63,18 +63,14 @@ class ClampGauge(Gauge):
         del self.core.run  # the class has it
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(self._counts, group=self.group)
-        self._host.copy_(self._counts, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        self._host.send(self._counts)
         self._counts.zero_()
         self._is_sent = True
 
     def read(self) -> float | None:
         if not self._is_sent:
             return None
-        if self._event is not None:
-            self._event.synchronize()
-        num_clamped, num = self._host.tolist()
+        num_clamped, num = self._host.read().tolist()
         return num_clamped / num if num else None
 
     def _count(self, grads: Sequence[Tensor | None], inputs: StepInputs, chosen: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds.host_copy import HostCopy
 from fp8_ds.monitor.sinks import STEP_SKIPPED
 
 
@@ -95,8 +96,7 @@ class SkippedStep(Gauge):
 
     def __init__(self, flag: Callable[[], Tensor | None]) -> None:
         self._flag = flag
-        self._host: Tensor | None = None
-        self._event: Any = None
+        self._host: HostCopy | None = None
 
     def attach(self) -> None:
         """Nothing: the flag is there in any step."""
@@ -106,18 +106,11 @@ class SkippedStep(Gauge):
         if flag is None:
             return
         if self._host is None:
-            self._host = torch.zeros((), dtype=flag.dtype, pin_memory=flag.is_cuda)
-            self._event = torch.cuda.Event() if flag.is_cuda else None
-        self._host.copy_(flag, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+            self._host = HostCopy(flag)
+        self._host.send(flag)
 
     def read(self) -> float | None:
-        if self._host is None:
-            return None
-        if self._event is not None:
-            self._event.synchronize()
-        return float(bool(self._host))
+        return None if self._host is None else float(bool(self._host.read()))
 
 
 def mark() -> Any:

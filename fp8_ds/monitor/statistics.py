@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.host_copy import HostCopy
 from fp8_ds.ops.observe import MAXIMA, new_counts
 
 Kind = Literal["input", "weight", "grad_output"]
@@ -81,9 +82,7 @@ class StatisticsTable:
         self.group = group
         self._counts = new_counts(len(self.names), len(KINDS), device=device)
         self._maxima = torch.tensor(MAXIMA, device=device)
-        is_cuda = self._counts.is_cuda
-        self._host = torch.zeros(self._counts.shape, dtype=torch.float64, pin_memory=is_cuda)
-        self._event: Any = torch.cuda.Event() if is_cuda else None
+        self._host = HostCopy(self._counts)
         self._is_sent = False
 
     def slot(self, index: int, kind: Kind) -> Tensor:
@@ -102,9 +101,7 @@ class StatisticsTable:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
             dist.all_reduce(self._counts, group=self.group)
             self._counts.index_copy_(-1, self._maxima, maxima)
-        self._host.copy_(self._counts, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        self._host.send(self._counts)
         self._counts.zero_()
         self._is_sent = True
 
@@ -117,10 +114,8 @@ class StatisticsTable:
         if not self._is_sent:
             return None
         self._is_sent = False
-        if self._event is not None:
-            self._event.synchronize()
         found: LayerStatistics = {}
-        for name, row in zip(self.names, self._host, strict=True):
+        for name, row in zip(self.names, self._host.read(), strict=True):
             of_layer = {kind: from_counts(counts) for kind, counts in zip(KINDS, row, strict=True)}
             found[name] = {kind: one for kind, one in of_layer.items() if one.num}
         return found

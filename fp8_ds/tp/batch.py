@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.host_copy import HostCopy
 from fp8_ds.tp.graph import untraced
 from fp8_ds.tp.group import check_same, digest
 
@@ -46,7 +45,7 @@ class BatchCheck:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._host_group: dist.ProcessGroup | None = None
-        self._sent: tuple[Tensor, Any] | None = None
+        self._sent: HostCopy | None = None
 
     @untraced
     def __call__(self, x: Tensor) -> None:
@@ -68,14 +67,9 @@ class BatchCheck:
             return f"values {fingerprint(x)}"
         before, sums = "none", _sums(x)
         if self._sent is not None:
-            host, arrived = self._sent
-            arrived.synchronize()  # a forward ago
-            before = _digest(host)
-        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._sent = host, arrived
+            before = _digest(self._sent.read())  # sent a forward ago
+        self._sent = HostCopy(sums)  # a new one: batches differ in size
+        self._sent.send(sums)
         return f"values of the batch before {before}"
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
+from fp8_ds.host_copy import HostCopy
+
 
 def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tensor:
     """L2 norm of all gradients over the ZeRO group and the model-parallel group; float32, 0-dim. Collective.
@@ -63,8 +65,7 @@ class OverflowFlag:
 
     def __init__(self) -> None:
         self._sent: Tensor | None = None
-        self._host: Tensor | None = None
-        self._ready: Any = None
+        self._host: HostCopy | None = None
         self._is_pending = self._before = self._loaded = False
         self.last: Tensor | None = None
         """What was last sent, on the device."""
@@ -82,11 +83,9 @@ class OverflowFlag:
             self._sent = skip
             return
         self._before = self._read()
-        if self._ready is None:
-            self._host, self._ready = torch.zeros((), dtype=skip.dtype, pin_memory=True), torch.cuda.Event()
-        assert self._host is not None
-        self._host.copy_(skip, non_blocking=True)
-        self._ready.record()
+        if self._host is None:
+            self._host = HostCopy(skip)
+        self._host.send(skip)
         self._is_pending = True
 
     def resolve(self, wait: bool) -> bool:
@@ -106,8 +105,8 @@ class OverflowFlag:
         """Whether the last step was skipped and `resolve` has not said so yet; for a checkpoint. Waits for the flag."""
         if not self._is_pending:
             return self._loaded
-        self._ready.synchronize()
-        return bool(self._host)
+        assert self._host is not None
+        return bool(self._host.read())
 
     def load(self, late: bool) -> None:
         """The last step is that of a checkpoint, where `late` was said: no flag of this run is on its way."""

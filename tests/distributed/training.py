@@ -146,15 +146,14 @@ def build(
 
 def late_flag() -> Any:
     """For `optimizer.fp8_flag`: as on a GPU that the host does not wait for (`bf16.check_grad_overflow` false)."""
+    from fp8_ds.host_copy import HostCopy
     from fp8_ds.zero.norm import OverflowFlag
-
-    class Event:
-        def synchronize(self) -> None: ...
 
     class LateFlag(OverflowFlag):
         def send(self, skip: Tensor) -> None:
             self.last, self._before = skip, self._read()
-            self._host, self._ready, self._is_pending = skip.clone(), Event(), True
+            self._host, self._is_pending = HostCopy(skip), True
+            self._host.send(skip)
 
     return LateFlag()
 

@@ -1,0 +1,38 @@
+"""HostCopy: a tensor that reaches the host a step late, so that the host does not wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A tensor on the host, and what was last sent on its way into it.
+
+    From CUDA it is sent on the current stream, into pinned memory; from elsewhere it has arrived when `send` returns.
+
+    Args:
+        like: of the shape, dtype and device of what will be sent.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._host = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._arrived: Any = torch.cuda.Event() if like.is_cuda else None
+
+    def send(self, x: Tensor) -> None:
+        """`x` as it is now sets out, and what was sent before is gone. Never waits.
+
+        Args:
+            x: may be written again at once by the stream that it is sent on.
+        """
+        self._host.copy_(x, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """What was last sent (something was), good until the next `send`. Waits until it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
