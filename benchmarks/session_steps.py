@@ -192,8 +192,8 @@ STEPS = (
             f"parity-201m-one-{seed}",
             f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {_ENDS} --estimate 640",
             1600,
-            f"issue 8 E: {_ENDS}, seed {seed}, on one GPU, whose hour counts half; text 60, first weights 180, runs 540 "
-            "to 570 s each, the branch 70",
+            f"issue 8 E: {_ENDS}, seed {seed}, on one GPU, whose hour counts half; text 60, first weights 180, runs "
+            "540 to 570 s each, the branch 70",
         )
         for seed in (19, 21)
     ),
