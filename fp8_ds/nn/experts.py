@@ -1,6 +1,6 @@
 """A mixture's experts in FP8: transformers 5 keeps those of a layer in two parameters of one module.
 
-Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows (nn/grouped.py), H hidden and I
+Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows (nn/groups.py), H hidden and I
 intermediate features. One scale for a whole weight does not mind how many matrices it is made of. Scales of rows or
 blocks would be kept as those of one matrix: experts with such recipes stay in bf16.
 """
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.nn.expert_products import has_one_launch
 from fp8_ds.nn.experts_reference import is_stock
-from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.linear import Fp8Linear, check_features
 from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
@@ -142,12 +144,18 @@ class Fp8Experts(nn.Module):
         """See `experts_reference.stock_forward`."""
         weight: Any = self.gate_up_proj
         check_features(hidden_states, weight.shape[-1])
-        groups = Groups.of(top_k_index, weight.shape[0])
+        groups = self._groups(top_k_index)
         x = Fp8Linear.readable(hidden_states)
         gate_PI, up_PI = self._product(x, "gate_up_proj", groups, is_spread=False).chunk(2, dim=-1)
         down_PH = self._product(self.act_fn(gate_PI) * up_PI, "down_proj", groups, is_spread=True)
         weighted_TkH = groups.collect(down_PH) * top_k_weights.unsqueeze(-1)
         return weighted_TkH.sum(1).to(hidden_states.dtype)
+
+    def _groups(self, top_k_index: Tensor) -> Groups:
+        weights: Any = [getattr(self, name) for name in WEIGHTS]
+        num_experts, features = weights[0].shape[0], [size for weight in weights for size in weight.shape[1:]]
+        is_packed = has_one_launch(top_k_index, num_experts, features, self.fp8_recipes.values())
+        return Groups.of(top_k_index, num_experts, is_packed=is_packed)
 
     def _product(self, x: Tensor, name: str, groups: Groups, *, is_spread: bool) -> Tensor:
         recipe = self.fp8_recipes.get(name, self.bf16_recipe)

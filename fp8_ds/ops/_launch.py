@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _INT32 = range(-(2**31), 2**31)
 _INT64 = range(-(2**63), 2**63)
@@ -40,7 +41,7 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, **constants: Any) -> None:
+def launch(kernel: Any, num_programs: int, *args: Tensor | TensorDescriptor | float | None, **constants: Any) -> None:
     """`kernel[(num_programs,)](*args, **constants)`, on the current device, where the tensors are.
 
     Not seen after a kernel's first launch: changes of globals that it reads, and of Triton's debugging knobs.
@@ -83,6 +84,8 @@ def _specialized(arg: Any) -> Any:
         return arg.dtype, arg.data_ptr() % 16 == 0
     if type(arg) is int:
         return arg == 1, arg % 16 == 0, arg in _INT32, arg in _INT64
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, tuple(arg.block_shape), arg.padding
     return type(arg)
 
 

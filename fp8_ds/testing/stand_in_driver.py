@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -62,4 +63,6 @@ class StandInDriver:
 def _shown(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return "at", arg.data_ptr()
+    if isinstance(arg, TensorDescriptor):
+        return "at", arg.base.data_ptr(), tuple(arg.shape), tuple(arg.block_shape)
     return type(arg) if type(arg).__name__ == "LazyDict" else arg

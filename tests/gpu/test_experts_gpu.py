@@ -1,4 +1,7 @@
-"""Experts on CUDA: each product is that of one expert, the host waits once, and engines train with them."""
+"""Experts on CUDA: each product is that of one expert, the host waits once, and engines train with them.
+
+Many experts are computed in one launch: the loop's results but for the order of sums, and the host waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.nn import TensorwiseRecipe, apply_plan, make_plan
-from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn import TensorwiseRecipe, apply_plan, expert_products, make_plan
+from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.ops.gemm import scaled_mm
+from fp8_ds.ops.grouped import can_run
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.testing.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
@@ -72,11 +78,11 @@ def test_products_are_those_of_each_expert(num_tokens: int, num_experts: int, nu
         assert_bitwise(rows_x[exact].float(), x_fp8.float()[tokens])
 
 
-def module(seed: int = 0) -> Any:
+def module(seed: int = 0, num_experts: int = 8) -> Any:
     from transformers import MixtralConfig
 
     torch.manual_seed(seed)
-    config = MixtralConfig(hidden_size=256, intermediate_size=448, num_local_experts=8)
+    config = MixtralConfig(hidden_size=256, intermediate_size=448, num_local_experts=num_experts)
     config._experts_implementation = "eager"
     experts = mixtral.MixtralExperts(config)
     for p in experts.parameters():
@@ -84,12 +90,12 @@ def module(seed: int = 0) -> Any:
     return experts.to("cuda", torch.bfloat16)
 
 
-def outputs(experts: Any, history: Any = None, steps: int = 2) -> list[Tensor]:
+def outputs(experts: Any, history: Any = None, steps: int = 2, num_experts: int = 8) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
     found = []
     for _ in range(steps):
         x = torch.randn(700, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
-        weights, index = torch.rand(700, 8, device="cuda", generator=generator).topk(2)
+        weights, index = torch.rand(700, num_experts, device="cuda", generator=generator).topk(2)
         weights.requires_grad_()
         experts.zero_grad()
         output = experts(x, index, weights)
@@ -130,6 +136,38 @@ def test_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counts == [1, 1]
+
+
+def many_experts(recipe: str = "tensorwise", num_experts: int = 40) -> tuple[Any, Any]:
+    """A module of many, and its history."""
+    model = nn.ModuleDict({"experts": module(num_experts=num_experts)})
+    config = LinearConfig.model_validate({"recipe": recipe, "max_experts": num_experts})
+    return model["experts"], apply_plan(model, make_plan(model, config), config, "cuda")
+
+
+@pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_many_at_once_are_the_loop_but_for_the_order_of_sums(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 sum in another order rounds to another bf16 here and there, which may round to another FP8 number."""
+    found = []
+    for most in (16, 10**6):
+        monkeypatch.setattr(expert_products, "MAX_IN_A_LOOP", most)
+        experts, history = many_experts(recipe)
+        found.append(outputs(experts, history, num_experts=40))
+    for at_once, looped in zip(*found, strict=True):
+        assert looped.any() and float(sqnr_db(looped.float(), at_once.float())) > 40
+
+
+@pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
+def test_for_many_at_once_the_host_waits_for_nothing() -> None:
+    experts, _ = many_experts()
+    outputs(experts, num_experts=40)  # kernels are compiled
+    x = torch.randn(700, 256, device="cuda").bfloat16().requires_grad_()
+    weights, index = torch.rand(700, 40, device="cuda").topk(2)
+    grad = torch.randn(700, 256, device="cuda").bfloat16()
+    with host_waits() as waits:
+        experts(x, index, weights).backward(grad)
+    assert waits.number == 0
 
 
 @pytest.mark.parametrize(

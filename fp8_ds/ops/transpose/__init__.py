@@ -18,26 +18,25 @@ def _kernel(x: Tensor) -> Tensor:
     return reference.transpose(x)
 
 
-_transpose, _LIBRARY = register(
-    "transpose(Tensor x) -> Tensor", _kernel, lambda x: x.new_empty((x.shape[1], x.shape[0]))
-)
+_transpose, _LIBRARY = register("transpose(Tensor x) -> Tensor", _kernel, lambda x: x.new_empty(x.mT.shape))
 
 
 def transpose(x: Tensor) -> Tensor:
-    """`x.t()`, contiguous, bit for bit: NaNs keep their payloads.
+    """`x.mT`, contiguous, bit for bit: NaNs keep their payloads.
 
     Args:
-        x: any dtype of one byte, [R, C], contiguous. Sides that are multiples of 16 are moved 16 bytes at a time.
+        x: any dtype of one byte, [R, C] or matrices [E, R, C], contiguous. Sides that are multiples of 16 are moved 16
+            bytes at a time.
 
     Returns:
-        the dtype of `x`, [C, R], contiguous, memory of its own.
+        the dtype of `x`, [C, R] or [E, C, R], contiguous, memory of its own.
 
     Raises:
         ValueError: dtype, number of dims or layout other than these.
     """
-    if x.dim() != 2 or x.element_size() != 1 or not x.is_contiguous():
+    if x.dim() not in (2, 3) or x.element_size() != 1 or not x.is_contiguous():
         raise ValueError(
-            f"x: expected a contiguous matrix of one-byte elements, got {x.dtype} {tuple(x.shape)} with strides "
+            f"x: expected contiguous matrices of one-byte elements, got {x.dtype} {tuple(x.shape)} with strides "
             f"{x.stride()}. A transposed view needs no transpose."
         )
     x_t: Tensor = _transpose(x)

@@ -7,6 +7,8 @@ Bytes are moved as int32 words of four, never as float8 tensors: Triton 3.7.1 co
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -134,7 +136,7 @@ def store_columns(
 
 
 @triton.jit
-def _four_rows(x, row, first_col, num_rows, num_cols, WORDS: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
+def four_rows(x, row, first_col, num_rows, num_cols, WORDS: tl.constexpr, VECTOR: tl.constexpr, PTX: tl.constexpr):
     """Rows `row` to `row + 3`, transposed by 4 x 4."""
     word = tl.arange(0, WORDS)[None, :]
     left = num_cols - first_col
@@ -151,15 +153,21 @@ def transpose_kernel(
     x, out_t, num_rows, num_cols,
     VECTORS: tl.constexpr, WORDS: tl.constexpr, VECTOR_IN: tl.constexpr, VECTOR_OUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """uint8 [num_rows, num_cols] to [num_cols, num_rows]; a program for 16 * VECTORS rows and 4 * WORDS columns."""
+    """uint8 matrices [num_rows, num_cols], one behind the other, to [num_cols, num_rows]; a program for 16 * VECTORS
+    rows and 4 * WORDS columns of one."""
     tiles_per_row = tl.cdiv(num_cols, WORDS * 4)
-    first_row = tl.program_id(0) // tiles_per_row * (VECTORS * 16)
-    first_col = tl.program_id(0) % tiles_per_row * (WORDS * 4)
+    tiles = tl.cdiv(num_rows, VECTORS * 16) * tiles_per_row
+    offset = (tl.program_id(0) // tiles).to(tl.int64) * num_rows * num_cols
+    x += offset
+    out_t += offset
+    tile = tl.program_id(0) % tiles
+    first_row = tile // tiles_per_row * (VECTORS * 16)
+    first_col = tile % tiles_per_row * (WORDS * 4)
     row = first_row + tl.arange(0, VECTORS)[:, None] * 16
-    a0, a1, a2, a3 = _four_rows(x, row, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
-    b0, b1, b2, b3 = _four_rows(x, row + 4, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
-    c0, c1, c2, c3 = _four_rows(x, row + 8, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
-    d0, d1, d2, d3 = _four_rows(x, row + 12, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
+    a0, a1, a2, a3 = four_rows(x, row, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
+    b0, b1, b2, b3 = four_rows(x, row + 4, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
+    c0, c1, c2, c3 = four_rows(x, row + 8, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
+    d0, d1, d2, d3 = four_rows(x, row + 12, first_col, num_rows, num_cols, WORDS, VECTOR_IN, PTX)
     store_columns(
         out_t, first_row, first_col, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, num_rows, num_cols,
         VECTOR_OUT, PTX,
@@ -177,11 +185,11 @@ def runs_ptx(x: Tensor) -> bool:
 
 def transpose(x: Tensor) -> Tensor:
     """As `reference.transpose`; on CPU only under Triton's interpreter."""
-    num_rows, num_cols = x.shape
-    out_t = torch.empty((num_cols, num_rows), dtype=x.dtype, device=x.device)
+    *batch, num_rows, num_cols = x.shape
+    out_t = torch.empty((*batch, num_cols, num_rows), dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out_t
-    num_programs = ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)
+    num_programs = math.prod(batch) * ceil_div(num_rows, VECTORS * 16) * ceil_div(num_cols, WORDS * 4)
     launch(
         transpose_kernel,
         num_programs,

@@ -18,7 +18,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.estimate import weights_of
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
-from fp8_ds.nn import apply_plan, experts_reference, make_plan
+from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
 from fp8_ds.nn.choice import Times, cases_of, choose
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
@@ -349,6 +349,29 @@ def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_number
     fp8, bf16 = kept
     assert fp8.largest_gradient == bf16.largest_gradient == NUM_EXPERTS * 2 * INTER * HIDDEN
     assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
+
+
+def loss_of_fakes(model: Any) -> torch.Tensor:
+    experts = model["experts"]
+    x = torch.randn(64, HIDDEN).bfloat16().requires_grad_()
+    output: torch.Tensor = experts(x, torch.randint(0, experts.num_experts, (64, 2)), torch.rand(64, 2))
+    return output.float().sum()
+
+
+def test_many_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
+    """The products need all weights of a parameter transposed at once, and no number of tokens."""
+    num_experts, peaks = 20, []
+    with torch.device("meta"):
+        experts = stock(num_experts=num_experts)
+    for most in (16, 100):
+        model = nn.ModuleDict({"experts": copy.deepcopy(experts)})
+        config = LinearConfig(max_experts=num_experts)
+        apply_plan(model, make_plan(model, config), config, "cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(expert_products, "MAX_IN_A_LOOP", most)
+
+            peaks.append(rehearse(model, loss_of_fakes).peak(lambda num: 2 * num))
+    assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
 
 
 def test_copies_and_pickles_compute_the_same() -> None:

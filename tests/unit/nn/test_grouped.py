@@ -1,4 +1,4 @@
-"""The product of all experts is that of each expert by itself, to the bit."""
+"""The product of all experts is that of each expert by itself, to the bit; in one launch, but for the order of sums."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
-from fp8_ds.nn.grouped import Groups, grouped_linear
+from fp8_ds.nn.expert_products import has_one_launch
+from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.ops import grouped
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.scaling.delayed import AmaxHistory
-from fp8_ds.testing import assert_bitwise
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 NUM_EXPERTS, NUM_OUT, NUM_IN = 5, 48, 80
@@ -27,10 +30,10 @@ CHOICES = [[0, 2], [2, 0], [2, 4], [4, 2], [2, 0], [0, 4], [2, 4]]  # 4, 0, 6, 0
 MANY = [[0, 1], *[[2, 4]] * 17]  # 1, 1, 17, 0, 17: more than 16, and not a multiple of it
 
 
-def experts(choices: list[list[int]]) -> tuple[Groups, Tensor, Tensor, Tensor]:
+def experts(choices: list[list[int]], is_packed: bool = False) -> tuple[Groups, Tensor, Tensor, Tensor]:
     """Groups, x [T, K] whose tokens differ in size, weight [E, N, K], grad_output [P, N], 0 where no token is."""
     torch.manual_seed(0)
-    groups = Groups.of(torch.tensor(choices, dtype=torch.long).view(-1, 2), NUM_EXPERTS)
+    groups = Groups.of(torch.tensor(choices, dtype=torch.long).view(-1, 2), NUM_EXPERTS, is_packed=is_packed)
     x = torch.randn(len(choices), NUM_IN) * torch.logspace(-2, 1, len(choices))[:, None]
     weight = torch.randn(NUM_EXPERTS, NUM_OUT, NUM_IN) * torch.logspace(-2, 0, NUM_EXPERTS)[:, None, None]
     grad = groups.spread(torch.randn(len(choices), NUM_OUT).bfloat16())
@@ -193,3 +196,101 @@ def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once() -
         frozen = nn.Parameter(weight, requires_grad=False)
         grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
     assert kept == []
+
+
+NOBODYS = [[0, NUM_EXPERTS], *[[2, 4]] * 9, [NUM_EXPERTS, NUM_EXPERTS], [3, 0]]
+"""Some choose no expert."""
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS, []], ids=["few", "many", "nobodys", "none"])
+def test_packed_rows_are_the_tokens_by_expert_and_the_host_knows_their_number(choices: list[list[int]]) -> None:
+    groups, x, _, _ = experts(choices, is_packed=True)
+    rows = groups.spread(x)
+    assert groups.num_rows == len(rows) == 2 * len(choices)
+    assert "bounds" not in vars(groups), "the host has read whose rows are whose"
+    own = [tokens_of(expert, choices) for expert in range(NUM_EXPERTS + 1)]
+    assert_bitwise(rows, x[[token for tokens in own for token in tokens]])
+    assert_bitwise(groups.collect(rows), x[:, None].expand(-1, 2, -1).contiguous())
+    assert [end - start for start, end in groups.bounds] == [len(tokens) for tokens in own]
+    for width in (NUM_IN, NUM_IN - 3):
+        codes = x[:, :width].to(torch.float8_e4m3fn).contiguous()
+        assert_bitwise(groups.spread(codes).float(), groups.spread(codes.float()))
+
+
+def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """bf16 whose codes are small whole numbers under a scale that is a power of two: sums are exact in any order."""
+    values = torch.tensor([-7.0, -2.0, -1.0, 1.0, 2.0, 7.0])
+    return values[torch.randint(6, shape, generator=torch.Generator().manual_seed(seed))].bfloat16()
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
+def test_one_launch_is_the_loop_to_the_bit_where_sums_are_exact(choices: list[list[int]], is_spread: bool) -> None:
+    """7 is 448 / 64, E4M3's largest: such codes are whole numbers. So are E5M2's, of 57344 / 8192."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, grad = experts(choices, is_packed)
+        x, weight = whole_numbers(x.shape, 0), whole_numbers(weight.shape, 1)
+        x[0], weight[0] = 7, 7
+        grad = groups.spread(whole_numbers((len(choices), NUM_OUT), 2))
+        given = groups.spread(x) if is_spread else x
+        recipe = TensorwiseRecipe(LinearConfig())
+        output, grad_x, grad_weight = run(given, weight, groups, recipe, grad, is_spread)
+        found.append([groups.collect(output), groups.collect(grad_x) if is_spread else grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        assert one.any()
+        assert torch.equal(one, other)  # zeros may differ in their signs
+
+
+@pytest.mark.parametrize("choices", [CHOICES, MANY, NOBODYS], ids=["few", "many", "nobodys"])
+@pytest.mark.parametrize("recipe", [lambda: TensorwiseRecipe(LinearConfig()), delayed], ids=["tensorwise", "delayed"])
+def test_one_launch_is_the_loop_but_for_the_order_of_sums(choices: list[list[int]], recipe: Any) -> None:
+    """bf16 has 8 bits: where float32 sums differ in their last ones, one result in some thousand is its neighbour."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, _ = experts(choices, is_packed)
+        grad = groups.spread(torch.randn(len(choices), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16())
+        output, grad_x, grad_weight = run(x, weight, groups, recipe(), grad, is_spread=False)
+        found.append([groups.collect(output), grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        assert float(sqnr_db(one.float(), other.float())) > 55
+        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-5 * float(one.abs().max()))
+
+
+def test_packed_rows_in_bf16_are_a_loop() -> None:
+    """A weight of a layer may be in bf16 for now, and another one in FP8."""
+    found = []
+    for is_packed in (False, True):
+        groups, x, weight, _ = experts(MANY, is_packed)
+        grad = groups.spread(torch.ones(len(MANY), NUM_OUT).bfloat16())
+        recipe = Bf16Recipe(TensorwiseRecipe(LinearConfig()))
+        output, grad_x, grad_weight = run(x, weight, groups, recipe, grad, is_spread=False)
+        found.append([groups.collect(output), grad_x, grad_weight])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_collecting_packed_rows_has_the_gradient_of_indexing() -> None:
+    groups, _, _, _ = experts(NOBODYS, is_packed=True)
+    y = torch.randn(groups.num_rows, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(groups.collect, (y,)) and torch.autograd.gradgradcheck(groups.collect, (y,))
+    groups.collect(y).backward(grad := torch.randn(len(NOBODYS), 2, 4, dtype=torch.float64))
+    (expected,) = torch.autograd.grad(y.index_select(0, groups.place).view(-1, 2, 4), y, grad)
+    assert y.grad is not None
+    assert_bitwise(expected, y.grad)
+
+
+def test_one_launch_is_for_many_experts_of_kernels_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = TensorwiseRecipe(LinearConfig())
+    bf16, slow = Bf16Recipe(fp8), TensorwiseRecipe(LinearConfig(backend="reference"))
+    like = torch.zeros(1)
+    assert not has_one_launch(like, 128, [64, 32], [fp8]), "on a CPU"
+    monkeypatch.setattr(grouped, "can_run", lambda device: True)
+    assert has_one_launch(like, 128, [64, 32], [fp8]) and has_one_launch(like, 17, [64, 32], [bf16, fp8])
+    for num_experts, features, recipes in (
+        (16, [64, 32], [fp8]),
+        (128, [64, 40], [fp8]),
+        (128, [64, 32], [bf16]),
+        (128, [64, 32], [slow]),
+    ):
+        assert not has_one_launch(like, num_experts, features, recipes)

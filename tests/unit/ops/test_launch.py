@@ -6,6 +6,7 @@ Kernels are compiled for Hopper as on a machine that has one; only what would lo
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,7 @@ def test_on_another_device_than_the_current_one_triton_decides(
 
 def ops() -> dict[str, Callable[[], Any]]:
     """Of this package, by name: kernels as they are launched."""
+    from fp8_ds.ops.grouped import triton as grouped
     from fp8_ds.ops.quantize import triton as quantize
     from fp8_ds.ops.swiglu import triton as swiglu
     from fp8_ds.ops.transpose import triton as transpose
@@ -162,15 +164,31 @@ def ops() -> dict[str, Callable[[], Any]]:
     x = torch.ones(64, 128, dtype=torch.bfloat16)
     x_fp8 = x.to(torch.float8_e4m3fn)
     scalars = (torch.ones(()), torch.ones(()), torch.zeros(()))
+    ends, scales = torch.tensor([5, 64], dtype=torch.int32), (torch.ones(()), torch.ones(()))
+    weight, columns = x_fp8.view(2, 32, 128), x_fp8.view(32, 256)
     return {
         "transpose": lambda: transpose.transpose(x_fp8),
         "tensorwise": lambda: quantize.quantize_tensorwise_planes(x, torch.float8_e4m3fn, 448.0, "both"),
         "delayed": lambda: quantize.quantize_delayed_planes(x, *scalars, True, torch.float8_e5m2, 57344.0, "row"),
+        "grouped_rows": lambda: grouped.rows_by_matrices(x_fp8, weight, ends, *scales, torch.bfloat16, True),
+        "grouped_columns": lambda: grouped.columns(x_fp8, ends),
+        "grouped_matrices": lambda: grouped.columns_by_columns(columns, columns, ends, *scales, torch.float32, False),
         "swiglu_backward": lambda: swiglu.swiglu_backward(x, x, x, False, True),
     }
 
 
-@pytest.mark.parametrize("name", ["transpose", "tensorwise", "delayed", "swiglu_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transpose",
+        "tensorwise",
+        "delayed",
+        "swiglu_backward",
+        "grouped_rows",
+        "grouped_columns",
+        "grouped_matrices",
+    ],
+)
 def test_our_kernels_get_what_triton_would_give_them(
     fake: StandInDriver, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +201,35 @@ def test_our_kernels_get_what_triton_would_give_them(
         op()
         seen.append([(who, [a[0] if isinstance(a, tuple) else a for a in args]) for who, args in fake.launched])
     assert seen[0] == seen[1] == seen[2] != []
+
+
+def test_a_format_of_a_descriptors_tensor_is_another_kernel(fake: StandInDriver) -> None:
+    from fp8_ds.ops.grouped import triton as grouped
+
+    x = torch.ones(64, 128).to(torch.float8_e4m3fn)
+    ends, scales = torch.tensor([5, 64], dtype=torch.int32), (torch.ones(()), torch.ones(()))
+    for rows in (x, x.to(torch.float8_e5m2), x, x.to(torch.float8_e5m2)):
+        grouped.rows_by_matrices(rows, x.view(2, 32, 128), ends, *scales, torch.bfloat16, False)
+    launchers = [launcher for launcher, _ in fake.launched]
+    assert launchers[:2] == launchers[2:] and launchers[0] != launchers[1]
+
+
+def test_grouped_products_are_hoppers_own_with_copies_by_the_copy_engine(fake: StandInDriver) -> None:
+    """Of E5M2 by E4M3, too; and what is compiled for each choice of tiles fits a multiprocessor."""
+    from fp8_ds.ops.grouped import kernel
+    from fp8_ds.ops.grouped import triton as grouped
+
+    x = torch.ones(64, 512).to(torch.float8_e4m3fn)
+    ends, scales = torch.tensor([5, 64], dtype=torch.int32), (torch.ones(()), torch.ones(()))
+    for rows, fast in ((x, True), (x, False), (x.to(torch.float8_e5m2), False)):
+        grouped.rows_by_matrices(rows, x.view(2, 32, 512).repeat(1, 16, 1), ends, *scales, torch.bfloat16, fast)
+        grouped.columns_by_columns(rows.repeat(8, 1), x.repeat(8, 1), ends, *scales, torch.bfloat16, fast)
+    for function in (kernel.rows_kernel, kernel.matrices_kernel):
+        found = [one.asm["ptx"] for one in function.device_caches[0][0].values()]
+        assert len(found) >= 3 and all("cp.async.bulk.tensor.2d" in ptx for ptx in found)
+        for formats in ("e4m3.e4m3", "e5m2.e4m3"):
+            product = re.compile(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{formats}")
+            assert any(map(product.search, found))
 
 
 def test_ceil_div() -> None:

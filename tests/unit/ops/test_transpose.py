@@ -31,7 +31,7 @@ def test_result_shares_no_memory_with_the_input(shape):
 def test_what_needs_no_or_another_transpose_is_refused():
     x = torch.zeros(4, 6, dtype=torch.uint8)
     for bad in (x.t(), x[0], x.float(), x[:, ::2]):
-        with pytest.raises(ValueError, match="x: expected a contiguous matrix of one-byte elements"):
+        with pytest.raises(ValueError, match="x: expected contiguous matrices of one-byte elements"):
             transpose(bad)
 
 

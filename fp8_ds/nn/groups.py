@@ -1,0 +1,134 @@
+"""Which rows are whose: tokens sorted by expert.
+
+Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows, C features. Behind the rows of all
+experts are those of tokens that chose the number E, no expert at all, as some routers let them: their outputs and
+gradients are 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fp8_ds.ops.gemm.scaled_mm import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows of each expert, one expert behind the other.
+
+    Attributes:
+        ends: int32 [E + 1], of each expert the first row behind its own, then of those that are no expert's.
+        place: int64 [T k], the row of each token's first expert, second, and so on, then of the next token.
+        order: int64 [T k], the reverse where rows are packed: of each row its index in `place`; None where they are
+            not.
+        num_choices: k.
+    """
+
+    ends: Tensor
+    place: Tensor
+    order: Tensor | None
+    num_choices: int
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, num_experts: int, *, is_packed: bool = False) -> Groups:
+        """Nobody waits for anything; the host does once where `bounds` are read.
+
+        Args:
+            top_k_index: int64 [T, k], of experts; E: none.
+            num_experts: E.
+            is_packed: without zeros between the rows of experts: P is T k, which the host knows. Else each expert's
+                rows are followed by zeros up to a multiple of 16: along them grad_weight contracts, and the tensor
+                core's product of one expert wants such.
+        """
+        chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        # Not torch.bincount, for which the host waits.
+        ends = torch.searchsorted(chosen, torch.arange(num_experts + 1, device=chosen.device), right=True)
+        row = torch.arange(len(order), device=order.device)
+        if not is_packed:
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+            shift = (padded.cumsum(0) - padded) - (ends - counts)  # by the zeros of the experts before
+            row, ends = row + shift[chosen], padded.cumsum(0)
+        place = torch.empty_like(order)
+        place[order] = row
+        return cls(ends.to(torch.int32), place, order if is_packed else None, top_k_index.shape[-1])
+
+    @functools.cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Of each expert's rows, and of those that are no expert's, first and end; the same number where there are
+        none. The host waits for them."""
+        ends = _on_host(self.ends, len(self.place))
+        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return len(self.place) if self.order is not None else self.bounds[-1][1]
+
+    def occupied(self) -> Iterator[tuple[int, slice]]:
+        """Experts that have tokens, and their rows."""
+        return ((expert, slice(*bounds)) for expert, bounds in enumerate(self.bounds[:-1]) if bounds[0] < bounds[1])
+
+    def joined(self, parts: list[Tensor], like: Tensor, num_features: int) -> Tensor:
+        """[P, C]: of `occupied` each one's [p, C], and zeros in the rows that are no expert's."""
+        start, end = self.bounds[-1]
+        return torch.cat([*parts, like.new_zeros(end - start, num_features)])
+
+    def spread(self, x_TC: Tensor) -> Tensor:
+        """[P, C]: each token in the rows of its experts, zeros in the others. No autograd; FP8 is moved as bytes."""
+        if self.order is not None:
+            return _as_words(x_TC).index_select(0, self.order // self.num_choices).view(x_TC.dtype)
+        bits = x_TC.view(torch.uint8) if x_TC.element_size() == 1 else x_TC
+        rows = bits.new_zeros(self.num_rows, bits.shape[1])
+        rows[self.place] = bits.repeat_interleave(self.num_choices, 0)
+        return rows.view(x_TC.dtype)
+
+    def collect(self, y_PC: Tensor) -> Tensor:
+        """[T, k, C]: of each token the rows that are its own."""
+        num_tokens = len(self.place) // self.num_choices
+        if self.order is None:
+            rows = y_PC.index_select(0, self.place)
+        else:
+            apply: Any = _Permuted.apply  # untyped in torch
+            rows = apply(y_PC, self.place, self.order)
+        return rows.view(num_tokens, self.num_choices, y_PC.shape[1])
+
+
+class _Permuted(torch.autograd.Function):
+    """All rows in another order; so is the gradient, where that of `index_select` would be added to zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, place: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(place, order)
+        return y.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        place, order = ctx.saved_tensors
+        apply: Any = _Permuted.apply
+        return apply(grad, order, place), None, None
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """Bytes as the longest words that there are: indexing moves one at a time."""
+    if x.element_size() > 1:
+        return x
+    is_even = x.shape[1] % 8 == 0 and x.storage_offset() % 8 == 0
+    return x.view(torch.int64 if is_even and x.numel() else torch.uint8)
+
+
+def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
+    """The numbers of `ends`; tensors without numbers (fp8_ds.rehearsal) stand for experts with equally many tokens."""
+    if not isinstance(ends, FakeTensor):
+        found: list[int] = ends.tolist()
+        return found
+    num_experts = len(ends) - 1
+    each = -(-num_tokens // num_experts // ALIGNMENT) * ALIGNMENT
+    return [each * min(expert + 1, num_experts) for expert in range(num_experts + 1)]
