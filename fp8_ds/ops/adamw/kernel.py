@@ -23,6 +23,8 @@ _TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
 _SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
+_ONE_TWICE = tl.constexpr(2 * (127 << 23))
+"""Less the bits of a power of two in float32 it is those of its inverse."""
 _BF16_PAIRS = tl.constexpr(ptx.BF16_PAIRS)
 _RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
 _ROOT_AND_RECIPROCAL = tl.constexpr(ptx.ROOT_AND_RECIPROCAL)
@@ -238,11 +240,12 @@ def adamw_kernel(
     NUM_TILES: tl.constexpr,
 ):
     """Args: as `StepInputs`, and what `triton._Kind` holds. One program for each of its blocks that has a gradient."""
-    if tl.load(skip) != 0:
-        return
+    skipped = tl.load(skip)  # asked about where the gradient is: the piece's number does not wait for it
     block = tl.program_id(0) + first_block
     piece = tl.load(block_pieces + block)
     grad_address = tl.load(grads + piece)
+    if skipped != 0:
+        return
     if grad_address == 0:
         return
 
@@ -289,7 +292,8 @@ def adamw_kernel(
         rest = tl.where(ratio > 64.0, ratio * (1.0 / 64.0), 1.0)
         raise_by = tl.minimum(ratio, 64.0) * _UP
         lower_by = rest * _DOWN
-        lr = lr * tl.div_rn(new_scale, rest)
+        inverse = (-rest.to(tl.int32, bitcast=True) + _ONE_TWICE).to(tl.float32, bitcast=True)
+        lr = lr * (new_scale * inverse)
         if DECOUPLED:
             raise_by = raise_by * decay
         else:
