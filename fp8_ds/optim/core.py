@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -15,8 +17,28 @@ from fp8_ds.optim.recent import Recent
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
 from fp8_ds.scaling.predicted import PredictedScales, bound_of_powers, check_betas
 
-_NUM_CONSTANTS = 5
+_NUM_NUMBERS = 5
 _DIGEST_BITS = 24
+
+
+class _Constant(IntEnum):
+    """Rows of what a step needs of a parameter group: found on the host, for each operator there is one less here."""
+
+    BETA1 = 0
+    BETA2 = 1
+    RATIO = 2
+    """`beta1**2 / beta2`"""
+    LR = 3
+    ONE_MINUS_BETA1 = 4
+    ONE_MINUS_BETA2 = 5
+    ONE_MINUS_RATIO = 6
+    BOUND = 7
+    """`(1 - beta1) / sqrt(1 - beta2)`"""
+    EPS = 8
+    WEIGHT_DECAY = 9
+    DECAY = 10
+    """As `Hyper.DECAY`."""
+    ZERO = 11
 
 
 class AdamCore:
@@ -48,7 +70,7 @@ class AdamCore:
         self.seed = seed
         self.step_count = torch.zeros(len(flats), dtype=torch.int64, device=device)
         self._row_groups = torch.tensor(list(row_groups), dtype=torch.long, device=device)
-        self._host_constants: tuple[tuple[float, ...], ...] = ()
+        self._host_numbers: tuple[tuple[float, ...], ...] = ()
         self._constants = self._digest = torch.zeros(0)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), device=device)
@@ -149,24 +171,24 @@ class AdamCore:
         self.scales.start_reduce()
 
     def _hyper(self, constants: Tensor) -> Tensor:
-        """float32 [num_rows, 16] from float64 [num_groups, 5]."""
-        constants = constants.index_select(0, self._row_groups)
-        lr, beta1, beta2, eps, weight_decay = constants.unbind(1)
+        """float32 [num_rows, 16] from float64 [len(_Constant), num_groups]."""
+        constants = constants.index_select(1, self._row_groups)
         t = self.step_count.clamp(min=1).double()
         # Each operator on these few numbers is one that the device waits for: one power of three bases.
-        corrections = 1 - torch.stack([beta1, beta2, beta1 * beta1 / beta2]) ** t
+        corrections = 1 - constants[: _Constant.RATIO + 1] ** t
+        one_minus_ratio, bound = constants[_Constant.ONE_MINUS_RATIO], constants[_Constant.BOUND]
         columns = {
-            Hyper.LR: lr,
-            Hyper.BETA1: beta1,
-            Hyper.BETA2: beta2,
-            Hyper.ONE_MINUS_BETA1: 1 - beta1,
-            Hyper.ONE_MINUS_BETA2: 1 - beta2,
-            Hyper.EPS: eps * corrections[0],
-            Hyper.DECAY: 1 - lr * weight_decay if self.decoupled else weight_decay,
+            Hyper.LR: constants[_Constant.LR],
+            Hyper.BETA1: constants[_Constant.BETA1],
+            Hyper.BETA2: constants[_Constant.BETA2],
+            Hyper.ONE_MINUS_BETA1: constants[_Constant.ONE_MINUS_BETA1],
+            Hyper.ONE_MINUS_BETA2: constants[_Constant.ONE_MINUS_BETA2],
+            Hyper.EPS: constants[_Constant.EPS] * corrections[0],
+            Hyper.DECAY: constants[_Constant.DECAY],
             Hyper.ROOT_FACTOR: corrections[0] * corrections[1].rsqrt(),
-            Hyper.BOUND: bound_of_powers(beta1, beta2, *corrections),
+            Hyper.BOUND: bound_of_powers(bound, one_minus_ratio, *corrections),
         }
-        unused = [torch.zeros_like(lr)] * (Hyper.WIDTH - len(columns))
+        unused = [constants[_Constant.ZERO]] * (Hyper.WIDTH - len(columns))
         return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
 
     @torch.no_grad()
@@ -176,29 +198,60 @@ class AdamCore:
         return self._digest
 
     def _device_constants(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """float64 [num_groups, 5]; copied to the device when a number has changed. A tensor lr is read there."""
-        host = tuple(_constants_of(group) for group in param_groups)
-        if host != self._host_constants:
+        """float64 [len(_Constant), num_groups]; copied to the device when a number has changed.
+
+        An lr that is a tensor is read there.
+        """
+        host = tuple(_numbers_of(group) for group in param_groups)
+        if host != self._host_numbers:
             for group in param_groups:
                 check_betas(*group["betas"])
             # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
             number = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
             bits = [float(number >> place & 1) for place in range(_DIGEST_BITS)]
-            numbers = torch.tensor([*bits, *itertools.chain.from_iterable(host)], dtype=torch.float64)
+            rows = zip(*(_constants_of(*numbers, decoupled=self.decoupled) for numbers in host), strict=True)
+            numbers = torch.tensor([*bits, *itertools.chain.from_iterable(rows)], dtype=torch.float64)
             if self.device.type == "cuda":
                 numbers = numbers.pin_memory()
             numbers = numbers.to(self.device, non_blocking=True)
             self._digest = numbers[:_DIGEST_BITS].float()
-            self._constants = numbers[_DIGEST_BITS:].view(len(host), _NUM_CONSTANTS)
-            self._host_constants = host
+            self._constants = numbers[_DIGEST_BITS:].view(len(_Constant), len(host))
+            self._host_numbers = host
+        has_tensors = False
         for index, group in enumerate(param_groups):
             if isinstance(group["lr"], Tensor):
-                self._constants[index, 0].copy_(group["lr"], non_blocking=True)
+                self._constants[_Constant.LR, index].copy_(group["lr"], non_blocking=True)
+                has_tensors = True
+        if has_tensors and self.decoupled:
+            lr, weight_decay = self._constants[_Constant.LR], self._constants[_Constant.WEIGHT_DECAY]
+            self._constants[_Constant.DECAY].copy_(1 - lr * weight_decay)
         return self._constants
 
 
-def _constants_of(group: dict[str, Any]) -> tuple[float, ...]:
+def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
     lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
     values = (lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
-    assert len(values) == _NUM_CONSTANTS
+    assert len(values) == _NUM_NUMBERS
     return values
+
+
+def _constants_of(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool
+) -> list[float]:
+    """In the order of `_Constant`; each sum, product, quotient and root is a float64, as the device would have it."""
+    ratio = beta1 * beta1 / beta2
+    constants = {
+        _Constant.BETA1: beta1,
+        _Constant.BETA2: beta2,
+        _Constant.RATIO: ratio,
+        _Constant.LR: lr,
+        _Constant.ONE_MINUS_BETA1: 1 - beta1,
+        _Constant.ONE_MINUS_BETA2: 1 - beta2,
+        _Constant.ONE_MINUS_RATIO: 1 - ratio,
+        _Constant.BOUND: (1 - beta1) / math.sqrt(1 - beta2),
+        _Constant.EPS: eps,
+        _Constant.WEIGHT_DECAY: weight_decay,
+        _Constant.DECAY: 1 - lr * weight_decay if decoupled else weight_decay,
+        _Constant.ZERO: 0.0,
+    }
+    return [constants[row] for row in _Constant]

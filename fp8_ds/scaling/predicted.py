@@ -23,8 +23,9 @@ from fp8_ds.scaling.pow2 import MANTISSA_BITS, exponent_rule
 
 _MAX_EXPONENT = 100
 _CARRY, _SHIFT = exponent_rule(E4M3.max)
-_BIASED_RANGE = 127 + _SHIFT - _MAX_EXPONENT, 127 + _SHIFT + _MAX_EXPONENT
-"""Exponents of an amax, as float32 stores them, whose scale_inv is within 2**-100 to 2**100."""
+_EXPONENT = -1 << MANTISSA_BITS
+_RANGE = (127 + _SHIFT - _MAX_EXPONENT) << MANTISSA_BITS, (127 + _SHIFT + _MAX_EXPONENT) << MANTISSA_BITS
+"""Of an amax without its mantissa, as float32 stores it: its scale_inv is within 2**-100 to 2**100."""
 
 
 def check_betas(beta1: float, beta2: float) -> None:
@@ -52,16 +53,27 @@ def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> 
     """
     t = step.double()
     ratio = beta1 * beta1 / beta2
-    return bound_of_powers(beta1, beta2, 1 - beta1**t, 1 - beta2**t, 1 - ratio**t)
+    factor = (1 - beta1) / (1 - beta2) ** 0.5
+    return bound_of_powers(factor, 1 - ratio, 1 - beta1**t, 1 - beta2**t, 1 - ratio**t)
 
 
 def bound_of_powers(
-    beta1: float | Tensor, beta2: float | Tensor, correction1: Tensor, correction2: Tensor, ratio_correction: Tensor
+    factor: float | Tensor,
+    one_minus_ratio: float | Tensor,
+    correction1: Tensor,
+    correction2: Tensor,
+    ratio_correction: Tensor,
 ) -> Tensor:
-    """`update_bound` from what is 1 less the step's power of beta1, of beta2, and of beta1**2 / beta2."""
-    spread = (ratio_correction / (1 - beta1 * beta1 / beta2)).sqrt()
+    """`update_bound` from what is 1 less the step's power of beta1, of beta2, and of their ratio, beta1**2 / beta2.
+
+    Args:
+        factor: `(1 - beta1) / sqrt(1 - beta2)`.
+        one_minus_ratio: 1 less the ratio.
+        correction1, correction2, ratio_correction: 1 less the powers.
+    """
+    spread = (ratio_correction / one_minus_ratio).sqrt()
     corrections = correction2.sqrt() / correction1
-    return (1 - beta1) / (1 - beta2) ** 0.5 * spread * corrections
+    return factor * spread * corrections
 
 
 def pow2_scale_inv(amax: Tensor) -> Tensor:
@@ -74,11 +86,9 @@ def pow2_scale_inv(amax: Tensor) -> Tensor:
         float32 of that shape; multiply to leave FP8. Its inverse is exact.
     """
     # By integers: between two steps every operator on a few numbers costs the device as much as one on many.
-    bits = amax.view(torch.int32)
-    rounded_up = ((bits + _CARRY) >> MANTISSA_BITS).clamp(*_BIASED_RANGE)
-    scale_inv = ((rounded_up << MANTISSA_BITS) - (_SHIFT << MANTISSA_BITS)).view(torch.float32)
-    scale_inv = torch.where(amax > 0, scale_inv, 1.0)
-    return torch.where(amax < torch.inf, scale_inv, torch.nan)
+    rounded_up = ((amax.view(torch.int32) + _CARRY) & _EXPONENT).clamp(*_RANGE)
+    scale_inv = (rounded_up - (_SHIFT << MANTISSA_BITS)).view(torch.float32).masked_fill_(amax <= 0, 1.0)
+    return torch.add(scale_inv, amax, alpha=0)  # NaN where amax is infinite or NaN
 
 
 class PredictedScales:
@@ -150,7 +160,7 @@ class PredictedScales:
         self.wait()
         self.previous_scale_inv.copy_(self.scale_inv)
         predicted = pow2_scale_inv(self.amax * decay.abs() + lr.abs() * bound)
-        self.next_scale_inv.copy_(torch.where(moves, predicted, self.previous_scale_inv))
+        torch.where(moves, predicted, self.previous_scale_inv, out=self.next_scale_inv)
         self._vector.zero_()
 
     @torch.no_grad()
@@ -176,4 +186,4 @@ class PredictedScales:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self.amax.copy_(torch.where(self.measured > 0, self.measured, self.amax))
+        torch.where(self.measured > 0, self.measured, self.amax, out=self.amax)

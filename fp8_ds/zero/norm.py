@@ -42,7 +42,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
 
 def overflow_flag(norm: Tensor) -> Tensor:
     """int32, 0-dim: 1 if a norm (float32, 0-dim) is infinite or NaN, else 0."""
-    return (~(norm < torch.inf)).int()
+    return torch.logical_not(norm < torch.inf, out=torch.empty_like(norm, dtype=torch.int32))
 
 
 def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
@@ -52,6 +52,8 @@ def clip_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
     """
     if max_norm <= 0.0:
         return torch.full_like(norm, 1.0 / loss_scale)
+    if loss_scale == 1.0:  # as bf16 has it: two operators less between the norm and the update
+        return ((norm + 1e-6) / max_norm).clamp(min=1.0).reciprocal()
     clip = ((norm / loss_scale + 1e-6) / max_norm).clamp(min=1.0)
     return (clip * loss_scale).reciprocal()
 

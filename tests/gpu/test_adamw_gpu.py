@@ -61,7 +61,7 @@ def test_kernel_equals_cpu_reference_bitwise_for_every_head_and_size(name, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_aligned_shards_equal_cpu_reference_bitwise(name, dtype, decoupled):
-    """Whole groups from a group's start: the variant with vector loads. Last tile and last block are not full."""
+    """From a group's start: whole tiles by vector loads, whose last block is not full, and groups beside them."""
     shards = [make_shard(BY_NAME[name], numel, 256, seed=numel) for numel in (128, 128 * 33, 128 * 1111)]
     grads = [make_grad(shard, dtype) for shard in shards]
     assert_equal(*reference_and_kernel(shards, grads, decoupled=decoupled))

@@ -23,6 +23,9 @@ _TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
 _SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
+_ONE_TWICE = tl.constexpr(2 * (127 << 23))
+"""Less the bits of a power of two in float32 it is those of its inverse."""
+_BF16_PAIRS = tl.constexpr(ptx.BF16_PAIRS)
 _RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
 _ROOT_AND_RECIPROCAL = tl.constexpr(ptx.ROOT_AND_RECIPROCAL)
 _DECODE_E4M4 = tl.constexpr(ptx.DECODE_E4M4)
@@ -69,12 +72,11 @@ def _mix(x):
 
 
 @triton.jit
-def _words(octet, first, twist, moved):
-    """`rounding._words`, uint32 [rows, 4 n], of uint32 [rows, n] numbers of eight elements.
+def _words(x, twist, moved):
+    """`rounding._words`, uint32 [rows, 4 n], of uint32 [rows, n]: `number * WEYL + first` of eight elements.
 
     `twist` is `second ^ (second >> 15)`: the second key is mixed in after the shift, not before.
     """
-    x = octet * _WEYL + first
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15) ^ twist) * _MIX_2
     x = x ^ (x >> 15)
@@ -99,6 +101,23 @@ def _group_scale_inv(amax, MAX: tl.constexpr, TINY: tl.constexpr, PTX: tl.conste
     else:
         scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), divisor)
     return tl.where(is_zero, 0.0, scale_inv), tl.where(is_zero, 0.0, scale)
+
+
+@triton.jit
+def _as_float32(grad, PACKED: tl.constexpr):
+    if PACKED and grad.dtype == tl.bfloat16:
+        out = tl.inline_asm_elementwise(_BF16_PAIRS, "=&f,=&f,=&f,=&f,r,r", [grad], tl.float32, is_pure=True, pack=4)
+    else:
+        out = grad.to(tl.float32)
+    return out
+
+
+@triton.jit
+def _largest_magnitude(x):
+    """float32 [rows] of [rows, n]: of pairs by floats, whose signs cost nothing, then by integers, three at a time."""
+    low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    pairs = tl.maximum(tl.abs(low), tl.abs(high))
+    return tl.max(pairs.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -221,11 +240,12 @@ def adamw_kernel(
     NUM_TILES: tl.constexpr,
 ):
     """Args: as `StepInputs`, and what `triton._Kind` holds. One program for each of its blocks that has a gradient."""
-    if tl.load(skip) != 0:
-        return
+    skipped = tl.load(skip)  # asked about where the gradient is: the piece's number does not wait for it
     block = tl.program_id(0) + first_block
     piece = tl.load(block_pieces + block)
     grad_address = tl.load(grads + piece)
+    if skipped != 0:
+        return
     if grad_address == 0:
         return
 
@@ -266,16 +286,18 @@ def adamw_kernel(
         old_scale_inv = tl.load(scale_inv + scale_index * scale_inv_stride)
         new_scale_inv = tl.load(next_scale_inv + scale_index * next_scale_inv_stride)
         new_scale = tl.div_rn(1.0, new_scale_inv)
-        # The weight is worked on in units of its new scale_inv. All these factors are powers of two: nothing rounds.
+        # The weight is worked on in units of its new scale_inv, or of `rest` times that, where the ratio would leave
+        # float32's range. All these factors are powers of two: nothing rounds.
         ratio = old_scale_inv * new_scale
-        has_rest = ratio > 64.0
-        rest = tl.where(has_rest, ratio * (1.0 / 64.0), 1.0)
-        raise_by = tl.where(has_rest, 64.0, ratio) * _UP
-        lr = lr * new_scale
+        rest = tl.where(ratio > 64.0, ratio * (1.0 / 64.0), 1.0)
+        raise_by = tl.minimum(ratio, 64.0) * _UP
+        lower_by = rest * _DOWN
+        inverse = (-rest.to(tl.int32, bitcast=True) + _ONE_TWICE).to(tl.float32, bitcast=True)
+        lr = lr * (new_scale * inverse)
         if DECOUPLED:
             raise_by = raise_by * decay
         else:
-            decay = decay * new_scale_inv
+            decay = decay * (new_scale_inv * rest)
     first = _mix(seed_key.to(tl.uint32) + tl.load(row + _PARAM_ID).to(tl.uint32))
     second = _mix(first ^ 0xC2B2AE35)
     twist = second ^ (second >> 15)
@@ -285,63 +307,67 @@ def adamw_kernel(
 
     num_groups = (head + numel + _GROUP - 1) // _GROUP
     begin = (block - tl.load(row + _FIRST_BLOCK)) * (ROWS * NUM_TILES)
-    end = tl.minimum(begin + ROWS * NUM_TILES, num_groups)
+    # Where a thread begins; in the loop one number is added to all of these.
+    rows = tl.arange(0, ROWS)
+    lanes = rows[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    offset = begin * _GROUP
+    m_at = m_ptr + offset
+    v_at = v_ptr + offset
+    lo_at = lo_ptr + offset
+    hi_at = hi_ptr + (offset - head)
+    grad_at = grad_ptr + (offset - head)
+    if VECTORS >= 1:
+        m_at = tl.multiple_of(m_at, 16)
+        v_at = tl.multiple_of(v_at, 16)
+        lo_at = tl.multiple_of(lo_at, 16)
+    if VECTORS >= 2:
+        hi_at = tl.multiple_of(hi_at, 16)
+        grad_at = tl.multiple_of(grad_at, 16)
+    m_at += lanes
+    v_at += lanes
+    lo_at += lanes
+    hi_at += lanes
+    grad_at += lanes
+    m_scale_at = m_scale_ptr + begin + rows
+    v_scale_at = v_scale_ptr + begin + rows
+    # Elements count from the weight's first; groups of 128 do too, so no shard's head cuts the eight of a hash.
+    octets = rows[:, None] * (_GROUP // _SHARED) + tl.arange(0, _GROUP // _SHARED)[None, :]
+    keys = octets.to(tl.uint32) * _WEYL
+    first_octet = ((start - head + offset) // _SHARED).to(tl.uint32)
+
+    num_rows = tl.minimum(num_groups - begin, ROWS * NUM_TILES).to(tl.int32)
     largest = tl.zeros([ROWS, 8], tl.int32)
-    group = begin
-    while group < end:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
-        rows = tl.arange(0, ROWS)
-        columns = tl.arange(0, _GROUP)
-        offset = group * _GROUP
-        num_rows = tl.minimum(num_groups - group, ROWS).to(tl.int32)
-        row_mask = rows < num_rows
-        pad_mask = row_mask[:, None] & (columns >= 0)[None, :]
-        if not IS_EDGE:
-            # Rows beyond the last group work on that one and store nothing: no load needs a mask.
-            rows = tl.minimum(rows, num_rows - 1)
-        lanes = rows[:, None] * _GROUP + columns[None, :]
-        m_at = m_ptr + offset
-        v_at = v_ptr + offset
-        lo_at = lo_ptr + offset
-        hi_at = hi_ptr + (offset - head)
-        grad_at = grad_ptr + (offset - head)
-        if VECTORS >= 1:
-            m_at = tl.multiple_of(m_at, 16)
-            v_at = tl.multiple_of(v_at, 16)
-            lo_at = tl.multiple_of(lo_at, 16)
-        if VECTORS >= 2:
-            hi_at = tl.multiple_of(hi_at, 16)
-            grad_at = tl.multiple_of(grad_at, 16)
+    done = 0
+    while done < num_rows:  # not `range`: in Triton 3.6 its bounds cannot be interpreted with NumPy 2.4
+        at = tl.multiple_of(done * _GROUP, _GROUP)
         if IS_EDGE:
-            mask = (lanes >= head - offset) & (lanes < head + numel - offset)
-            grad = tl.load(grad_at + lanes, mask, 0.0)
-            hi = tl.load(hi_at + lanes, mask, 0)
-            if LO_BITS > 0:
-                lo = tl.load(lo_at + lanes, mask, 0)
-            m_code = tl.load(m_at + lanes, mask, 0)
-            root_code = tl.load(v_at + lanes, mask, 0)
-        else:
-            mask = pad_mask
-            grad = tl.load(grad_at + lanes)
-            hi = tl.load(hi_at + lanes)
-            if LO_BITS > 0:
-                lo = tl.load(lo_at + lanes)
-            m_code = tl.load(m_at + lanes)
-            root_code = tl.load(v_at + lanes)
-        load_mask = row_mask if IS_EDGE else None
-        m_scale_inv = tl.load(m_scale_ptr + group + rows, load_mask)
-        root_scale_inv = tl.load(v_scale_ptr + group + rows, load_mask)
+            row_mask = done + rows < num_rows
+            pad_mask = row_mask[:, None] & (lanes >= 0)
+            inside = lanes + (offset + at)
+            mask = (inside >= head) & (inside < head + numel)
+        else:  # whole tiles
+            row_mask = None
+            pad_mask = None
+            mask = None
+        other = 0 if IS_EDGE else None
+        grad = tl.load(grad_at + at, mask, 0.0 if IS_EDGE else None)
+        hi = tl.load(hi_at + at, mask, other)
+        if LO_BITS > 0:
+            lo = tl.load(lo_at + at, mask, other)
+        m_code = tl.load(m_at + at, mask, other)
+        root_code = tl.load(v_at + at, mask, other)
+        m_scale_inv = tl.load(m_scale_at + done, row_mask)
+        root_scale_inv = tl.load(v_scale_at + done, row_mask)
 
         if IS_FP8:
             w = _decode_fp8_master(hi, lo, LO_BITS, DROP_BITS, PTX) * raise_by
-            if has_rest:
-                w = w * rest
         elif LO_BITS == 0:
             w = hi
         else:
             code = hi.to(tl.int32)
             mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
             w = ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
-        g = grad.to(tl.float32) * grad_factor
+        g = _as_float32(grad, PACKED) * grad_factor
         if not DECOUPLED:
             g = g + w * decay
         m_old = m_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -356,16 +382,14 @@ def adamw_kernel(
             w = w * decay
         w = w - lr * update
 
-        # Elements count from the weight's first; groups of 128 do too, so no shard's head cuts the eight of a hash.
-        octets = rows[:, None] * (_GROUP // _SHARED) + tl.arange(0, _GROUP // _SHARED)[None, :]
-        octet = octets.to(tl.uint32) + ((start - head + offset) // _SHARED).to(tl.uint32)
-        words = _words(octet, first, twist, moved)
+        octet = first_octet + (done * (_GROUP // _SHARED)).to(tl.uint32)
+        words = _words(keys + (octet * _WEYL + first), twist, moved)
         if LO_BITS == 0:
-            tl.store(hi_at + lanes, w, mask)
+            tl.store(hi_at + at, w, mask)
         else:
             random = words if STOCHASTIC else None
             if IS_FP8:
-                w = w * _DOWN
+                w = w * lower_by
                 if PACKED and LO_BITS == 8 and STOCHASTIC:
                     new_hi, new_lo, mag = tl.inline_asm_elementwise(
                         _ENCODE_E4M11,
@@ -380,48 +404,42 @@ def adamw_kernel(
                     mag = mag << (24 - LO_BITS)
                 if IS_EDGE:
                     mag = tl.where(mask, mag, 0)
-                # In a thread's registers. Rows that repeat the last one may have read it after its update.
-                mag = tl.max(tl.reshape(mag, [ROWS, 8, _GROUP // 8]), 2)
-                largest = tl.maximum(largest, tl.where(row_mask[:, None], mag, 0))
-                tl.store(hi_at + lanes, new_hi.to(tl.uint8), mask)
+                mag = tl.max(tl.reshape(mag, [ROWS, 8, _GROUP // 8]), 2)  # in a thread's registers
+                largest = tl.maximum(largest, mag)
+                tl.store(hi_at + at, new_hi.to(tl.uint8), mask)
             else:
                 new_hi, new_lo, mag = _encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 16)
-                tl.store(hi_at + lanes, new_hi.to(tl.int16), mask)
-            tl.store(lo_at + lanes, new_lo.to(tl.int16 if LO_BITS == 16 else tl.int8), mask)
+                tl.store(hi_at + at, new_hi.to(tl.int16), mask)
+            tl.store(lo_at + at, new_lo.to(tl.int16 if LO_BITS == 16 else tl.int8), mask)
 
-        m_scale_inv, m_scale = _group_scale_inv(tl.max(tl.abs(m), 1), _M_MAX, _TINY, PTX)
+        m_scale_inv, m_scale = _group_scale_inv(_largest_magnitude(m), _M_MAX, _TINY, PTX)
         if IS_EDGE:
             root = tl.where(mask, root, 0.0)
-        root_scale_inv, root_scale = _group_scale_inv(tl.max(root, 1), _ROOT_MAX, _TINY_ROOT, PTX)
+        # Floats that are not negative compare as their bits do.
+        largest_root = tl.max(root.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+        root_scale_inv, root_scale = _group_scale_inv(largest_root, _ROOT_MAX, _TINY_ROOT, PTX)
         m_code, root_code = _encode_moments(
             m * m_scale[:, None], root * root_scale[:, None], words * _MOMENT_FACTOR, PACKED
         )
-        tl.store(m_at + lanes, m_code, pad_mask)
-        tl.store(v_at + lanes, root_code, pad_mask)
-        if PTX:
+        tl.store(m_at + at, m_code, pad_mask)
+        tl.store(v_at + at, root_code, pad_mask)
+        if PTX and not IS_EDGE:
             # By all threads that hold the group, the same value: tl.store would pass it through shared memory.
             tl.inline_asm_elementwise(
                 _STORE_SCALES,
-                "=r,l,f,l,f,r",
-                [
-                    (m_scale_ptr + group + rows).to(tl.int64),
-                    m_scale_inv,
-                    (v_scale_ptr + group + rows).to(tl.int64),
-                    root_scale_inv,
-                    row_mask.to(tl.int32),
-                ],
+                "=r,l,f,l,f",
+                [(m_scale_at + done).to(tl.int64), m_scale_inv, (v_scale_at + done).to(tl.int64), root_scale_inv],
                 tl.int32,
                 is_pure=False,
                 pack=1,
             )
         else:
-            tl.store(m_scale_ptr + group + rows, m_scale_inv, row_mask)
-            tl.store(v_scale_ptr + group + rows, root_scale_inv, row_mask)
-        group += ROWS
+            tl.store(m_scale_at + done, m_scale_inv, row_mask)
+            tl.store(v_scale_at + done, root_scale_inv, row_mask)
+        done += ROWS
 
     if IS_FP8:
         mag = tl.max(largest) >> (24 - LO_BITS)
         value = ((mag << DROP_BITS).to(tl.float32, bitcast=True) * _UP) * new_scale_inv
-        # Floats that are not negative compare as their bits do.
         at = (amax + scale_index).to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(at, value.to(tl.int32, bitcast=True), sem="relaxed")

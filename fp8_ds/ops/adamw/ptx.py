@@ -20,7 +20,27 @@ def _operands(text: str, **first: int) -> str:
     return text
 
 
-RECIPROCAL = "rcp.rn.f32 $0, $1;"
+RECIPROCAL = """{
+.reg .f32 y, b, e;
+rcp.approx.ftz.f32 y, $1;
+neg.f32 b, $1;
+fma.rn.f32 e, b, y, 0f3F800000;
+fma.rn.f32 $0, y, e, y;
+}"""
+"""As in ROOT_AND_RECIPROCAL: scales of groups are in [2**-109, 2**120]."""
+
+BF16_PAIRS = """{
+.reg .b32 t<4>;
+shl.b32 t0, $4, 16;
+and.b32 t1, $4, 0xffff0000;
+shl.b32 t2, $5, 16;
+and.b32 t3, $5, 0xffff0000;
+mov.b32 $0, t0;
+mov.b32 $1, t1;
+mov.b32 $2, t2;
+mov.b32 $3, t3;
+}"""
+"""Four bf16 numbers in float32. Triton moves the upper one of two down before it moves it up."""
 
 DECODE_E4M4 = """{
 .reg .b32 a, b;
@@ -42,14 +62,14 @@ ENCODE_MOMENTS = _operands(
     """{
 .reg .b32 n<4>, t<4>, a, b;
 .reg .b16 low, high;
-and.b32 n0, $10, 0xfff0;
-shr.u32 n1, $10, 16;
-and.b32 n1, n1, 0xfff0;
-and.b32 n2, $12, 0xfff0;
-shr.u32 n3, $12, 16;
-and.b32 n3, n3, 0xfff0;
+lop3.b32 a, $10, 0xfff0fff0, 0x00080008, 0xea;
+lop3.b32 b, $12, 0xfff0fff0, 0x00080008, 0xea;
+and.b32 n0, a, 0xffff;
+shr.u32 n1, a, 16;
+and.b32 n2, b, 0xffff;
+shr.u32 n3, b, 16;
 """
-    + _each("or.b32 n#, n#, 8;\nmad.lo.u32 t#, n#, 8, %root#;")
+    + _each("mad.lo.u32 t#, n#, 8, %root#;")
     + """
 prmt.b32 a, t0, t1, 0x7632;
 prmt.b32 b, t2, t3, 0x7632;
@@ -70,11 +90,10 @@ mov.b32 $0, {low, high};
 and of the high half of one word, 2 and 3 of another. Outputs are written while inputs are still read."""
 
 DECODE_E4M11 = """{
-.reg .b32 a, b, t<4>;
-prmt.b32 a, $5, $4, 0x5140;
-prmt.b32 b, $5, $4, 0x7362;
-xor.b32 a, a, 0x00800080;
-xor.b32 b, b, 0x00800080;
+.reg .b32 a, b, c, t<4>;
+xor.b32 c, $5, 0x80808080;
+prmt.b32 a, c, $4, 0x5140;
+prmt.b32 b, c, $4, 0x7362;
 sub.u32 a, a, 0x00800080;
 sub.u32 b, b, 0x00800080;
 shl.b32 t0, a, 16;
@@ -102,12 +121,10 @@ ENCODE_E4M11 = _operands(
 """
     + _each("mov.b32 f#, %w#;\nabs.f32 f#, f#;\nmin.f32 f#, f#, 0f07E7F000;\nmov.b32 s#, f#;")
     + """
-and.b32 n1, $10, 0xfff0fff0;
-and.b32 n3, $12, 0xfff0fff0;
-and.b32 n0, n1, 0xffff;
-and.b32 n2, n3, 0xffff;
-shr.u32 n1, n1, 16;
-shr.u32 n3, n3, 16;
+and.b32 n0, $10, 0xffff;
+and.b32 n2, $12, 0xffff;
+shr.u32 n1, $10, 16;
+shr.u32 n3, $12, 16;
 """
     + _each("mad.lo.u32 s#, s#, 16, n#;\nmov.b32 %u#, s#;\nlop3.b32 s#, s#, %w#, 0x7fffffff, 0xe4;")
     + """
@@ -124,7 +141,8 @@ prmt.b32 $1, a, b, 0x6420;
 """Saturates, adds the random bits below the master's last, and packs. Magnitudes come out in bits 16 to 30.
 
 0x07E7F000 is the largest master, `MasterFormat.max_mag`, where float32 has it: capped before the random bits are added,
-it stays the largest after. Random bits are taken as in ENCODE_MOMENTS."""
+it stays the largest after. Random bits are taken as in ENCODE_MOMENTS; the four below them meet zeros and carry into
+nothing."""
 
 ROOT_AND_RECIPROCAL = _operands(
     """{
@@ -158,9 +176,7 @@ ROOT_AND_RECIPROCAL = _operands(
 Squares from 2**-101 on and divisors in [2**-126, 2**126] are such (tested over all mantissas on the GPU)."""
 
 STORE_SCALES = """{
-.reg .pred inside;
-setp.ne.b32 inside, $5, 0;
-@inside st.global.f32 [$1], $2;
-@inside st.global.f32 [$3], $4;
+st.global.f32 [$1], $2;
+st.global.f32 [$3], $4;
 mov.b32 $0, 0;
 }"""

@@ -38,13 +38,13 @@ class Launch:
 
 LAUNCHES = {
     "e4m11": Launch(4, 8, 1),
-    "e4m19": Launch(4, 8, 1),
-    "bf16_8": Launch(4, 8, 1),
-    "fp32": Launch(4, 8, 1),
+    "e4m19": Launch(4, 8, 1, 96),
+    "bf16_8": Launch(4, 8, 1, 96),
+    "fp32": Launch(4, 8, 1, 96),
 }
 """By master format; measured by `benchmarks/optimizer_step.py --launches sweep` on an H200. 16 one-byte elements a
 thread are one vector. With one warp a program, reductions over a group stay in it, and many programs hide each other's
-waiting."""
+waiting: so many registers a thread that 20 programs share a processor."""
 
 _EDGE = Launch(4, 1, 4)
 
@@ -106,7 +106,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements `[offset, offset + numel)` of a shard: whole groups, or the elements of one group at an end."""
+    """Elements `[offset, offset + numel)` of a shard: whole tiles, or what lies beside them at an end."""
 
     position: int
     shard: AdamShard
@@ -115,7 +115,7 @@ class _Piece:
 
     @property
     def is_edge(self) -> bool:
-        return (self.shard.start + self.offset) % moments.GROUP != 0 or self.numel % moments.GROUP != 0
+        return (self.shard.start + self.offset) % moments.GROUP != 0 or self.numel % _tile(self.shard) != 0
 
     @property
     def num_groups(self) -> int:
@@ -157,10 +157,14 @@ class _Piece:
         return row + [0] * (TABLE_WIDTH.value - len(row))
 
 
+def _tile(shard: AdamShard) -> int:
+    return LAUNCHES[shard.fmt.name].rows * moments.GROUP
+
+
 def _pieces(position: int, shard: AdamShard) -> Iterator[_Piece]:
-    """A shard cut where its first whole group begins and where its last one ends."""
+    """A shard cut where its first whole group begins and where its last whole tile from there on ends."""
     head = min(-shard.start % moments.GROUP, shard.numel)
-    whole = (shard.numel - head) // moments.GROUP * moments.GROUP
+    whole = (shard.numel - head) // _tile(shard) * _tile(shard)
     for offset, numel in ((0, head), (head, whole), (head + whole, shard.numel - head - whole)):
         if numel:
             yield _Piece(position, shard, offset, numel)
@@ -172,7 +176,7 @@ class _Kind:
 
     Args:
         fmt: their format.
-        is_edge: whether they are parts of a group, or whole groups.
+        is_edge: whether they are what lies beside whole tiles.
         vectors: as `_Piece.vectors`.
         pieces: of the shards.
         table: int64 [num_pieces, 16] on the device, columns as `COLUMNS`.

@@ -68,7 +68,7 @@ def test_kernel_equals_reference_bitwise_for_every_head_and_size(name, dtype, de
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_aligned_shards_of_several_blocks_equal_the_reference_bitwise(name):
-    """Whole groups: the unmasked variant of the kernel; the last block and the last tile are not full."""
+    """Whole tiles, the unmasked variant of the kernel, whose last block is not full; a group is left beside them."""
     shard = make_shard(BY_NAME[name], SEVERAL_BLOCKS, 256)
     assert_equal(*both([shard], [make_grad(shard, torch.bfloat16)]))
 
