@@ -344,6 +344,17 @@ PIECES = {
             "ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",
         ),
     ),
+    # The setting nearest to parity, beside the headline's recipe and the best peer.
+    "precise": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            "ours-e4m11-compiled+fused+cudagraphs",
+            "ours-e4m11-compiled+fused+precise+cudagraphs",
+            "torchao-tensorwise-adamwfp8-compiled",
+            "ours-e4m11-compiled+fused",
+        ),
+    ),
     "recipes": Piece(
         "llama-2b",
         "ours-e4m11-compiled+fused",

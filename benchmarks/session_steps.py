@@ -369,6 +369,12 @@ STEPS = (
         60,
         "issue 4 A: shares of the copy rate, of a copy of as many bytes too",
     ),
+    Step(
+        "precise",
+        _benchmark("end_to_end", "--piece precise --budget {seconds}"),
+        400,
+        "issue 4 H 1: the setting nearest to parity as CUDA graphs beside the best peer, with the update made faster",
+    ),
     Step("release", _benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(
         "tests-new",
