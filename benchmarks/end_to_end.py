@@ -48,7 +48,7 @@ Llama 2.0 B, one GPU, 8192 tokens a step (ms; tokens/s; peak GiB), stock cross e
 - Since SwiGLU's columns are written beside its gradients, and norms in graphs keep FP8 where asked (late on
   2026-11-23): delayed 113.7, tensorwise 117.6; release's peak 12.87 for 13.59. Measured 113.9, 117.5 and 13.04, which
   the eager final norm explains: compiled 12.86 by peak_on_cpu.py, 12.87 measured.
-- Since the update takes 60 instructions an element for 68 (piece precise, late on 2026-11-26, without FlashAttention-3):
+- Since the update takes 60 instructions an element for 68 (piece precise, 2026-11-26, without FlashAttention-3):
   compiled+fused 119.5 for 118.3 to 121.8, as CUDA graphs 118; that with ends in bf16 and E4M3 gradients 131.
 - Liger's cross entropy, all arms: peak -1.5 GiB (no whole logits), time within 2 ms.
 
