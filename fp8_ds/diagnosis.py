@@ -89,7 +89,10 @@ def checks() -> list[Check]:
         *_megatron(),
         _package("liger_kernel", '"activations.cross_entropy": "liger"', "pip install liger-kernel"),
         _package("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
+        _package("accelerate", "Hugging Face Trainer and Accelerate"),
         _package("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
+        _package("safetensors", "`convert` from and to safetensors"),
+        _package("matplotlib", "`parity`, and the pictures of `compare` and of the monitor"),
         autoload_check(),
     ]
 

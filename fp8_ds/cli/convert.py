@@ -45,10 +45,10 @@ def convert(
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
-    from fp8_ds.checkpoint.convert import convert as run
-    from fp8_ds.checkpoint.convert import kind_of
-
     with failures(as_json):
+        from fp8_ds.checkpoint.convert import convert as run
+        from fp8_ds.checkpoint.convert import kind_of
+
         with argument("source"):
             kind_of(source)
         found = run(source, out, to.value, tag, stage, model, trust_pickle)

@@ -237,3 +237,15 @@ def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 1 and checks["torch"]["status"] == "missing" and "install" in checks["torch"]["remedy"]
+
+
+def test_doctor_names_what_installs_each_package_that_a_command_or_hugging_face_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("transformers", "accelerate", "peft", "safetensors", "matplotlib")
+    installed = diagnosis._installed
+    for version in (None, "1.0"):
+        monkeypatch.setattr(diagnosis, "_installed", lambda one, v=version: v if one in names else installed(one))
+        checks = {check.name: check for check in diagnosis.checks()}
+        assert {checks[name].status for name in names} == {"ok" if version else "optional"}
+        assert all(version or ("pip install" in checks[name].remedy and name in checks[name].remedy) for name in names)
