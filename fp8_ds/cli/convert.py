@@ -39,7 +39,9 @@ def convert(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
+    """Converts checkpoints: of training to bf16 safetensors, and these or those to a universal checkpoint.
+
+    Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
     moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the files.
     Parameter groups, learning rates and the scheduler stay the engine's own.
 

@@ -125,7 +125,7 @@ def test_commands_of_fp8_ds_are_commands(page: Path) -> None:
     ]
     for command in [*commands, *(code for code in inline(page) if code.startswith("fp8-ds "))]:
         words = shlex.split(command, comments=True)[1:]
-        if words == ["COMMAND", "--help"]:
+        if words in (["COMMAND", "--help"], ["--version"]):
             continue
         assert words[0] in COMMANDS.commands, command
         if len(words) > 1 and not ABBREVIATED.search(command):

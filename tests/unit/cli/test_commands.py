@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +64,49 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
         ],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
+    assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
     for name, options in found.items():
         section = page.split(f"\n## {name}")[1].split("\n## ")[0]
         assert all(f"`{option}" in section for option in options if option != "--json"), (name, options)
         assert "Exit codes" in section
+
+
+def test_the_version_is_that_of_each_part() -> None:
+    import deepspeed
+    import torch
+
+    from fp8_ds import __version__
+
+    expected = {"fp8_ds": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    code, found = run("--version")
+    assert code == 0 and found == expected
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines() == [f"{name} {version}" for name, version in expected.items()]
+
+
+def test_the_version_of_what_is_not_installed_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "installed", lambda _: None)
+    assert run("--version")[1]["torch"] is None
+    assert "deepspeed not installed" in CliRunner().invoke(app, ["--version"]).stdout
+
+
+def test_help_says_first_what_a_command_is_for() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.replace("│", "").split())
+    assert "convert Converts checkpoints: " in shown
+    assert all(f" {name} " in shown for name in ("--version", "doctor", "plan", "estimate", "compare", "parity"))
+
+
+@pytest.mark.parametrize("place", ["help", "page"])
+def test_the_arms_of_parity_are_all_named(place: str) -> None:
+    from fp8_ds.cli.parity import parity
+    from fp8_ds.parity.arms import BASE, CHANGES, DEFAULT, OWN
+
+    text = parity.__doc__ or ""
+    if place == "page":
+        text = (ROOT / "docs/cli.md").read_text().split("\n## parity")[1].split("\n## ")[0]
+    words = set(re.findall(r"[\w-]+", text))
+    assert {BASE, OWN, DEFAULT, *CHANGES} <= words
 
 
 # --- plan ---
@@ -446,8 +486,8 @@ def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
     tmp_path: Path, autoload_is: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     autoload_is(True)
-    installed = diagnosis._installed
-    monkeypatch.setattr(diagnosis, "_installed", lambda name: None if name == "deepspeed" else installed(name))
+    installed = diagnosis.installed
+    monkeypatch.setattr(diagnosis, "installed", lambda name: None if name == "deepspeed" else installed(name))
     code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
     assert code == 1 and found["config"]["on"] == "no"
     assert found["config"]["reasons"] == ["deepspeed: not installed."]
@@ -500,7 +540,7 @@ def test_doctor_says_what_the_symbols_of_megatron_are() -> None:
 
 def test_doctor_names_a_command_for_each_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(diagnosis, "_installed", lambda name: None)
+        patch.setattr(diagnosis, "installed", lambda name: None)
         missing = {check.name: check for check in diagnosis.checks()}["torch"]
     assert missing.status == "missing" and missing.remedy == "pip install 'torch==2.13.*'"
     monkeypatch.setattr("torch.version.cuda", "12.8")

@@ -130,6 +130,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("estimate", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024"),
         (("parity", "gpt2", "--config", "ds.json", "--data", "short.txt", "--seq", 1025), 2, "--seq: expected at most"),
         (("doctor", "--no-such-option"), 2, "--no-such-option"),
+        (("--json", "doctor"), 2, "--json: expected it behind the command"),
+        ((), 2, "Missing command"),
         (("plan", "llama-8b"), 2, "--config"),
         (("no-such-command",), 2, "no-such-command"),
         (("estimate", "llama-8b", "--config", "ds.json", "--world", "two"), 2, "--world"),
@@ -233,7 +235,7 @@ def test_the_plot_writes_a_png_and_nothing_else(folder: Path, capsys: pytest.Cap
 
 
 def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_installed", lambda package: None if package == "torch" else "1.0")
+    monkeypatch.setattr(diagnosis, "installed", lambda package: None if package == "torch" else "1.0")
     result = CliRunner().invoke(app, ["doctor", "--json"])
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 1 and checks["torch"]["status"] == "missing" and "install" in checks["torch"]["remedy"]
@@ -243,9 +245,9 @@ def test_doctor_names_what_installs_each_package_that_a_command_or_hugging_face_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("transformers", "accelerate", "peft", "safetensors", "matplotlib")
-    installed = diagnosis._installed
+    installed = diagnosis.installed
     for version in (None, "1.0"):
-        monkeypatch.setattr(diagnosis, "_installed", lambda one, v=version: v if one in names else installed(one))
+        monkeypatch.setattr(diagnosis, "installed", lambda one, v=version: v if one in names else installed(one))
         checks = {check.name: check for check in diagnosis.checks()}
         assert {checks[name].status for name in names} == {"ok" if version else "optional"}
         assert all(version or ("pip install" in checks[name].remedy and name in checks[name].remedy) for name in names)
