@@ -66,7 +66,8 @@ def estimate(
     With `schedule.fp32_states_from_step` also after that step, with a schedule or guard that sends layers to bf16 also
     with these there; what must fit is the largest.
 
-    Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error, 4 an error of your model.
+    Exit codes: 0 done, 1 more than --memory, 2 wrong usage, refused or your model cannot be built, 3 file error,
+    4 an error in its forward, or a defect.
     """
     from fp8_ds.errors import ConfigError
 

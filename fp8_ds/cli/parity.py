@@ -252,22 +252,15 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> No
             tokens.
         UnsupportedError: its attention does not take the backend of an arm.
     """
-    from fp8_ds.errors import Fp8DsError
+    from fp8_ds.errors import ModelError
     from fp8_ds.model_spec import sequence_length
     from fp8_ds.nn.convert import make_plan
 
     try:
         module = spec.build()
-    except Fp8DsError:
-        raise
-    except Exception as error:  # whatever a function of the user's may raise without weights that it can read
-        if spec.function is None:
-            raise
-        what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+    except ModelError as error:  # it may need weights that it can read, which it gets in a run
         typer.echo(
-            f"fp8-ds: MODEL: expected {spec.name} to build its model on the meta device, got {what}. Whether "
-            "it has layers for FP8 shows when the first run in FP8 starts.",
-            err=True,
+            f"fp8-ds: {error.problem}. Whether it has layers for FP8 shows when the first run in FP8 starts.", err=True
         )
         return
     sequence_length(module, seq)

@@ -49,7 +49,8 @@ def plan(
 ) -> None:
     """Each layer, its shape, its recipe or the reason for bf16; the share of FLOPs in FP8. No GPU, no download.
 
-    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error, 4 an error of your model.
+    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage, refused or an error of your model, 3 file error,
+    4 a defect.
     """
     with failures(as_json):
         from fp8_ds.judgement import filled_in

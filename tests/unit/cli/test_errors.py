@@ -95,8 +95,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
-        (("plan", "ours_a8:raises", "--config", "ds.json"), 4, "RuntimeError: kaputt"),
-        (("plan", "ours_a8:reads", "--config", "ds.json"), 4, "meta"),
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
         (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
@@ -144,6 +142,31 @@ def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, 
     assert result.exit_code == code and list(found) == ["error"] and words in found["error"]
     assert ("Traceback" in result.stderr) == (code == 4)
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == set(FILES)
+
+
+OF_THE_MODEL = [
+    (command, model, words)
+    for model, words in (
+        ("ours_a8:raises", "expected ours_a8:raises to build its model on the meta device, got RuntimeError: kaputt. "),
+        ("ours_a8:reads", "expected ours_a8:reads to build its model on the meta device, got "),
+        ("broken_a8:make", "expected broken_a8 to be a module that can be imported, got ZeroDivisionError: division "),
+        ("syntax:make", "expected syntax to be a module that can be imported, got SyntaxError: invalid syntax"),
+    )
+    for command in ("plan", "estimate", "parity")
+    if command != "parity" or "to build" not in words  # its runs have weights: test_parity_command.py
+]
+
+
+@pytest.mark.parametrize(("command", "model", "words"), OF_THE_MODEL)
+def test_an_error_of_the_users_own_model_is_named_as_that_and_not_as_a_defect(
+    folder: Path, command: str, model: str, words: str
+) -> None:
+    (folder / "broken_a8.py").write_text("1 / 0\n")
+    more = ["--data", "short.txt"] if command == "parity" else []
+    result = CliRunner().invoke(app, [command, model, "--config", "ds.json", *more, "--json"])
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and error.startswith(f"MODEL: {words}")
+    assert "standard error" in error and "report a defect" not in error and "Traceback" in result.stderr
 
 
 def test_a_key_is_not_taken_unseen_where_transformers_cannot_tell_which_there_are(
