@@ -62,6 +62,7 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--minutes"),
             *("--out", "--pretrained", "--seeds", "--seq", "--set", "--steps", "--tokenizer"),
         ],
+        "heatmap": ["--json", "--statistic"],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
     assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
@@ -366,6 +367,28 @@ def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> Non
     assert low["bytes"]["weights"] == found["bytes"]["weights"] + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert found["peak"] == max(low["peak_in_backward"], low["peak_in_step"])
     assert "then layers in" in CliRunner().invoke(app, [str(word) for word in common]).stdout
+
+
+# --- heatmap ---
+
+
+def test_heatmap_draws_the_reports_of_a_file_and_says_what_they_are_of(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, out = tmp_path / "health.jsonl", tmp_path / "health.png"
+    lines = [{"step": step, "layers": {name: {"input": {"amax": 1.0}} for name in "ab"}} for step in (10, 20, 20)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = run("heatmap", path, out, "--statistic", "amax")
+    assert (code, found) == (0, {"file": str(out), "statistic": "amax", "num_layers": 2, "steps": [10, 20]})
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    shown = CliRunner().invoke(app, ["heatmap", str(path), str(out)]).stdout
+    assert shown == f"{out}: underflow of 2 layers, 2 samples, steps 10 to 20\n"
+
+
+def test_heatmap_takes_the_statistics_that_can_be_drawn() -> None:
+    from fp8_ds.cli.heatmap import Statistic
+    from fp8_ds.monitor.plot import STATISTICS
+
+    assert tuple(one.value for one in Statistic) == STATISTICS
 
 
 # --- doctor ---
