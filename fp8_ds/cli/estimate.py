@@ -44,7 +44,7 @@ _PARTS = {
 def estimate(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
-    world: Annotated[int, typer.Option("--world", min=1, max=100_000, help="Ranks of data parallelism.")] = 1,
+    world: Annotated[int, typer.Option("--world", min=1, max=100_000, help="Ranks of the run.")] = 1,
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, help="Tokens of a sequence. Default: 4096, or a model's positions.")
     ] = None,

@@ -210,8 +210,10 @@ def _check(config: dict[str, Any], gpus: int) -> None:
 
 def _sequences(config: dict[str, Any], gpus: int) -> int:
     """Of a micro-batch on all ranks, in a configuration that `_check` has let pass."""
+    from fp8_ds.judgement import autotp_size
+
     if (micro := config.get("train_micro_batch_size_per_gpu")) is not None:
-        return int(micro) * (gpus // (int(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1))
+        return int(micro) * (gpus // autotp_size(config))
     return int(config["train_batch_size"]) // int(config.get("gradient_accumulation_steps") or 1)
 
 

@@ -227,6 +227,30 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
     assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
 
 
+@pytest.mark.parametrize("size", [4, "4"])
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_what_autotp_would_cut_is_refused_and_not_shown_whole(tmp_path: Path, command: str, size: int | str) -> None:
+    """DeepSpeed reads the number in quotes, too."""
+    changes = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": size}}
+    common = ("llama-8b", "--world", 8, *SMALL, "--seq", 8, "--config")
+    more = ("--micro-batch", 1) if command == "estimate" else ()
+    code, found = run(command, *common, written(tmp_path, **changes), *more)
+    assert code == 2 and re.search("tensor_parallel.autotp_size: (expected 1 or none, got )?4", found["error"])
+    assert run(command, *common, written(tmp_path, **changes | {"tensor_parallel": {"autotp_size": 1}}), *more)[0] == 0
+
+
+def test_world_has_one_meaning() -> None:
+    commands: Any = typer.main.get_command(app)
+    helps = {
+        name: option.help
+        for name, command in commands.commands.items()
+        for option in command.params
+        if "--world" in option.opts
+    }
+    assert set(helps) == {"doctor", "plan", "estimate"}
+    assert all(text.startswith("Ranks of the run") for text in helps.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
