@@ -322,12 +322,12 @@ def raising() -> str:
     def listener(report: Any) -> None:
         raise KeyError("a user's own")
 
-    engine._fp8_health.listeners.append(listener)
+    handle = engine.add_fp8_listener(listener)
     training.train(engine, 1)
     with pytest.raises(KeyError, match="a user's own"):
         training.train(engine, 1, 1)
     engine.micro_steps += 1  # stock counts it after the step
-    engine._fp8_health.listeners.clear()
+    handle.remove()
     engine.backward(engine(training.micro_batches(2, 1)[0]))
     engine.step()
     try:
@@ -434,6 +434,24 @@ def refused() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def listened_without_a_monitor() -> str:
+    from fp8_ds.errors import ConfigError
+
+    engine = training.build(training.ds_config(2, {}))
+    try:
+        engine.add_fp8_listener(print)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        training.destroy(engine)
+    return ""
+
+
+def test_a_listener_that_nobody_would_call_is_refused(ranks: Any) -> None:
+    messages = ranks(2).run(listened_without_a_monitor)
+    assert all("add_fp8_listener: expected" in one and '"monitor": {"every": 100}' in one for one in messages)
 
 
 def test_a_monitor_that_nobody_reads_is_refused(ranks: Any) -> None:
