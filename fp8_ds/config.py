@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from fp8_ds.config_errors import as_json, explain, explain_no_object
 from fp8_ds.errors import ConfigError
@@ -19,6 +20,17 @@ from fp8_ds.errors import ConfigError
 def _tuple_of_list(value: Any) -> Any:
     """JSON has lists only; a frozen model holds tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _sinks_of_json(value: Any) -> Any:
+    """A string, or a tuple of one or more. Checked here, for a union would have an error for each of its kinds."""
+    value = _tuple_of_list(value)
+    names = value if isinstance(value, tuple) else (value,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise PydanticCustomError("sinks", "a string or a list of strings")
+    if not all(names):
+        raise PydanticKnownError("string_too_short", {"min_length": 1})
+    return value
 
 
 def _float_of_int(value: Any) -> Any:
@@ -209,18 +221,27 @@ class ScheduleConfig(_Block):
 
 class MonitorConfig(_Block):
     every: Annotated[int, Field(ge=0)] = 0
-    sink: Annotated[str, Field(min_length=1)] = "deepspeed"
+    sink: Annotated[str | tuple[str, ...], BeforeValidator(_sinks_of_json)] = "deepspeed"
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """All that `sink` names: "deepspeed", or paths."""
+        return (self.sink,) if isinstance(self.sink, str) else self.sink
 
     def check(self) -> None:
-        """`sink` has something to take.
+        """`sink` has something to take, and each of them gets it once.
 
         Raises:
-            ConfigError: it has nothing.
+            ConfigError: it has nothing, or one is named twice.
         """
-        if self.every == 0 and self.sink != "deepspeed":
+        if self.every == 0 and self.sinks != ("deepspeed",):
             raise ConfigError(
-                f'fp8.monitor.sink: expected "deepspeed" with every 0, got "{self.sink}". Nothing is written then: set '
-                '"every": 100, or remove the key.'
+                f'fp8.monitor.sink: expected "deepspeed" with every 0, got {as_json(self.sink)}. Nothing is written '
+                'then: set "every": 100, or remove the key.'
+            )
+        if twice := next((sink for sink in self.sinks if self.sinks.count(sink) > 1), None):
+            raise ConfigError(
+                f'fp8.monitor.sink: expected each sink once, got "{twice}" {self.sinks.count(twice)} times. Leave one.'
             )
 
 

@@ -23,6 +23,8 @@ _NO_LOSS_OF_DEEPSPEED = (
 )
 """Pipelines write one. Source: deepspeedai/DeepSpeed 53e91a0, deepspeed/runtime/engine.py."""
 _NUM_SHOWN = 3
+_NUM_COLUMNS_SHOWN = 20
+_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,27 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     name = column or _loss_name(path, rows)
     points = {step: _number(row[name], path) for step, row in rows if name in row and row[name] not in ("", None)}
     if not points:
-        names = sorted({key for _, row in rows for key in row})
-        raise ConfigError(f"--column: expected a column of {path}, one of {names}, got {name!r}. Name another.")
+        raise ConfigError(f"--column: expected a column of {path}, got {name!r}. {_columns(rows)}")
     steps = tuple(sorted(points))
     return Curve(str(path), steps, tuple(points[step] for step in steps))
+
+
+def _columns(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """What to name: the columns that have numbers, but for steps; an event file has hundreds with `fp8.monitor`."""
+    names = sorted({key for _, row in rows for key, value in row.items() if _is_number(value)})
+    names = [name for name in names if name.lower() not in _STEP_NAMES]
+    more = f" and {len(names) - _NUM_COLUMNS_SHOWN} more" if len(names) > _NUM_COLUMNS_SHOWN else ""
+    if not names:
+        return "No column has numbers: name another file."
+    return f"With numbers there are: {', '.join(names[:_NUM_COLUMNS_SHOWN])}{more}."
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, bool)
 
 
 def _refuse_unlogged(path: Path, names: set[str]) -> None:
@@ -98,7 +117,9 @@ def _number(value: Any, path: Path) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: expected numbers, got {value!r}. Name a file of steps and losses.") from error
+        shown = repr(value)
+        shown = shown if len(shown) < _WIDTH else f"{shown[:_WIDTH]} ..."
+        raise ConfigError(f"{path}: expected numbers, got {shown}. Name a file of steps and losses.") from error
 
 
 def _of_folder(folder: Path, column: str | None) -> Curve:
@@ -134,10 +155,19 @@ def _loss_name(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str
     names = sorted(key for key in keys if _LOSS in key.lower())
     if not names and (_LR_OF_DEEPSPEED in keys or path.name == f"{_LR_OF_DEEPSPEED.replace('/', '_')}.csv"):
         raise ConfigError(f"{path}: expected a loss, got none. {_NO_LOSS_OF_DEEPSPEED}")
+    if not names and any(isinstance(row.get("layers"), Mapping) for _, row in rows):
+        raise ConfigError(
+            f"{path}: expected a loss, got reports of fp8.monitor, which hold none. Name the file that your training "
+            "writes its loss into; `fp8-ds heatmap` draws this one."
+        )
+    if not names:
+        raise ConfigError(
+            f'{path}: expected a column with "loss" in its name, got none. Name one by --column. {_columns(rows)}'
+        )
     train = [name for name in names if not any(part in name.lower() for part in ("eval", "held", "valid", "test"))]
     chosen = [name for name in train if name.lower() == _LOSS] or train or names
     if len(chosen) != 1:
-        raise ConfigError(f"--column: expected one loss in {path}, got {chosen or 'none'}. Name the column.")
+        raise ConfigError(f"--column: expected one loss in {path}, got {chosen}. Name the column.")
     return chosen[0]
 
 

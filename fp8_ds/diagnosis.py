@@ -71,7 +71,7 @@ class Probe:
 def checks() -> list[Check]:
     """All that `fp8-ds doctor` looks at, but for probes; nothing is raised."""
     python = Check("python", "ok", sys.version.split()[0])
-    if _installed("torch") is None:
+    if installed("torch") is None:
         return [
             python,
             Check("torch", "missing", "not installed, and without it nothing else is known", _INSTALL_TORCH),
@@ -89,7 +89,10 @@ def checks() -> list[Check]:
         *_megatron(),
         _package("liger_kernel", '"activations.cross_entropy": "liger"', "pip install liger-kernel"),
         _package("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
+        _package("accelerate", "Hugging Face Trainer and Accelerate"),
         _package("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
+        _package("safetensors", "`convert` from and to safetensors"),
+        _package("matplotlib", "`parity`, and `heatmap` and the pictures of `compare`"),
         autoload_check(),
     ]
 
@@ -98,7 +101,7 @@ def can_train(found: list[Check]) -> bool:
     return not any(check.status == "missing" for check in found)
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
     """Its version; None where it is not installed."""
     if importlib.util.find_spec(package) is None:
         return None
@@ -109,7 +112,7 @@ def _installed(package: str) -> str | None:
 
 
 def _package(name: str, use: str, remedy: str = "", needed: bool = False) -> Check:
-    found = _installed(name)
+    found = installed(name)
     if found is not None:
         return Check(name, "ok", found)
     return Check(name, "missing" if needed else "optional", f"not installed ({use})", remedy or f"pip install {name}")
@@ -163,7 +166,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def _deepspeed() -> Iterator[Check]:
-    found = _installed("deepspeed")
+    found = installed("deepspeed")
     if found is None:
         yield Check("deepspeed", "missing", "not installed", "pip install deepspeed")
         return
@@ -317,7 +320,7 @@ def autoload_check() -> Check:
 
 def probes() -> list[Probe]:
     """Each recipe's forward product on this machine's first GPU, or on its CPU; none without torch."""
-    if _installed("torch") is None:
+    if installed("torch") is None:
         return []
     import torch
 

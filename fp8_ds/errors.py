@@ -16,6 +16,18 @@ class ConfigError(Fp8DsError, ValueError):
     """The "fp8" block, or its combination with the rest of the configuration or the model, is wrong."""
 
 
+class ModelError(ConfigError):
+    """Code of the user's own model raised, which is the cause, whose traceback is theirs to read.
+
+    Attributes:
+        problem: the message without what to do.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}. {remedy}")
+        self.problem = problem
+
+
 class UnsupportedError(Fp8DsError, ValueError):
     """A DeepSpeed feature is on that FP8 ZeRO does not support; the message names the key and the remedy."""
 

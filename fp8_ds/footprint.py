@@ -118,7 +118,7 @@ def read_run(
 
     Args:
         config: as `json.load` returns it.
-        world_size: ranks of data parallelism.
+        world_size: ranks of the run, all of which are data-parallel, for models that are cut are refused.
         micro_batch: instead of the configuration's; needed where it has none, or "auto".
         seq_len: tokens of a sequence.
         checkpointing: of activations.
@@ -192,17 +192,18 @@ def _batch(config: Mapping[str, Any], world_size: int, micro_batch: int | None) 
 def _refuse_uncounted(config: Mapping[str, Any], fp8: Fp8Config | None) -> None:
     """Raises UnsupportedError where bytes would be others than the estimate's."""
     from fp8_ds.engine.refusals import REFUSALS
+    from fp8_ds.judgement import autotp_size
 
     stock = {key: value for key, value in config.items() if key != "fp8"}
     found = [row.key for row in REFUSALS if row.applies(stock)]
-    optimizer, parallel = (_block(config, key) for key in ("optimizer", "tensor_parallel"))
+    optimizer = _block(config, "optimizer")
     kind = optimizer.get("type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw", "auto"):
         found.append(f"optimizer.type: {kind}")
     if _block(optimizer, "params").get("amsgrad"):
         found.append("optimizer.params.amsgrad: true")
-    if _number(parallel.get("autotp_size"), 0) > 1:
-        found.append(f"tensor_parallel.autotp_size: {parallel['autotp_size']}")
+    if (autotp := autotp_size(config)) > 1:
+        found.append(f"tensor_parallel.autotp_size: {autotp}")
     if fp8 is not None and fp8.activations.cross_entropy == "liger":
         found.append("fp8.activations.cross_entropy: liger")
     if found:

@@ -184,6 +184,11 @@ def _whole(value: Any) -> int | None:
     return found if found >= 0 and (isinstance(value, str) or found == value) else None
 
 
+def autotp_size(config: Mapping[str, Any]) -> int:
+    """Ranks that DeepSpeed cuts each layer over; 1: none are cut. Of what is not `malformed`."""
+    return _whole(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1
+
+
 def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
     """Why DeepSpeed's own start fails on so many ranks; None: its batch sizes fit, or are somebody's "auto". Of what is
     not `malformed`.
@@ -191,7 +196,7 @@ def batch_mismatch(config: Mapping[str, Any], world: int) -> str | None:
     Source: `DeepSpeedConfig._set_batch_related_parameters` and `_batch_assertion` of deepspeed 0.19.8; ranks of tensor
     parallelism share a batch.
     """
-    autotp = _whole(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1
+    autotp = autotp_size(config)
     ranks, left = divmod(world, autotp)
     if left:
         return f"tensor_parallel.autotp_size: expected a divisor of {world} ranks, got {autotp}. Use such a one."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.errors import ConfigError
+from fp8_ds.errors import ConfigError, Fp8DsError, ModelError
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 _LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -102,12 +102,25 @@ class ModelSpec:
 
         Raises:
             ConfigError: transformers does not know the configuration, or the function returns no module.
+            ModelError: the function raised.
         """
         with torch.device("meta"):
-            model = self.function() if self.function is not None else self._from_transformers()
+            model = self._from_function() if self.function is not None else self._from_transformers()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected an nn.Module from {self.name}, got {type(model).__name__}. Return one.")
         return model.to(torch.bfloat16).train()
+
+    def _from_function(self) -> nn.Module:
+        assert self.function is not None
+        try:
+            return self.function()
+        except Fp8DsError:
+            raise
+        except Exception as error:  # whatever a function of the user's may raise, without weights that it can read too
+            raise ModelError(
+                f"MODEL: expected {self.name} to build its model on the meta device, got {_said(error)}",
+                "Its traceback is on standard error: no weight has a value there, and nothing is on a GPU.",
+            ) from error
 
     def _from_transformers(self) -> nn.Module:
         try:
@@ -160,6 +173,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
 
     Raises:
         ConfigError: it is none of these, or a setting is not a pair of a known key and a value.
+        ModelError: the module's own code raised.
         OSError: a file cannot be read.
     """
     if text in FAMILIES:
@@ -202,12 +216,21 @@ def _function(module: str, name: str) -> Callable[[], nn.Module]:
             f"model: expected a function at {module}:{name}, got {error}. Start in the folder of the module, or name "
             "its full dotted path."
         ) from error
+    except Exception as error:  # of the user's file
+        raise ModelError(
+            f"MODEL: expected {module} to be a module that can be imported, got {_said(error)}",
+            "Its traceback is on standard error: repair the file.",
+        ) from error
     if not callable(found):
         raise ConfigError(
             f"model: expected a function at {module}:{name}, got {type(found).__name__}. Name one that returns a model."
         )
     function: Callable[[], nn.Module] = found
     return function
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
 def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

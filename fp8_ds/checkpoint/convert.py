@@ -23,7 +23,7 @@ from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
-from fp8_ds.checkpoint.from_safetensors import INDEX, write_universal
+from fp8_ds.checkpoint.from_safetensors import INDEX, refuse_without_safetensors, write_universal
 from fp8_ds.checkpoint.manifest import beside
 from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -102,7 +102,8 @@ def convert(
         trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
 
     Raises:
-        ConfigError: `source` is none of these, `out` is not empty, or an option is of another target.
+        ConfigError: `source` is none of these, `out` is not empty, an option is of another target, or the package
+            safetensors is needed and cannot be imported.
         CheckpointError: `source` is a save that did not end, is damaged (its manifest says so) or holds more than
             data.
         UnsupportedError: there is no such conversion; it says what to do instead.
@@ -124,6 +125,8 @@ def convert(
     refusal = _REFUSED.get((kind, target))
     if refusal is not None:
         raise UnsupportedError(f"convert: expected kinds that can be converted, got {kind} to {target}. {refusal}")
+    if "safetensors" in (kind, target):  # said before a file is read, not after
+        refuse_without_safetensors()
     if target == "universal":
         return _to_universal(kind, source, out, tag, stage, trust_pickle)
     tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_deepspeed(source, tag, trust_pickle)

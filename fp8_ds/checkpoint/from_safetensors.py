@@ -28,6 +28,23 @@ _MODEL_FILE = "mp_rank_00_model_states.pt"
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+INSTALL = "pip install safetensors"
+
+
+def refuse_without_safetensors() -> None:
+    """Nothing happens if safetensors can be read and written here.
+
+    Raises:
+        ConfigError: the package cannot be imported.
+    """
+    try:
+        import safetensors.torch  # noqa: F401  # only to see whether it can
+    except ImportError as error:
+        raise ConfigError(
+            f"safetensors: expected the package to be installed, got {str(error).rstrip('.')}. Run: {INSTALL}"
+        ) from error
+
+
 def write_universal(source: Path, out: Path, stage: int) -> None:
     """`out` has the tensors of a universal checkpoint for ZeRO stage `stage`, and its parent names it as the latest.
     Not yet all of its files: `rewrite_universal` makes those.

@@ -14,11 +14,12 @@ from typing import Annotated
 import typer
 
 from fp8_ds.cli import autoload
-from fp8_ds.cli.common import EXIT_FILE, EXIT_NO, Commands, failures
+from fp8_ds.cli.common import EXIT_FILE, EXIT_NO, Commands, failures, show
 from fp8_ds.cli.compare import compare
 from fp8_ds.cli.convert import convert
 from fp8_ds.cli.doctor import doctor
 from fp8_ds.cli.estimate import estimate
+from fp8_ds.cli.heatmap import heatmap
 from fp8_ds.cli.parity import parity
 from fp8_ds.cli.plan import plan
 
@@ -30,7 +31,7 @@ autoload_app = typer.Typer(
     "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error, 4 a defect.",
     no_args_is_help=True,
 )
-for command in (doctor, plan, estimate, compare, parity, convert):
+for command in (doctor, plan, estimate, compare, parity, heatmap, convert):
     app.command()(command)
 app.add_typer(autoload_app, name="autoload")
 
@@ -40,9 +41,31 @@ SiteDirOption = Annotated[
 ]
 
 
-@app.callback()
-def root() -> None:
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Of fp8_ds, torch and DeepSpeed, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Beside --version: print one JSON object.")] = False,
+) -> None:
     """FP8 training for DeepSpeed."""
+    if version:
+        _show_versions(as_json)
+        raise typer.Exit
+    if as_json and context.invoked_subcommand is not None:
+        raise typer.BadParameter("expected it behind the command, got it before. Move it.", param_hint="--json")
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
+
+
+def _show_versions(as_json: bool) -> None:
+    from fp8_ds import __version__
+    from fp8_ds.diagnosis import installed
+
+    found = {"fp8_ds": __version__, "torch": installed("torch"), "deepspeed": installed("deepspeed")}
+    if as_json:
+        show(found)
+    else:
+        typer.echo("\n".join(f"{name} {value or 'not installed'}" for name, value in found.items()))
 
 
 @autoload_app.command()

@@ -28,7 +28,7 @@ EXIT_USAGE = 2
 EXIT_FILE = 3
 """A file could not be read or written."""
 EXIT_DEFECT = 4
-"""An error that nobody foresaw: a defect of ours, or an error of the user's own model."""
+"""An error that nobody foresaw: a defect of ours, or an error in the forward of the user's own model."""
 _EXIT_INTERRUPTED = 130
 """typer's, for Ctrl-C."""
 
@@ -66,17 +66,20 @@ class Commands(TyperGroup):
 
 @contextmanager
 def failures(as_json: bool) -> Iterator[None]:
-    """Errors end the command with their code, and say why; those that nobody foresaw with their traceback, too.
+    """Errors end the command with their code, and say why; those of the user's own model, and those that nobody
+    foresaw, with their traceback, too.
 
     Raises:
         typer.Exit: in their place.
     """
-    from fp8_ds.errors import Fp8DsError
+    from fp8_ds.errors import Fp8DsError, ModelError
 
     try:
         with redirect_stdout(sys.stderr):  # DeepSpeed and its converters print on the output that is for the answer
             yield
     except Fp8DsError as error:
+        if isinstance(error, ModelError):
+            traceback.print_exception(error.__cause__)
         raise _failed(str(error), EXIT_USAGE, as_json) from error
     except _ArgumentFileError as error:
         raise _failed(f"{error.argument}: {_file_message(error.cause)}", EXIT_FILE, as_json) from error

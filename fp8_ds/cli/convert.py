@@ -39,16 +39,18 @@ def convert(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
+    """Converts checkpoints: of training to bf16 safetensors, and these or those to a universal checkpoint.
+
+    Weights leave as bf16 of the masters, bitwise. Of safetensors a universal checkpoint has masters equal to them,
     moments of zero and step 0; it needs --stage, and an engine whose trainable parameters have the names in the files.
     Parameter groups, learning rates and the scheduler stay the engine's own.
 
     Exit codes: 0 done, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
-    from fp8_ds.checkpoint.convert import convert as run
-    from fp8_ds.checkpoint.convert import kind_of
-
     with failures(as_json):
+        from fp8_ds.checkpoint.convert import convert as run
+        from fp8_ds.checkpoint.convert import kind_of
+
         with argument("source"):
             kind_of(source)
         found = run(source, out, to.value, tag, stage, model, trust_pickle)

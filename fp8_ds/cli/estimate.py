@@ -44,7 +44,7 @@ _PARTS = {
 def estimate(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
-    world: Annotated[int, typer.Option("--world", min=1, max=100_000, help="Ranks of data parallelism.")] = 1,
+    world: Annotated[int, typer.Option("--world", min=1, max=100_000, help="Ranks of the run.")] = 1,
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, help="Tokens of a sequence. Default: 4096, or a model's positions.")
     ] = None,
@@ -66,7 +66,8 @@ def estimate(
     With `schedule.fp32_states_from_step` also after that step, with a schedule or guard that sends layers to bf16 also
     with these there; what must fit is the largest.
 
-    Exit codes: 0 done, 1 more than --memory, 2 wrong usage or refused, 3 file error, 4 an error of your model.
+    Exit codes: 0 done, 1 more than --memory, 2 wrong usage, refused or your model cannot be built, 3 file error,
+    4 an error in its forward, or a defect.
     """
     from fp8_ds.errors import ConfigError
 

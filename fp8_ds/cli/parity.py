@@ -68,7 +68,7 @@ def parity(
     """Trains your model in bf16 and in FP8 from the same weights on the same text, and says whether the loss is alike.
 
     Arms: bf16; default, exactly {"enabled": true}; config, the block in --config; tensorwise, delayed, rowwise,
-    rowwise_with_gw_hp, blockwise, fp32-master, e4m19, e4m11, which change that block; NAME=FILE.json.
+    rowwise_with_gw_hp, blockwise, ends-in-bf16, fp32-master, e4m19, e4m11, which change that block; NAME=FILE.json.
 
     Exit codes: 0 parity of all arms, 1 not, or runs are left, 2 wrong usage or refused, 3 file error, 4 a defect.
     """
@@ -210,8 +210,10 @@ def _check(config: dict[str, Any], gpus: int) -> None:
 
 def _sequences(config: dict[str, Any], gpus: int) -> int:
     """Of a micro-batch on all ranks, in a configuration that `_check` has let pass."""
+    from fp8_ds.judgement import autotp_size
+
     if (micro := config.get("train_micro_batch_size_per_gpu")) is not None:
-        return int(micro) * (gpus // (int(config.get("tensor_parallel", {}).get("autotp_size", 1)) or 1))
+        return int(micro) * (gpus // autotp_size(config))
     return int(config["train_batch_size"]) // int(config.get("gradient_accumulation_steps") or 1)
 
 
@@ -252,22 +254,15 @@ def _check_plans(spec: ModelSpec, arms: Mapping[str, Fp8Config], seq: int) -> No
             tokens.
         UnsupportedError: its attention does not take the backend of an arm.
     """
-    from fp8_ds.errors import Fp8DsError
+    from fp8_ds.errors import ModelError
     from fp8_ds.model_spec import sequence_length
     from fp8_ds.nn.convert import make_plan
 
     try:
         module = spec.build()
-    except Fp8DsError:
-        raise
-    except Exception as error:  # whatever a function of the user's may raise without weights that it can read
-        if spec.function is None:
-            raise
-        what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+    except ModelError as error:  # it may need weights that it can read, which it gets in a run
         typer.echo(
-            f"fp8-ds: MODEL: expected {spec.name} to build its model on the meta device, got {what}. Whether "
-            "it has layers for FP8 shows when the first run in FP8 starts.",
-            err=True,
+            f"fp8-ds: {error.problem}. Whether it has layers for FP8 shows when the first run in FP8 starts.", err=True
         )
         return
     sequence_length(module, seq)

@@ -37,7 +37,7 @@ _SCHEDULED = "fp8.schedule, in all steps"
 def plan(
     model: Annotated[str, typer.Argument(help="A config.json, its folder, module:function, or llama-8b and the like.")],
     config: Annotated[Path, typer.Option("--config", help="The DeepSpeed configuration.")],
-    world: Annotated[int, typer.Option("--world", min=1, help="Ranks of data parallelism.")] = 1,
+    world: Annotated[int, typer.Option("--world", min=1, help="Ranks of the run.")] = 1,
     seq: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +49,8 @@ def plan(
 ) -> None:
     """Each layer, its shape, its recipe or the reason for bf16; the share of FLOPs in FP8. No GPU, no download.
 
-    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage or refused, 3 file error, 4 an error of your model.
+    Exit codes: 0 done, 1 no layer would be in FP8, 2 wrong usage, refused or an error of your model, 3 file error,
+    4 a defect.
     """
     with failures(as_json):
         from fp8_ds.judgement import filled_in
@@ -70,7 +71,8 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.config import Fp8Config
     from fp8_ds.engine.refusals import zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
-    from fp8_ds.errors import ConfigError
+    from fp8_ds.errors import ConfigError, UnsupportedError
+    from fp8_ds.judgement import autotp_size
     from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import apply_plan, make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
@@ -80,6 +82,11 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     if not fp8.enabled:
         raise ConfigError('fp8.enabled: expected true, got false or no "fp8" block. Nothing would be in FP8.')
     refuse_settings(fp8, config)
+    if (autotp := autotp_size(config)) > 1:
+        raise UnsupportedError(
+            f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed cuts layers when a run starts, "
+            "and plan sees them whole only: leave it out to see which ones would be in FP8, and divide --world by it."
+        )
     stage = zero_stage(config)
     with argument("MODEL"):
         module = read_spec(model, settings).build()

@@ -18,7 +18,7 @@ from fp8_ds.engine.order import refuse_other_order
 from fp8_ds.engine.precision import Request
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.health import HealthMonitor
+from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -123,6 +123,25 @@ class Fp8Engine(Fp8Checkpoints):
     def _fp8_health(self: Any) -> HealthMonitor | None:
         following = self._fp8_following
         return None if following is None or following.health is None else following.health.monitor
+
+    def add_fp8_listener(self: Any, listener: Listener) -> Listening:
+        """`listener` is called with a `Report` of each sampled step, one step later, until the handle's `remove()`.
+
+        On each rank that adds it; in the same step on all of them, with the same numbers of layers on data-parallel
+        ranks. Not with the report of a run's last step. What it raises is raised. Checkpoints do not keep it.
+
+        Args:
+            listener: takes a report; it must not keep or change what is in it.
+
+        Raises:
+            ConfigError: neither monitor nor guard is on; or it is called already.
+        """
+        if (health := self._fp8_health) is None:
+            raise ConfigError(
+                "add_fp8_listener: expected an engine with layers in FP8 and fp8.monitor or fp8.guard on, got neither "
+                'of the two. Set "monitor": {"every": 100} and its "sink", which may be "/dev/null".'
+            )
+        return health.listen(listener)
 
     def fp8_report(self: Any) -> dict[str, Any]:
         """What FP8 does in this engine, on this rank.

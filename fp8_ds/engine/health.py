@@ -52,8 +52,8 @@ class Health:
         settings, guards = engine.fp8.config.monitor, engine.fp8.config.guard.action is not None
         if not settings.every and not guards:
             return None
-        every, sink = (settings.every, settings.sink) if settings.every else (GUARD_EVERY, None)
-        monitor = health_monitor(engine, every, sink, warn)
+        every, sinks = (settings.every, settings.sinks) if settings.every else (GUARD_EVERY, ())
+        monitor = health_monitor(engine, every, sinks, warn)
         guard = make_guard(engine, to_bf16, say) if guards else None
         if guard is not None:
             monitor.listeners.append(guard)
@@ -80,13 +80,13 @@ class Health:
             self.guard.load_state_dict(None if state is None else state["guard"])
 
 
-def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> HealthMonitor:
+def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> HealthMonitor:
     """Samples the FP8 layers of `engine`; not started yet.
 
     Args:
         engine: built, with its ZeRO optimizer.
         every: steps between samples.
-        sink: "deepspeed", a path, or None: nothing is written.
+        sinks: "deepspeed", or paths; none: nothing is written.
         warn: called with a line of this rank where a sink fails.
     """
     context, optimizer = engine.fp8, engine.optimizer
@@ -112,7 +112,7 @@ def health_monitor(engine: Any, every: int, sink: str | None, warn: Say) -> Heal
         }
 
     health = HealthMonitor(every, table, Observers(found, table, engine.module), gauges, facts, warn)
-    if sink is not None:
+    for sink in sinks:
         health.sinks.extend(_listener(engine, sink, group))
     return health
 

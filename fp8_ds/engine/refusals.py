@@ -5,7 +5,7 @@ One row per combination; docs/refusals.md shows the same table (a test compares 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -398,11 +398,11 @@ def refuse_config(config: Config) -> None:
         raise UnsupportedError(f'"fp8" is enabled together with what it does not support:\n{rows}')
 
 
-def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
+def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> None:
     """Nothing happens if the health monitor's reports will be seen, as far as this rank has a part in it.
 
     Args:
-        sink: fp8.monitor.sink.
+        sinks: of fp8.monitor.sink.
         rank: of this process; rank 0 alone writes to DeepSpeed's monitor, and to the path itself.
 
     Raises:
@@ -410,9 +410,10 @@ def refuse_unread_reports(sink: str, config: Config, rank: int) -> None:
     """
     if rank != 0:
         return
-    if sink != "deepspeed":
-        _refuse_unwritable(sink)
-    elif not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
+    for sink in sinks:
+        if sink != "deepspeed":
+            _refuse_unwritable(sink)
+    if "deepspeed" in sinks and not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
         raise ConfigError(
             f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
             'enabled, got "deepspeed" and none of these, on rank 0, which writes. Write a path for JSON lines, or '

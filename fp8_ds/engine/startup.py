@@ -44,7 +44,7 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
     """
     refuse_settings(fp8, config)
     if fp8.monitor.every:
-        refuse_unread_reports(fp8.monitor.sink, config, rank)
+        refuse_unread_reports(fp8.monitor.sinks, config, rank)
     if fp8.attention.backend is not None:
         from fp8_ds.attention.huggingface import refuse_backend
 

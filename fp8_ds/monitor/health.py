@@ -8,12 +8,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.gauges import Gauge
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.sinks import Change, Report
 from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable, TensorStatistics
 
 Listener = Callable[[Report], None]
+
+
+class Listening:
+    """A listener that is called, until `remove()`.
+
+    Args:
+        listener: one of `listeners`.
+        listeners: of a monitor.
+    """
+
+    def __init__(self, listener: Listener, listeners: list[Listener]) -> None:
+        self._listener = listener
+        self._listeners = listeners
+
+    def remove(self) -> None:
+        """It is called no more; nothing happens if it is gone."""
+        if self._listener in self._listeners:
+            self._listeners.remove(self._listener)
 
 
 @dataclass
@@ -73,6 +92,17 @@ class HealthMonitor:
         self._is_sampling = False
         self._ended: _Ended | None = None
         self._scales: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def listen(self, listener: Listener) -> Listening:
+        """`listener` is called with each report from the next one on, until the handle's `remove()`.
+
+        Raises:
+            ConfigError: it is one already.
+        """
+        if listener in self.listeners:
+            raise ConfigError(f"listener: expected one that is not called yet, got {listener}. Add it once.")
+        self.listeners.append(listener)
+        return Listening(listener, self.listeners)
 
     def start(self, step: int) -> None:
         """Steps are counted from `step` on; the first may be a sampled one. What is sampled now is dropped."""
@@ -161,7 +191,7 @@ class HealthMonitor:
                     f"fp8: monitor, step {report.step}: {sink} failed ({type(error).__name__}: {str(error)[:300]}); it "
                     "gets no more reports, and training goes on"
                 )
-        for listener in listeners:
+        for listener in tuple(listeners):  # one may remove itself
             listener(report)
 
     def _received(self) -> _Ended | None:

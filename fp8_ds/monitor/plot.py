@@ -1,5 +1,6 @@
 """Heat maps of the layers over time, from the JSON lines that the monitor wrote.
 
+    fp8-ds heatmap health.jsonl health.png [--statistic underflow]
     python -m fp8_ds.monitor.plot health.jsonl health.png [--statistic underflow]
 
 Needs matplotlib.

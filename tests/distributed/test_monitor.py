@@ -17,6 +17,7 @@ import torch
 import training
 
 from fp8_ds.curves import read_events
+from fp8_ds.monitor.plot import read_reports
 
 pytestmark = pytest.mark.distributed
 
@@ -203,9 +204,9 @@ def test_compiled_layers_are_watched_with_the_same_numbers(ranks: Any, stage: in
         assert one["layers"] == other["layers"]
 
 
-def events(directory: str) -> list[str]:
+def events(directory: str, sink: str | list[str] = "deepspeed") -> list[str]:
     csv = {"enabled": True, "output_path": directory, "job_name": "run"}
-    config = training.ds_config(2, {"monitor": {"every": 2}}, csv_monitor=csv)
+    config = training.ds_config(2, {"monitor": {"every": 2, "sink": sink}}, csv_monitor=csv)
     engine = training.build(config)
     training.train(engine, 3)
     training.destroy(engine)
@@ -218,6 +219,16 @@ def test_deepspeeds_csv_monitor_gets_a_file_for_each_number(ranks: Any, tmp_path
     assert "fp8_blocks.0.up_grad_output_underflow.csv" in names
     rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()
     assert len(rows) == 2 and rows[1].split(",")[0] == str(2 * 2 * training.MICRO_BATCH)  # samples after 2 steps
+
+
+def test_deepspeeds_monitor_and_json_lines_get_the_same_reports_in_one_run(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "health.jsonl"
+    names = ranks(2).run(events, str(tmp_path), ["deepspeed", str(path)])[0]
+    (report,) = read_reports(path)
+    amax = report["layers"]["blocks.0.up"]["input"]["amax"]
+    assert "fp8_coverage.csv" in names
+    rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()
+    assert [row.split(",") for row in rows[1:]] == [[str(report["samples"]), str(amax)]]
 
 
 def services() -> tuple[list[Any], list[Any], list[Any]]:
@@ -311,12 +322,12 @@ def raising() -> str:
     def listener(report: Any) -> None:
         raise KeyError("a user's own")
 
-    engine._fp8_health.listeners.append(listener)
+    handle = engine.add_fp8_listener(listener)
     training.train(engine, 1)
     with pytest.raises(KeyError, match="a user's own"):
         training.train(engine, 1, 1)
     engine.micro_steps += 1  # stock counts it after the step
-    engine._fp8_health.listeners.clear()
+    handle.remove()
     engine.backward(engine(training.micro_batches(2, 1)[0]))
     engine.step()
     try:
@@ -423,6 +434,24 @@ def refused() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def listened_without_a_monitor() -> str:
+    from fp8_ds.errors import ConfigError
+
+    engine = training.build(training.ds_config(2, {}))
+    try:
+        engine.add_fp8_listener(print)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        training.destroy(engine)
+    return ""
+
+
+def test_a_listener_that_nobody_would_call_is_refused(ranks: Any) -> None:
+    messages = ranks(2).run(listened_without_a_monitor)
+    assert all("add_fp8_listener: expected" in one and '"monitor": {"every": 100}' in one for one in messages)
 
 
 def test_a_monitor_that_nobody_reads_is_refused(ranks: Any) -> None:

@@ -77,6 +77,13 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
 
 
+def test_a_sink_is_a_string_or_a_list_of_them() -> None:
+    for sink, sinks in (("deepspeed", ("deepspeed",)), (["deepspeed", "a.jsonl"], ("deepspeed", "a.jsonl"))):
+        config = Fp8Config.from_block({"enabled": True, "monitor": {"every": 1, "sink": sink}})
+        assert config.monitor.sinks == sinks
+        assert config.to_state()["monitor"]["sink"] == sink  # as JSON has it
+
+
 @pytest.mark.parametrize(
     ("block", "master"),
     [
@@ -263,6 +270,36 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "monitor": {"every": 1, "sink": ""}},
         "fp8.monitor.sink:",
         ['a string of at least one character, got "". Remove the key for the default, "deepspeed".'],
+    ),
+    "a sink that is a number": (
+        {"enabled": True, "monitor": {"every": 1, "sink": 3}},
+        "fp8.monitor.sink:",
+        ['expected string or list of strings, got 3. Remove the key for the default, "deepspeed".'],
+    ),
+    "sinks that are none": (
+        {"enabled": True, "monitor": {"every": 1, "sink": []}},
+        "fp8.monitor.sink:",
+        ["expected string or list of strings, got []"],
+    ),
+    "sinks of which one is a number": (
+        {"enabled": True, "monitor": {"every": 1, "sink": ["deepspeed", 3]}},
+        "fp8.monitor.sink:",
+        ['expected string or list of strings, got ["deepspeed", 3]'],
+    ),
+    "sinks of which one has no name": (
+        {"enabled": True, "monitor": {"every": 1, "sink": ["deepspeed", ""]}},
+        "fp8.monitor.sink:",
+        ["a string of at least one character"],
+    ),
+    "a sink twice": (
+        {"enabled": True, "monitor": {"every": 1, "sink": ["a.jsonl", "deepspeed", "a.jsonl"]}},
+        "fp8.monitor.sink:",
+        ['expected each sink once, got "a.jsonl" 2 times. Leave one.'],
+    ),
+    "sinks for nothing": (
+        {"enabled": True, "monitor": {"sink": ["deepspeed", "health.jsonl"]}},
+        "fp8.monitor.sink:",
+        ['expected "deepspeed" with every 0, got ["deepspeed", "health.jsonl"]'],
     ),
     "fp32 states from the start by a schedule": (
         {"enabled": True, "schedule": {"fp32_states_from_step": 0}},

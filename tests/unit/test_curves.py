@@ -116,6 +116,40 @@ def test_a_folder_of_deepspeeds_monitor_without_a_loss_is_told_how_to_write_one(
         read_curve(events)
 
 
+def test_a_file_without_a_loss_is_refused_with_the_columns_that_have_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("step,name,nll,lr\n1,x,2.5,1e-3\n2,y,,1e-3\n")
+    with pytest.raises(ConfigError) as refused:
+        read_curve(path)
+    assert str(refused.value) == (
+        f'{path}: expected a column with "loss" in its name, got none. Name one by --column. '
+        "With numbers there are: lr, nll."
+    )
+    assert read_curve(path, "nll").losses == (2.5,)
+    with pytest.raises(ConfigError, match=r"got 'nil'\. With numbers there are: lr, nll\."):
+        read_curve(path, "nil")
+    path.write_text("step,name\n1,x\n")
+    with pytest.raises(ConfigError, match=r"No column has numbers: name another file\."):
+        read_curve(path)
+    events = tmp_path / "events.out.tfevents.1"
+    events.write_bytes(b"".join(record(f"fp8/layers.{n}".encode(), 5, 0.5) for n in range(10, 40)))
+    with pytest.raises(ConfigError, match=r"there are: fp8/layers\.10, .*fp8/layers\.29 and 10 more\.$"):
+        read_curve(events)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_health_file_is_said_to_hold_no_loss(tmp_path: Path, is_folder: bool) -> None:
+    layers = {"a": {"input": {"amax": 1.0}}}
+    path = tmp_path / "health.jsonl"
+    path.write_text(json.dumps({"step": 2, "samples": 8, "coverage": 1.0, "layers": layers}) + "\n")
+    with pytest.raises(ConfigError, match=r"expected a loss, got reports of fp8\.monitor, which hold none\. Name"):
+        read_curve(tmp_path if is_folder else path)
+    assert read_curve(path, "coverage").losses == (1.0,)
+    path.write_text(json.dumps({"step": 2, "layers": layers | {f"layers.{n}": {} for n in range(99)}}) + "\n")
+    with pytest.raises(ConfigError, match=r"health\.jsonl: expected numbers, got \{'a': .{,80} \.\.\.\. Name a file"):
+        read_curve(path, "layers")
+
+
 def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss_a,loss_b\n1,2,3\n")
     with pytest.raises(ConfigError, match=r"expected one loss .*got \['loss_a', 'loss_b'\]"):

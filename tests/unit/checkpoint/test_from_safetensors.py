@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.convert import convert
 from fp8_ds.checkpoint.manifest import read_manifest
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 
+ROOT = Path(__file__).parents[3]
 WEIGHTS = {
     "a.weight": torch.randn(33, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "scale": torch.tensor(0.1, dtype=torch.float16),
@@ -143,3 +147,30 @@ def test_options_that_safetensors_need_and_that_they_do_not_have(tmp_path: Path)
         convert(source, tmp_path / "out", "universal")
     with pytest.raises(ConfigError, match=r"--trust-pickle: expected it with files of torch.save"):
         convert(source, tmp_path / "out", "universal", stage=2, trust_pickle=True)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "universal"])
+def test_without_the_package_it_is_named_with_what_installs_it_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    source = tmp_path / "source"
+    if to == "safetensors":
+        (source / "zero").mkdir(parents=True)
+        (source / GLOBAL_STATE).write_bytes(b"not read")
+    else:
+        write(source, one=WEIGHTS)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    words = ["convert", str(source), str(tmp_path / "out"), "--to", to, "--json"]
+    result = CliRunner().invoke(app, [*words, "--stage", "2"] if to == "universal" else words)
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
+    assert error.startswith("safetensors: expected the package to be installed, got ")
+    assert error.endswith(". Run: pip install safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_package_comes_with_ours() -> None:
+    """`fp8-ds convert` is there after `pip install -e .`."""
+    (wanted,) = re.findall(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert "safetensors" in {re.split("[<>=]", one)[0] for one in json.loads(wanted)}

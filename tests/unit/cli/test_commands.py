@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +62,52 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--minutes"),
             *("--out", "--pretrained", "--seeds", "--seq", "--set", "--steps", "--tokenizer"),
         ],
+        "heatmap": ["--json", "--statistic"],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
+    assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
     for name, options in found.items():
         section = page.split(f"\n## {name}")[1].split("\n## ")[0]
         assert all(f"`{option}" in section for option in options if option != "--json"), (name, options)
         assert "Exit codes" in section
+
+
+def test_the_version_is_that_of_each_part() -> None:
+    import deepspeed
+    import torch
+
+    from fp8_ds import __version__
+
+    expected = {"fp8_ds": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    code, found = run("--version")
+    assert code == 0 and found == expected
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines() == [f"{name} {version}" for name, version in expected.items()]
+
+
+def test_the_version_of_what_is_not_installed_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "installed", lambda _: None)
+    assert run("--version")[1]["torch"] is None
+    assert "deepspeed not installed" in CliRunner().invoke(app, ["--version"]).stdout
+
+
+def test_help_says_first_what_a_command_is_for() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.replace("│", "").split())
+    assert "convert Converts checkpoints: " in shown
+    assert all(f" {name} " in shown for name in ("--version", "doctor", "plan", "estimate", "compare", "parity"))
+
+
+@pytest.mark.parametrize("place", ["help", "page"])
+def test_the_arms_of_parity_are_all_named(place: str) -> None:
+    from fp8_ds.cli.parity import parity
+    from fp8_ds.parity.arms import BASE, CHANGES, DEFAULT, OWN
+
+    text = parity.__doc__ or ""
+    if place == "page":
+        text = (ROOT / "docs/cli.md").read_text().split("\n## parity")[1].split("\n## ")[0]
+    words = set(re.findall(r"[\w-]+", text))
+    assert {BASE, OWN, DEFAULT, *CHANGES} <= words
 
 
 # --- plan ---
@@ -184,6 +225,30 @@ def test_plan_refuses_what_training_would(tmp_path: Path) -> None:
     assert run("plan", "llama-8b", "--config", tmp_path / "missing.json")[0] == 3
     (tmp_path / "bad.json").write_text("{")
     assert run("plan", "llama-8b", "--config", tmp_path / "bad.json")[0] == 2
+
+
+@pytest.mark.parametrize("size", [4, "4"])
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_what_autotp_would_cut_is_refused_and_not_shown_whole(tmp_path: Path, command: str, size: int | str) -> None:
+    """DeepSpeed reads the number in quotes, too."""
+    changes = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": size}}
+    common = ("llama-8b", "--world", 8, *SMALL, "--seq", 8, "--config")
+    more = ("--micro-batch", 1) if command == "estimate" else ()
+    code, found = run(command, *common, written(tmp_path, **changes), *more)
+    assert code == 2 and re.search("tensor_parallel.autotp_size: (expected 1 or none, got )?4", found["error"])
+    assert run(command, *common, written(tmp_path, **changes | {"tensor_parallel": {"autotp_size": 1}}), *more)[0] == 0
+
+
+def test_world_has_one_meaning() -> None:
+    commands: Any = typer.main.get_command(app)
+    helps = {
+        name: option.help
+        for name, command in commands.commands.items()
+        for option in command.params
+        if "--world" in option.opts
+    }
+    assert set(helps) == {"doctor", "plan", "estimate"}
+    assert all(text.startswith("Ranks of the run") for text in helps.values())
 
 
 @pytest.mark.parametrize(
@@ -328,6 +393,28 @@ def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> Non
     assert "then layers in" in CliRunner().invoke(app, [str(word) for word in common]).stdout
 
 
+# --- heatmap ---
+
+
+def test_heatmap_draws_the_reports_of_a_file_and_says_what_they_are_of(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, out = tmp_path / "health.jsonl", tmp_path / "health.png"
+    lines = [{"step": step, "layers": {name: {"input": {"amax": 1.0}} for name in "ab"}} for step in (10, 20, 20)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = run("heatmap", path, out, "--statistic", "amax")
+    assert (code, found) == (0, {"file": str(out), "statistic": "amax", "num_layers": 2, "steps": [10, 20]})
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    shown = CliRunner().invoke(app, ["heatmap", str(path), str(out)]).stdout
+    assert shown == f"{out}: underflow of 2 layers, 2 samples, steps 10 to 20\n"
+
+
+def test_heatmap_takes_the_statistics_that_can_be_drawn() -> None:
+    from fp8_ds.cli.heatmap import Statistic
+    from fp8_ds.monitor.plot import STATISTICS
+
+    assert tuple(one.value for one in Statistic) == STATISTICS
+
+
 # --- doctor ---
 
 
@@ -446,8 +533,8 @@ def test_doctor_has_no_for_an_answer_where_deepspeed_is_missing(
     tmp_path: Path, autoload_is: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     autoload_is(True)
-    installed = diagnosis._installed
-    monkeypatch.setattr(diagnosis, "_installed", lambda name: None if name == "deepspeed" else installed(name))
+    installed = diagnosis.installed
+    monkeypatch.setattr(diagnosis, "installed", lambda name: None if name == "deepspeed" else installed(name))
     code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
     assert code == 1 and found["config"]["on"] == "no"
     assert found["config"]["reasons"] == ["deepspeed: not installed."]
@@ -500,7 +587,7 @@ def test_doctor_says_what_the_symbols_of_megatron_are() -> None:
 
 def test_doctor_names_a_command_for_each_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(diagnosis, "_installed", lambda name: None)
+        patch.setattr(diagnosis, "installed", lambda name: None)
         missing = {check.name: check for check in diagnosis.checks()}["torch"]
     assert missing.status == "missing" and missing.remedy == "pip install 'torch==2.13.*'"
     monkeypatch.setattr("torch.version.cuda", "12.8")

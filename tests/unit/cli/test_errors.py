@@ -95,8 +95,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
-        (("plan", "ours_a8:raises", "--config", "ds.json"), 4, "RuntimeError: kaputt"),
-        (("plan", "ours_a8:reads", "--config", "ds.json"), 4, "meta"),
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
         (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
@@ -129,7 +127,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("plan", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024, the positions that"),
         (("estimate", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024"),
         (("parity", "gpt2", "--config", "ds.json", "--data", "short.txt", "--seq", 1025), 2, "--seq: expected at most"),
+        (("heatmap", "gone.jsonl", "o.png"), 3, "REPORTS: expected a file or folder to work with, got 'No such file"),
+        (("heatmap", "cut.jsonl", "o.png"), 2, "may have left half a line"),
+        (("heatmap", "bf16.jsonl", "o.png"), 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
+        (("heatmap", "health.jsonl", "o.pdf"), 2, "out: expected a file that ends in .png, got o.pdf"),
+        (("heatmap", "health.jsonl", "gone/o.png"), 3, "OUT: expected a file or folder to work with"),
+        (("heatmap", "health.jsonl", "o.png", "--statistic", "mean"), 2, "--statistic"),
         (("doctor", "--no-such-option"), 2, "--no-such-option"),
+        (("--json", "doctor"), 2, "--json: expected it behind the command"),
+        ((), 2, "Missing command"),
         (("plan", "llama-8b"), 2, "--config"),
         (("no-such-command",), 2, "no-such-command"),
         (("estimate", "llama-8b", "--config", "ds.json", "--world", "two"), 2, "--world"),
@@ -142,6 +148,31 @@ def test_every_error_has_its_message_and_its_exit_code(arguments: tuple[object, 
     assert result.exit_code == code and list(found) == ["error"] and words in found["error"]
     assert ("Traceback" in result.stderr) == (code == 4)
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == set(FILES)
+
+
+OF_THE_MODEL = [
+    (command, model, words)
+    for model, words in (
+        ("ours_a8:raises", "expected ours_a8:raises to build its model on the meta device, got RuntimeError: kaputt. "),
+        ("ours_a8:reads", "expected ours_a8:reads to build its model on the meta device, got "),
+        ("broken_a8:make", "expected broken_a8 to be a module that can be imported, got ZeroDivisionError: division "),
+        ("syntax:make", "expected syntax to be a module that can be imported, got SyntaxError: invalid syntax"),
+    )
+    for command in ("plan", "estimate", "parity")
+    if command != "parity" or "to build" not in words  # its runs have weights: test_parity_command.py
+]
+
+
+@pytest.mark.parametrize(("command", "model", "words"), OF_THE_MODEL)
+def test_an_error_of_the_users_own_model_is_named_as_that_and_not_as_a_defect(
+    folder: Path, command: str, model: str, words: str
+) -> None:
+    (folder / "broken_a8.py").write_text("1 / 0\n")
+    more = ["--data", "short.txt"] if command == "parity" else []
+    result = CliRunner().invoke(app, [command, model, "--config", "ds.json", *more, "--json"])
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and error.startswith(f"MODEL: {words}")
+    assert "standard error" in error and "report a defect" not in error and "Traceback" in result.stderr
 
 
 def test_a_key_is_not_taken_unseen_where_transformers_cannot_tell_which_there_are(
@@ -233,7 +264,19 @@ def test_the_plot_writes_a_png_and_nothing_else(folder: Path, capsys: pytest.Cap
 
 
 def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_installed", lambda package: None if package == "torch" else "1.0")
+    monkeypatch.setattr(diagnosis, "installed", lambda package: None if package == "torch" else "1.0")
     result = CliRunner().invoke(app, ["doctor", "--json"])
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 1 and checks["torch"]["status"] == "missing" and "install" in checks["torch"]["remedy"]
+
+
+def test_doctor_names_what_installs_each_package_that_a_command_or_hugging_face_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("transformers", "accelerate", "peft", "safetensors", "matplotlib")
+    installed = diagnosis.installed
+    for version in (None, "1.0"):
+        monkeypatch.setattr(diagnosis, "installed", lambda one, v=version: v if one in names else installed(one))
+        checks = {check.name: check for check in diagnosis.checks()}
+        assert {checks[name].status for name in names} == {"ok" if version else "optional"}
+        assert all(version or ("pip install" in checks[name].remedy and name in checks[name].remedy) for name in names)

@@ -307,8 +307,8 @@ def test_a_sink_that_cannot_be_written_is_refused_by_the_rank_that_writes(tmp_pa
     (tmp_path / "file").touch()
     path = str(tmp_path / sink)
     with pytest.raises(ConfigError, match=f'fp8.monitor.sink: expected a path that can be written.* got "{path}" '):
-        refuse_unread_reports(path, GOOD, 0)
-    refuse_unread_reports(path, GOOD, 1)  # its host may have no such folder, and it writes nothing there
+        refuse_unread_reports([path], GOOD, 0)
+    refuse_unread_reports([path], GOOD, 1)  # its host may have no such folder, and it writes nothing there
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
@@ -320,9 +320,9 @@ def test_a_sink_in_the_users_home_is_written_there(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         ConfigError, match=r'expected a path that can be written.* got "~/health.jsonl" \(Not a directory'
     ):
-        refuse_unread_reports("~/health.jsonl", GOOD, 0)
+        refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    refuse_unread_reports("~/health.jsonl", GOOD, 0)
+    refuse_unread_reports(["~/health.jsonl"], GOOD, 0)
     monkeypatch.setattr(health.ds_comm, "get_rank", lambda: 0)
     monkeypatch.setattr(health.dist, "get_rank", lambda group: 0)
     (sink,) = health._listener(None, "~/health.jsonl", None)
@@ -334,6 +334,15 @@ def test_a_sink_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     for sink in ("old.jsonl", "new.jsonl", "a/b/new.jsonl", "pipe", "/dev/null", "/dev/full", "deepspeed"):
-        refuse_unread_reports(sink, GOOD | {"csv_monitor": {"enabled": True}}, 0)
+        refuse_unread_reports([sink], GOOD | {"csv_monitor": {"enabled": True}}, 0)
     assert (tmp_path / "old.jsonl").read_text() == "a line\n"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["old.jsonl", "pipe"]
+
+
+def test_each_of_several_sinks_must_take_reports(tmp_path: Path) -> None:
+    path, with_csv = str(tmp_path / "health.jsonl"), GOOD | {"csv_monitor": {"enabled": True}}
+    refuse_unread_reports(["deepspeed", path], with_csv, 0)
+    with pytest.raises(ConfigError, match='got "deepspeed" and none of these'):
+        refuse_unread_reports([path, "deepspeed"], GOOD, 0)
+    with pytest.raises(ConfigError, match=f'expected a path that can be written.* got "{tmp_path}" '):
+        refuse_unread_reports(["deepspeed", str(tmp_path)], with_csv, 0)

@@ -130,6 +130,27 @@ def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
     assert [report.step for report in written] == [2, 4] and [report.step for report in acted] == [2]
 
 
+def test_a_listener_is_called_until_it_is_removed_and_only_once_a_report() -> None:
+    model, health, _, _ = build(1)
+    first: list[int] = []
+    second: list[int] = []
+
+    def once(report: Report) -> None:
+        first.append(report.step)
+        handle.remove()
+
+    handle, other = health.listen(once), health.listen(lambda report: second.append(report.step))
+    with pytest.raises(ConfigError, match=r"listener: expected one that is not called yet, got .*once"):
+        health.listen(once)
+    health.start(0)
+    train(model, health, range(3))
+    assert (first, second) == ([1], [1, 2])
+    other.remove()
+    other.remove()
+    train(model, health, range(3, 5))
+    assert second == [1, 2]
+
+
 def test_the_age_of_a_scale_counts_from_the_last_sample_that_saw_it_change() -> None:
     model, health, reports, _ = build(1)
     health.start(0)
