@@ -1,6 +1,7 @@
 """The table of measured layer times that ships for a device: what `"layer_choice": "measured"` reads.
 
-    python benchmarks/layer_table.py --out fp8_ds/nn/tables/nvidia-h200.json       # one H200
+    python benchmarks/layer_table.py                                               # for this machine
+    python benchmarks/layer_table.py --out fp8_ds/nn/tables/nvidia-h200.json       # one H200; remove the old one first
     python benchmarks/layer_table.py --dry-run --out table.json                    # CPU, tiny; no table to ship
 
 Each row is what one linear, forward and backward, takes GPU and host, in FP8 and in bf16 (fp8_ds/nn/measure.py). Rows
@@ -25,7 +26,7 @@ from typing import Any, get_args
 import torch
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.choice import Case, LayerTable, Machine
+from fp8_ds.nn.choice import Case, LayerTable, Machine, cache_file
 from fp8_ds.nn.measure import Step, Taken, time_case
 
 LLAMA_8B = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]
@@ -65,11 +66,17 @@ def host_clock(steps: Sequence[Step]) -> list[Taken]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the layer table of this device.")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write, or to go on with")
+    where = (
+        "JSON file to write, or to go on with; without it the one in the cache, which is read before those that ship"
+    )
+    parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after these; the next run goes on")
     parser.add_argument("--dry-run", action="store_true", help="on CPU with 1/64 of the sides")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dry_run and args.out is None:
+        parser.error("--dry-run needs --out: its rows are none to choose layers by")
+    return args
 
 
 def main() -> int:
@@ -77,7 +84,8 @@ def main() -> int:
     device = torch.device("cpu" if args.dry_run else "cuda")
     how: dict[str, Any] = {"clock": host_clock} if args.dry_run else {}
     machine = Machine.of(device)
-    table = LayerTable.read(args.out) if args.out.exists() else LayerTable(machine)
+    out: Path = args.out or cache_file(machine)
+    table = LayerTable.read(out) if out.exists() else LayerTable(machine)
     if table.machine != machine:
         raise SystemExit(f"--out: expected a table of {machine!r}, got one of {table.machine!r}. Name another file.")
     cases = list(dict.fromkeys(make_cases(args.recipes, 64 if args.dry_run else 1)))
@@ -88,14 +96,14 @@ def main() -> int:
         if time.monotonic() > end:
             print("out of time: run again to go on")
             break
-        table.times[case] = time_case(case, device, **how)
-        table.write(args.out)
+        table.add({case: time_case(case, device, **how)})
+        table.write(out)
         found = table.times[case]
         launched = f"launched in {found.fp8_host_us:.0f}, {found.bf16_host_us:.0f} us"
         verdict = f"{found.verdict(found.fp8_is_faster)}; {launched}"
         print(f"{case.recipe} {case.grad_dtype} M {case.m} {case.describe()}: {verdict}", flush=True)
     known = [table.times[case] for case in cases if case in table.times]
-    print(f"{sum(found.fp8_is_faster for found in known)} of {len(known)} rows are faster in FP8")
+    print(f"{sum(found.fp8_is_faster for found in known)} of {len(known)} rows are faster in FP8: {out}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Which linears are worth FP8: a table of measured times, the files it lives in, and the choice that follows.
 
 A row holds what one linear, forward and backward, takes the device and what it takes the host to launch, in FP8 and in
-bf16. Rows hold where they were measured: with the same device, torch, CUDA and fp8_ds. docs/layer-choice.md says how to
-read and make a table.
+bf16. Rows hold where they were measured: with the same device, torch, CUDA, layers and kernels; of a table that ships,
+with whatever layers and kernels. docs/layer-choice.md says how to read and make a table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from datetime import date
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +21,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from fp8_ds import __version__
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import Plan
+from fp8_ds.nn.sources import code_hash
 
 SHIPPED = Path(__file__).with_name("tables")
 """One file per machine, written by benchmarks/layer_table.py."""
@@ -43,12 +44,16 @@ class _Record(BaseModel):
 
 
 class Machine(_Record):
-    """Where times hold."""
+    """Where times hold.
+
+    Args:
+        code: of fp8_ds's layers and kernels, see `code_hash`.
+    """
 
     device: str
     torch_version: str
     cuda_version: str
-    fp8_ds_version: str
+    code: str
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
@@ -56,7 +61,7 @@ class Machine(_Record):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         version = torch.__version__.partition("+")[0]
         cuda = torch.version.cuda or "none"
-        return cls(device=name, torch_version=version, cuda_version=cuda, fp8_ds_version=__version__)
+        return cls(device=name, torch_version=version, cuda_version=cuda, code=code_hash())
 
     def describe(self) -> str:
         return f"{self.device}, torch {self.torch_version}, CUDA {self.cuda_version}"
@@ -126,8 +131,9 @@ class _Row(_Record):
 
 
 class _File(_Record):
-    version: Literal[2]
+    version: Literal[3]
     machine: Machine
+    measured: date
     rows: tuple[_Row, ...]
 
 
@@ -137,11 +143,20 @@ class LayerTable:
     Args:
         machine: where they were measured.
         times: what is known.
+        measured: the day of the last of them; None: today.
     """
 
-    def __init__(self, machine: Machine, times: Mapping[Case, Times] | None = None) -> None:
+    def __init__(
+        self, machine: Machine, times: Mapping[Case, Times] | None = None, measured: date | None = None
+    ) -> None:
         self.machine = machine
         self.times = dict(times or {})
+        self.measured = measured or date.today()
+
+    def add(self, times: Mapping[Case, Times]) -> None:
+        """Rows that were measured just now."""
+        self.times.update(times)
+        self.measured = date.today()
 
     def lookup(self, case: Case) -> Times | None:
         """The row of `case`, or one on the line between its neighbours in m, if these are at most a factor of 2 apart.
@@ -176,7 +191,7 @@ class LayerTable:
             raise ConfigError(
                 f"{path}: expected a layer table, got {where}: {first['msg']}. Remove the file."
             ) from error
-        return cls(file.machine, {row.case: row.times for row in file.rows})
+        return cls(file.machine, {row.case: row.times for row in file.rows}, file.measured)
 
     def write(self, path: Path) -> None:
         """`path` holds this table: the old file or the new one at any moment, whoever reads or writes besides.
@@ -185,7 +200,8 @@ class LayerTable:
             OSError: it cannot be written.
         """
         rows = [_Row(case=case, times=self.times[case]).model_dump_json() for case in sorted(self.times, key=_order)]
-        head = f'{{"version": 2, "machine": {self.machine.model_dump_json()}, "rows": [\n'
+        machine = self.machine.model_dump_json()
+        head = f'{{"version": 3, "machine": {machine}, "measured": "{self.measured}", "rows": [\n'
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
@@ -230,8 +246,8 @@ def cache_file(machine: Machine) -> Path:
         except RuntimeError as error:
             raise ConfigError(f"{_CACHE_VARIABLE}: expected a folder, got nothing, and no home. Set it.") from error
     device = re.sub(r"[^a-z0-9.]+", "-", machine.device.lower()).strip("-")
-    versions = f"torch{machine.torch_version}-cuda{machine.cuda_version}-fp8_ds{machine.fp8_ds_version}"
-    return Path(folder) / f"layer-table-v2-{device}-{versions}.json"
+    versions = f"torch{machine.torch_version}-cuda{machine.cuda_version}-code{machine.code}"
+    return Path(folder) / f"layer-table-v3-{device}-{versions}.json"
 
 
 def cases_of(model: nn.Module, plan: Plan, config: LinearConfig) -> dict[str, Case]:
@@ -341,8 +357,10 @@ class Book:
         Raises:
             ConfigError: some are in no table and cannot be measured.
         """
-        tables = [table for table in (self._read(path) for path in self._paths()) if table is not None]
-        found = {case: times for case in cases if (times := _first(tables, case)) is not None}
+        own = self._read(self.path)
+        found = {} if own is None or own.machine != self.machine else _lookup(own, cases)
+        for path in sorted(SHIPPED.glob("*.json")):
+            found |= self._look_up_shipped(path, [case for case in cases if case not in found])
         missing = [case for case in cases if case not in found]
         if not missing:
             return found
@@ -358,19 +376,31 @@ class Book:
         self._keep(measured)
         return found | measured
 
-    def _paths(self) -> Iterable[Path]:
-        return [self.path, *sorted(SHIPPED.glob("*.json"))]
+    def _look_up_shipped(self, path: Path, cases: Collection[Case]) -> dict[Case, Times]:
+        """What the table in `path` has of `cases`, of whatever code it is; says of which."""
+        table = self._read(path)
+        here = self.machine.code
+        if table is None or table.machine.model_copy(update={"code": here}) != self.machine:
+            return {}
+        found = _lookup(table, cases)
+        if found:
+            code = table.machine.code
+            by = "this code" if code == here else f"other layers and kernels (code {code}, this is {here})"
+            self._say(
+                f"fp8: {len(found)} kinds of linear have times from {path.name}, which ships with fp8_ds: measured on "
+                f"{table.measured} with {by}; `python benchmarks/layer_table.py` measures anew"
+            )
+        return found
 
     def _read(self, path: Path) -> LayerTable | None:
-        """The table in `path` if there is one and it holds here; says so if it cannot be read."""
+        """The table in `path` if there is one; says so if it cannot be read."""
         try:
-            table = LayerTable.read(path)
+            return LayerTable.read(path)
         except FileNotFoundError:
             return None
         except (ConfigError, OSError) as error:
             self._say(f"fp8: a layer table is not used: {error}")
             return None
-        return table if table.machine == self.machine else None
 
     def _keep(self, measured: Mapping[Case, Times]) -> None:
         """Add rows to the file as it is by now: another process may have written since it was read."""
@@ -378,12 +408,14 @@ class Book:
             table = LayerTable.read(self.path)
         except (ConfigError, OSError):
             table = LayerTable(self.machine)
-        table.times.update(measured)
+        if table.machine != self.machine:  # copied by hand
+            table = LayerTable(self.machine)
+        table.add(measured)
         try:
             table.write(self.path)
         except OSError as error:
             self._say(f"fp8: the layer table is not kept, and will be measured again: {error}. Set {_CACHE_VARIABLE}.")
 
 
-def _first(tables: Iterable[LayerTable], case: Case) -> Times | None:
-    return next((times for table in tables if (times := table.lookup(case)) is not None), None)
+def _lookup(table: LayerTable, cases: Collection[Case]) -> dict[Case, Times]:
+    return {case: times for case in cases if (times := table.lookup(case)) is not None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,19 @@ from fp8_ds.nn.recipe import Fp8Weight, Recipe
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
+class KeptWeight(NamedTuple):
+    """What a backward has of a weight that was computed for its forward, as a sum with an adapter is.
+
+    Args:
+        as_read: what `read_weight` gave.
+        dtype: of its gradient.
+    """
+
+    as_read: Fp8Weight
+    dtype: torch.dtype
+
+
+def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
     """The weight's E4M3 bytes as they are now (of a layer that is in bf16, bf16 of its masters).
 
     Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
@@ -28,12 +40,14 @@ def read_weight(weight: Tensor, recipe: Recipe) -> Fp8Weight:
     Args:
         weight: [O, I]. With a payload holding data: these bytes, no cast. With a payload without data (a stock reader
             has gathered the weight in bf16): the bf16 values by the payload's scales. Without a payload (no ZeRO):
-            current scaling, as `recipe` has it.
+            current scaling, as `recipe` has it. A kept one: as it was read.
         recipe: of the layer.
 
     Returns:
         [O, I]; of a weight that is stored [I, O] (`recipe.is_turned`) a view.
     """
+    if isinstance(weight, KeptWeight):
+        return weight.as_read
     weight_fp8 = recipe.read_weight(weight)
     return weight_fp8._replace(data=weight_fp8.data.t()) if recipe.is_turned else weight_fp8
 
@@ -53,7 +67,7 @@ def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe:
 
 def linear_grads(
     grad: Tensor | Quantized,
-    weight: Tensor,
+    weight: Tensor | KeptWeight,
     recipe: Recipe,
     kept: tuple[Tensor, ...] | Callable[[Tensor | None], tuple[Tensor, ...]] | None,
     *,
@@ -130,15 +144,18 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, record: bool) -> Tensor:
         keeps_x = record and weight.requires_grad
         x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
-        output_TO = linear_output(x_fp8, weight, bias, recipe, x.dtype)
+        weight_fp8 = read_weight(weight, recipe)
+        output_TO = recipe.biased_output(x_fp8, weight_fp8, bias, x.dtype)
         # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
-        # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway.
-        ctx.weight = weight
+        # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway. A sum with an adapter
+        # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
+        ctx.weight = weight if isinstance(weight, nn.Parameter) else None
+        ctx.weight_dtype = weight.dtype if ctx.weight is None else None
         ctx.recipe = recipe
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = x.shape
-        if keeps_x:
-            ctx.save_for_backward(*recipe.kept(x, x_fp8))
+        kept_weight = weight_fp8 if record and ctx.weight is None else ()
+        ctx.save_for_backward(*kept_weight, *(recipe.kept(x, x_fp8) if keeps_x else ()))
         # As F.linear does: a view from inside a Function could not be written in place, as nn.ReLU(inplace=True) does.
         output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
         return output
@@ -148,14 +165,26 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_TO = grad_output.reshape(math.prod(ctx.x_shape[:-1]), grad_output.shape[-1]).contiguous()
-        kept = ctx.saved_tensors if needs_weight else None
+        weight, kept = weight_and_input(ctx, needs_weight)
         grad_input, grad_weight = linear_grads(
-            grad_TO, ctx.weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+            grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
         )
         if grad_input is not None:
             grad_input = grad_input.reshape(ctx.x_shape)
         grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None
+
+
+def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, tuple[Tensor, ...] | None]:
+    """For `linear_grads`, what `_LinearFunction.forward` has left to its backward.
+
+    Args:
+        needs_weight: whether the weight's gradient is wanted.
+    """
+    if ctx.weight is not None:
+        return ctx.weight, ctx.saved_tensors if needs_weight else None
+    data, scale_inv, *kept_x = ctx.saved_tensors
+    return KeptWeight(Fp8Weight(data, scale_inv), ctx.weight_dtype), tuple(kept_x) if needs_weight else None
 
 
 class Fp8Linear(nn.Linear):

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import ForeignLinears
-from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads
+from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads, weight_and_input
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.tp.features import gather_outputs
 
@@ -170,9 +170,9 @@ class _OverlappedColumn(torch.autograd.Function):
             if ctx.group is not None:
                 works.append(ds_comm.all_reduce(grad_input, group=ctx.group, async_op=True))
 
-        kept = ctx.saved_tensors if needs_weight else None
+        weight, kept = weight_and_input(ctx, needs_weight)
         grad_input, grad_weight = linear_grads(
-            grad_TO, ctx.weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
+            grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
         )
         grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
         for work in works:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -71,6 +72,44 @@ def test_the_kernel_said_is_the_kernel_that_runs(choice: SDPBackend | None, num_
     assert line.startswith(start) and line.endswith(end), line
     running = [said for said, pattern in KERNELS.items() if any(re.search(pattern, name) for name in names)]
     assert running == [line.removeprefix(start).removesuffix(end)], (line, names)
+
+
+class Own(torch.nn.Module):
+    """Attention of one's own, whose call is read off its source."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim, self.num_kv_heads = 128, num_kv_heads
+        self.qkv = torch.nn.Linear(512, (4 + 2 * num_kv_heads) * 128, dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split([4, self.num_kv_heads, self.num_kv_heads], dim=1)
+        grouped = self.num_kv_heads != 4
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_the_kernel_said_of_a_model_of_ones_own_is_the_kernel_that_runs(num_kv_heads: int) -> None:
+    model = Own(num_kv_heads)
+    line = describe_attention(model, torch.device("cuda"))
+    x = torch.randn(1, LENGTH, 512, dtype=torch.bfloat16, device="cuda")
+    mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bfloat16, device="cuda")
+    start = "fp8: attention: SDPA, which picks "
+    assert line.startswith(start), line
+    heads = "" if num_kv_heads == 4 else "grouped heads, "
+    for with_mask in (False, True):
+        model(x, mask if with_mask else None).sum().backward()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            model(x, mask if with_mask else None).sum().backward()
+            torch.cuda.synchronize()
+        names = [event.key for event in profiled.key_averages()]
+        running = [said for said, pattern in KERNELS.items() if any(re.search(pattern, name) for name in names)]
+        masks = "with a mask" if with_mask else "without a mask"
+        said = [part for part in line.removeprefix(start).split("), ") if masks in part]
+        assert [part.partition(" (")[0].removesuffix(" here") for part in said] == running, (line, names)
+        assert all(f"(bfloat16, head dim 128, {heads}causal or not, " in part for part in said), line
 
 
 def test_asking_takes_less_than_a_mebibyte_and_no_random_number() -> None:

@@ -313,11 +313,13 @@ def mixtral() -> Any:
 
 
 def lora_experts(out: Path, stage: int) -> dict[str, Any]:
-    """LoRA beside frozen experts in FP8; and on the experts' own parameters, which PEFT computes while it is called."""
+    """LoRA beside frozen experts in FP8; and on the parameters of experts, or of linears, which PEFT computes in each
+    forward."""
     found: dict[str, Any] = {}
     targets: dict[str, dict[str, Any]] = {
         "beside": {"target_modules": ["q_proj", "v_proj"]},
         "on": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "on_linears": {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]},
     }
     for name, more in targets.items():
         torch.manual_seed(0)

@@ -153,8 +153,8 @@ def check_reloaded_experts(folder: Path) -> None:
 
 
 def check_lora_experts(found: dict[str, Any]) -> None:
-    """Experts are in FP8 with adapters beside them and on them, all of which learn; as without FP8."""
-    for name, num_linears, num_adapters in (("beside", 21, 4), ("on", 25, 6)):
+    """Experts are in FP8 with adapters beside them and on them, or on linears, all of which learn; as without FP8."""
+    for name, num_linears, num_adapters in (("beside", 21, 4), ("on", 25, 6), ("on_linears", 21, 4)):
         assert found[name]["plan"].startswith(f"fp8: 12 of {num_linears} linears and weights of experts, ")
         assert found[name]["num_moved"] == num_adapters
         assert found[name]["losses"] == pytest.approx(found[name]["in_bf16"], abs=0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_ds.nn.choice import LayerTable, Machine
+from fp8_ds.nn.choice import Book, LayerTable, Machine, Times, cache_file
 
 
 def test_layer_table_is_written_row_by_row_and_completed_by_a_second_run(
@@ -43,3 +43,27 @@ def test_layer_table_is_written_row_by_row_and_completed_by_a_second_run(
     LayerTable(other).write(out)
     with pytest.raises(SystemExit, match="Name another file"):
         run()
+
+
+def test_without_a_file_it_fills_the_cache_which_rows_of_a_dry_run_do_not(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    monkeypatch.setenv("FP8_DS_CACHE", str(tmp_path / "cache"))
+    import layer_table
+
+    monkeypatch.setattr(sys, "argv", ["layer_table.py", "--dry-run"])
+    with pytest.raises(SystemExit):
+        layer_table.main()
+    assert "--dry-run needs --out" in capsys.readouterr().err
+    cpu = torch.device("cpu")
+    case = layer_table.Case(recipe="tensorwise", grad_dtype="e5m2", backend="torch", m=512, k=16, n=16)
+    times = Times(fp8_us=1.0, bf16_us=2.0, fp8_host_us=1.0, bf16_host_us=1.0)
+    monkeypatch.setattr(layer_table.torch, "device", lambda name: cpu)
+    monkeypatch.setattr(layer_table, "make_cases", lambda recipes, divisor: [case])
+    monkeypatch.setattr(layer_table, "time_case", lambda case, device: times)
+    monkeypatch.setattr(sys, "argv", ["layer_table.py"])
+    layer_table.main()
+    path = cache_file(Machine.of(cpu))
+    assert path.parent == tmp_path / "cache" and str(path) in capsys.readouterr().out
+    assert Book(cpu, print, None).times_of([case]) == {case: times}

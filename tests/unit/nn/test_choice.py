@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from fp8_ds.nn import choice, make_plan, measure
 from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose, worth_fp8
 from fp8_ds.nn.measure import Taken, cuda_clock, make_steps, time_case
 from fp8_ds.nn.recipe import Recipe
+from fp8_ds.nn.sources import code_hash
 
 CPU = torch.device("cpu")
 HERE = Machine.of(CPU)
-H200 = Machine(device="NVIDIA H200", torch_version="2.11.0", cuda_version="13.0", fp8_ds_version="0.1.0")
+H200 = Machine(device="NVIDIA H200", torch_version="2.11.0", cuda_version="13.0", code="0123456789ab")
 SHIPPED = sorted(choice.SHIPPED.glob("*.json"))
 
 
@@ -233,10 +235,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_file_is_named_by_device_and_versions_and_lies_in_the_cache_folder(
+def test_the_file_is_named_by_device_versions_and_code_and_lies_in_the_cache_folder(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "layer-table-v2-nvidia-h200-torch2.11.0-cuda13.0-fp8_ds0.1.0.json"
+    name = "layer-table-v3-nvidia-h200-torch2.11.0-cuda13.0-code0123456789ab.json"
     assert cache_file(H200) == cache / name
     monkeypatch.delenv("FP8_DS_CACHE")
     monkeypatch.setenv("HOME", "/somebody")
@@ -268,6 +270,7 @@ def test_rows_that_another_process_adds_meanwhile_are_kept() -> None:
 ROW = '{"case": {"recipe": "a", "grad_dtype": "b", "backend": "c", "m": 1, "k": 1, "n": 1}, "times": %s}'
 TIMES = '{"fp8_us": 7, "bf16_us": 1, "fp8_host_us": 1, "bf16_host_us": 1}'
 MACHINE = HERE.model_dump_json()
+HEAD = f'"machine": {MACHINE}, "measured": "2026-11-23"'
 
 
 @pytest.mark.parametrize(
@@ -276,12 +279,13 @@ MACHINE = HERE.model_dump_json()
         "",
         '{"version": 1, "rows": [',
         "[]",
-        f'{{"version": 1, "machine": {MACHINE}, "rows": []}}',
-        f'{{"version": 2, "machine": {MACHINE}, "rows": [{ROW % {}}]}}',
-        f'{{"version": 2, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % TIMES.replace("7", "NaN")),
-        f'{{"version": 2, "machine": {MACHINE}, "rows": [%s]}}' % (ROW % TIMES.replace("7", '"7"')),
+        f'{{"version": 2, {HEAD}, "rows": []}}',
+        f'{{"version": 3, "machine": {MACHINE}, "rows": []}}',
+        f'{{"version": 3, {HEAD}, "rows": [{ROW % {}}]}}',
+        f'{{"version": 3, {HEAD}, "rows": [%s]}}' % (ROW % TIMES.replace("7", "NaN")),
+        f'{{"version": 3, {HEAD}, "rows": [%s]}}' % (ROW % TIMES.replace("7", '"7"')),
     ],
-    ids=["empty", "cut off", "a list", "of another version", "without times", "with a NaN", "with a string"],
+    ids=["empty", "cut off", "a list", "of another version", "undated", "without times", "with a NaN", "with a string"],
 )
 def test_a_file_that_is_no_table_is_reported_measured_again_and_replaced(text: str) -> None:
     path = cache_file(HERE)
@@ -302,11 +306,51 @@ def test_a_cache_that_cannot_be_written_is_said_and_the_times_are_used(cache: Pa
 
 
 def test_tables_of_another_machine_or_version_are_not_used() -> None:
-    for change in ("device", "torch_version", "cuda_version", "fp8_ds_version"):
+    for change in ("device", "torch_version", "cuda_version"):
         other = HERE.model_copy(update={change: "other"})
         LayerTable(other, {case(): times(9, 9)}).write(choice.SHIPPED / f"{change}.json")
-    LayerTable(H200, {case(): times(9, 9)}).write(cache_file(HERE))  # copied by hand
-    assert Bench().book().times_of([case()]) == {case(): times(1, 2)}
+    for copied_by_hand in (H200, HERE.model_copy(update={"code": "other"})):
+        LayerTable(copied_by_hand, {case(): times(9, 9)}).write(cache_file(HERE))
+        assert Bench().book().times_of([case()]) == {case(): times(1, 2)}
+        assert LayerTable.read(cache_file(HERE)).machine == HERE, "replaced, so it is not measured in each start"
+
+
+def test_what_was_measured_with_other_layers_or_kernels_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Bench()
+    first.book().times_of([case()])
+    monkeypatch.setattr(choice, "code_hash", lambda: "after an upgrade")
+    second = Bench()
+    second.book().times_of([case()])
+    assert second.cases == first.cases == [case()]
+    monkeypatch.undo()
+    assert Machine.of(CPU) == HERE
+
+
+def test_the_hash_of_the_code_is_another_after_any_change_of_layers_or_kernels_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "fp8_ds"
+    texts = {"nn/linear.py": "a", "ops/gemm/scaled_mm.py": "bc", "zero/stage3.py": "d", "nn/tables/a.json": "e"}
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+
+    def now() -> str:
+        code_hash.cache_clear()
+        return code_hash(package)
+
+    before = now()
+    assert len(before) == 12 and before == now()
+    for name, text in texts.items():
+        (package / name).write_text(text + "!")
+        assert (now() == before) == (not name.endswith(".py") or name.startswith("zero")), name
+        (package / name).write_text(text)
+    assert now() == before
+    (package / "ops/gemm/scaled_mm.py").rename(package / "ops/scaled_mm.py")
+    assert now() != before
+    code_hash.cache_clear()
+    assert HERE.code == code_hash() == code_hash(Path(fp8_ds.__file__).parent)
+    assert code_hash.cache_info().hits == 0 and code_hash() == HERE.code and code_hash.cache_info().hits == 1
 
 
 def test_a_shipped_table_of_this_machine_saves_the_measuring_but_own_times_come_first() -> None:
@@ -326,13 +370,48 @@ def test_where_nothing_can_be_measured_a_missing_row_is_refused_with_the_remedy(
     assert str(cache_file(HERE)) in str(e.value)
 
 
-def test_shipped_tables_are_of_this_version_and_cover_powers_of_two() -> None:
+def test_a_table_that_ships_is_used_whatever_its_code_and_rank_0_says_which_and_of_what_day() -> None:
+    path, day = choice.SHIPPED / "any.json", date(2026, 11, 23)
+    for code, told in ((HERE.code, "this code"), ("old", f"other layers and kernels (code old, this is {HERE.code})")):
+        LayerTable(HERE.model_copy(update={"code": code}), {case(): times(9, 9)}, day).write(path)
+        bench = Bench()
+        assert bench.book().times_of([case()]) == {case(): times(9, 9)} and bench.cases == []
+        assert bench.said == [
+            "fp8: 1 kinds of linear have times from any.json, which ships with fp8_ds: measured on 2026-11-23 with "
+            f"{told}; `python benchmarks/layer_table.py` measures anew"
+        ]
+    assert bench.book().times_of([case(k=80)]) == {case(k=80): times(1, 2)}
+    assert not any("any.json" in line for line in bench.said[1:]), "nothing was taken from it"
+
+
+def test_a_table_is_dated_by_its_last_rows() -> None:
+    table = LayerTable(HERE, {case(): times(5, 6)}, date(2020, 1, 1))
+    table.write(cache_file(HERE))
+    assert LayerTable.read(cache_file(HERE)).measured == date(2020, 1, 1)
+    Bench().book().times_of([case(n=48)])
+    assert LayerTable.read(cache_file(HERE)).measured >= date(2026, 1, 1)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_of_a_table_that_ships_the_page_says_code_day_and_versions(path: Path, root: Path) -> None:
+    """So it cannot be replaced, nor said to be of today's kernels, without the page."""
+    table, page = LayerTable.read(path), (root / "docs/layer-choice.md").read_text()
+    machine = table.machine
+    (line,) = (line for line in page.splitlines() if f"fp8_ds/nn/tables/{path.name}`, {len(table.times)} rows" in line)
+    for said in (machine.device.split()[-1], f"torch {machine.torch_version[:4]}", f"CUDA {machine.cuda_version}"):
+        assert said in line
+    assert f"`{machine.code}`" in line and str(table.measured) in line
+    assert ("older layers and kernels" in line) == (machine.code != HERE.code)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_table_that_ships_covers_powers_of_two(path: Path) -> None:
+    table, llama = LayerTable.read(path), case(k=4096, n=14336)
+    assert all(table.lookup(llama.model_copy(update={"m": m})) for m in (512, 3000, 32768))
+
+
+def test_a_table_ships_for_the_h200() -> None:
     assert [path.name for path in SHIPPED] == ["nvidia-h200.json"]
-    for path in SHIPPED:
-        table = LayerTable.read(path)
-        assert table.machine.fp8_ds_version == fp8_ds.__version__, path
-        llama = case(k=4096, n=14336)
-        assert all(table.lookup(llama.model_copy(update={"m": m})) for m in (512, 3000, 32768)), path
 
 
 # --- what is measured ---
