@@ -262,8 +262,25 @@ def test_more_than_so_many_stay_bf16() -> None:
     assert {(row.converted, row.reason) for row in rows(stock(), max_experts=NUM_EXPERTS - 1)} == {
         (False, f"more than {NUM_EXPERTS - 1} experts (max_experts)")
     }
-    assert [row.converted for row in rows(stock(num_experts=16))] == [True] * 2
-    assert rows(stock(num_experts=17))[0].reason == "more than 16 experts (max_experts)"
+
+
+def test_more_than_16_stay_bf16_where_they_would_be_a_loop() -> None:
+    """Unless a number says how many: the default is what is faster on the device."""
+    loop = [(False, "more than 16 experts, which would be a loop (max_experts)")] * 2
+    cpu = torch.device("cpu")
+
+    def verdicts(experts: Any, device: torch.device | None, **keys: Any) -> list[tuple[bool, str]]:
+        config = LinearConfig.model_validate(keys)
+        plan = make_plan(nn.ModuleDict({"experts": experts}), config, may_be_empty=True, device=device)
+        return [(row.converted, row.reason) for row in plan.layers]
+
+    assert verdicts(stock(num_experts=17), None) == verdicts(stock(num_experts=16), cpu) == [(True, "eligible")] * 2
+    assert verdicts(stock(num_experts=17), cpu) == verdicts(stock(num_experts=17), None, backend="reference") == loop
+    assert verdicts(stock(num_experts=17), None, filter_fqns=["down_proj"]) == [loop[0], (False, "filter_fqns")]
+    assert [weight.is_fp8 for weight in weights_of(stock(num_experts=17))] == [True] * 2  # of a run on such a GPU
+    assert verdicts(stock(num_experts=17), cpu, max_experts=17) == [(True, "eligible")] * 2
+    with pytest.raises(ConfigError, match=r"1 more \(more than 16 .* set \"linear.max_experts\" to as many"):
+        make_plan(nn.ModuleDict({"experts": stock(num_experts=17)}), LinearConfig(), device=cpu)
 
 
 def test_filters_frozen_weights_and_autotp_leave_them_in_bf16() -> None:
