@@ -391,6 +391,41 @@ def test_many_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
     assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
 
 
+def at_once(patch: pytest.MonkeyPatch) -> None:
+    """All experts are computed in one launch, which is the references' loop on a CPU."""
+    patch.setattr(expert_products, "MAX_IN_A_LOOP", 0)
+    patch.setattr(expert_products.grouped, "can_run", lambda device: True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_at_once_they_are_the_loop_and_swiglu_goes_straight_into_fp8(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roundings of sums aside. The input is quantised by the layer, what `down_proj` reads is not."""
+    looped, quantised = run(convert(stock(), recipe=recipe)), []
+    at_once(monkeypatch)
+    experts = convert(stock(), recipe=recipe)
+    for name, own in experts.fp8_recipes.items():
+        first = own._quantize_input
+        monkeypatch.setattr(own, "_quantize_input", lambda *a, n=name, f=first, **k: quantised.append(n) or f(*a, **k))
+    found = run(experts)
+    assert quantised == ["gate_up_proj"] * 2
+    for one, other in zip(looped, found, strict=True):
+        assert one.shape == other.shape and float(sqnr_db(one.float(), other.float())) > 35
+
+
+def test_at_once_other_activations_and_those_with_hooks_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once(monkeypatch)
+    called: list[int] = []
+    gelu, hooked = stock(), stock()
+    gelu.act_fn = nn.GELU()
+    hooked.act_fn.register_forward_hook(lambda *args: called.append(1))
+    expected, found = run(copy.deepcopy(gelu)), run(convert(gelu))
+    assert float(sqnr_db(expected[0].float(), found[0].float())) > 22
+    run(convert(hooked))
+    assert len(called) == 2
+
+
 def test_copies_and_pickles_compute_the_same() -> None:
     experts = convert(stock())
     expected = run(experts)
