@@ -64,7 +64,7 @@ class LinearConfig(_Block):
     )
     num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
     num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
-    max_experts: Annotated[int, Field(ge=0)] = 16
+    max_experts: Annotated[int, Field(ge=0)] | None = None
     layer_choice: Literal["all", "measured"] = "all"
     tokens: Annotated[int, Field(ge=1)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"

@@ -113,7 +113,7 @@ def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: Line
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
     linear: dict[str, Any] = {"layer_choice": "all", "filter_fqns": patterns}
     linear |= {key: 0 for key in (AT_START, AT_END) if getattr(now, key)}
-    num_experts = max((layer.num_experts for layer in plan.layers if layer.converted), default=0)
-    if num_experts > now.max_experts:
-        linear["max_experts"] = num_experts
+    in_fp8 = {layer.fqn: layer.num_experts for layer in plan.layers if layer.converted}
+    if any(in_fp8.get(row.fqn) for row in current.layers if not row.converted):
+        linear["max_experts"] = max(in_fp8.values())
     return f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'

@@ -124,6 +124,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
         "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) + beside if world > 1 else 0,
         "schedule_varies": bool(in_fp8) and _varies(fp8.schedule),
         "layer_choice": fp8.linear.layer_choice,
+        "many_experts_by_device": fp8.linear.max_experts is None and any(map(_has_many_experts, in_fp8)),
         "layers": found,
     }
 
@@ -144,6 +145,13 @@ def _scheduled(found: Sequence[Product], schedule: ScheduleConfig, total_steps: 
         else product
         for product in found
     ]
+
+
+def _has_many_experts(product: Product) -> bool:
+    """More than stay in FP8 where they are a loop."""
+    from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
+
+    return len(product.shape) == 3 and product.shape[0] > MAX_IN_A_LOOP
 
 
 def _varies(schedule: ScheduleConfig) -> bool:
@@ -175,6 +183,11 @@ def _print(found: dict[str, Any]) -> None:
         )
     if found["schedule_varies"]:
         out.print('"schedule" puts FP8 layers into bf16 for a part of the run: the above is of the other steps.')
+    if found["many_experts_by_device"]:
+        out.print(
+            '"max_experts" is null: layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0 or '
+            "later, else bf16."
+        )
     if found["layer_choice"] == "measured":
         out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')
 

@@ -61,7 +61,7 @@ def convert(engine: Any) -> Fp8Context | None:
     refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
     let_the_host_run_ahead(engine._config)
     foreign = autotp_linears(module) if is_autotp else {}
-    plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign)
+    plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device)
     if config.linear.layer_choice == "measured":
         plan = choose_layers(module, plan, config.linear, device, say)
     if is_autotp:
@@ -121,7 +121,9 @@ def _says_how_to_time(config: Any) -> bool:
     return "synchronized" in config._param_dict.get("timers", {}).get("throughput", {})
 
 
-def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool, foreign: ForeignLinears) -> Plan:
+def _agree_on_plan(
+    module: Any, config: LinearConfig, may_be_empty: bool, foreign: ForeignLinears, device: torch.device
+) -> Plan:
     """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some, and so is a
     rank that AutoTP has left with none (fewer heads than ranks).
 
@@ -131,9 +133,9 @@ def _agree_on_plan(module: Any, config: LinearConfig, may_be_empty: bool, foreig
     if isinstance(module, PipelineModule):
         config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
     elif not foreign:
-        return make_plan(module, config, may_be_empty)
+        return make_plan(module, config, may_be_empty, device=device)
     try:
-        plan, error = make_plan(module, config, foreign=foreign), None
+        plan, error = make_plan(module, config, foreign=foreign, device=device), None
     except ConfigError as caught:
         plan, error = Plan(()), caught
     found = torch.tensor([plan.num_converted], device=device_of(None))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -143,8 +144,15 @@ def _parameters(model: nn.Module) -> Item:
 
 
 def _plan(model: nn.Module, fp8: Fp8Config) -> Item:
-    plan = make_plan(model, fp8.linear, may_be_empty=True, foreign=autotp_linears(model))
+    plan = make_plan(model, fp8.linear, may_be_empty=True, foreign=autotp_linears(model), device=_own_device())
     return {layer.fqn: "fp8" if layer.converted else f"bf16 ({layer.reason})" for layer in plan.layers}
+
+
+def _own_device() -> torch.device:
+    """That stock chooses for this rank, by LOCAL_RANK, later."""
+    kind, local_rank = get_accelerator().device_name(), int(os.environ.get("LOCAL_RANK", "-1"))
+    has_own = kind == "cuda" and 0 <= local_rank < torch.cuda.device_count()
+    return torch.device(kind, local_rank) if has_own else torch.device(kind)
 
 
 def _part(model: Any, mpu: Any) -> str:
@@ -189,11 +197,11 @@ def agree(mine: Fingerprint | Fp8DsError, arguments: Mapping[str, Any]) -> None:
 @contextmanager
 def _on_own_device() -> Iterator[None]:
     """NCCL needs a device of its own for each rank, which stock chooses (by LOCAL_RANK) only later."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
-    if dist.get_backend() != "nccl" or not 0 <= local_rank < torch.cuda.device_count():
+    own = _own_device()
+    if dist.get_backend() != "nccl" or own.index is None:
         yield
         return
-    with torch.cuda.device(local_rank):
+    with torch.cuda.device(own):
         yield
 
 

@@ -18,6 +18,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
 from fp8_ds.nn import conv1d, experts
 from fp8_ds.nn.dataflow import linears_that_read
+from fp8_ds.nn.expert_products import why_too_many
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_layer
@@ -213,8 +214,6 @@ def _verdict(
         return False, f"experts, which can be {' or '.join(experts.RECIPES)}"
     if is_experts and foreign:
         return False, "experts under AutoTP"
-    if is_experts and full_shape(weight)[0] > linear_config.max_experts:
-        return False, f"more than {linear_config.max_experts} experts (max_experts)"
     if not weight.requires_grad:
         return linear_config.frozen == "fp8", "frozen"
     return True, "eligible"
@@ -225,9 +224,10 @@ def make_plan(
     linear_config: LinearConfig,
     may_be_empty: bool = False,
     foreign: ForeignLinears = MappingProxyType({}),
+    device: torch.device | None = None,
 ) -> Plan:
-    """Decides for each linear of the model, and for experts' weights; reads names, classes and shapes only, so all
-    ranks decide alike.
+    """Decides for each linear of the model, and for experts' weights; reads names, classes and shapes only, and which
+    kernels the device has, so all ranks with like devices decide alike.
 
     Converted is what is exactly an nn.Linear, transformers' Conv1D, or a weight of experts as Mixtral's, with its
     class's forward, has no name that contains one of `filter_fqns`, is in none of the layers that stay in bf16 at
@@ -238,6 +238,8 @@ def make_plan(
         linear_config: the "linear" block.
         may_be_empty: a plan that converts no linear is no error (something else than linears is in FP8).
         foreign: other classes of linears, by exact class.
+        device: that trains, which says whether many experts are a loop. None: a GPU of compute capability 9.0, which
+            need not be here.
 
     Raises:
         ConfigError: no linear is left to convert, or the model is converted already; or as `at_ends`.
@@ -249,15 +251,25 @@ def make_plan(
         if is_layer(module, foreign):
             names.setdefault(module, []).append(fqn)
     uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
-    layers = []
+    layers: list[LayerPlan] = []
     for module, fqns in names.items():
+        rows = []
         for name, own_fqns, shape in _weights(module, fqns):
             converted, reason = _verdict(module, name, own_fqns, uses, linear_config, ends, foreign)
-            layers.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
+            rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
+        layers += _without_too_many(rows, linear_config, device)
     plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
         raise _nothing_to_convert(plan)
     return plan
+
+
+def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch.device | None) -> list[LayerPlan]:
+    """The rows of one module: experts that are too many are in bf16."""
+    features = [size for row in rows for size in row.shape[-2:]]
+    is_whole = all(row.converted for row in rows)
+    reason = why_too_many(rows[0].num_experts, features, config, device, is_whole=is_whole)
+    return [replace(row, converted=False, reason=reason) if reason and row.converted else row for row in rows]
 
 
 def converted_already(found: str) -> ConfigError:
@@ -291,9 +303,11 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
             "Only linears, and experts as Mixtral's, are computed in FP8: use a model of these, put nn.Linear in place "
             f'of {plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
+    are_too_many = any(reason.endswith("(max_experts)") for reason in by_reason)
+    allowed = ', set "linear.max_experts" to as many as there are' if are_too_many else ""
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
-        '"linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+        f'"linear.filter_fqns"{allowed}, set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
         'wrap forwards after the conversion, or turn "fp8.enabled" off.'
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8_ds.config import LinearConfig
 from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
@@ -21,6 +22,39 @@ from fp8_ds.ops.transpose import transpose
 
 MAX_IN_A_LOOP = 16
 """Experts. The host takes some 0.6 ms for each, forward and backward of both weights (docs/decisions/0011)."""
+
+
+def why_too_many(
+    num_experts: int, features: Iterable[int], config: LinearConfig, device: torch.device | None, *, is_whole: bool
+) -> str | None:
+    """Why a layer's experts stay in bf16; None: they are not more than `max_experts`.
+
+    Args:
+        num_experts: E.
+        features: N and K of its weights.
+        config: the "linear" block. Without a number in it more than `MAX_IN_A_LOOP` are too many where they would be a
+            loop.
+        device: as `can_be_one_launch`.
+        is_whole: whether all its weights would be in FP8 else.
+    """
+    if config.max_experts is not None:
+        is_more = num_experts > config.max_experts
+        return f"more than {config.max_experts} experts (max_experts)" if is_more else None
+    is_loop = not is_whole or config.backend != "torch" or not can_be_one_launch(features, device)
+    if num_experts > MAX_IN_A_LOOP and is_loop:
+        return f"more than {MAX_IN_A_LOOP} experts, which would be a loop (max_experts)"
+    return None
+
+
+def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> bool:
+    """Whether there are kernels for all experts at once.
+
+    Args:
+        features: N and K of the weights.
+        device: that trains. None: a GPU of compute capability 9.0, which need not be here.
+    """
+    is_aligned = all(size % grouped.ALIGNMENT == 0 for size in features)
+    return is_aligned and (device is None or grouped.can_run(device))
 
 
 def has_one_launch(like: Tensor, num_experts: int, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
@@ -35,8 +69,7 @@ def has_one_launch(like: Tensor, num_experts: int, features: Iterable[int], reci
     return (
         num_experts > MAX_IN_A_LOOP
         and any(map(_has_kernel, recipes))
-        and all(size % grouped.ALIGNMENT == 0 for size in features)
-        and (isinstance(like, FakeTensor) or grouped.can_run(like.device))
+        and can_be_one_launch(features, None if isinstance(like, FakeTensor) else like.device)
     )
 
 

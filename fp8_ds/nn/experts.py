@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -19,6 +20,8 @@ from fp8_ds.nn.experts_reference import is_stock
 from fp8_ds.nn.grouped import grouped_linear
 from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.linear import Fp8Linear, check_features
+from fp8_ds.nn.mlp import computes_silu
+from fp8_ds.nn.packed_swiglu import packed_swiglu
 from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 
@@ -146,8 +149,8 @@ class Fp8Experts(nn.Module):
         check_features(hidden_states, weight.shape[-1])
         groups = self._groups(top_k_index)
         x = Fp8Linear.readable(hidden_states)
-        gate_PI, up_PI = self._product(x, "gate_up_proj", groups, is_spread=False).chunk(2, dim=-1)
-        down_PH = self._product(self.act_fn(gate_PI) * up_PI, "down_proj", groups, is_spread=True)
+        gate_up = self._product(x, "gate_up_proj", groups, is_spread=False)
+        down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_spread=True)
         weighted_TkH = groups.collect(down_PH) * top_k_weights.unsqueeze(-1)
         return weighted_TkH.sum(1).to(hidden_states.dtype)
 
@@ -156,6 +159,20 @@ class Fp8Experts(nn.Module):
         num_experts, features = weights[0].shape[0], [size for weight in weights for size in weight.shape[1:]]
         is_packed = has_one_launch(top_k_index, num_experts, features, self.fp8_recipes.values())
         return Groups.of(top_k_index, num_experts, is_packed=is_packed)
+
+    def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
+        """[P, I]; where all experts are computed at once, in FP8 with it if there is an op for it."""
+        recipe = self.fp8_recipes.get("down_proj", self.bf16_recipe)
+        if (
+            groups.order is not None
+            and recipe.is_fp8
+            and gate_up.dtype == torch.bfloat16
+            and computes_silu(self.act_fn)
+        ):
+            return packed_swiglu(gate_up, recipe)
+        gate_PI, up_PI = gate_up.chunk(2, dim=-1)
+        hidden_PI: Tensor = self.act_fn(gate_PI) * up_PI
+        return hidden_PI
 
     def _product(self, x: Tensor, name: str, groups: Groups, *, is_spread: bool) -> Tensor:
         recipe = self.fp8_recipes.get(name, self.bf16_recipe)

@@ -230,6 +230,11 @@ def _is_silu(activation: Any) -> bool:
     return is_known and "forward" not in vars(activation)
 
 
+def computes_silu(activation: Any) -> bool:
+    """Whether calling it is computing SiLU, and nothing else."""
+    return _is_silu(activation) and not _has_hooks(activation)
+
+
 def _has_hooks(activation: Any) -> bool:
     return isinstance(activation, nn.Module) and any(
         hooks for name, hooks in vars(activation).items() if name.endswith("_hooks")

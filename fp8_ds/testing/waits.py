@@ -9,15 +9,27 @@ from typing import Any
 
 import torch
 
+_WARNING = "called a synchronizing CUDA operation"
+"""Of torch's synchronisation debug mode, at each wait that it knows. Source: torch 2.11 c10/cuda/CUDAFunctions.cpp. At
+its first use in a process the mode also warns that it does not yet "detect all synchronizing operations"."""
+
 
 class HostWaits:
-    """A count that grows by one at each wait inside `with host_waits() as count:`."""
+    """Grows by one at each wait inside `with host_waits() as waits:`.
+
+    Attributes:
+        names: what waited: the line of Python that called for it, or whose `synchronize` it was.
+    """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.names: list[str] = []
 
-    def add(self) -> None:
-        self.number += 1
+    def add(self, name: str) -> None:
+        self.names.append(name)
+
+    @property
+    def number(self) -> int:
+        return len(self.names)
 
 
 @contextmanager
@@ -37,22 +49,22 @@ def host_waits() -> Iterator[HostWaits]:
     places: tuple[Any, ...] = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
     stock = [place.synchronize for place in places]
 
-    def counted(function: Callable[..., None]) -> Callable[..., None]:
+    def counted(place: Any, function: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
-            count.add()
+            count.add(f"{place.__name__}.synchronize")
             function(*args, **kwargs)
 
         return call
 
-    def seen(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        if "synchroniz" in str(message):
-            count.add()
+    def seen(message: Warning | str, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> None:
+        if _WARNING in str(message):
+            count.add(f"{filename}:{lineno}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = seen
         for place, function in zip(places, stock, strict=True):
-            place.synchronize = counted(function)
+            place.synchronize = counted(place, function)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield count

@@ -70,7 +70,7 @@ def waits_for_the_past() -> Iterator[HostWaits]:
 
     def waiting(event: Any) -> None:
         if not any(event is one for one in recorded):
-            count.add()
+            count.add("Event.synchronize")
         wait(event)
 
     with patch.multiple(torch.cuda.Event, record=recording, synchronize=waiting):

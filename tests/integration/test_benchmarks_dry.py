@@ -115,17 +115,23 @@ def test_the_best_settings_stand_beside_the_one_that_ships(bench: Any) -> None:
     assert "OTHER BITS" in tune.table([row(8, "a", 3.0), row(32, "a", 1.0, same_bits=False)])
 
 
-def test_experts_bench_has_an_arm_of_each_kind(run_main: Callable[..., str], tmp_path: Path) -> None:
+def test_experts_bench_has_an_arm_of_each_kind(run_main: Callable[..., str], bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     said = run_main("experts", "--dry", "--out", tmp_path)
     (result,) = tmp_path.glob("*-experts.json")
     assert [row["arm"] for row in json.loads(result.read_text())] == [
         "transformers, bf16, eager",
         "transformers, bf16, grouped_mm",
-        "fp8_ds, tensorwise, e5m2 gradients",
-        "fp8_ds, tensorwise, e4m3 gradients",
+        "fp8_ds, loop, e5m2 gradients",
+        "fp8_ds, one launch, e5m2 gradients",
+        "fp8_ds, one launch, e4m3 gradients",
     ]
-    assert "| tiny | fp8_ds, tensorwise, e4m3 gradients | 0.00 |" in said
+    assert "| tiny | fp8_ds, one launch, e4m3 gradients | 0.00 | 0.00 |  | 0.00 | 0.00 |" in said
+    experts = bench("experts")
+    for shape in experts.SHAPES:
+        ways = {arm.way: arm.max_in_a_loop for arm in experts.arms(shape, "cpu")}
+        assert ways.keys() == experts.PREDICTED[shape.name].keys()
+        assert ways[experts.LOOP] >= shape.experts > ways[experts.ONE_LAUNCH] == 0
 
 
 def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "filter_fqns": ("lm_head",),
             "num_layers_at_start_in_bf16": 0,
             "num_layers_at_end_in_bf16": 0,
-            "max_experts": 16,
+            "max_experts": None,
             "layer_choice": "all",
             "tokens": None,
             "frozen": "bf16",

@@ -59,25 +59,45 @@ class Tiles:
         return min(num_tiles, self.programs * num_processors(device)) if self.programs else num_tiles
 
 
+# Ratios of times are of an H200, of E5M2 by E4M3 where sums are accurate: products of Qwen3-30B-A3B's 128 experts with
+# 65,536 rows, 512 an expert, and of Mixtral 8x7B's 8 with 16,384 (docs/decisions/0011).
 _WIDE, _WIDE_ACCURATE = Tiles(), Tiles(halves=2)
 """Large tiles are read by fewer others. Sums beside the tensor core's take registers: half a tile's at a time fit."""
-_TWO, _TWO_ACCURATE = (
-    Tiles(cols=128, programs=2, num_warps=4, flatten=False),
-    Tiles(cols=128, programs=2, halves=2, flatten=False),
-)
+_TWO = Tiles(cols=128, programs=2, num_warps=4, flatten=False)
 """Two programs a multiprocessor: one stores while the other multiplies."""
+_TWO_OF_8, _TWO_OF_8_ACCURATE = (
+    Tiles(cols=128, programs=2, flatten=False),
+    Tiles(cols=128, programs=2, flatten=False, halves=2),
+)
+"""The same with twice the warps, which multiply and store what is short sooner."""
+_LONG_SUM = 1024
+"""Columns, from which `_TWO_OF_8_ACCURATE` take 0.92 to 0.93 of the time of `_WIDE_ACCURATE` (2048 and 4096); at 768
+they take 1.05."""
+_LONG_GROUP = 768
+"""Columns a group, on average and with the most zeros that there can be (512 rows: 639), from which `_TWO` is taken:
+with accurate sums 0.63 of the time of `_TWO_OF_8_ACCURATE` at 2,048 rows, 1.07 at 512."""
 
 
-def rows_tiles(num_cols: int, fast: bool) -> Tiles:
-    """For `rows_by_matrices`."""
-    if num_cols <= 128:
-        return _TWO if fast else _TWO_ACCURATE
-    return _WIDE if fast else _WIDE_ACCURATE
+def rows_tiles(num_cols: int, num_inner: int, out_dtype: torch.dtype, fast: bool) -> Tiles:
+    """For `rows_by_matrices`.
+
+    Fast sums in other than wide tiles take at least 1.07 of the time. A wide tile of float32 has no room while the next
+    one is fetched.
+    """
+    is_wide = num_cols > 128 and out_dtype.itemsize < 4
+    if fast:
+        return _WIDE if is_wide else _TWO
+    return _WIDE_ACCURATE if is_wide and num_inner < _LONG_SUM else _TWO_OF_8_ACCURATE
 
 
-def matrices_tiles(fast: bool) -> Tiles:
-    """For `columns_by_columns`, which stores much and contracts over few columns where groups are small."""
-    return _TWO if fast else _TWO_ACCURATE
+def matrices_tiles(num_columns: int, num_groups: int, fast: bool) -> Tiles:
+    """For `columns_by_columns`, which stores much and contracts over few columns where groups are small.
+
+    Fast sums take 1.02 of the time in `_TWO` at 512 rows; with longer groups they are not measured.
+    """
+    if num_columns >= _LONG_GROUP * num_groups:
+        return _TWO
+    return _TWO_OF_8 if fast else _TWO_OF_8_ACCURATE
 
 
 def _tiled(x: Tensor, num_rows: int, num_cols: int) -> TensorDescriptor:
@@ -101,7 +121,7 @@ def rows_by_matrices(
     if num_rows == 0 or num_cols == 0 or num_inner == 0 or num_groups == 0:
         return torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a.device)
     out = torch.empty(num_rows, num_cols, dtype=out_dtype, device=a.device)
-    tiles = tiles or rows_tiles(num_cols, fast)
+    tiles = tiles or rows_tiles(num_cols, num_inner, out_dtype, fast)
     # Each group's last tile is cut off, and so is that of the rows behind them.
     most = (num_rows // tiles.rows + min(num_groups + 1, num_rows)) * ceil_div(num_cols, tiles.cols)
     launch(
@@ -163,7 +183,7 @@ def columns_by_columns(
     out = torch.empty(num_groups, num_a, num_b, dtype=out_dtype, device=a_t.device)
     if a_t.numel() == 0 or b_t.numel() == 0 or num_groups == 0:
         return out.zero_()
-    tiles = tiles or matrices_tiles(fast)
+    tiles = tiles or matrices_tiles(a_t.shape[1], num_groups, fast)
     assert GROUP_BLOCK % tiles.inner == 0
     num_tiles = num_groups * ceil_div(num_a, tiles.rows) * ceil_div(num_b, tiles.cols)
     launch(

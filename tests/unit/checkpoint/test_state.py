@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from fp8_ds.checkpoint.state import _how_to_keep
@@ -43,13 +44,25 @@ def block_of(told: str) -> dict[str, Any]:
 
 
 def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
+    """On a device where they are a loop, say."""
     model, now = mixture(20), LinearConfig()
-    plan, current = make_plan(model, LinearConfig(max_experts=30)), make_plan(model, now)
+    cpu = torch.device("cpu")
+    plan, current = make_plan(model, LinearConfig(max_experts=30)), make_plan(model, now, device=cpu)
     linear = block_of(_how_to_keep(plan, {"enabled": True}, current, now))
     assert linear["max_experts"] == 20
-    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
+    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}), device=cpu)
     assert [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in current.layers]
     assert "max_experts" not in _how_to_keep(current, {"enabled": True}, current, now)
+
+
+def test_many_experts_that_a_limit_left_in_bf16_stay_so_by_name() -> None:
+    """16 was the limit everywhere."""
+    model, now = mixture(20), LinearConfig()
+    plan, current = make_plan(model, LinearConfig(max_experts=16)), make_plan(model, now)
+    assert [row.converted for row in current.layers] == [True] * 3
+    linear = block_of(_how_to_keep(plan, {"enabled": True}, current, now))
+    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
+    assert [row.fqn for row in again.layers if row.converted] == ["q_proj"]
 
 
 def test_experts_that_a_checkpoint_has_no_row_of_were_in_bf16() -> None:

@@ -175,6 +175,17 @@ def test_plan_shows_what_is_no_linear_and_answers_no_where_nothing_is_in_fp8(tmp
     assert found["fp8_percent_of_parameters"] > 90
     numel = {row["fqn"]: row["shape"][0] * row["shape"][1] * row["shape"][2] for row in experts}
     assert all(row["flops"] == 2 * numel[row["fqn"]] // 4 for row in experts)  # a token visits 2 of 8
+    assert not found["many_experts_by_device"]
+
+
+def test_a_plan_is_that_of_a_gpu_that_computes_many_experts_at_once() -> None:
+    pytest.importorskip("transformers", minversion="5")
+    many = ["--set", "num_local_experts=40"]
+    _, few = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL)
+    code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL, *many)
+    assert code == 0 and found["num_fp8"] == few["num_fp8"] and found["many_experts_by_device"]
+    text = CliRunner().invoke(app, ["plan", "mixtral-8x7b", "--config", str(CONFIG), *SMALL, *many]).stdout
+    assert "layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0" in " ".join(text.split())
 
 
 def test_plan_takes_every_key_that_the_class_of_the_configuration_has() -> None:

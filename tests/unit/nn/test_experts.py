@@ -262,8 +262,25 @@ def test_more_than_so_many_stay_bf16() -> None:
     assert {(row.converted, row.reason) for row in rows(stock(), max_experts=NUM_EXPERTS - 1)} == {
         (False, f"more than {NUM_EXPERTS - 1} experts (max_experts)")
     }
-    assert [row.converted for row in rows(stock(num_experts=16))] == [True] * 2
-    assert rows(stock(num_experts=17))[0].reason == "more than 16 experts (max_experts)"
+
+
+def test_more_than_16_stay_bf16_where_they_would_be_a_loop() -> None:
+    """Unless a number says how many: the default is what is faster on the device."""
+    loop = [(False, "more than 16 experts, which would be a loop (max_experts)")] * 2
+    cpu = torch.device("cpu")
+
+    def verdicts(experts: Any, device: torch.device | None, **keys: Any) -> list[tuple[bool, str]]:
+        config = LinearConfig.model_validate(keys)
+        plan = make_plan(nn.ModuleDict({"experts": experts}), config, may_be_empty=True, device=device)
+        return [(row.converted, row.reason) for row in plan.layers]
+
+    assert verdicts(stock(num_experts=17), None) == verdicts(stock(num_experts=16), cpu) == [(True, "eligible")] * 2
+    assert verdicts(stock(num_experts=17), cpu) == verdicts(stock(num_experts=17), None, backend="reference") == loop
+    assert verdicts(stock(num_experts=17), None, filter_fqns=["down_proj"]) == [loop[0], (False, "filter_fqns")]
+    assert [weight.is_fp8 for weight in weights_of(stock(num_experts=17))] == [True] * 2  # of a run on such a GPU
+    assert verdicts(stock(num_experts=17), cpu, max_experts=17) == [(True, "eligible")] * 2
+    with pytest.raises(ConfigError, match=r"1 more \(more than 16 .* set \"linear.max_experts\" to as many"):
+        make_plan(nn.ModuleDict({"experts": stock(num_experts=17)}), LinearConfig(), device=cpu)
 
 
 def test_filters_frozen_weights_and_autotp_leave_them_in_bf16() -> None:
@@ -372,6 +389,41 @@ def test_many_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
 
             peaks.append(rehearse(model, loss_of_fakes).peak(lambda num: 2 * num))
     assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
+
+
+def at_once(patch: pytest.MonkeyPatch) -> None:
+    """All experts are computed in one launch, which is the references' loop on a CPU."""
+    patch.setattr(expert_products, "MAX_IN_A_LOOP", 0)
+    patch.setattr(expert_products.grouped, "can_run", lambda device: True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_at_once_they_are_the_loop_and_swiglu_goes_straight_into_fp8(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roundings of sums aside. The input is quantised by the layer, what `down_proj` reads is not."""
+    looped, quantised = run(convert(stock(), recipe=recipe)), []
+    at_once(monkeypatch)
+    experts = convert(stock(), recipe=recipe)
+    for name, own in experts.fp8_recipes.items():
+        first = own._quantize_input
+        monkeypatch.setattr(own, "_quantize_input", lambda *a, n=name, f=first, **k: quantised.append(n) or f(*a, **k))
+    found = run(experts)
+    assert quantised == ["gate_up_proj"] * 2
+    for one, other in zip(looped, found, strict=True):
+        assert one.shape == other.shape and float(sqnr_db(one.float(), other.float())) > 35
+
+
+def test_at_once_other_activations_and_those_with_hooks_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once(monkeypatch)
+    called: list[int] = []
+    gelu, hooked = stock(), stock()
+    gelu.act_fn = nn.GELU()
+    hooked.act_fn.register_forward_hook(lambda *args: called.append(1))
+    expected, found = run(copy.deepcopy(gelu)), run(convert(gelu))
+    assert float(sqnr_db(expected[0].float(), found[0].float())) > 22
+    run(convert(hooked))
+    assert len(called) == 2
 
 
 def test_copies_and_pickles_compute_the_same() -> None:

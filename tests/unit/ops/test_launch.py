@@ -232,5 +232,35 @@ def test_grouped_products_are_hoppers_own_with_copies_by_the_copy_engine(fake: S
             assert any(map(product.search, found))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fast", [False, True])
+def test_tiles_of_grouped_products_fit_as_many_programs_as_run_at_a_time(
+    fake: StandInDriver, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fast: bool
+) -> None:
+    """Hopper has 227 KiB for a program, and 228 for those of a multiprocessor, of which each takes one more.
+
+    Source: CUDA C++ Programming Guide, technical specifications of compute capability 9.0.
+    """
+    from fp8_ds.ops.grouped import triton as grouped
+
+    shared: list[int] = []
+
+    def launched(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+        shared.append(kernel[(num_programs,)](*args, **constants).metadata.shared)
+
+    monkeypatch.setattr(grouped, "launch", launched)
+    x, weight = torch.ones(8, 128).to(torch.float8_e5m2), torch.ones(1, 16, 128).to(torch.float8_e4m3fn)
+    ends, scales = torch.tensor([8], dtype=torch.int32), (torch.ones(()), torch.ones(()))
+    by_rows = {grouped.rows_tiles(n, k, dtype, fast) for n in (16, 128, 2048) for k in (16, 768, 4096)}
+    for tiles in by_rows:
+        grouped.rows_by_matrices(x, weight, ends, *scales, dtype, fast, tiles)
+    by_columns = {grouped.matrices_tiles(8 * mean, 8, fast) for mean in (128, 639, 2175)}
+    for tiles in by_columns:
+        grouped.columns_by_columns(x, weight[0], ends, *scales, dtype, fast, tiles)
+    assert len(by_columns) == 2
+    for tiles, num_bytes in zip([*by_rows, *by_columns], shared, strict=True):
+        assert num_bytes <= 227 * 1024 and tiles.programs * (num_bytes + 1024) <= 228 * 1024, (tiles, num_bytes)
+
+
 def test_ceil_div() -> None:
     assert [ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]

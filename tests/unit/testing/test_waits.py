@@ -12,9 +12,14 @@ from fp8_ds.testing.waits import host_waits
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     """As far as host_waits sees it; the debug modes that were set."""
     modes: list[str | int] = []
+
+    def set_mode(mode: str | int) -> None:
+        modes.append(mode)
+        warnings.warn("the mode does not yet detect all synchronizing operations", stacklevel=1)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     for kind in (torch.cuda.Event, torch.cuda.Stream):
         monkeypatch.setattr(kind, "synchronize", lambda self: None)
@@ -32,7 +37,9 @@ def test_waits_are_counted_and_nothing_is_left(cuda: list[str | int]) -> None:
             kind.synchronize(object())
         warnings.warn("something else", stacklevel=1)
         raise ZeroDivisionError
-    assert count.number == 5
+    assert count.number == len(count.names) == 5  # the mode's own warning is none
+    assert [name.rpartition("/")[2].partition(":")[0] for name in count.names[:2]] == ["test_waits.py"] * 2
+    assert count.names[2:] == ["torch.cuda.synchronize", "Event.synchronize", "Stream.synchronize"]
     assert cuda == ["warn", 0]
     assert [place.synchronize for place in places] == stock and warnings.showwarning is shown
 
