@@ -24,6 +24,7 @@ from fp8_ds.cli.common import (
     say_unknown_keys,
     show,
 )
+from fp8_ds.device import num_gpus
 
 if TYPE_CHECKING:
     from fp8_ds.config import Fp8Config
@@ -83,7 +84,7 @@ def parity(
                     archives.unpack(archive, out)
         texts = _Texts(data, held_out or [], tokenizer)
         options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
-        if gpus is not None and gpus > 1 and _num_gpus() == 0:
+        if gpus is not None and gpus > 1 and num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
         given = read_config(config)
         say_unknown_keys(given)
@@ -142,7 +143,7 @@ def _study(
     names = (options.arms or f"{known_arms.BASE},{default}").split(",")
     with argument("--arms"):
         chosen = dict(known_arms.resolve(name, own) for name in names)
-    gpus = options.gpus or max(1, _num_gpus())
+    gpus = options.gpus or max(1, num_gpus())
     _check(config, gpus)
     wanted = _enabled(config, chosen)
     with argument("MODEL"):
@@ -290,12 +291,6 @@ def _say_schedule(config: dict[str, Any], steps: int) -> None:
             'follows the scheduler: change one, or remove "scheduler" for one that ends with the runs.',
             err=True,
         )
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _show(study: Study, as_json: bool) -> None:

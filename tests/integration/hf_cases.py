@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.accelerator import get_accelerator
 from hf_trainer_script import Sequences
 from transformers import (
     GPT2Config,
@@ -63,7 +64,7 @@ def arguments(out: Path, stage: int, fp8: dict[str, Any] | None = None, **more: 
     """Args: fp8: keys of the "fp8" block."""
     options: dict[str, Any] = {
         "deepspeed": ds_config(stage, **(fp8 or {})),
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": get_accelerator().device_name() == "cpu",
         "bf16": True,
         "max_steps": 4,
         "per_device_train_batch_size": 4,

@@ -82,7 +82,7 @@ def test_demo_is_short_where_bf16_is_emulated(
     monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
     demo = importlib.import_module("demo")
     asked = []
-    monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(demo, "num_gpus", lambda: 0)
     monkeypatch.setattr(demo, "bf16_is_emulated", lambda: emulated)
     monkeypatch.setattr(demo, "run", lambda name, args, ranks: asked.append(args.steps))
     monkeypatch.setattr(demo, "comparison", lambda results: "")

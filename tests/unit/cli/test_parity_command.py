@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "our_models.py").write_text(MODELS)
     monkeypatch.delitem(sys.modules, "our_models", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_num_gpus", lambda: 0)
     return tmp_path
 
 
