@@ -13,7 +13,8 @@ LINT_READY := $(VENV)/.ready-lint
 DOCS_READY := $(VENV)/.ready-docs
 ENGINE := $(VENV)/transformer_engine-python
 RECENT_TORCH := import torch; assert tuple(int(n) for n in torch.__version__.split('.')[:2]) >= (2, 11)
-ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+# On a machine with GPUs, too: what asks DeepSpeed is told the CPU, and what asks torch sees none.
+ON_CPU := DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/.out/torch_extensions" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LINTED := fp8_ds megatron_patches tests examples benchmarks setup.py docs/hooks.py docs/img/training_step.py docs/img/first_page.py
 
 .PHONY: setup demo test test-slow test-gpu test-multinode lint format docs clean

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8_ds.attention import attention, describe_backend, flash, heads, require_backend
 from fp8_ds.attention.shapes import Geometry
+from fp8_ds.device import uses_cuda
 
 HIDDEN, TOKENS = 2048, 16384
 LENGTHS = (8192, 16384, 2048, 32768, 4096)
@@ -294,7 +295,7 @@ def main() -> int:
     parser.add_argument("--train-steps", type=int, default=200, help="of the model whose activations are used; 0: none")
     parser.add_argument("--activations", type=Path, help="torch.save of name -> (q, k, v, grad_out)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda" if uses_cuda() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--name", default="attention")
     args = parser.parse_args()

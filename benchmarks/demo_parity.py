@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fp8_ds.device import uses_cuda
 from fp8_ds.launcher import which_gpus
 
 HERE = Path(__file__).parent
@@ -93,11 +94,11 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     args.out.mkdir(parents=True, exist_ok=True)
     result = compare(args)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.get_device_name() if uses_cuda() else "cpu"
     head = {"command": " ".join(sys.argv), "device": device, "torch": torch.__version__, "steps": args.steps}
     stem = args.out / f"{datetime.date.today():%Y-%m-%d}-demo-parity"
     stem.with_suffix(".json").write_text(json.dumps({**head, **result}))

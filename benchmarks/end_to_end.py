@@ -100,6 +100,7 @@ from end_to_end_arms import (
 )
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
+from fp8_ds.device import num_gpus, uses_cuda
 from fp8_ds.launcher import which_gpus
 from fp8_ds.testing.processes import ENDED, run_or_end
 
@@ -121,7 +122,7 @@ def machine() -> dict[str, Any]:
             versions[name] = "not installed" if name != "fp8-ds" else "checkout"
     return {
         "device": device_name(),
-        "num_gpus": torch.cuda.device_count(),
+        "num_gpus": num_gpus(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": versions,
@@ -175,7 +176,7 @@ def _run(command: list[str], output: Any, limit: float) -> int:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         env["DS_ACCELERATOR"] = "cpu"
     return run_or_end(command, limit, stdout=output, stderr=subprocess.STDOUT, env=env)
 
@@ -244,7 +245,8 @@ def make_spec(
     return {
         "arm": arm.as_dict(),
         "model": vars(sized(model, arm)),
-        "ds_config": ds_config(arm, model, args.clip, not torch.cuda.is_available()) if arm.uses_deepspeed else None,
+        "on_cuda": uses_cuda(),
+        "ds_config": ds_config(arm, model, args.clip, not uses_cuda()) if arm.uses_deepspeed else None,
         "mode": piece.mode,
         "cross_entropy": piece.cross_entropy or args.cross_entropy,
         "attention": args.attention,

@@ -195,9 +195,8 @@ def train_on_text(trainer: Trainer, m: Model, spec: dict[str, Any], device: torc
 # --- one arm ---
 
 
-def start(arm: Arm, m: Model, local_rank: int) -> torch.device:
+def start(arm: Arm, m: Model, on_cuda: bool, local_rank: int) -> torch.device:
     """The device of this rank, process group made where there is one."""
-    on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
@@ -216,7 +215,7 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     """The result of the arm in `spec`."""
     began = time.monotonic()
     arm, m = Arm(**spec["arm"]), Model(**spec["model"])
-    device = start(arm, m, local_rank)
+    device = start(arm, m, spec["on_cuda"], local_rank)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     trainer = (EngineTrainer if arm.uses_deepspeed else PlainTrainer)(arm, m, spec, device)

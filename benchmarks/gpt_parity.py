@@ -40,7 +40,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from parity import data, summary
 from parity.arms import ARMS, WITHOUT_DEEPSPEED
 from parity.models import SIZES
@@ -48,6 +47,7 @@ from parity.runs import Results, Scheduler
 from parity.studies import STUDIES, describe_plan, work_list
 from results_io import dated_stem, heading
 
+from fp8_ds.device import num_gpus
 from fp8_ds.parity import archive
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def parse_args() -> argparse.Namespace:
 
 def _check_group(parser: argparse.ArgumentParser, args: argparse.Namespace, batch: int) -> None:
     """Of several GPUs a run, whether there are so many and what they share can be cut."""
-    gpus = args.gpus if args.gpus is not None else torch.cuda.device_count() or args.gpus_per_run
+    gpus = args.gpus if args.gpus is not None else num_gpus() or args.gpus_per_run
     if not 1 <= args.gpus_per_run <= gpus:
         parser.error(f"--gpus-per-run: expected from 1 to the {gpus} GPUs of --gpus, got {args.gpus_per_run}.")
     if batch // args.micro_batches % args.gpus_per_run:

@@ -34,6 +34,8 @@ from results_io import dated_stem, heading, without_folders
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_ds.device import uses_cuda
+
 HERE = Path(__file__).parent
 HEAD_DIM = 128
 STATES: dict[str, Any] = {"states": "fp8", "master": "e4m11"}
@@ -148,7 +150,7 @@ def predicted_bytes(arm: str, shape: Shape, vocab_size: int) -> float:
 
 
 def device_bytes() -> float:
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else float("inf")
+    return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else float("inf")
 
 
 class MemoryLog:
@@ -258,7 +260,7 @@ def run_try(args: argparse.Namespace, arm: str, size: str, log: Path) -> dict[st
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(port), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         env["DS_ACCELERATOR"] = "cpu"
     try:
         done = subprocess.run(command, stdout=-1, stderr=-2, text=True, check=False, timeout=args.try_timeout, env=env)

@@ -25,6 +25,7 @@ import triton
 from results_io import command_line, dated_stem, device_name, heading
 from triton.runtime import driver
 
+from fp8_ds.device import uses_cuda
 from fp8_ds.ops import _launch
 from fp8_ds.ops.quantize import triton as quantize
 from fp8_ds.ops.rmsnorm import triton as rmsnorm
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if uses_cuda() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
         stand_in = StandInDriver()

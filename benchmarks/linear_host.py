@@ -31,6 +31,7 @@ from results_io import command_line, dated_stem, device_name, heading, without_f
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.device import uses_cuda
 from fp8_ds.nn.choice import Case
 from fp8_ds.nn.measure import Step, Taken, cuda_clock, make_steps
 
@@ -87,7 +88,7 @@ def profiled(step: Step) -> str:
     for _ in range(NUM_PROFILED):
         step()
     profile.disable()
-    if torch.cuda.is_available():
+    if uses_cuda():
         torch.cuda.synchronize()
     text = io.StringIO()
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(NUM_LINES)
@@ -99,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Where the host is when it launches a linear.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
+    on_gpu = uses_cuda()
     device = torch.device("cuda" if on_gpu else "cpu")
     clock: Callable[[Sequence[Step]], list[Taken]] = cuda_clock if on_gpu else host_clock
     recipes: tuple[str, ...] = get_args(LinearConfig.model_fields["recipe"].annotation)

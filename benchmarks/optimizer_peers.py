@@ -229,7 +229,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     arm = ARMS[name]
     if importlib.util.find_spec(arm.package) is None:
         return {"arm": name, "error": f"MISSING: package {arm.package} is not installed"}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    from fp8_ds.device import uses_cuda
+
+    device = "cuda" if uses_cuda() else "cpu"
     rate = copy_rate(device, args.copy_mib << 20)
     on_cuda = device == "cuda"
     if on_cuda:

@@ -36,7 +36,9 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
 
 def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     sys.path.insert(0, str(ROOT))
-    on_cuda = torch.cuda.is_available()
+    from fp8_ds.device import uses_cuda
+
+    on_cuda = uses_cuda()
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)

@@ -31,7 +31,9 @@ def dated_stem(out: Path, name: str) -> Path:
 
 
 def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    from fp8_ds.device import uses_cuda  # importing fp8_ds installs it: not in stock's arms
+
+    return torch.cuda.get_device_name() if uses_cuda() else "cpu"
 
 
 def heading(title: str) -> str:

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fp8_ds.device import uses_cuda
 from fp8_ds.errors import Fp8DsError, SeamError
 from fp8_ds.statistics import finite_or_none
 
@@ -81,7 +82,7 @@ def checks() -> list[Check]:
         *_torch(),
         *_gpu(),
         *_deepspeed(),
-        _package("triton", "the kernels of this package on a GPU run by it", needed=_has_gpu()),
+        _package("triton", "the kernels of this package on a GPU run by it", needed=uses_cuda()),
         *_compilers(),
         *_build_locks(),
         *_attention(),
@@ -116,12 +117,6 @@ def _package(name: str, use: str, remedy: str = "", needed: bool = False) -> Che
     if found is not None:
         return Check(name, "ok", found)
     return Check(name, "missing" if needed else "optional", f"not installed ({use})", remedy or f"pip install {name}")
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _torch() -> Iterator[Check]:
@@ -160,9 +155,13 @@ def _gpu() -> Iterator[Check]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         text = f"{properties.name}, {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
-        has_fp8 = (properties.major, properties.minor) >= (8, 9)
-        remedy = "" if has_fp8 else "its tensor cores have no FP8: use compute capability 8.9 or more"
-        yield Check(f"GPU {number}", "ok" if has_fp8 else "missing", text, remedy)
+        status: Status = "ok"
+        remedy = ""
+        if (properties.major, properties.minor) < (8, 9):
+            status, remedy = "missing", "its tensor cores have no FP8: use compute capability 8.9 or more"
+        elif not uses_cuda():
+            status, remedy = "warning", f"DS_ACCELERATOR={os.environ['DS_ACCELERATOR']} leaves it unused: unset it"
+        yield Check(f"GPU {number}", status, text, remedy)
 
 
 def _deepspeed() -> Iterator[Check]:
@@ -203,7 +202,7 @@ def _compilers() -> Iterator[Check]:
     for tool, use in (("ninja", "ops that DeepSpeed builds, FusedAdam with fp32 states"), ("nvcc", "the same")):
         if (found := shutil.which(tool)) is not None:
             yield Check(tool, "ok", found)
-        elif tool == "ninja" or _has_gpu():
+        elif tool == "ninja" or uses_cuda():
             remedy = "pip install ninja" if tool == "ninja" else 'install the CUDA toolkit, or use "torch_adam": true'
             yield Check(tool, "optional", f"not on PATH ({use})", remedy)
 
@@ -319,14 +318,14 @@ def autoload_check() -> Check:
 
 
 def probes() -> list[Probe]:
-    """Each recipe's forward product on this machine's first GPU, or on its CPU; none without torch."""
+    """Each recipe's forward product on the first GPU, or where DeepSpeed has none on the CPU; nothing without torch."""
     if installed("torch") is None:
         return []
     import torch
 
     from fp8_ds.scaling.granularity import OF_RECIPE
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if uses_cuda() else torch.device("cpu")
     return [_probe(recipe, device) for recipe in OF_RECIPE]
 
 

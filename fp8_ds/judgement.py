@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
+from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine.known_keys import removed_key, unknown_keys, unread_key
 from fp8_ds.errors import ConfigError, Fp8DsError
@@ -258,10 +259,10 @@ def refuse_here(fp8: Fp8Config, config: Mapping[str, Any]) -> None:
 
 
 def _this_device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
+    """The first GPU, or the CPU where DeepSpeed has none."""
     import torch
 
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", 0) if uses_cuda() else torch.device("cpu")
 
 
 def used_by_default(found: Sequence[Check]) -> dict[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-import torch
-
+from fp8_ds.device import uses_cuda
 from fp8_ds.errors import ConfigError
 
 
@@ -20,7 +19,7 @@ def which_gpus(number: int) -> list[str]:
         ConfigError: fewer GPUs are named.
     """
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not named or not all(name.isdigit() for name in named) or not torch.cuda.is_available():
+    if not named or not all(name.isdigit() for name in named) or not uses_cuda():
         return ["--num_gpus", str(number)]
     if len(named) < number:
         raise ConfigError(

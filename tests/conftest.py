@@ -59,8 +59,12 @@ def root() -> Path:
 
 @pytest.fixture
 def cpu_environment() -> dict[str, str]:
-    """os.environ for a launcher on CPU, where `ninja` and this checkout are found."""
-    env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    """os.environ for a launcher on CPU, where `ninja` and this checkout are found.
+
+    On a machine with GPUs DeepSpeed's launcher shows them to its ranks again, and Accelerate takes one unless it is
+    told. ACCELERATE_USE_CPU is not the way: with it Accelerate leaves DeepSpeed out (1.15.0, state.py line 974).
+    """
+    env = dict(os.environ, DS_ACCELERATOR="cpu", ACCELERATE_TORCH_DEVICE="cpu", OMP_NUM_THREADS="1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     return env

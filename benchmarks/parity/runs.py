@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from results_io import without_folders
 
+from fp8_ds.device import num_gpus, uses_cuda
 from parity.arms import TRUNKS
 from parity.studies import Job, work_list
 from parity.worker import file_digest
@@ -111,7 +111,7 @@ class Scheduler:
     def __init__(self, args: argparse.Namespace, results: Results) -> None:
         self.args = args
         self.results = results
-        self.devices = args.gpus if args.gpus is not None else max(args.gpus_per_run, torch.cuda.device_count())
+        self.devices = args.gpus if args.gpus is not None else max(args.gpus_per_run, num_gpus())
         self.checkpoint = args.cache / "checkpoint.pt"
         self.logs = args.cache / "runs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ class Scheduler:
         env["MASTER_PORT"] = str(port)
         paths = [str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        if torch.cuda.is_available():
+        if uses_cuda():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             devices = visible.split(",") if visible else [str(k) for k in range(self.devices)]
             count = self.args.gpus_per_run

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.config import ScheduleConfig
+from fp8_ds.device import uses_cuda
 from fp8_ds.parity.arms import changed, seeded
 from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
@@ -376,7 +377,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     end = time.monotonic() + args.seconds
-    if torch.cuda.is_available():
+    if uses_cuda():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8_ds.build_locks import build_root, remove_abandoned
+from fp8_ds.device import num_gpus, uses_cuda
 from fp8_ds.launcher import which_gpus
 
 HERE = Path(__file__).parent
@@ -91,7 +92,7 @@ def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
     command += ["--size", args.size, "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
     command += ["--seed", str(args.seed), "--log", str(metrics)]
     env = dict(os.environ)
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     # stderr is a terminal or nothing: the progress bar goes there, everything else through the pipe.
     stderr = None if sys.stderr.isatty() else subprocess.STDOUT
@@ -159,13 +160,13 @@ def plot(results: dict[str, Result], path: Path) -> None:
 def main() -> None:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    num_gpus = torch.cuda.device_count()
-    ranks = args.ranks or min(num_gpus or 2, 2)
+    gpus = num_gpus()
+    ranks = args.ranks or min(gpus or 2, 2)
     console = Console()
-    console.print(f"{ranks} rank(s) on {'GPU' if num_gpus else 'CPU'}; logs and metrics in {args.out}")
+    console.print(f"{ranks} rank(s) on {'GPU' if gpus else 'CPU'}; logs and metrics in {args.out}")
     if args.steps is None:
         args.steps = 100
-        if not num_gpus and bf16_is_emulated():
+        if not gpus and bf16_is_emulated():
             args.steps = 20
             console.print("This CPU computes bf16 in software, which stock DeepSpeed needs: 20 steps instead of 100.")
     for lock in remove_abandoned(build_root()):
@@ -177,7 +178,7 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit("Stopped; start it again at any time.") from None
     console.print(comparison(results))
-    if not num_gpus:
+    if not gpus:
         console.print("On CPU torch emulates FP8 GEMMs: compare losses and bytes here, and tokens/s on a GPU.")
     plot(results, args.out / "loss.png")
     console.print(f"Loss curves: {args.out / 'loss.png'}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from train import parse_args, train
 
 from fp8_ds.comm import count_collectives
@@ -42,7 +43,7 @@ def main() -> None:
 
     engine = train(args, around_last_step=measure)
     report["num_params"] = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
-    if torch.cuda.is_available():
+    if get_accelerator().device_name() == "cuda":
         report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)

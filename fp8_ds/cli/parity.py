@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fp8_ds.cli.common import (
     say_unknown_keys,
     show,
 )
+from fp8_ds.device import num_gpus
 
 if TYPE_CHECKING:
     from fp8_ds.config import Fp8Config
@@ -48,6 +50,12 @@ def parity(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Pairs of runs: seeds 0, 1, ...")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=10, help="Of the optimizer, in each run.")] = 1000,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens of a sequence.")] = 1024,
+    micro_batch: Annotated[
+        int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank. Default: the configuration's.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option("--lr", help="Default: the configuration's; where it has no optimizer, AdamW's.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="Folder of a tokenizer of transformers. Default: bytes.")
     ] = None,
@@ -83,10 +91,9 @@ def parity(
                     archives.unpack(archive, out)
         texts = _Texts(data, held_out or [], tokenizer)
         options = _Options(arms, seeds, steps, seq, pretrained, gpus, compile_model)
-        if gpus is not None and gpus > 1 and _num_gpus() == 0:
+        if gpus is not None and gpus > 1 and num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
-        given = read_config(config)
-        say_unknown_keys(given)
+        given = _given(config, micro_batch, lr)
         study = _study(model, given, out, settings or [], texts, options)
         try:
             study.go_on(None if minutes is None else 60 * minutes, _say)
@@ -99,6 +106,26 @@ def parity(
             with argument("--archive"):
                 archives.pack(out, archive)
     _show(study, as_json)
+
+
+def _given(path: Path, micro_batch: int | None, lr: float | None) -> dict[str, Any]:
+    """The configuration that the runs start with; what is filled in without being named is said.
+
+    Raises:
+        ConfigError: DeepSpeed could not read it, or `lr` is none.
+    """
+    from fp8_ds.errors import ConfigError
+    from fp8_ds.parity.filled import filled
+
+    if lr is not None and not 0 < lr < math.inf:
+        raise ConfigError(f"--lr: expected a number above 0, got {lr}. Name the one that you train with.")
+    config = read_config(path)
+    say_unknown_keys(config)
+    refuse_malformed(config)
+    found, said = filled(config, micro_batch, lr)
+    if said:
+        _say(f"fp8-ds: --config: filled in as Trainer does by default: {', '.join(said)}.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -142,7 +169,7 @@ def _study(
     names = (options.arms or f"{known_arms.BASE},{default}").split(",")
     with argument("--arms"):
         chosen = dict(known_arms.resolve(name, own) for name in names)
-    gpus = options.gpus or max(1, _num_gpus())
+    gpus = options.gpus or max(1, num_gpus())
     _check(config, gpus)
     wanted = _enabled(config, chosen)
     with argument("MODEL"):
@@ -189,20 +216,24 @@ def _check(config: dict[str, Any], gpus: int) -> None:
     """Raises: ConfigError: DeepSpeed would not start, or the study cannot be written."""
     from fp8_ds.errors import ConfigError
     from fp8_ds.judgement import BATCH_SIZES, batch_mismatch
+    from fp8_ds.parity.filled import OPTION_OF
 
     if find_spec("matplotlib") is None:  # said before hours of runs, not after them
         raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.")
     if "optimizer" not in config:
-        raise ConfigError('--config: expected an "optimizer" in it, got none. Add the one that you train with.')
-    refuse_malformed(config)
+        raise ConfigError('--config: expected an "optimizer" in it, got none. Add it, or name --lr for AdamW.')
     automatic = [key for key, value in config.items() if value == "auto"]
     for key in ("optimizer", "scheduler"):
         automatic += [f"{key}.params.{name}" for name, value in _params(config, key).items() if value == "auto"]
     if automatic:
-        raise ConfigError(f'--config: expected numbers, got "auto" for {", ".join(automatic)}. Write the number.')
+        options = "".join(f", or name {OPTION_OF[key]}" for key in automatic if key in OPTION_OF)
+        raise ConfigError(
+            f'--config: expected numbers, got "auto" for {", ".join(automatic)}. Write the number{options}.'
+        )
     if all(config.get(key) is None for key in BATCH_SIZES):
         raise ConfigError(
-            f"--config: expected {' or '.join(BATCH_SIZES)} in it, got neither. DeepSpeed does not start then: add one."
+            f"--config: expected {' or '.join(BATCH_SIZES)} in it, got neither. DeepSpeed does not start then: add "
+            "one, or name --micro-batch."
         )
     if (problem := batch_mismatch(config, gpus)) is not None:
         raise ConfigError(f"--config: {problem}")
@@ -285,12 +316,6 @@ def _say_schedule(config: dict[str, Any], steps: int) -> None:
             'follows the scheduler: change one, or remove "scheduler" for one that ends with the runs.',
             err=True,
         )
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _show(study: Study, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from fp8_ds.host_copy import HostCopy
@@ -114,8 +115,8 @@ class SkippedStep(Gauge):
 
 
 def mark() -> Any:
-    """Where the current stream of the device is, for `milliseconds`; without a GPU the host's time."""
-    if not torch.cuda.is_available():
+    """Where the current stream of the device is, for `milliseconds`; on a CPU the host's time."""
+    if get_accelerator().device_name() != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

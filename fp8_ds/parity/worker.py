@@ -60,7 +60,7 @@ class EngineTrainer:
 
     Args:
         spec: what study.py wrote.
-        device: of this rank.
+        device: of this rank, as DeepSpeed's accelerator names it.
     """
 
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class EngineTrainer:
 
         import fp8_ds  # noqa: F401  (installs)
 
-        self.spec = spec
+        self.spec, self.device = spec, device
         module = build(spec)
         self.takes_labels = hasattr(module, "config")
         config = dict(spec["config"])
@@ -151,15 +151,19 @@ class EngineTrainer:
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=_TAG)
         # Of dropout; DeepSpeed keeps it for pipelines only.
-        on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
+        on_device = torch.cuda.get_rng_state() if self._on_cuda else torch.empty(0, dtype=torch.uint8)
         torch.save([torch.get_rng_state(), on_device], self._rng_file(folder))
 
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=_TAG)
         on_host, on_device = torch.load(self._rng_file(folder), weights_only=True)
         torch.set_rng_state(on_host)
-        if torch.cuda.is_available():
+        if self._on_cuda:
             torch.cuda.set_rng_state(on_device)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     def _rng_file(self, folder: Path) -> Path:
         return folder / f"rng-{self.rank}.pt"
@@ -174,13 +178,12 @@ class EngineTrainer:
         report = self.engine.fp8_report() if hasattr(self.engine, "fp8_report") else {}
         if wanted and not report.get("enabled"):
             raise ConfigError("fp8.enabled: expected an engine with FP8, got a stock one. Is fp8_ds installed?")
-        on_cuda = torch.cuda.is_available()
         return {
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
             "plan": report.get("plan"),
             "world": self.world,
             "epochs": round(self.order.numel() * self.world / self.windows.num_windows, 2),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_cuda else None,
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if self._on_cuda else None,
         }
 
 
@@ -190,12 +193,16 @@ def factor(number: int, steps: int) -> float:
     return (number + 1) / warm if number < warm else (steps - number) / (steps - warm)
 
 
-def run(spec: dict[str, Any]) -> bool:
-    """The run is at its end, with its log and a JSON beside it; false if the deadline has cut it."""
+def run(spec: dict[str, Any], local_rank: int) -> bool:
+    """The run is at its end, with its log and a JSON beside it; false if the deadline has cut it.
+
+    Computes where DeepSpeed's accelerator does: DS_ACCELERATOR=cpu means the CPU on a machine with GPUs, too.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     end = time.monotonic() + spec["seconds"] if spec["seconds"] is not None else math.inf
+    get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(get_accelerator().communication_backend_name())
     device = torch.device(get_accelerator().current_device_name())
     trainer = EngineTrainer(spec, device)
@@ -221,11 +228,7 @@ def main() -> None:
     parser.add_argument("spec", type=Path)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     args = parser.parse_args()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(args.local_rank)
-    else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    finished = run(json.loads(args.spec.read_text()))
+    finished = run(json.loads(args.spec.read_text()), args.local_rank)
     if int(os.environ.get("RANK", "0")) == 0:
         print("finished" if finished else "paused", flush=True)
     torch.distributed.destroy_process_group()  # else gloo's threads may outlive Python, which aborts then

@@ -9,6 +9,12 @@ import torch
 from fp8_ds.testing.ranks import RankPool
 
 
+@pytest.fixture(autouse=True)
+def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what asks fp8_ds.device in this process: tests/conftest.py says cpu, for all other tests."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+
+
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
     """`gpu_ranks(n).run(function, ...)` calls a module-level function on n ranks, one GPU each."""

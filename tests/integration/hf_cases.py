@@ -1,6 +1,6 @@
 """Hugging Face's libraries on FP8 ZeRO, run by test_hf_trainer.py: several cases in one start of the ranks.
 
-deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES] [CASE:STAGE[:STATES] ...]
+deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES or MODEL] [CASE:STAGE[:STATES or MODEL] ...]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.accelerator import get_accelerator
 from hf_trainer_script import Sequences
 from transformers import (
     GPT2Config,
@@ -63,7 +64,7 @@ def arguments(out: Path, stage: int, fp8: dict[str, Any] | None = None, **more: 
     """Args: fp8: keys of the "fp8" block."""
     options: dict[str, Any] = {
         "deepspeed": ds_config(stage, **(fp8 or {})),
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": get_accelerator().device_name() == "cpu",
         "bf16": True,
         "max_steps": 4,
         "per_device_train_batch_size": 4,
@@ -169,6 +170,22 @@ def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any],
     }
 
 
+def other_world(out: Path, stage: int, states: str = "fp32") -> dict[str, Any]:
+    """On two ranks four steps, saved after two; on one the last two again, from what was made of that checkpoint."""
+    fp8, ranks = {"optimizer": {"states": states}}, dist.get_world_size()
+    config = ds_config(stage, **fp8) | ({"checkpoint": {"load_universal": True}} if ranks == 1 else {})
+    torch.manual_seed(0)
+    options = {"deepspeed": config, "per_device_train_batch_size": 8 // ranks}
+    args = arguments(out, stage, save_strategy="steps", save_steps=2, **options)
+    trainer = Trainer(model=llama(), args=args, train_dataset=Sequences())
+    trainer.train(resume_from_checkpoint=None if ranks == 2 else str(out / "checkpoint-2"))
+    report, found = trainer.deepspeed.fp8_report(), masters(trainer.deepspeed)
+    end(trainer.deepspeed)
+    if dist.get_rank() == 0:
+        torch.save(found, out / f"masters-{ranks}.pt")
+    return {"losses": losses(trainer), "num_fp8_weights": report["num_fp8_weights"]}
+
+
 def pretrained(out: Path, stage: int) -> dict[str, Any]:
     """How fine-tuning starts: weights are read, in ZeRO-3 into shards; two steps at lr 0 and a save give them back."""
     torch.manual_seed(3)
@@ -209,8 +226,8 @@ def saved_by_stock(out: Path, stage: int, model: Any, weights: dict[str, torch.T
     return saved_weights(out)
 
 
-def models(out: Path, stage: int) -> dict[str, Any]:
-    """Families of models, each trained a few steps and saved; and what stock code saves from the same weights."""
+def models(out: Path, stage: int, only: str | None = None) -> dict[str, Any]:
+    """Families of models, or one, each trained a few steps and saved; and what stock code saves from their weights."""
     small = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     gpt2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
     made: dict[str, Callable[[], Any]] = {
@@ -223,6 +240,8 @@ def models(out: Path, stage: int) -> dict[str, Any]:
     }
     found = {}
     for name, make in made.items():
+        if only not in (None, name):
+            continue
         torch.manual_seed(0)
         fp8 = {"optimizer": {"states": "fp8"}} if name.endswith("fp8_states") else {}
         trainer = Trainer(model=make(), args=arguments(out / name, stage, fp8), train_dataset=Sequences())
@@ -451,7 +470,9 @@ def end(engine: Any) -> None:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     one.__name__: one
-    for one in (trainer_resumes, lora_resumes, pretrained, models, generation, lora, lora_experts, accelerate)
+    for one in (
+        *(trainer_resumes, lora_resumes, other_world, pretrained, models, generation, lora, lora_experts, accelerate),
+    )
 }
 
 

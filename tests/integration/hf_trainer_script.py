@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=out,
         deepspeed=config,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=get_accelerator().device_name() == "cpu",
         bf16=True,
         max_steps=6,
         per_device_train_batch_size=4,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fp8_ds.testing import HANG
+from fp8_ds.testing.ranks import free_port
 
 Launch = Callable[..., str]
 TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")
@@ -82,7 +83,7 @@ def test_demo_is_short_where_bf16_is_emulated(
     monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
     demo = importlib.import_module("demo")
     asked = []
-    monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(demo, "num_gpus", lambda: 0)
     monkeypatch.setattr(demo, "bf16_is_emulated", lambda: emulated)
     monkeypatch.setattr(demo, "run", lambda name, args, ranks: asked.append(args.steps))
     monkeypatch.setattr(demo, "comparison", lambda results: "")
@@ -133,7 +134,27 @@ def test_hugging_face_examples_train_and_save(root: Path, launch: Launch, tmp_pa
     assert "held-out loss" in output and "28 of 29 linears" in output
     assert (tmp_path / "trainer/model.safetensors").exists()
     output = launch(folder / "train_accelerate.py", config, tmp_path / "accelerate", 11)
+    check_accelerate(output, tmp_path / "accelerate")
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_accelerate_launch_starts_its_example(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
+    pytest.importorskip("accelerate")
+    folder = root / "examples/huggingface"
+    config, port = str(folder / "ds_zero3_fp8.json"), str(free_port())
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file", config]
+    command += ["--num_processes", "2", "--main_process_port", port, str(folder / "train_accelerate.py"), config]
+    command += [str(tmp_path / "out"), "11"]
+    done = subprocess.run(
+        command, stdout=-1, stderr=-2, text=True, env=cpu_environment, cwd=tmp_path, timeout=HANG, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    check_accelerate(done.stdout, tmp_path / "out")
+
+
+def check_accelerate(output: str, out: Path) -> None:
     assert output.count("\nfp8: 28 of 29 linears") == 1  # one rank prints, and saves
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, re.MULTILINE)]
     assert len(losses) >= 2 and losses[-1] < losses[0] - 0.3
-    assert (tmp_path / "accelerate/model/model.safetensors").exists()
+    assert (out / "model/model.safetensors").exists()

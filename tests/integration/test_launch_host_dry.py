@@ -19,7 +19,7 @@ def run(script: str, settings: str, out: Path) -> Path:
     """Its JSON file. In a process of its own: the driver is set for good there."""
     command = [sys.executable, "-c", f"import {script}; {settings}; {script}.main()", "--out", str(out)]
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     subprocess.run(command, env=env, timeout=HANG, check=True, stdout=-3)
     (path,) = out.glob("*.json")
     return path

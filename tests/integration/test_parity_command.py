@@ -1,14 +1,19 @@
-"""`fp8-ds parity` on a tiny model, from the text to the verdict, in pieces. A minute: slow."""
+"""`fp8-ds parity` on a tiny model, from the text to the verdict: one pair, and, slow, several in pieces."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from fp8_ds.cli.app import app
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -37,6 +42,35 @@ def study(tmp_path: Path, root: Path, cpu_environment: dict[str, str]) -> Any:
         return done.returncode, json.loads(done.stdout)
 
     return run
+
+
+def test_the_command_for_hugging_face_users_trains_and_compares_a_pair(
+    root: Path, tmp_path: Path, cpu_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the quick start, word by word; its model, its text and the study are smaller."""
+    from transformers import LlamaConfig
+
+    monkeypatch.chdir(tmp_path)
+    for key, value in cpu_environment.items():
+        monkeypatch.setenv(key, value)
+
+    page = (root / "docs/quickstart-huggingface.md").read_text()
+    (command,) = re.findall(r"^fp8-ds (parity .*)$", page, re.MULTILINE)
+    LlamaConfig(**MODEL).save_pretrained(tmp_path / "out")
+    (tmp_path / "examples").symlink_to(root / "examples")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/text.md").write_text((root / "docs/config.md").read_text()[:30_000])
+    done = CliRunner().invoke(app, [*shlex.split(command), "--steps", "10", "--seeds", "1", "--json"])
+    assert done.exit_code == 1, done.output  # one pair is undecided
+    assert "filled in as Trainer does by default: gradient_accumulation_steps 1, " in done.stderr
+    found = json.loads(done.stdout)
+    assert found["left"] == [] and found["failures"] == {}
+    assert [(one["run"], one["verdict"]) for one in found["results"]] == [("config", "undecided")]
+    runs = tmp_path / "parity/runs"
+    plans = {name: json.loads((runs / f"{name}.json").read_text())["plan"] for name in ("bf16-s0", "config-s0")}
+    assert plans["bf16-s0"] is None and plans["config-s0"].startswith("fp8: 14 of 15 linears")
+    stock, fp8 = ([float(row[3]) for row in lines(runs / f"{name}.csv")[1:] if row[3]] for name in plans)
+    assert stock[-1] < stock[0] and stock != fp8 and abs(stock[-1] - fp8[-1]) < 0.1 * (stock[0] - stock[-1])
 
 
 def lines(path: Path) -> list[list[str]]:

@@ -10,6 +10,7 @@ from fp8_ds.launcher import which_gpus
 @pytest.fixture(autouse=True)
 def _on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR")
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,10 @@ def test_more_than_are_named_is_refused(monkeypatch):
         which_gpus(2)
 
 
-def test_without_a_gpu_the_launcher_counts_for_itself(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_on_the_cpu_the_launcher_counts_for_itself(monkeypatch, has_gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert which_gpus(2) == ["--num_gpus", "2"]
 

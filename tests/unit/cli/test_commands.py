@@ -59,8 +59,9 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
         ],
         "compare": ["--column", "--html", "--json", "--last", "--png", "--until", "--window"],
         "parity": [
-            *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--minutes"),
-            *("--out", "--pretrained", "--seeds", "--seq", "--set", "--steps", "--tokenizer"),
+            *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--lr"),
+            *("--micro-batch", "--minutes", "--out", "--pretrained", "--seeds", "--seq", "--set", "--steps"),
+            "--tokenizer",
         ],
         "heatmap": ["--json", "--statistic"],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds import diagnosis
-from fp8_ds.cli import parity as parity_module
 from fp8_ds.cli.app import app
 from fp8_ds.monitor.plot import main as plot
 
@@ -75,7 +74,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "ours_a8", raising=False)
-    monkeypatch.setattr(parity_module, "_num_gpus", lambda: 0)
     return tmp_path
 
 

@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "our_models.py").write_text(MODELS)
     monkeypatch.delitem(sys.modules, "our_models", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_num_gpus", lambda: 0)
     return tmp_path
 
 
@@ -125,8 +124,14 @@ def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("changes", "more", "message"),
     [
-        ({"optimizer": None}, (), 'expected an "optimizer" in it'),
-        ({"train_micro_batch_size_per_gpu": "auto"}, (), 'got "auto" for train_micro_batch_size_per_gpu'),
+        ({"optimizer": None}, (), 'expected an "optimizer" in it, got none. Add it, or name --lr'),
+        ({"optimizer": None}, ("--lr", 0), "--lr: expected a number above 0, got 0.0"),
+        (
+            {"train_micro_batch_size_per_gpu": "auto"},
+            (),
+            'got "auto" for train_micro_batch_size_per_gpu. Write the number, or name --micro-batch.',
+        ),
+        ({"train_batch_size": 6}, ("--micro-batch", 4), "--config: train_batch_size: expected a multiple of 4"),
         ({"train_micro_batch_size_per_gpu": None}, (), "--config: expected train_batch_size or train_micro_batch"),
         ({"train_batch_size": 5}, (), "--config: train_batch_size: expected a multiple of 2"),
         ({"bf16": True}, (), "--config: bf16: expected an object, got true"),
