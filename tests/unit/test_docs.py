@@ -113,7 +113,15 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
             block = {part[1]: json.loads(part[2])}
         if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
             continue  # DeepSpeed's
-        Fp8Config.from_block({"enabled": True} | block)
+        Fp8Config.from_block({"enabled": True} | block).check_stage(3 if "keep_bf16_shard" in code else 2)
+
+
+def test_release_as_the_quick_start_writes_it_releases_where_deepspeed_clips_by_default() -> None:
+    found = [code for code in inline(ROOT / "docs/quickstart-deepspeed.md") if '"release": true' in code]
+    for code in found:
+        settings = Fp8Config.from_block({"enabled": True} | json.loads(f"{{{code}}}")).optimizer
+        assert settings.states == "fp8" and settings.releases(gradient_clipping=1.0), code
+    assert found
 
 
 @PAGE
