@@ -3,9 +3,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,26 @@ def test_demo_is_short_where_bf16_is_emulated(
     monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), *given])
     demo.main()
     assert asked == [steps, steps]
+
+
+def test_the_log_of_a_demo_that_is_killed_has_every_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    demo = importlib.import_module("demo")
+    logged = []
+
+    def lines() -> Iterator[str]:
+        for number in range(2):
+            yield f"line {number}\n"
+            logged.append((tmp_path / "FP8.log").read_text())
+
+    launched = SimpleNamespace(stdout=lines(), returncode=1)
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda *args, **options: nullcontext(launched))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="exit status 1"):
+        demo.run("FP8", demo.parse_args(), ranks=1)
+    assert logged == ["line 0\n", "line 0\nline 1\n"]
 
 
 @pytest.mark.launcher
