@@ -96,7 +96,10 @@ def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
         env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     # stderr is a terminal or nothing: the progress bar goes there, everything else through the pipe.
     stderr = None if sys.stderr.isatty() else subprocess.STDOUT
-    with log.open("w") as file, subprocess.Popen(command, env=env, stdout=-1, stderr=stderr, text=True) as process:
+    with (
+        log.open("w", buffering=1) as file,  # by lines: a run that is killed leaves what it has said
+        subprocess.Popen(command, env=env, stdout=-1, stderr=stderr, text=True) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)

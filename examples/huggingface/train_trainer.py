@@ -35,7 +35,10 @@ def main() -> None:
     print({"held-out loss": trainer.evaluate()["eval_loss"]})
     trainer.save_model()  # bf16 of the masters, in safetensors
     if trainer.is_world_process_zero():
-        print(trainer.model_wrapped.fp8_report()["plan"])
+        # With the "fp8" block off the engine is DeepSpeed's own, which has no report.
+        engine = trainer.model_wrapped
+        report = engine.fp8_report() if hasattr(engine, "fp8_report") else {}
+        print(report.get("plan", "fp8: off"))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -33,10 +33,11 @@ from fp8_ds.zero.states12 import Fp8StatesStage12
 from fp8_ds.zero.widen import widen3, widen12
 
 _HOLDS = (
-    "fp8: gradient release saves nothing in this run: with gradient_clipping and "
-    'fp8.optimizer.release_clipping "exact" reduced gradients are held until the step. "per_tensor" and "delayed_norm" '
-    "hold none (docs/memory.md)."
+    "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "
+    'before 0.19.3 it took 0) and fp8.optimizer.release_clipping "exact" reduced gradients are held until the step. '
+    '"per_tensor" and "delayed_norm" hold none (docs/memory.md).'
 )
+"""The default: deepspeedai/DeepSpeed v0.19.2 and v0.19.3, deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT."""
 
 Build = Callable[[Any], Any]
 """DeepSpeed's own way from a torch optimizer to its ZeRO optimizer."""
@@ -77,7 +78,7 @@ def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
         if releases:
             check_release(engine)
         elif settings.release:
-            say(_HOLDS)
+            say(_HOLDS.format(engine.gradient_clipping()))
         with building(settings.master_format, settings.outstanding_update_bytes if releases else None):
             zero = build(optimizer)
     host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import test_pipeline
 import torch
 import torch.distributed as dist
 import training
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from packaging.version import Version
 from rank_memory import RankMemory
 from test_states import assert_same_states, local_states, shared_states
 from torch import nn
@@ -250,12 +253,19 @@ def exact_clipping(stage: int) -> list[dict[str, Any]]:
         fp8 = block("e4m11", release, release_clipping="exact")
         with training.log_lines() as said:
             engine = build(stage, fp8, TINY, gradient_clipping=0.05, gradient_accumulation_steps=2)
-        assert any("release saves nothing" in line for line in said) == (release and dist.get_rank() == 0)
+        told = any("release saves nothing in this run: with gradient_clipping 0.05" in line for line in said)
+        assert told == (release and dist.get_rank() == 0)
         assert engine.fp8.release is None and "Release" not in str(type(engine.optimizer).__mro__)
         losses = training.train(engine, 3)
         found.append({"losses": losses, "norm": float(engine.get_global_grad_norm()), "states": everything(engine)})
         training.destroy(engine)
     return found
+
+
+def test_what_is_said_of_deepspeeds_default_clipping_is_so() -> None:
+    """In the line above, and in docs/config.md and docs/memory.md."""
+    said = 1.0 if Version(version("deepspeed")) >= Version("0.19.3") else 0.0
+    assert said == GRADIENT_CLIPPING_DEFAULT
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])

@@ -3,13 +3,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fp8_ds.curves import read_curve
 from fp8_ds.testing import HANG
 from fp8_ds.testing.ranks import free_port
 
@@ -93,6 +95,26 @@ def test_demo_is_short_where_bf16_is_emulated(
     assert asked == [steps, steps]
 
 
+def test_the_log_of_a_demo_that_is_killed_has_every_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    demo = importlib.import_module("demo")
+    logged = []
+
+    def lines() -> Iterator[str]:
+        for number in range(2):
+            yield f"line {number}\n"
+            logged.append((tmp_path / "FP8.log").read_text())
+
+    launched = SimpleNamespace(stdout=lines(), returncode=1)
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda *args, **options: nullcontext(launched))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="exit status 1"):
+        demo.run("FP8", demo.parse_args(), ranks=1)
+    assert logged == ["line 0\n", "line 0\nline 1\n"]
+
+
 @pytest.mark.launcher
 def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment: dict[str, str]) -> None:
     command = [sys.executable, root / "examples/deepspeed/demo.py", "--size", "tiny", "--steps", "3"]
@@ -120,6 +142,31 @@ def test_every_config_trains(root: Path, launch: Launch, tmp_path: Path, name: s
     *steps, last = read_log(log)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert last["held_out_loss"] < steps[0]["loss"] - 0.5
+
+
+def test_the_configurations_of_hugging_face_examples_differ_in_the_block_only(root: Path) -> None:
+    folder = root / "examples/huggingface"
+    fp8, bf16 = (json.loads((folder / f"ds_zero3_{kind}.json").read_text()) for kind in ("fp8", "bf16"))
+    assert fp8.pop("fp8") == {"enabled": True} and fp8 == bf16
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_hugging_face_examples_train_and_save_in_bf16_too(root: Path, launch: Launch, tmp_path: Path) -> None:
+    """As a comparison with bf16 asks for: without the block Trainer's script, with one that is off Accelerate's."""
+    pytest.importorskip("transformers")
+    folder = root / "examples/huggingface"
+    options = ("--output_dir", tmp_path / "trainer", "--bf16", "true", "--max_steps", 2, "--logging_steps", 1)
+    options += ("--use_cpu", "true", "--per_device_train_batch_size", 2, "--report_to", "none")
+    config = folder / "ds_zero3_bf16.json"
+    output = launch(folder / "train_trainer.py", "--deepspeed", config, *options, ranks=1)
+    assert "\nfp8: off" in output and "linears" not in output
+    assert len(read_curve(tmp_path / "trainer").steps) == 2
+    off = tmp_path / "off.json"
+    off.write_text(json.dumps(json.loads(config.read_text()) | {"fp8": {"enabled": False}}))
+    output = launch(folder / "train_accelerate.py", off, tmp_path / "accelerate", 1, ranks=1)
+    assert "\nfp8: off" in output and "linears" not in output
+    assert (tmp_path / "accelerate/model/model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +113,15 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
             block = {part[1]: json.loads(part[2])}
         if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
             continue  # DeepSpeed's
-        Fp8Config.from_block({"enabled": True} | block)
+        Fp8Config.from_block({"enabled": True} | block).check_stage(3 if "keep_bf16_shard" in code else 2)
+
+
+def test_release_as_the_quick_start_writes_it_releases_where_deepspeed_clips_by_default() -> None:
+    found = [code for code in inline(ROOT / "docs/quickstart-deepspeed.md") if '"release": true' in code]
+    for code in found:
+        settings = Fp8Config.from_block({"enabled": True} | json.loads(f"{{{code}}}")).optimizer
+        assert settings.states == "fp8" and settings.releases(gradient_clipping=1.0), code
+    assert found
 
 
 @PAGE
@@ -138,6 +148,24 @@ def read_by(command: Any, name: str, words: list[str]) -> None:
         read_by(command.commands[words[0]], words[0], words[1:])
     else:
         command.make_context(name, list(words))
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "huggingface"])
+def test_a_quick_start_makes_the_runs_that_it_compares(tmp_path: Path, name: str) -> None:
+    """Its shell blocks are run, where what they would start says how it was called."""
+    stubs = "".join(f'{tool}() {{ echo "{tool} $*"; }}\n' for tool in ("deepspeed", "fp8-ds"))
+    script = stubs + "\n".join(fenced(ROOT / f"docs/quickstart-{name}.md", "bash"))
+    command = ["/bin/bash", "--norc", "-c", script]
+    said = subprocess.run(command, env={"PATH": ""}, cwd=tmp_path, stdout=-1, stderr=-1, text=True, check=False).stdout
+    made, num_compared = set(), 0
+    for words in map(str.split, said.splitlines()):
+        if words[0] == "deepspeed":
+            made |= {value for option, value in pairwise(words) if option in ("--log", "--output_dir")}
+        elif words[1] == "compare":
+            runs = [path for word in words if "=" in word for path in word.partition("=")[2].split(",")]
+            assert set(runs) <= made
+            num_compared += len(runs)
+    assert num_compared >= 2
 
 
 @PAGE

@@ -534,6 +534,15 @@ def test_doctor_says_whether_fp8_would_be_on(
     assert word in " ".join(found[1]["config"]["reasons"])
 
 
+@pytest.mark.usefixtures("checked_once")
+def test_without_a_script_doctor_ends_as_the_quick_start_says(tmp_path: Path, autoload_is: Any) -> None:
+    autoload_is(False)
+    code, found = run("doctor", "--no-probe", "--config", written(tmp_path))
+    page = (ROOT / "docs/quickstart-deepspeed.md").read_text()
+    assert f'`doctor` ends with "{found["verdict"]}" and exit code {code}' in page
+    assert f'`"{found["config"]["on"]}"` where only the loading is open' in page
+
+
 @pytest.mark.parametrize("name", ["train.py", "gone.py"])
 def test_a_script_without_a_configuration_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "train.py").write_text("import fp8_ds\n")
