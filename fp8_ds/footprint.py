@@ -11,12 +11,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from torch import Tensor, nn
+
+from fp8_ds.compiled_parts import compile_as_trained
 from fp8_ds.config import Fp8Config, OptimizerConfig
+from fp8_ds.counting_backend import CountingBackend
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Setup, Weight, estimate_states, weights_of
-from fp8_ds.model_spec import ModelSpec, loss_of
+from fp8_ds.liger_stand_in import LossOfLiger
+from fp8_ds.model_spec import ModelSpec, loss_on, zeros_for
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
@@ -48,6 +54,8 @@ class Run:
         checkpointing: whether layers are computed again in the backward.
         max_live_parameters, sub_group_size: of stage 3, in elements.
         total_steps: that the learning-rate scheduler knows.
+        compiled: whether it is compiled as docs/compile.md has it.
+        leaves: classes of stage 3's "leaf_module".
     """
 
     fp8: Fp8Config | None
@@ -59,6 +67,8 @@ class Run:
     max_live_parameters: int = _DEFAULTS["stage3_max_live_parameters"]
     sub_group_size: int = _DEFAULTS["sub_group_size"]
     total_steps: int | None = None
+    compiled: bool = False
+    leaves: tuple[str, ...] = ()
 
     @property
     def fp32_states_from_step(self) -> int | None:
@@ -112,7 +122,12 @@ class Footprint:
 
 
 def read_run(
-    config: Mapping[str, Any], world_size: int, micro_batch: int | None, seq_len: int, checkpointing: bool = False
+    config: Mapping[str, Any],
+    world_size: int,
+    micro_batch: int | None,
+    seq_len: int,
+    checkpointing: bool = False,
+    compiled: bool = False,
 ) -> Run:
     """What decides memory in a DeepSpeed configuration.
 
@@ -122,6 +137,7 @@ def read_run(
         micro_batch: instead of the configuration's; needed where it has none, or "auto".
         seq_len: tokens of a sequence.
         checkpointing: of activations.
+        compiled: by torch.compile, as docs/compile.md has it; else eager.
 
     Raises:
         ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
@@ -157,7 +173,12 @@ def read_run(
         keep_bf16_shard=fp8 is not None and fp8.zero.keep_bf16_shard,
     )
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
-    return Run(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config))
+    leaves = _block(zero, "leaf_module").get("classes")
+    return Run(
+        *(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config)),
+        compiled=compiled,
+        leaves=tuple(leaves) if isinstance(leaves, (list, tuple)) else (),
+    )
 
 
 def _batch(config: Mapping[str, Any], world_size: int, micro_batch: int | None) -> tuple[int, int]:
@@ -204,8 +225,6 @@ def _refuse_uncounted(config: Mapping[str, Any], fp8: Fp8Config | None) -> None:
         found.append("optimizer.params.amsgrad: true")
     if (autotp := autotp_size(config)) > 1:
         found.append(f"tensor_parallel.autotp_size: {autotp}")
-    if fp8 is not None and fp8.activations.cross_entropy == "liger":
-        found.append("fp8.activations.cross_entropy: liger")
     if found:
         raise UnsupportedError(
             f"estimate: expected Adam or AdamW on bf16, all on the GPU, got {', '.join(found)}, which is not counted. "
@@ -261,7 +280,7 @@ def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
         weights = [Weight(p.numel(), False, p.requires_grad) for p in model.parameters()]
     else:
         weights = weights_of(model, run.fp8.linear)
-        _convert(model, run.fp8)
+        _convert(model, run.fp8, run.compiled)
     if run.checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise ConfigError(f"checkpointing: expected a model of transformers, got {spec.name}. Leave it out.")
@@ -270,7 +289,37 @@ def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
 
 
 def _rehearse(model: Any, run: Run) -> Rehearsal:
-    return rehearse(model, lambda model: loss_of(model, run.micro_batch, run.seq_len))
+    tokens = zeros_for(model, run.micro_batch, run.seq_len)
+    has_liger = run.fp8 is not None and run.fp8.activations.cross_entropy == "liger"
+    training: nn.Module = LossOfLiger(model) if has_liger else _LossAlone(model)
+    if not run.compiled:
+        return rehearse(training, lambda training: training(tokens))
+    backend = CountingBackend()
+    compile_model = partial(
+        compile_as_trained,
+        backend=backend,
+        stage=run.setup.stage,
+        releases=run.setup.releases,
+        is_fp8=run.fp8 is not None,
+        leaves=run.leaves,
+    )
+    found = rehearse(training, lambda training: training(tokens), compile_model)
+    if not backend.num_graphs:
+        raise UnsupportedError(
+            f"compile: expected code that torch.compile takes, got none in {type(model).__name__}. Leave --compile out."
+        )
+    return found
+
+
+class _LossAlone(nn.Module):
+    """Tokens in, the loss out: docs/compile.md, "Return the loss alone"."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_on(self.model, tokens)
 
 
 @dataclass(frozen=True)
@@ -313,10 +362,13 @@ class _Detour:
         return [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
 
 
-def _convert(model: Any, fp8: Fp8Config) -> None:
+def _convert(model: Any, fp8: Fp8Config, is_warm: bool) -> None:
+    """Its linears are in FP8. `is_warm`: delayed scales are there, as after the first step."""
     plan = make_plan(model, fp8.linear, may_be_empty=fp8.optimizer.states == "fp8")
     if plan.num_converted:
-        apply_plan(model, plan, fp8.linear, "cpu")
+        history = apply_plan(model, plan, fp8.linear, "cpu")
+        if history is not None:
+            history.ready = is_warm
     if fp8.activations.smooth_swiglu:
         smooth_swiglus(model, fp8.linear)
     if fp8.activations.fused:

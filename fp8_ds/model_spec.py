@@ -313,7 +313,17 @@ def loss_of(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
         micro_batch: sequences.
         seq_len: tokens of a sequence.
     """
+    return loss_on(model, zeros_for(model, micro_batch, seq_len))
+
+
+def zeros_for(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
+    """Tokens of a micro-batch as `loss_on` takes them."""
+    return torch.zeros(micro_batch, seq_len if hasattr(model, "config") else seq_len + 1, dtype=torch.long)
+
+
+def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of a model as `loss_of` takes it."""
     if hasattr(model, "config"):
-        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long)
-        return model(input_ids=tokens, labels=tokens).loss
-    return model(torch.zeros(micro_batch, seq_len + 1, dtype=torch.long))
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+    return model(tokens)

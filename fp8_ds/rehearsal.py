@@ -62,29 +62,41 @@ class Rehearsal:
 
 
 class _FakeMemory(PeakMemory):
-    """PeakMemory of fake tensors, apart for each number of gradient elements."""
+    """PeakMemory of the fake tensors of a mode, apart for each number of gradient elements."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weights: list[Tensor], mode: FakeTensorMode) -> None:
         super().__init__()
+        self._mode = mode
         self._weights = {id(storage): storage for storage in (weight.untyped_storage() for weight in weights)}
         self.num_gradients = 0
         self.peaks: dict[int, int] = {0: 0}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code is called, as under a FakeTensorMode."""
+        return True
+
     def counts(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._weights
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._mode:
+            return False
+        return id(tensor.untyped_storage()) not in self._weights
 
     def _book(self, num_bytes: int, dtype: torch.dtype) -> None:
         super()._book(num_bytes, dtype)
         self.peaks[self.num_gradients] = max(self.peaks.get(self.num_gradients, 0), self.live)
 
 
-def rehearse(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Rehearsal:
+def rehearse(
+    model: nn.Module, run: Callable[[nn.Module], Tensor], compile_model: Callable[[nn.Module], None] | None = None
+) -> Rehearsal:
     """What a forward and a backward hold. `model` is used up: its tensors are fake ones afterwards.
 
     Args:
         model: on the meta device, in the dtypes of training, its linears converted (`fp8_ds.nn.convert.apply_plan`) and
             its norms fused as in training; in training mode.
         run: computes the loss of the model, a scalar; makes the inputs itself, on the CPU: they are fake there.
+        compile_model: compiles what a run compiles, by the backend of counting_backend.py. Then a first forward and
+            backward makes the graphs, and the second is counted.
 
     Raises:
         ValueError: a parameter has memory.
@@ -97,11 +109,16 @@ def rehearse(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Rehearsal:
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _make_fake(model, mode)
-        return _measure(model, run, [*model.parameters(), *model.buffers(), *_with_payloads(model)])
+        not_counted = [*model.parameters(), *model.buffers(), *_with_payloads(model)]
+        if compile_model is not None:
+            compile_model(model)
+            run(model).backward()
+            for p in model.parameters():
+                p.grad = None
+        return _measure(model, run, _FakeMemory(not_counted, mode))
 
 
-def _measure(model: nn.Module, run: Callable[[nn.Module], Tensor], not_counted: list[Tensor]) -> Rehearsal:
-    memory = _FakeMemory(not_counted)
+def _measure(model: nn.Module, run: Callable[[nn.Module], Tensor], memory: _FakeMemory) -> Rehearsal:
     sizes: list[int] = []
 
     def finished(p: Tensor) -> None:

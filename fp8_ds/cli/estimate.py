@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,9 @@ def estimate(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Count a run under torch.compile, which takes less; up to minutes.")
+    ] = False,
     memory: Annotated[
         float | None, typer.Option("--memory", min=0.0, help="GiB that a GPU has, such as 139 of an H200.")
     ] = None,
@@ -87,18 +91,19 @@ def estimate(
             spec = read_spec(model, settings or ())
         module = spec.build()
         length = sequence_length(module, seq)
-        run = footprint.read_run(given, world, micro_batch, length, checkpointing)
+        run = footprint.read_run(given, world, micro_batch, length, checkpointing, compiled)
         if run.fp8 is not None:
             refuse_attention(module, run.fp8.attention)
         found = footprint.estimate(spec, run)
-        fitting = footprint.largest(spec, run, int((memory or 0) * 2**30)) if largest else None
+        # A graph of every number of layers that is tried would take minutes each.
+        fitting = footprint.largest(spec, replace(run, compiled=False), int((memory or 0) * 2**30)) if largest else None
     fits = memory is None or found.peak <= memory * 2**30
     if as_json:
         show(_as_json(model, found, run, memory, fits, largest, fitting))
     else:
         _print(model, found, run, memory)
         if largest:
-            _print_largest(fitting, memory)
+            _print_largest(fitting, memory, compiled)
     if not fits:
         raise typer.Exit(EXIT_NO)
 
@@ -120,6 +125,7 @@ def _as_json(
         "micro_batch": run.micro_batch,
         "seq": run.seq_len,
         "fp8": run.fp8 is not None,
+        "compiled": run.compiled,
         **_numbers(found),
         "fp32_states": found.later and {"from_step": run.fp32_states_from_step, **_numbers(found.later)},
         "peak": found.peak,
@@ -127,7 +133,9 @@ def _as_json(
         "fits": None if memory is None else fits,
     }
     if wants_largest:
-        result["largest"] = fitting and {"layers": fitting[0], "parameters": fitting[1].num_parameters}
+        # Always of eager: `footprint.largest` with what `estimate` gives it.
+        largest = fitting and {"layers": fitting[0], "parameters": fitting[1].num_parameters, "compiled": False}
+        result["largest"] = largest
     return result
 
 
@@ -146,7 +154,7 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     setup = run.setup
     states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
     ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks"
-    title = f"{model}, stage {setup.stage}, {ranks}, {states}"
+    title = f"{model}, stage {setup.stage}, {ranks}, {states}, {'compiled' if run.compiled else 'eager'}"
     # Of the smaller peak: DeepSpeed's buckets are 1 GB by default, beside which a small model would be rows of 0.00.
     unit, size = fitting_unit(BINARY, min(found.in_backward, found.in_step))
     columns = {unit: found}
@@ -166,9 +174,12 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
         )
     out = console()
     out.print(table)
+    how = "Eager; a run under torch.compile takes less: --compile counts it."
+    if run.compiled:
+        how = "Compiled as docs/compile.md has it, the model returning the loss alone; a run in eager takes more."
     out.print(
         f"{num_parameters(found.num_parameters)}, micro-batch {run.micro_batch} x {run.seq_len} tokens. Parts "
-        "do not add up to a peak: gradients and activations are not all there at once. Eager; torch.compile keeps less."
+        f"do not add up to a peak: gradients and activations are not all there at once. {how}"
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
@@ -177,11 +188,13 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
         out.print(f"{in_gib(found.peak)}: {verdict} {memory:g} GiB{also}.")
 
 
-def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None) -> None:
+def _print_largest(fitting: tuple[int, Footprint] | None, memory: float | None, is_compiled: bool) -> None:
+    eager = " in eager, which this search counts with --compile too" if is_compiled else ""
     if fitting is None:
-        typer.echo(f"Not even one layer of this model fits into {memory:g} GiB.")
+        typer.echo(f"Not even one layer of this model fits into {memory:g} GiB{eager}.")
         return
     layers, found = fitting
     typer.echo(
-        f"Most that fits: {layers} layers of this model, {num_parameters(found.num_parameters)} ({in_gib(found.peak)})."
+        f"Most that fits{eager}: {layers} layers of this model, {num_parameters(found.num_parameters)} "
+        f"({in_gib(found.peak)})."
     )

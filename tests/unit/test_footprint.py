@@ -330,7 +330,6 @@ def test_micro_batches_follow_from_the_batch_as_in_deepspeed(
         (config(2, {}) | {"optimizer": {"type": "Lion"}}, "optimizer.type: Lion"),
         (config(2) | {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         (config(2, {}) | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2"),
-        (config(2, {"activations": {"cross_entropy": "liger"}}), "fp8.activations.cross_entropy: liger"),
     ],
 )
 def test_what_is_not_counted_is_refused_by_name(settings: dict[str, Any], name: str) -> None:

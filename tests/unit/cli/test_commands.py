@@ -54,8 +54,8 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
         "doctor": ["--config", "--json", "--probe", "--script", "--world"],
         "plan": ["--config", "--json", "--seq", "--set", "--world"],
         "estimate": [
-            *("--checkpointing", "--config", "--json", "--largest", "--memory", "--micro-batch", "--seq", "--set"),
-            "--world",
+            *("--checkpointing", "--compile", "--config", "--json", "--largest", "--memory", "--micro-batch", "--seq"),
+            *("--set", "--world"),
         ],
         "compare": ["--column", "--html", "--json", "--last", "--png", "--until", "--window"],
         "parity": [
@@ -325,6 +325,23 @@ def test_estimate_answers_no_where_it_does_not_fit(tmp_path: Path) -> None:
     assert code == 0 and found["fits"] is True and found["largest"]["layers"] > 1
     code, found = run(*common, "--largest")
     assert code == 2 and "expected --memory beside it" in found["error"]
+
+
+def test_an_estimate_says_whether_it_counts_eager_or_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "activations": {"fused": True}}
+    config = written(tmp_path, zero_optimization={"stage": 2}, fp8=fp8)
+    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
+    words = [str(word) for word in (*common, "--compile", "--memory", 0.002, "--largest")]
+    page = " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert ", compiled" in page and "a run in eager takes more" in page
+    assert "Most that fits in eager, which this search counts with --compile too" in page
+    (_, eager), (_, compiled) = run(*common), run(*common, "--compile")
+    assert (eager["compiled"], compiled["compiled"]) == (False, True)
+    assert 0 < compiled["bytes"]["activations"] < eager["bytes"]["activations"]
+    assert compiled["bytes"]["masters"] == eager["bytes"]["masters"]
+    page = " ".join(CliRunner().invoke(app, [str(word) for word in common]).stdout.split())
+    assert ", eager" in page and "--compile counts it" in page
 
 
 @pytest.mark.parametrize(("world", "words"), [(1, "stage 3, 1 rank, "), (2, "stage 3, 2 ranks, ")])
