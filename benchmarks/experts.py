@@ -56,12 +56,13 @@ class Shape:
 
 
 PREDICTED = {
-    "Mixtral-8x7B": {"eager": 60.0, "grouped_mm": 37.3, LOOP: 28.3, ONE_LAUNCH: 22.4},
-    "Qwen3-30B-A3B": {"eager": 260.7, "grouped_mm": 10.3, LOOP: 79.8, ONE_LAUNCH: 5.9},
+    "Mixtral-8x7B": {"eager": 60.0, "grouped_mm": 37.3, LOOP: 28.3, ONE_LAUNCH: 20.7},
+    "Qwen3-30B-A3B": {"eager": 260.7, "grouped_mm": 10.3, LOOP: 79.8, ONE_LAUNCH: 4.7},
 }
-"""Milliseconds of forward and backward. All but the last are what an H100 took on 2026-11-26. The last are of a trial
-on an H200, 26.5 and 5.96, less what the tiles that were chosen by it save: of grad_weight of Mixtral 3.5, of grad_input
-0.5 and 0.05. On an H100 memory is slower, which bounds 7.3 and 3.6 of the 26.5 and 5.96: 25.5 and 7.4."""
+"""Milliseconds of forward and backward on an H100. All but the last are what one took on 2026-11-26. The last are of a
+trial on an H200, 26.5 and 5.96, less what was changed by it: tiles of grad_weight (Mixtral 3.5) and grad_input (0.5 and
+0.05), SwiGLU and the weighted sums in kernels of their own (3.2 and 1.9): 19.2 and 4.0. On an H100, whose memory is
+slower, 1.5 and 0.7 more."""
 
 
 SHAPES = (

@@ -99,7 +99,7 @@ class Fp8Experts(nn.Module):
     """Experts computed in FP8, on tokens sorted by expert. Made from an existing module, never constructed.
 
     Input bf16, fp16 or fp32; the output has the input's dtype. What each token's experts give is added up in the dtype
-    of the product with its weights, and rounded once.
+    of the product with its weights, or in float32 where all experts are computed at once, and rounded once.
 
     Attributes:
         fp8_recipes: of each weight that is in FP8 by the plan, by name.
@@ -151,8 +151,7 @@ class Fp8Experts(nn.Module):
         x = Fp8Linear.readable(hidden_states)
         gate_up = self._product(x, "gate_up_proj", groups, is_spread=False)
         down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_spread=True)
-        weighted_TkH = groups.collect(down_PH) * top_k_weights.unsqueeze(-1)
-        return weighted_TkH.sum(1).to(hidden_states.dtype)
+        return groups.add_up_weighted(down_PH, top_k_weights, hidden_states.dtype)
 
     def _groups(self, top_k_index: Tensor) -> Groups:
         weights: Any = [getattr(self, name) for name in WEIGHTS]

@@ -54,7 +54,7 @@ class _GroupedFunction(torch.autograd.Function):
         if needs_input:
             grad_x = products.grad_input(rows_PN, grad_fp8.scale_inv, weight_fp8, grad_PN.dtype)
             if not ctx.is_spread:
-                grad_x = groups.collect(grad_x).sum(1)
+                grad_x = groups.add_up(grad_x)
         if needs_weight:
             x, x_scale_inv = kept
             rows_PK = x if ctx.is_spread else groups.spread(x)

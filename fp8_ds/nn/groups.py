@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from fp8_ds.ops.gemm.scaled_mm import ALIGNMENT
+from fp8_ds.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Groups:
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.place) // self.num_choices
+
+    @property
     def num_rows(self) -> int:
         """P."""
         return len(self.place) if self.order is not None else self.bounds[-1][1]
@@ -92,28 +99,38 @@ class Groups:
 
     def collect(self, y_PC: Tensor) -> Tensor:
         """[T, k, C]: of each token the rows that are its own."""
-        num_tokens = len(self.place) // self.num_choices
+        return y_PC.index_select(0, self.place).view(self.num_tokens, self.num_choices, y_PC.shape[1])
+
+    def add_up(self, y_PC: Tensor) -> Tensor:
+        """[T, C]: of each token the sum of its own rows. No autograd."""
         if self.order is None:
-            rows = y_PC.index_select(0, self.place)
-        else:
-            apply: Any = _Permuted.apply  # untyped in torch
-            rows = apply(y_PC, self.place, self.order)
-        return rows.view(num_tokens, self.num_choices, y_PC.shape[1])
+            return self.collect(y_PC).sum(1)
+        ones = torch.ones(self.num_tokens, self.num_choices, device=y_PC.device)
+        return weighted_sum(y_PC, self.place, ones, y_PC.dtype)
+
+    def add_up_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, C] of `dtype`: the same of rows times their weights, rounded once where rows are packed; else products
+        are rounded, too, to the dtype that torch gives them."""
+        if self.order is None:
+            return (self.collect(y_PC) * weights_Tk.unsqueeze(-1)).sum(1).to(dtype)
+        apply: Any = _WeightedSum.apply  # untyped in torch
+        output: Tensor = apply(y_PC, self.place, weights_Tk.contiguous(), dtype)
+        return output
 
 
-class _Permuted(torch.autograd.Function):
-    """All rows in another order; so is the gradient, where that of `index_select` would be added to zeros."""
+class _WeightedSum(torch.autograd.Function):
+    """See ops/weighted_sum: each row is read once, in the backward as well."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, place: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(place, order)
-        return y.index_select(0, place)
+    def forward(ctx: Any, y_PC: Tensor, place: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(y_PC, place, weights_Tk)
+        return weighted_sum(y_PC, place, weights_Tk, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        place, order = ctx.saved_tensors
-        apply: Any = _Permuted.apply
-        return apply(grad, order, place), None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        grad_PC, grad_Tk = weighted_sum_backward(grad_TC.contiguous(), *ctx.saved_tensors)
+        return grad_PC, None, grad_Tk, None
 
 
 def _as_words(x: Tensor) -> Tensor:

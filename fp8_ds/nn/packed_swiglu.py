@@ -22,9 +22,9 @@ class _PackedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, recipe: Recipe, record: bool) -> Tensor:
         scaling = recipe.producer_scaling()
+        assert scaling is not None, "experts' recipes have one scale for all"
         gate_PI, up_PI = gate_up.chunk(2, dim=-1)
-        by = scaling or "rowwise"
-        output = swiglu(gate_PI, up_PI, FORMAT, by, record=record, rounding="twice", with_hp=True)
+        output = swiglu(gate_PI, up_PI, FORMAT, scaling, record=record, rounding="twice", with_hp=True)
         if record:
             ctx.save_for_backward(gate_up)
         return deliver(output, recipe, scaling, gate_PI.shape, record)

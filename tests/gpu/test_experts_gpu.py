@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import test_experts as small
@@ -187,6 +188,25 @@ def test_an_engine_trains_with_them(gpu_ranks: Any, stage: int, fp8: dict[str, A
         training.assert_fp8_follows_masters(results[0]["last"], results[0]["masters"])
     again = gpu_ranks(1).run(small.trained, stage, fp8, family, checkpointing=True)[0]
     assert again["losses"] == pytest.approx(results[0]["losses"], abs=0.02)
+
+
+def trained_at_once(most: int, *args: Any, **more: Any) -> dict[str, Any]:
+    """What a run leaves whose experts, of sizes that kernels take, are one launch if they are more than `most`."""
+    with patch.object(expert_products, "MAX_IN_A_LOOP", most), patch.object(small, "INTER", 48):
+        return small.trained(*args, **more)
+
+
+@pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("stage", "fp8", "checkpointing"), [(2, small.DELAYED, False), (3, {}, True)])
+def test_an_engine_trains_with_them_at_once_as_in_a_loop(
+    gpu_ranks: Any, stage: int, fp8: dict[str, Any], checkpointing: bool
+) -> None:
+    looped, at_once = (
+        gpu_ranks(1).run(trained_at_once, most, stage, fp8, "qwen3_moe", checkpointing=checkpointing)[0]
+        for most in (16, 0)
+    )
+    training.assert_fp8_follows_masters(at_once["last"], at_once["masters"])
+    assert at_once["losses"] == pytest.approx(looped["losses"], abs=0.02)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -270,14 +270,28 @@ def test_packed_rows_in_bf16_are_a_loop() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_collecting_packed_rows_has_the_gradient_of_indexing() -> None:
-    groups, _, _, _ = experts(NOBODYS, is_packed=True)
-    y = torch.randn(groups.num_rows, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(groups.collect, (y,)) and torch.autograd.gradgradcheck(groups.collect, (y,))
-    groups.collect(y).backward(grad := torch.randn(len(NOBODYS), 2, 4, dtype=torch.float64))
-    (expected,) = torch.autograd.grad(y.index_select(0, groups.place).view(-1, 2, 4), y, grad)
-    assert y.grad is not None
-    assert_bitwise(expected, y.grad)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [MANY, NOBODYS, []], ids=["many", "nobodys", "none"])
+def test_packed_rows_are_weighted_and_added_up_as_others_are_but_for_roundings(
+    choices: list[list[int]], weight_dtype: torch.dtype
+) -> None:
+    generator, found = torch.Generator().manual_seed(0), []
+    whole = torch.randn(len(choices), 2, 24, generator=generator).bfloat16()
+    routing, grad = torch.rand(len(choices), 2, generator=generator), torch.randn(len(choices), 24, generator=generator)
+    for is_packed in (False, True):
+        groups, _, _, _ = experts(choices, is_packed)
+        rows = torch.zeros(groups.num_rows, 24).bfloat16()
+        rows[groups.place] = whole.flatten(0, 1)
+        weights = routing.to(weight_dtype).t().contiguous().t().requires_grad_()
+        assert torch.equal(groups.add_up(rows), whole.sum(1))
+        rows.requires_grad_()
+        output = groups.add_up_weighted(rows, weights, torch.bfloat16)
+        output.backward(grad.bfloat16())
+        assert rows.grad is not None and weights.grad is not None
+        found.append([output, rows.grad[groups.place], weights.grad])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one, rtol=2**-6, atol=0.05)  # sums of 24 that were rounded each
 
 
 def test_one_launch_is_for_many_experts_of_kernels_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,10 @@ def ops() -> dict[str, Callable[[], Any]]:
     from fp8_ds.ops.quantize import triton as quantize
     from fp8_ds.ops.swiglu import triton as swiglu
     from fp8_ds.ops.transpose import triton as transpose
+    from fp8_ds.ops.weighted_sum import triton as weighted
 
     x = torch.ones(64, 128, dtype=torch.bfloat16)
+    place, by = torch.arange(64), torch.ones(32, 2)
     x_fp8 = x.to(torch.float8_e4m3fn)
     scalars = (torch.ones(()), torch.ones(()), torch.zeros(()))
     ends, scales = torch.tensor([5, 64], dtype=torch.int32), (torch.ones(()), torch.ones(()))
@@ -174,6 +176,8 @@ def ops() -> dict[str, Callable[[], Any]]:
         "grouped_columns": lambda: grouped.columns(x_fp8, ends),
         "grouped_matrices": lambda: grouped.columns_by_columns(columns, columns, ends, *scales, torch.float32, False),
         "swiglu_backward": lambda: swiglu.swiglu_backward(x, x, x, False, True),
+        "weighted_sum": lambda: weighted.weighted_sum(x, place, by, torch.bfloat16),
+        "weighted_sum_backward": lambda: weighted.weighted_sum_backward(x[:32], x, place, by),
     }
 
 
@@ -187,6 +191,8 @@ def ops() -> dict[str, Callable[[], Any]]:
         "grouped_rows",
         "grouped_columns",
         "grouped_matrices",
+        "weighted_sum",
+        "weighted_sum_backward",
     ],
 )
 def test_our_kernels_get_what_triton_would_give_them(

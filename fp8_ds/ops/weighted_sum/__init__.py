@@ -1,0 +1,102 @@
+"""What a token's experts give, weighted and added up, each row read once: eager gathers, multiplies and sums.
+
+Shape suffixes: T tokens, k rows of each, P = T k rows, C features. `place[t k + j]` is the row of token t's j-th
+expert, and every row is some token's.
+
+    output[t]          = sum_j weights[t, j] rows[place[t k + j]]
+    grad_rows[place]   = weights[t, j] grad[t]
+    grad_weights[t, j] = sum_C grad[t] rows[place]
+
+All in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_ds.ops._register import register
+from fp8_ds.ops.weighted_sum import reference
+
+
+def _kernel(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if rows.is_cuda and rows.numel():
+        from fp8_ds.ops.weighted_sum import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            return triton.weighted_sum(rows, place, weights, out_dtype)
+    return reference.weighted_sum(rows, place, weights, out_dtype)
+
+
+def _backward_kernel(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if rows.is_cuda and rows.numel():
+        from fp8_ds.ops.weighted_sum import triton
+
+        with torch.cuda.device_of(rows):
+            return triton.weighted_sum_backward(grad, rows, place, weights)
+    return reference.weighted_sum_backward(grad, rows, place, weights)
+
+
+_sum, _SUM = register(
+    "weighted_sum(Tensor rows, Tensor place, Tensor weights, ScalarType out_dtype) -> Tensor",
+    _kernel,
+    lambda rows, place, weights, out_dtype: rows.new_empty((weights.shape[0], rows.shape[1]), dtype=out_dtype),
+)
+_backward, _BACKWARD = register(
+    "weighted_sum_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
+    _backward_kernel,
+    lambda grad, rows, place, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+)
+
+
+def _check(rows: Tensor, place: Tensor, weights: Tensor) -> None:
+    is_whole = rows.dim() == weights.dim() == 2 and place.shape == (weights.numel(),) == (rows.shape[0],)
+    if not is_whole or place.dtype != torch.int64:
+        raise ValueError(
+            f"rows, place, weights: expected [T k, C], int64 [T k] and [T, k], got {tuple(rows.shape)}, {place.dtype} "
+            f"{tuple(place.shape)} and {tuple(weights.shape)}. Each row is one token's."
+        )
+    if not (rows.is_contiguous() and place.is_contiguous() and weights.is_contiguous()):
+        raise ValueError(
+            f"rows, place, weights: expected them contiguous, got strides {rows.stride()}, {place.stride()} and "
+            f"{weights.stride()}. Call contiguous() first."
+        )
+
+
+def weighted_sum(rows: Tensor, place: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Of each token the sum of its rows times their weights.
+
+    Args:
+        rows: bf16, fp16 or fp32, [P, C], contiguous.
+        place: int64 [P], a permutation, on the same device.
+        weights: bf16, fp16 or fp32, [T, k], contiguous.
+        out_dtype: of the result.
+
+    Returns:
+        `out_dtype` [T, C], contiguous.
+
+    Raises:
+        ValueError: shapes or layout other than these.
+    """
+    _check(rows, place, weights)
+    output: Tensor = _sum(rows, place, weights, out_dtype)
+    return output
+
+
+def weighted_sum_backward(grad: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `weighted_sum`: (of rows, of weights), in their dtypes and shapes.
+
+    Args:
+        grad: [T, C], contiguous; the others as there.
+
+    Raises:
+        ValueError: shapes or layout other than these.
+    """
+    _check(rows, place, weights)
+    if grad.shape != (weights.shape[0], rows.shape[1]) or not grad.is_contiguous():
+        raise ValueError(
+            f"grad: expected [{weights.shape[0]}, {rows.shape[1]}], contiguous, got {tuple(grad.shape)} with strides "
+            f"{grad.stride()}. It is the gradient of the sums."
+        )
+    grads: tuple[Tensor, Tensor] = _backward(grad, rows, place, weights)
+    return grads

@@ -1,0 +1,79 @@
+"""Weighted sums of tokens' rows on CPU, where their reference runs; weighted_sum_interpreted.py runs the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_ds.ops.weighted_sum import weighted_sum, weighted_sum_backward
+from fp8_ds.testing import assert_bitwise
+
+
+def operands(tokens: int = 6, choices: int = 3, features: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(tokens * choices, features, generator=generator)
+    place = torch.randperm(tokens * choices, generator=generator)
+    return rows, place, torch.rand(tokens, choices, generator=generator)
+
+
+def test_sums_and_gradients_are_those_of_autograd() -> None:
+    rows, place, weights = (one.double() if one.is_floating_point() else one for one in operands())
+    rows.requires_grad_()
+    weights.requires_grad_()
+    expected = (rows[place].view(6, 3, 20) * weights.unsqueeze(-1)).sum(1)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    given = [one.detach().float() for one in (rows, weights)]
+    torch.testing.assert_close(weighted_sum(given[0], place, given[1], torch.float32), expected.float())
+    for one, found in zip((rows, weights), weighted_sum_backward(grad.float(), given[0], place, given[1]), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(found, one.grad.float())
+
+
+def test_sums_of_bf16_are_rounded_once() -> None:
+    """1 + 1/256 is halfway between two of bf16; three of it by a third are not 1."""
+    rows = torch.tensor([[1.0], [2.0**-8], [2.0**-8]]).bfloat16()
+    weights = torch.ones(1, 3).bfloat16()
+    assert float(weighted_sum(rows, torch.arange(3), weights, torch.bfloat16)) == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 20), (4, 2, 0)])
+def test_without_elements_results_are_empty(shape: tuple[int, int, int]) -> None:
+    rows, place, weights = operands(*shape)
+    assert weighted_sum(rows, place, weights, torch.bfloat16).shape == (shape[0], shape[2])
+    grads = weighted_sum_backward(torch.zeros(shape[0], shape[2]), rows, place, weights)
+    assert grads[0].shape == rows.shape and not grads[1].any()
+
+
+def test_other_shapes_and_layouts_are_refused() -> None:
+    rows, place, weights = operands()
+    cases: list[tuple[str, tuple[Any, ...]]] = [
+        (r"expected \[T k, C\]", (rows[:-1], place, weights)),
+        (r"expected \[T k, C\]", (rows, place.int(), weights)),
+        ("contiguous", (rows.t().contiguous().t(), place, weights)),
+    ]
+    for message, arguments in cases:
+        with pytest.raises(ValueError, match=message):
+            weighted_sum(*arguments, torch.float32)
+    with pytest.raises(ValueError, match=r"grad: expected \[6, 20\]"):
+        weighted_sum_backward(rows, rows, place, weights)
+
+
+def test_ops_pass_opcheck() -> None:
+    rows, place, weights = operands()
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.fp8_ds.weighted_sum.default, (rows, place, weights, torch.bfloat16), test_utils=checks
+    )
+    grad = torch.randn(6, 20)
+    torch.library.opcheck(
+        torch.ops.fp8_ds.weighted_sum_backward.default, (grad, rows, place, weights), test_utils=checks
+    )
+
+
+def test_a_whole_number_of_weights_of_one_is_a_gather() -> None:
+    rows, place, weights = operands(choices=1)
+    assert_bitwise(rows[place], weighted_sum(rows, place, torch.ones_like(weights), torch.float32))
