@@ -17,8 +17,11 @@ too, and trains as regime 1 does, warm-up and 3e-4 to zero: 0.39 % parted the fi
 learned to copy from its context some 20 steps later than the other; branches start behind that jump, so fewer seeds
 tell more.
 
-Runs are a work list over all devices. What is finished is in the results CSV and is not run again: a second call
-continues, also on another machine of the same image (--resume-from, when its results folder starts empty). A run that
+Runs are a work list over all devices, arms in the order in which --arms names them; those that branch off another's
+run come after it, and after all whole runs. What is finished is in the results CSV and is not run again: a second call
+continues, also on another machine of the same image (--resume-from, when its results folder starts empty). Nor is what
+is finished in --cache, whatever --out, the date, --whole and the budget are, if it had these settings, seed, text and
+first weights, and this code. A run that
 --budget does not suffice for is cut: its state stays in --cache, and the next call goes on with it. Tokens and the
 first weights of regimes 2 and 3 live there, too; where a fresh machine has none, the stock run that makes them goes
 first. --archive carries the cache from machine to machine as one file.
@@ -82,7 +85,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds2", type=int, nargs="+", help="of regime 2; default: --seeds")
     parser.add_argument("--regimes", type=int, nargs="+", default=list(study.regimes), choices=[1, 2, 3])
     parser.add_argument("--by-regime", action="store_true", help="all seeds of a regime before the next; else by seed")
-    parser.add_argument("--arms", nargs="+", default=list(study.arms), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="run in this order; default: the study's, in its")
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     parser.add_argument("--vocabulary", choices=["auto", "bpe", "bytes"], default="auto")
     parser.add_argument("--text-bytes", type=int, help="use about this much text: dry runs")
@@ -108,6 +111,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only-report", action="store_true", help="tables and plots of what --resume-from has")
     parser.add_argument("--plan", action="store_true", help="print the runs and predicted seconds")
     args = parser.parse_args()
+    args.as_named, args.arms = args.arms is not None, args.arms or list(study.arms)
     batch = SIZES[args.size].batch
     if args.micro_batches < 1 or batch % args.micro_batches:
         parser.error(f"--micro-batches: expected a divisor of {batch}, got {args.micro_batches}. Cut it evenly.")
@@ -183,7 +187,7 @@ def main() -> None:
     args = parse_args()
     study = STUDIES[args.study]
     if args.plan:
-        jobs = work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
+        jobs = work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime, args.as_named)
         changed = replace(study, size=args.size, steps=args.steps, checkpoint_at=args.checkpoint_at)
         print(describe_plan(changed, jobs))
         return

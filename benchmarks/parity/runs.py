@@ -21,7 +21,7 @@ from results_io import without_folders
 from fp8_ds.device import num_gpus, uses_cuda
 from parity.arms import TRUNKS
 from parity.studies import Job, work_list
-from parity.worker import file_digest
+from parity.worker import CODE, IDENTITY, code_digest, file_digest, identity_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 FIELDS = ("regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss")
@@ -82,7 +82,8 @@ class Results:
         with log.open() as file:
             rows = [{"regime": job.regime, "arm": job.arm, "seed": job.seed, **row} for row in csv.DictReader(file)]
         self.rows += [{key: str(row[key]) for key in FIELDS} for row in rows]
-        self.runs[job.name] = json.loads(log.with_suffix(".json").read_text())
+        about = json.loads(log.with_suffix(".json").read_text())
+        self.runs[job.name] = {key: value for key, value in about.items() if key not in (IDENTITY, CODE)}
         self.failures.pop(job.name, None)
         self.write()
 
@@ -124,7 +125,7 @@ class Scheduler:
 
     def jobs(self) -> list[Job]:
         args = self.args
-        return work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
+        return work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime, args.as_named)
 
     def pending(self) -> list[Job]:
         """What is neither finished, running, paused nor failed; a stock run first if its checkpoint is wanted, and
@@ -167,6 +168,32 @@ class Scheduler:
         for job in dropped:
             print(f"{job.name} started from another machine's checkpoint: it is run again", flush=True)
             self.results.drop(job)
+        self._adopt(later, digest)
+
+    def _adopt(self, jobs: list[Job], checkpoint: str | None) -> None:
+        """Results get what an earlier call has finished in this cache, whatever files its own results went to.
+
+        Args:
+            checkpoint: digest of the first weights that these jobs would start from.
+        """
+        for job in jobs:
+            log = self.logs / f"{job.name}.csv"
+            if job.name in self.results.runs or not (log.exists() and log.with_suffix(".json").exists()):
+                continue
+            about = json.loads(log.with_suffix(".json").read_text())
+            if about.get(IDENTITY) != json.loads(json.dumps(self.identity(job, checkpoint))):
+                continue
+            if about[CODE] != code_digest():
+                print(f"{job.name} is in the cache, trained by other code: it is run again", flush=True)
+                continue
+            self.results.add(job, log)
+            print(f"{job.name} is in the cache: it is not run again", flush=True)
+
+    def identity(self, job: Job, checkpoint: str | None) -> dict[str, Any]:
+        """What decides what a run trains, but for the code: no time, no folder, no other run."""
+        given = {"regime": job.regime, "arm": job.arm, "seed": job.seed, "lr": self.args.lr[job.regime == 2]}
+        run = argparse.Namespace(**{**vars(self.args), **given, "only_checkpoint": job.only_checkpoint})
+        return identity_of(run, self.args.gpus_per_run, self.results.settings["digest"], checkpoint)
 
     def ready(self, jobs: list[Job]) -> list[Job]:
         """Of these, what need not wait: for first weights, or for the run whose first steps are this one's, too.
@@ -195,6 +222,7 @@ class Scheduler:
         """Until nothing is left that can start in time; what still runs at the deadline is ended."""
         groups = self.devices // self.args.gpus_per_run
         slots = [group for group in range(groups) for _ in range(self.args.per_gpu)]
+        self._adopt([job for job in self.jobs() if job.regime == 1], None)
         while True:
             self._collect()
             self._reconcile()
@@ -261,7 +289,8 @@ class Scheduler:
             devices = visible.split(",") if visible else [str(k) for k in range(self.devices)]
             count = self.args.gpus_per_run
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * count : (slot + 1) * count])
-        (self.logs / f"{job.name}.csv").unlink(missing_ok=True)  # of a run that was dropped
+        for suffix in ("csv", "json"):  # of a run that was dropped
+            (self.logs / f"{job.name}.{suffix}").unlink(missing_ok=True)
         with (self.logs / f"{job.name}.log").open("wb") as output:
             process = subprocess.Popen(self.command(job), stdout=output, stderr=subprocess.STDOUT, env=env)
         self.running.append(Running(job, process, slot))

@@ -85,17 +85,29 @@ class Job:
 
 
 def work_list(
-    regimes: Sequence[int], arms: Iterable[str], seeds: Sequence[int], seeds2: Sequence[int], by_regime: bool = False
+    regimes: Sequence[int],
+    arms: Iterable[str],
+    seeds: Sequence[int],
+    seeds2: Sequence[int],
+    by_regime: bool = False,
+    as_named: bool = False,
 ) -> list[Job]:
-    """All runs by seed, or by regime and then by seed, the rival last: a list cut short has whole pairs."""
+    """All runs by seed, or by regime and then by seed, the rival last: a list cut short has whole pairs.
+
+    Args:
+        arms: that run, in an order of each regime's own.
+        as_named: no, in this one: who names them knows which may be lost when the time is up.
+    """
     arms = tuple(arms)
     if by_regime:
-        return [job for regime in regimes for job in work_list([regime], arms, seeds, seeds2)]
+        return [job for one in regimes for job in work_list([one], arms, seeds, seeds2, as_named=as_named)]
     jobs = []
     for seed in dict.fromkeys([*seeds, *seeds2]):
         for regime in regimes:
             if seed in (seeds2 if regime == 2 else seeds):
                 names = REGIME_ARMS[regime] + (() if regime == 2 else SCHEDULED)
+                if as_named:
+                    names = tuple(arm for arm in dict.fromkeys(arms) if arm in names)
                 jobs += [Job(regime, arm, seed) for arm in names if arm != "torchao"]
     jobs += [Job(1, "torchao", seeds[0])] if 1 in regimes else []
     return [job for job in jobs if job.arm in arms]

@@ -36,6 +36,10 @@ BETAS, EPS, CLIP = (0.9, 0.95), 1e-8, 1.0
 WARMUP = 0.05
 """Share of the steps over which the learning rate rises; then linearly to zero (regimes 1, 3) or constant (2)."""
 _TAG = "piece"
+IDENTITY, CODE = "identity", "code"
+"""Of a finished run in the cache: what it was, and `code_digest`."""
+_TRAIN = ("arms", "data", "emulated", "models", "worker")
+"""Modules beside this one; the others choose runs and compare them."""
 
 
 class Taker:
@@ -290,10 +294,7 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     num_parameters = sum(p.numel() for p in model.parameters())
     taker: Taker = (PlainTaker if args.arm in WITHOUT_DEEPSPEED else EngineTaker)(model, args)
     checkpoint = file_digest(args.checkpoint) if args.regime != 1 else None
-    names = ("regime", "arm", "seed", "steps", "lr", "size", "stage", "compile", "checkpoint_at", "only_checkpoint")
-    names += ("micro_batches",)
-    identity = {name: getattr(args, name) for name in names} | {"digest": text["digest"], "checkpoint": checkpoint}
-    identity |= {"gpus_per_run": world_size()}
+    identity, code = identity_of(args, world_size(), text["digest"], checkpoint), code_digest()
     run = Run(taker, args, device)
     length = Length(args.steps, size.batch * size.seq_len)
     state = State(args.state, identity, run.ranks, _branches(args, identity, run, length)) if args.state else None
@@ -316,7 +317,31 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
         "plan": report().get("plan") if report else None,
         "digest": text["digest"],
         "checkpoint": checkpoint,
+        IDENTITY: identity,
+        CODE: code,
     } | _evaluated_in_bf16(run, vocab_size, device)
+
+
+def identity_of(args: argparse.Namespace, ranks: int, digest: str, checkpoint: str | None) -> dict[str, Any]:
+    """What decides what a run trains, but for the code.
+
+    Args:
+        args: of the run.
+        digest: of the text.
+        checkpoint: digest of its first weights; None: drawn, as in regime 1.
+    """
+    names = ("regime", "arm", "seed", "steps", "lr", "size", "stage", "compile", "checkpoint_at", "only_checkpoint")
+    found = {name: getattr(args, name) for name in (*names, "micro_batches")}
+    return {**found, "digest": digest, "checkpoint": checkpoint, "gpus_per_run": ranks}
+
+
+def code_digest() -> str:
+    """Of what of ours a run computes with."""
+    here = Path(__file__).resolve().parent
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted([*(here / f"{name}.py" for name in _TRAIN), *(here.parents[1] / "fp8_ds").rglob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _branches(args: argparse.Namespace, identity: dict[str, Any], run: Run, length: Length) -> dict[int, list[State]]:

@@ -39,6 +39,14 @@ def cache(tmp_path: Path) -> Path:
     return folder
 
 
+def copied(cache: Path, folder: Path) -> Path:
+    """A cache with the same text, and nothing that runs leave."""
+    folder.mkdir()
+    for path in cache.iterdir():
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
 def worker_args(**changes: Any) -> argparse.Namespace:
     values = {"regime": 1, "seed": 0, "steps": 20, "lr": 1e-3, "checkpoint_at": 0.5}
     return argparse.Namespace(**{**values, **changes})
@@ -123,7 +131,8 @@ def parity_args(cache: Path, *more: str) -> argparse.Namespace:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Any]:
-    return import_module("parity.studies").work_list(args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime)
+    listed = args.regimes, args.arms, args.seeds, args.seeds2, args.by_regime, args.as_named
+    return import_module("parity.studies").work_list(*listed)
 
 
 def test_work_list_is_that_of_the_issue(bench: Any, cache: Path) -> None:
@@ -207,6 +216,67 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
     args = parity_args(cache, "--size", "124m", "--compile", "--resume-from", str(source), *more)
     with pytest.raises(SystemExit, match=r"'micro_batches': \(1, 4\)"):
         runs.Results(tmp_path / "other", parity.settings_of(args, "2524c25bebc534ec", ""), [source])
+
+
+def test_whole_runs_come_in_the_order_in_which_arms_are_named_and_branches_after_them(
+    bench: Any, cache: Path, tmp_path: Path
+) -> None:
+    runs = bench("parity.runs")
+    arms = ("stock", "fp8-ends-e4m3-bf16-last", "fp8-ends-e4m3", "rowwise", "e4m11")
+    more = ("--study", "recipes", "--regimes", "3", "--seeds", "18", "19", "--arms", *arms)
+    scheduler = runs.Scheduler(parity_args(cache, *more), runs.Results(tmp_path / "result", {}, None))
+    scheduler.checkpoint.write_bytes(b"weights")
+    whole = [f"r3-{arm}-s{seed}" for seed in (18, 19) for arm in ("stock", "fp8-ends-e4m3", "rowwise", "e4m11")]
+    assert [job.name for job in scheduler.ready(scheduler.pending())] == whole
+    scheduler.results.runs["r3-fp8-ends-e4m3-s18"] = {}
+    left = [job.name for job in scheduler.ready(scheduler.pending())]
+    assert left[:2] == ["r3-stock-s18", "r3-rowwise-s18"] and left[-1] == "r3-fp8-ends-e4m3-bf16-last-s18"
+    more = ("--regimes", "1", "2", "--seeds", "0", "--arms", "torchao", "e4m11", "stock", "--by-regime")
+    names = [job.name for job in jobs_of(parity_args(cache, *more))]
+    assert names == ["r1-e4m11-s0", "r1-stock-s0", "r1-torchao-s0", "r2-e4m11-s0", "r2-stock-s0"]
+
+
+def test_what_is_finished_in_the_cache_is_not_run_again_whatever_does_not_train(
+    bench: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another folder of results or another day is enough for a call to know of no run."""
+    runs, worker = bench("parity.runs"), bench("parity.worker")
+    monkeypatch.setattr(runs.Scheduler, "_start", lambda self, job, slot: pytest.fail(f"{job.name} is started"))
+    common = ("--study", "recipes", "--regimes", "1", "3", "--seeds", "0", "--arms", "stock")
+
+    def left(*more: str) -> list[str]:
+        args = parity_args(cache, *common, *more)
+        args.budget = 0.0  # nothing is started
+        results = runs.Results(tmp_path / f"result{len(list(tmp_path.iterdir()))}", {"digest": "0123"}, None)
+        scheduler = runs.Scheduler(args, results)
+        scheduler.run()
+        assert all("identity" not in about and "code" not in about for about in results.runs.values())
+        assert {row["arm"] for row in results.rows} == ({"stock"} if results.runs else set())
+        return scheduler.left_out
+
+    (cache / "checkpoint.pt").write_bytes(b"weights")
+    given = parity_args(cache, *common)
+    (cache / "runs").mkdir()
+    for regime, checkpoint in ((1, None), (3, worker.file_digest(cache / "checkpoint.pt"))):
+        log = cache / f"runs/r{regime}-stock-s0.csv"
+        log.write_text("step,tokens,seconds,train_loss,held_out_loss\n0,0,0,,2.0\n")
+        of_run = argparse.Namespace(**{**vars(given), "regime": regime, "arm": "stock", "seed": 0, "lr": 3e-4})
+        of_run.only_checkpoint = False
+        identity = worker.identity_of(of_run, 1, "0123", checkpoint)
+        log.with_suffix(".json").write_text(json.dumps({"identity": identity, "code": worker.code_digest()}))
+    for more in ((), ("--whole",), ("--saving", "3"), ("--estimate", "9"), ("--per-gpu", "2")):
+        assert left(*more) == []
+    assert "r1-stock-s0 is in the cache: it is not run again" in capsys.readouterr().out
+    both = ["r1-stock-s0", "r3-stock-s0"]
+    for more in (("--steps", "9"), ("--compile",), ("--micro-batches", "2"), ("--stage", "2")):
+        assert left(*more) == both
+    assert left("--lr", "1e-4", "1e-5") == both
+    assert left("--seeds", "1") == ["r1-stock-s1", "r3-stock-s1"]
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "code_digest", lambda: "other")
+        assert left() == both and "trained by other code" in capsys.readouterr().out
+    (cache / "checkpoint.pt").write_bytes(b"others")
+    assert left() == ["r3-stock-s0"]
 
 
 def test_regime_2_waits_for_its_first_weights_and_a_fresh_machine_makes_them_again(
@@ -511,8 +581,10 @@ def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     in_bf16 = runs["r1-e4m11-s0"]["held_out_loss_bf16"]
     assert in_bf16 != in_fp8[-1] and abs(in_bf16 - in_fp8[-1]) < 0.1 * (in_fp8[0] - in_fp8[-1])
     assert "e4m11 - stock" in output.split("the same models, evaluated in bf16")[1]
-    again = run_main("gpt_parity", *common)
-    assert "started" not in again and f"{losses[-1]:.4f}" in again
+    elsewhere = (*common, "--whole", "--out", tmp_path / "elsewhere")
+    for again in (run_main("gpt_parity", *common), run_main("gpt_parity", *elsewhere)):
+        assert "started" not in again and f"{losses[-1]:.4f}" in again
+    assert next((tmp_path / "elsewhere").glob("*.csv")).read_text() == csv_file.read_text()
 
 
 SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "fp8-ends-e4m3-bf16-last", "e4m11-bf16-last")
@@ -582,7 +654,8 @@ def test_branches_have_the_losses_of_runs_of_their_own(
     """With 40 steps the last tenth begins after step 36; the state they go on from is of step 30."""
 
     def losses(name: str, *arms: str) -> dict[str, list[list[str]]]:
-        common = ("--size", "tiny", "--steps", 40, "--seeds", 0, "--regimes", 1, "--cache", cache, "--lr", 1e-3, 1e-5)
+        common = ("--size", "tiny", "--steps", 40, "--seeds", 0, "--regimes", 1, "--lr", 1e-3, 1e-5)
+        common = (*common, "--cache", copied(cache, tmp_path / f"cache of {name}"))
         said = run_main("gpt_parity", *common, "--out", tmp_path / name, "--arms", *arms, "--estimate", 1)
         assert f"finished r1-{arms[-1]}-s0" in said
         (written,) = (tmp_path / name).glob("*.csv")
@@ -597,7 +670,7 @@ def test_branches_have_the_losses_of_runs_of_their_own(
     trunk, branch = together["fp8"], together["fp8-bf16-last"]
     same = [a == b for a, b in zip(trunk, branch, strict=True)]
     assert same == [int(step) < 36 for step, *_ in trunk]  # after step 36 the held-out loss is of bf16 already
-    assert not any((cache / "state").rglob("progress.json"))
+    assert not any(tmp_path.rglob("progress.json"))
 
 
 def test_batches_that_cannot_be_cut_evenly_are_refused(
@@ -645,10 +718,8 @@ def test_a_run_on_two_ranks_is_cut_and_gone_on_with_and_has_the_losses_of_one_ra
     found = {}
     for ranks in (1, 2):
         out = tmp_path / f"of{ranks}"
-        (tmp_path / str(ranks)).mkdir()
-        for path in cache.iterdir():
-            (tmp_path / str(ranks) / path.name).symlink_to(path)
-        more = ("--cache", tmp_path / str(ranks), "--out", out, "--gpus", ranks, "--gpus-per-run", ranks)
+        own = copied(cache, tmp_path / str(ranks))
+        more = ("--cache", own, "--out", out, "--gpus", ranks, "--gpus-per-run", ranks)
         if ranks == 2:
             cut = run_main("gpt_parity", *common, *more, "--budget", 1000, "--saving", 1000)
             assert "paused" in cut and f"finished r1-{arm}-s0" not in cut
