@@ -100,6 +100,8 @@ def test_whole_configurations_would_start(page: Path, monkeypatch: pytest.Monkey
         if text.lstrip().startswith("{"):
             verdict = judge(json.loads(text))
             assert verdict.on == "if", verdict.reasons
+            if "FusedAdam" in verdict.used["optimizer"]:  # DeepSpeed compiles it, in silence
+                assert '"torch_adam": true' in page.read_text()
 
 
 @PAGE
