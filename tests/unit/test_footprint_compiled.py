@@ -66,6 +66,16 @@ def test_llama_8b_in_zero_3_with_leaves_and_ligers_loss_is_estimated_within_1_pe
     assert estimate(read_spec("llama-8b"), run).peak / GIB == pytest.approx(52.087, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "gib"), [({"leaf_module": LEAF}, 22.522), ({}, 24.749)])
+def test_eight_of_its_layers_are_estimated_within_3_percent_with_leaves_and_without(
+    zero: dict[str, Any], gib: float
+) -> None:
+    """Two H200s, stock loss, not fused: arms ours-e4m11-compiled of 2026-11-22-end-to-end.json."""
+    run = read_run(config(3, E4M11, **zero), 2, 1, 8192, compiled=True)
+    assert estimate(read_spec("llama-8b", ("num_hidden_layers=8",)), run).peak / GIB == pytest.approx(gib, rel=0.03)
+
+
 TEXT = 4 * (175.8e6 + 5.3e6) / GIB
 """Parity studies hold their text on the GPU, an int32 a token (tests/unit/test_footprint.py)."""
 
@@ -92,6 +102,17 @@ def test_models_of_the_parity_studies_are_estimated_within_1_percent(
     del settings["zero_optimization"]["overlap_comm"]
     found = estimate(spec, read_run(settings, world, micro_batch, 1024, compiled=True))
     assert found.peak / GIB + TEXT == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_stock_gpt2_is_estimated_within_1_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9.187 GiB, arm stock-compiled of piece "gpt2" in 2026-11-23-end-to-end.json (H200, ZeRO-2, 16 x 1024 tokens)."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    models = importlib.import_module("parity.models")
+    shape = models.Size(12, 768, 50304, 1024, 16, 0)
+    spec = ModelSpec("gpt2", function=lambda: models.GPT(shape, shape.vocab_size, seed=0))
+    found = estimate(spec, read_run(config(2, None), 1, 16, 1024, compiled=True))
+    assert found.peak / GIB == pytest.approx(9.187, rel=0.01)
 
 
 def tiny(fp8: dict[str, Any]) -> Footprint:
