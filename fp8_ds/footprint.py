@@ -1,7 +1,8 @@
 """estimate: what a GPU holds at most in training, by part; and the most layers that fit.
 
 The parts that stay (weights, masters, moments) come from estimate.py by arithmetic, those of a forward and a backward
-from rehearsal.py by running the model without memory. Peaks measured on an H200 are in tests/unit/test_footprint.py.
+from rehearsal.py by running the model without memory, in eager or as compiled_parts.py compiles it. Peaks that were
+measured are in tests/unit/test_footprint.py and test_footprint_compiled.py.
 
 Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for themselves.
 """
@@ -289,11 +290,15 @@ def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
 
 
 def _rehearse(model: Any, run: Run) -> Rehearsal:
-    tokens = zeros_for(model, run.micro_batch, run.seq_len)
     has_liger = run.fp8 is not None and run.fp8.activations.cross_entropy == "liger"
     training: nn.Module = LossOfLiger(model) if has_liger else _LossAlone(model)
+
+    def loss(training: nn.Module) -> Tensor:
+        found: Tensor = training(zeros_for(model, run.micro_batch, run.seq_len))
+        return found
+
     if not run.compiled:
-        return rehearse(training, lambda training: training(tokens))
+        return rehearse(training, loss)
     backend = CountingBackend()
     compile_model = partial(
         compile_as_trained,
@@ -303,7 +308,7 @@ def _rehearse(model: Any, run: Run) -> Rehearsal:
         is_fp8=run.fp8 is not None,
         leaves=run.leaves,
     )
-    found = rehearse(training, lambda training: training(tokens), compile_model)
+    found = rehearse(training, loss, compile_model)
     if not backend.num_graphs:
         raise UnsupportedError(
             f"compile: expected code that torch.compile takes, got none in {type(model).__name__}. Leave --compile out."

@@ -33,9 +33,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_VK: Tensor) -> Tensor:
         num_tokens, width = x_TK.shape
-        grad_x = torch.empty_like(x_TK)
-        grad_weight = torch.empty_like(weight_VK) if weight_VK.requires_grad else None
-        losses = x_TK.new_empty(num_tokens, dtype=torch.float32)
+        grad_x = torch.zeros_like(x_TK)
+        grad_weight = torch.zeros_like(weight_VK) if weight_VK.requires_grad else None
+        losses = x_TK.new_zeros(num_tokens, dtype=torch.float32)
         logits = x_TK.new_empty(chunk_size(num_tokens, width, weight_VK.shape[0]), weight_VK.shape[0])
         del logits
         ctx.save_for_backward(grad_x, grad_weight)
