@@ -57,6 +57,7 @@ compiled 9.7k; 71. torchao-tensorwise-compiled with float8 gathers 11.7k; 65. ou
 of which 9.8 are logits in bf16, float32 and their gradient: 45 needs Liger's loss. Eager 12.0k; 58. In stock's memory
 ours takes micro-batch 2, and then 15.6k.
 All of it on two GPUs, by the 8 layers measured there: ours 680 ms, 12.0k; stock 1,100; torchao 876.
+On four, by all of it on two (605, 1,018 and 746 ms): ours 585, 14.0k, 41 GiB; stock 1,000, 82 GiB; torchao 715.
 
 GPT-2 small (16 x 1024): all layers in FP8 0.80 of stock-eager (K = 768 is too short for the casts), measured 1.00 to
 1.05; compiled 0.95 and 1.02 of stock-compiled.
