@@ -58,12 +58,15 @@ def test_a_compiled_llama_2b_is_estimated_within_5_percent(fp8: dict[str, Any] |
 
 
 @pytest.mark.slow
-def test_llama_8b_in_zero_3_with_leaves_and_ligers_loss_is_estimated_within_1_percent() -> None:
-    """Two H200s, 1 x 8192 tokens a rank, a graph a layer: 52.087 GiB, run 2026-11-23T10:19:39Z."""
+@pytest.mark.parametrize(("num_gpus", "gib"), [(2, 52.087), (4, 40.563)])
+def test_llama_8b_in_zero_3_with_leaves_and_ligers_loss_is_estimated_within_1_percent(
+    num_gpus: int, gib: float
+) -> None:
+    """H200s, 1 x 8192 tokens a rank, a graph a layer: runs 2026-11-23T10:19:39Z and 2026-11-26T05:19:13Z."""
     fp8 = {**E4M11, "activations": {"fused": True, "cross_entropy": "liger"}}
     zero = {"contiguous_gradients": False, "stage3_prefetch_bucket_size": 250_000_000, "leaf_module": LEAF}
-    run = read_run(config(3, fp8, **zero), 2, 1, 8192, compiled=True)
-    assert estimate(read_spec("llama-8b"), run).peak / GIB == pytest.approx(52.087, rel=0.01)
+    run = read_run(config(3, fp8, **zero), num_gpus, 1, 8192, compiled=True)
+    assert estimate(read_spec("llama-8b"), run).peak / GIB == pytest.approx(gib, rel=0.01)
 
 
 @pytest.mark.slow
