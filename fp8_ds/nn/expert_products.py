@@ -109,6 +109,10 @@ class ExpertProducts(ABC):
     ) -> Tensor:
         """[E, N, K]; grad_PN is what `grad_fp8` was quantised from."""
 
+    @abstractmethod
+    def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`ends`, `place` and `order` of Groups by which the backward waits for nothing."""
+
 
 class Loop(ExpertProducts):
     """Each expert's own product: the bits of its own `Fp8Linear`, on any device. The host reads who has rows."""
@@ -143,6 +147,11 @@ class Loop(ExpertProducts):
             grad_weight[expert] = recipe.parts.grad_weight(grad_e, grad_PN[rows], kept, dtype)
         return grad_weight
 
+    def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`ends` as the host has read them."""
+        ends = torch.tensor([end for _, end in self.groups.bounds], dtype=torch.int32, device="cpu")
+        return ends, self.groups.place, self.groups.order
+
 
 class OneLaunch(ExpertProducts):
     """All experts' at once (ops/grouped): the loop's results but for the order of sums, and nobody waits."""
@@ -167,6 +176,9 @@ class OneLaunch(ExpertProducts):
         planes = (grouped.columns(grad_fp8.rows, self._ends), grouped.columns(x_PK, self._ends))
         scales = (grad_fp8.scale_inv, x_scale_inv)
         return grouped.columns_by_columns(*planes, self._ends, *scales, dtype, is_fast)
+
+    def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.groups.ends, self.groups.place, self.groups.order
 
     @property
     def _ends(self) -> Tensor:

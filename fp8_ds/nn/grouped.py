@@ -28,24 +28,31 @@ class _GroupedFunction(torch.autograd.Function):
         x_fp8 = recipe.quantize_input(x, needs_columns=False, record=record)
         assert x_fp8.rows is not None
         # On ctx, as nn/linear.py has it.
-        ctx.recipe, ctx.groups, ctx.is_spread = recipe, groups, is_spread
+        ctx.recipe, ctx.is_spread = recipe, is_spread
         ctx.weight_dtype = weight.dtype
         weight_fp8 = recipe.read_weight(weight)
         # A sum with an adapter is no Parameter, which outlives the graph: on ctx it would be kept past a checkpoint.
         ctx.weight = weight if isinstance(weight, nn.Parameter) else None
         kept = (x_fp8.rows, x_fp8.scale_inv) if record and weight.requires_grad else (None, None)
-        if record:
-            ctx.save_for_backward(*kept, *(weight_fp8 if ctx.weight is None else (None, None)))
         recipe.count_whole(x_fp8, weight_fp8)
         rows_PK = x_fp8.rows if is_spread else groups.spread(x_fp8.rows)
-        return expert_products(groups, recipe).output(rows_PK, x_fp8.scale_inv, weight_fp8, x.dtype)
+        products = expert_products(groups, recipe)
+        output = products.output(rows_PK, x_fp8.scale_inv, weight_fp8, x.dtype)
+        ctx.num_choices = groups.num_choices
+        if record:
+            # Which rows are whose, too: on ctx it would be held through a checkpoint, and a backward would go by it
+            # where the rows are those of a forward that was done again, whose router may have chosen otherwise.
+            whose = products.kept_groups()
+            ctx.save_for_backward(*whose, *kept, *(weight_fp8 if ctx.weight is None else (None, None)))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        recipe, groups = ctx.recipe, ctx.groups
-        *kept, data, scale_inv = ctx.saved_tensors
+        recipe = ctx.recipe
+        ends, place, order, *kept, data, scale_inv = ctx.saved_tensors
+        groups = Groups(ends, place, order, ctx.num_choices)
         weight_fp8 = recipe.read_weight(ctx.weight) if data is None else Fp8Weight(data, scale_inv)
         grad_PN = grad_PN.contiguous()
         grad_fp8 = recipe.quantize_grad_output(grad_PN, weight_fp8, None)

@@ -11,10 +11,11 @@ where `columns`, [N, Q] and [K, Q], are transposes in which the rows of each gro
 Hopper's FP8 product reads both operands along the dim that it contracts. Nothing waits for the host: how many rows each
 group has is read by the kernels, and their programs are as many as the GPU can run at a time.
 
-Kernels want an NVIDIA GPU of compute capability 9.0 or later (TMA). Sums are kept as in `ops/gemm`: in the tensor
-core's shorter accumulator with `use_fast_accum`, else added up in float32 every 128 terms, as CUTLASS has it
-(include/cutlass/gemm/collective/fp8_accumulation.hpp, an interval of 4 instructions of 32). So results are those of
-`ops/gemm` up to the order of their sums.
+Kernels want an NVIDIA GPU of compute capability 9.0 or later (TMA) but 12.x, which has 99 KiB of shared memory for a
+program: three tiles of both operands take up to 144 (CUDA programming guide, compute capabilities). Sums are kept as in
+`ops/gemm`: in the tensor core's shorter accumulator with `use_fast_accum`, else added up in float32 every 128 terms, as
+CUTLASS has it (include/cutlass/gemm/collective/fp8_accumulation.hpp, an interval of 4 instructions of 32). So results
+are those of `ops/gemm` up to the order of their sums.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def can_run(device: torch.device) -> bool:
     """Whether there are kernels for it."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not is_nvidia:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and capability[0] != 12
 
 
 def _rows_kernel(

@@ -184,18 +184,52 @@ def test_without_tokens_there_is_a_gradient_of_zeros(recipe: Any) -> None:
     assert grad_weight.shape == weight.shape and not grad_weight.any()
 
 
-def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once() -> None:
-    groups, x, weight, _ = experts(CHOICES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once_and_whose_rows_are_whose(
+    is_packed: bool,
+) -> None:
+    groups, x, weight, _ = experts(CHOICES, is_packed)
+    whose = [(torch.int32, NUM_EXPERTS + 1), *[(torch.int64, 2 * len(CHOICES))] * (1 + is_packed)]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         recipe = TensorwiseRecipe(LinearConfig())
         grouped_linear(x.requires_grad_(), nn.Parameter(weight), groups, recipe, is_spread=False)
-    assert [(t.dtype, t.numel()) for t in kept] == [(torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
+    assert [(t.dtype, t.numel()) for t in kept] == [*whose, (torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         frozen = nn.Parameter(weight, requires_grad=False)
         grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
-    assert kept == []
+    assert [(t.dtype, t.numel()) for t in kept] == whose
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_checkpoint_keeps_no_groups_and_goes_by_those_of_the_forward_that_is_done_again(is_packed: bool) -> None:
+    """A router that noise reaches may choose otherwise then: rows of one choice are not those of the other."""
+    _, x, weight, _ = experts(CHOICES)
+    other = [[4, 0], *CHOICES[:-1]]  # as many rows with zeros behind, so that a checkpoint sees no other shapes
+    grad = torch.randn(len(CHOICES), NUM_OUT, generator=torch.Generator().manual_seed(0)).bfloat16()
+    recipe, made = TensorwiseRecipe(LinearConfig()), list[weakref.ref[Any]]()
+
+    def grads(routing: list[list[list[int]]], through: Any) -> list[Tensor]:
+        given, p, left = x.clone().requires_grad_(), nn.Parameter(weight.clone()), list(routing)
+
+        def layer(given: Tensor) -> Tensor:
+            chosen = torch.tensor(left.pop(0))
+            groups = Groups.of(chosen, NUM_EXPERTS, is_packed=is_packed)
+            made.append(weakref.ref(groups.place))
+            return groups.collect(grouped_linear(given, p, groups, recipe, is_spread=False)).sum(1)
+
+        output = through(layer, given)
+        if len(routing) > 1:
+            assert made[-1]() is None
+        output.backward(grad)
+        assert given.grad is not None and p.grad is not None and not left
+        return [given.grad, p.grad]
+
+    expected = grads([other], lambda layer, given: layer(given))
+    found = grads([CHOICES, other], partial(checkpoint, use_reentrant=False))
+    for one, two in zip(expected, found, strict=True):
+        assert_bitwise(one, two)
 
 
 NOBODYS = [[0, NUM_EXPERTS], *[[2, 4]] * 9, [NUM_EXPERTS, NUM_EXPERTS], [3, 0]]

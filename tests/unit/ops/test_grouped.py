@@ -128,6 +128,17 @@ def test_there_are_no_kernels_for_a_cpu() -> None:
     assert not can_run(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)])
+def test_there_are_kernels_for_gpus_with_tma_and_room_for_the_tiles(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12.x has the former only: its shared memory is a workstation's."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert can_run(torch.device("cuda", 0)) == (capability[0] in (9, 10, 11))
+
+
 def test_ops_pass_opcheck() -> None:
     x, weight, grad, ends = operands()
     checks = ("test_schema", "test_faketensor")
