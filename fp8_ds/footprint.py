@@ -144,7 +144,7 @@ def read_run(
         ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
-    from fp8_ds.engine.refusals import refuse_config, zero_stage
+    from fp8_ds.engine.refusals import gradient_clipping, refuse_config, zero_stage
 
     fp8 = Fp8Config.from_block(config["fp8"]) if "fp8" in config else None
     fp8 = fp8 if fp8 is not None and fp8.enabled else None
@@ -166,7 +166,7 @@ def read_run(
         stage,
         world_size,
         fp8.optimizer if fp8 is not None else Fp8Config(enabled=False).optimizer,
-        gradient_clipping=float(_number(config.get("gradient_clipping"), 0)),
+        gradient_clipping=gradient_clipping(config),
         grad_bytes=_FP32 if dtype in ("fp32", "float32") else _BF16,
         overlap_comm=zero.get("overlap_comm") if isinstance(zero.get("overlap_comm"), bool) else None,
         reduce_bucket_size=numbers["reduce_bucket_size"],
