@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8_ds.compiled_parts import compile_as_trained
@@ -308,7 +309,16 @@ def _rehearse(model: Any, run: Run) -> Rehearsal:
         is_fp8=run.fp8 is not None,
         leaves=run.leaves,
     )
-    found = rehearse(training, loss, compile_model)
+    try:
+        found = rehearse(training, loss, compile_model)
+    except Exception:
+        if backend.failure is None:
+            raise
+    if (failure := backend.failure) is not None:
+        raise UnsupportedError(
+            f"compile: expected torch's inductor to be as in 2.11 to 2.13 and to take {type(model).__name__}, got "
+            f"{type(failure).__name__}: {str(failure).rstrip('.')} (torch {torch.__version__}). Leave --compile out."
+        ) from failure
     if not backend.num_graphs:
         raise UnsupportedError(
             f"compile: expected code that torch.compile takes, got none in {type(model).__name__}. Leave --compile out."
