@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo.exc
 import torch._functorch.config
 from torch import Tensor
 
@@ -30,6 +33,10 @@ _AS_ON_A_GPU = {
 }
 """Of inductor's configuration: thresholds with another default on CPUs, and where that of GPUs is."""
 
+_MAKES_BUFFERS = "empty_strided"
+_SEEN = ("empty_strided", "empty_strided_cpu")
+"""Of inductor's functions that make buffers, an operator and what is replaced by one; the others are C++."""
+
 
 class CountingBackend:
     """`module.compile(backend=CountingBackend())`.
@@ -38,15 +45,35 @@ class CountingBackend:
 
     Attributes:
         num_graphs: made so far, by dynamo's count: a forward and its backward are one.
+        failure: the first error while a graph was made or called, which dynamo may wrap, or pass over; None: none.
     """
 
     def __init__(self) -> None:
         self.num_graphs = 0
+        self.failure: Exception | None = None
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         self.num_graphs += 1
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            return _inductor().compile_fx(gm, example_inputs, inner_compile=_without_kernels)
+        with self._noted(), torch._functorch.config.patch(enable_autograd_cache=False):
+            return _inductor().compile_fx(gm, example_inputs, inner_compile=self._without_kernels)
+
+    def _without_kernels(self, gm: Any, example_inputs: Sequence[Any], **options: Any) -> Call:
+        with self._noted():
+            return _boxed(partial(self._noting, _without_kernels(gm, example_inputs, options)))
+
+    def _noting(self, call: Call, args: list[Any]) -> Any:
+        with self._noted():
+            return call(args)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except torch._dynamo.exc.RestartAnalysis:  # dynamo's own, which begins once more
+            raise
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
 
 
 def _inductor() -> Any:
@@ -54,14 +81,14 @@ def _inductor() -> Any:
     return importlib.import_module("torch._inductor.compile_fx")
 
 
-def _without_kernels(gm: Any, example_inputs: Sequence[Any], **options: Any) -> Call:
+def _without_kernels(gm: Any, example_inputs: Sequence[Any], options: dict[str, Any]) -> Call:
     from torch._inductor import config
     from torch._inductor.debug import DebugContext
     from torch.utils._python_dispatch import _disable_current_modes
 
     thresholds = {key: getattr(config, of_gpu) for key, of_gpu in _AS_ON_A_GPU.items() if hasattr(config, of_gpu)}
     with _disable_current_modes(), DebugContext(), config.patch(thresholds):
-        return _boxed(_call_of(_written_code(gm, example_inputs, options)))
+        return _call_of(_written_code(gm, example_inputs, options))
 
 
 def _written_code(gm: Any, example_inputs: Sequence[Any], options: dict[str, Any]) -> str:
@@ -95,8 +122,15 @@ def _written_code(gm: Any, example_inputs: Sequence[Any], options: dict[str, Any
 
 
 def _call_of(text: str) -> Call:
-    """The function `call` of inductor's code. Kernels do nothing; buffers are made by operators, which modes see."""
+    """The function `call` of inductor's code. Kernels do nothing; buffers are made by operators, which modes see.
+
+    Raises:
+        NotImplementedError: some are made otherwise, and would not be counted.
+    """
     tree = ast.parse(text)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if unseen := sorted(name for name in called if name.startswith(_MAKES_BUFFERS) and name not in _SEEN):
+        raise NotImplementedError(f"buffers are made by {', '.join(unseen)}")
     kernels: list[str] = []
     kept: list[ast.stmt] = []
     for statement in tree.body:

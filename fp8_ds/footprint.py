@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8_ds.compiled_parts import compile_as_trained
@@ -144,7 +145,7 @@ def read_run(
         ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
-    from fp8_ds.engine.refusals import refuse_config, zero_stage
+    from fp8_ds.engine.refusals import gradient_clipping, refuse_config, zero_stage
 
     fp8 = Fp8Config.from_block(config["fp8"]) if "fp8" in config else None
     fp8 = fp8 if fp8 is not None and fp8.enabled else None
@@ -166,7 +167,7 @@ def read_run(
         stage,
         world_size,
         fp8.optimizer if fp8 is not None else Fp8Config(enabled=False).optimizer,
-        gradient_clipping=float(_number(config.get("gradient_clipping"), 0)),
+        gradient_clipping=gradient_clipping(config),
         grad_bytes=_FP32 if dtype in ("fp32", "float32") else _BF16,
         overlap_comm=zero.get("overlap_comm") if isinstance(zero.get("overlap_comm"), bool) else None,
         reduce_bucket_size=numbers["reduce_bucket_size"],
@@ -308,7 +309,16 @@ def _rehearse(model: Any, run: Run) -> Rehearsal:
         is_fp8=run.fp8 is not None,
         leaves=run.leaves,
     )
-    found = rehearse(training, loss, compile_model)
+    try:
+        found = rehearse(training, loss, compile_model)
+    except Exception:
+        if backend.failure is None:
+            raise
+    if (failure := backend.failure) is not None:
+        raise UnsupportedError(
+            f"compile: expected torch's inductor to be as in 2.11 to 2.13 and to take {type(model).__name__}, got "
+            f"{type(failure).__name__}: {str(failure).rstrip('.')} (torch {torch.__version__}). Leave --compile out."
+        ) from failure
     if not backend.num_graphs:
         raise UnsupportedError(
             f"compile: expected code that torch.compile takes, got none in {type(model).__name__}. Leave --compile out."

@@ -311,6 +311,8 @@ def _gemms(linear: LinearConfig, device: torch.device) -> str:
 
 
 def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
+    from fp8_ds.engine.refusals import gradient_clipping
+
     block = config.get("optimizer", {})
     kind = block.get("type")
     if kind is None:
@@ -321,7 +323,11 @@ def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
         name = str(kind)
     if fp8.optimizer.states == "fp8":
         name += ", computed by fp8_ds on FP8 states"
-    return name + (", in the backward (release)" if fp8.optimizer.release else "")
+    if not fp8.optimizer.release:
+        return name
+    if fp8.optimizer.releases(norm := gradient_clipping(config)):
+        return f"{name}, in the backward (release)"
+    return f'{name}, in the step: "release_clipping": "exact" holds the gradients, for they are clipped at {norm:g}'
 
 
 def _activations(activations: ActivationsConfig) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 import fp8_ds  # noqa: F401  (before or after the others: it waits for deepspeed)
 
@@ -18,6 +18,7 @@ from text import Windows
 
 def main() -> None:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    set_seed(arguments.seed)  # Trainer does so itself, but after the model is made
     # Yours: AutoModelForCausalLM.from_pretrained(...). This one is made from numbers, so that nothing is downloaded.
     config = AutoConfig.for_model(
         "llama",

@@ -147,10 +147,11 @@ class Fp8Engine(Fp8Checkpoints):
         """What FP8 does in this engine, on this rank.
 
         Returns:
-            `gathered_bytes` (of weights, in the last finished step, own share included), `gathered_fp8_bytes` of
-            these, `reduced_bytes` (handed to FP8 reduce-scatters in that step, 0 if gradients are reduced in bf16),
-            `num_amax_reduces` in that step, `resident_weight_bytes` and its parts, `num_fp8_weights`
-            (elements), `plan` (one line), `num_layers_in_bf16` (of the plan's, by schedule or request).
+            `enabled`, which is false and alone where FP8 is off for this engine; `gathered_bytes` (of weights, in the
+            last finished step, own share included), `gathered_fp8_bytes` of these, `reduced_bytes` (handed to FP8
+            reduce-scatters in that step, 0 if gradients are reduced in bf16), `num_amax_reduces` in that step,
+            `resident_weight_bytes` and its parts, `num_fp8_weights` (elements), `plan` (one line),
+            `num_layers_in_bf16` (of the plan's, by schedule or request).
         """
         return {"enabled": False} if self.fp8 is None else report(self.fp8, self.optimizer)
 

@@ -61,6 +61,16 @@ def zero_stage(config: Config) -> int:
     return _number(_zero(config, "stage"), 0)
 
 
+def gradient_clipping(config: Config) -> float:
+    """The norm that DeepSpeed will clip at, 0 for none: without the key its default, which depends on its version;
+    "auto" is 1.0, which Trainer and Accelerate fill in where nothing else is asked of them.
+    """
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
+    return float(value) if isinstance(value, (int, float)) else 1.0
+
+
 def _offloads(key: str) -> Callable[[Config], bool]:
     def found(config: Config) -> bool:
         device = _block(config, "zero_optimization", key).get("device")

@@ -8,12 +8,12 @@ whose condition has one is followed or left out. What belongs to torch, transfor
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
+from enum import Enum, EnumMeta
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ _UNKNOWN: Any = object()
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _MAY_END = (ast.For, ast.While, ast.Try, ast.Match)
 """A return in one of these need not be come by."""
+
+_PLAIN = (type(None), bool, int, float, str)
+"""Types whose truth and equality are Python's own; a subclass may have code for them."""
 
 _COMPARE: dict[type, Callable[[Any, Any], bool]] = {ast.Is: operator.is_, ast.IsNot: operator.is_not}
 _COMPARE |= {ast.Eq: operator.eq, ast.NotEq: operator.ne}
@@ -127,7 +130,7 @@ class _Scope:
     def __init__(self, function: Any, tree: ast.FunctionDef, owner: object) -> None:
         self.has_left_out = False
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._names: dict[str, Any] = {**function.__globals__, **{name: cell.cell_contents for name, cell in cells}}
+        self._names: dict[str, Any] = {**function.__globals__, **{name: _content(cell) for name, cell in cells}}
         self._owner = owner
         self._self = [*tree.args.posonlyargs, *tree.args.args][0].arg if owner is not None else None
         nodes = list(ast.walk(tree))
@@ -181,8 +184,11 @@ class _Scope:
                 return self._owner
             if node.id not in self._locals:
                 return self._names.get(node.id, _UNKNOWN)
-            assigned = self._locals[node.id]
-            return _UNKNOWN if assigned is None else self.value(assigned)
+            assigned, self._locals[node.id] = self._locals[node.id], None  # in a loop names may be made of each other
+            try:
+                return _UNKNOWN if assigned is None else self.value(assigned)
+            finally:
+                self._locals[node.id] = assigned
         if isinstance(node, ast.Attribute):
             return _attribute(self.value(node.value), node.attr)
         if isinstance(node, ast.IfExp):
@@ -202,7 +208,8 @@ class _Scope:
             return _UNKNOWN if _UNKNOWN in values else not decides
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
             sides = self.value(node.left), self.value(node.comparators[0])
-            if not any(one is _UNKNOWN for one in sides):
+            is_plain = all(type(one) in _PLAIN or isinstance(one, Enum) for one in sides)
+            if is_plain or (isinstance(node.ops[0], ast.Is | ast.IsNot) and not any(one is _UNKNOWN for one in sides)):
                 return _COMPARE[type(node.ops[0])](*sides)
         return _UNKNOWN
 
@@ -213,16 +220,37 @@ def _list(branch: Any) -> list[ast.AST]:
 
 def _truth(value: Any) -> Any:
     """True, False or `_UNKNOWN`."""
-    return bool(value) if value is None or isinstance(value, bool | int | float | str) else _UNKNOWN
+    return bool(value) if type(value) in _PLAIN else _UNKNOWN
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # its function has not come to the assignment
+        return _UNKNOWN
 
 
 def _attribute(owner: Any, name: str) -> Any:
+    """What is stored under this name; what a property, another descriptor or `__getattr__` would make is not known."""
     if owner is _UNKNOWN or isinstance(owner, torch.Tensor):
         return _UNKNOWN
-    if name == "training" and isinstance(owner, nn.Module):
-        return True
-    is_computed = isinstance(inspect.getattr_static(type(owner), name, None), property | functools.cached_property)
-    return _UNKNOWN if is_computed else getattr(owner, name, _UNKNOWN)
+    if isinstance(owner, nn.Module):
+        if name == "training":
+            return True
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in (held := vars(owner).get(table, {})):
+                return held[name]
+    if isinstance(owner, EnumMeta):
+        return owner.__members__.get(name, _UNKNOWN)
+    found = inspect.getattr_static(owner, name, _UNKNOWN)
+    if isinstance(found, staticmethod):
+        return found.__func__
+    if isinstance(found, classmethod):
+        return MethodType(found.__func__, owner if isinstance(owner, type) else type(owner))
+    if isinstance(found, FunctionType):
+        is_own = isinstance(owner, type | ModuleType) or name in getattr(owner, "__dict__", {})
+        return found if is_own else MethodType(found, owner)
+    return _UNKNOWN if hasattr(type(found), "__get__") and not isinstance(found, MethodType) else found
 
 
 def _call(node: ast.Call, scope: _Scope, module: nn.Module, is_certain: bool) -> SdpaCall:
@@ -244,6 +272,6 @@ def _call(node: ast.Call, scope: _Scope, module: nn.Module, is_certain: bool) ->
         causal if isinstance(causal, bool) else None,
         None if mask is _UNKNOWN else mask is not None,
         grouped if isinstance(grouped, bool) else None,
-        float(dropout) if isinstance(dropout, float | int) else None,
+        float(dropout) if type(dropout) in (bool, int, float) else None,
         is_certain,
     )

@@ -150,6 +150,26 @@ def test_the_configurations_of_hugging_face_examples_differ_in_the_block_only(ro
     assert fp8.pop("fp8") == {"enabled": True} and fp8 == bf16
 
 
+def test_the_seed_of_trainers_example_chooses_its_first_weights(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(root / "examples/huggingface"))
+    script = importlib.import_module("train_trainer")
+    made: list[Any] = []
+
+    def trainer(model: Any, **rest: Any) -> None:
+        made.append(model.lm_head.weight)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "Trainer", trainer)
+    for seed in ("1", "1", "2"):
+        monkeypatch.setattr(sys, "argv", ["train_trainer.py", "--output_dir", str(tmp_path), "--seed", seed])
+        with pytest.raises(KeyboardInterrupt):
+            script.main()
+    assert made[0].equal(made[1]) and not made[0].equal(made[2])
+
+
 @pytest.mark.slow
 @pytest.mark.launcher
 def test_hugging_face_examples_train_and_save_in_bf16_too(root: Path, launch: Launch, tmp_path: Path) -> None:

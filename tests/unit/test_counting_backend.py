@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.compiled_parts import compile_as_trained
-from fp8_ds.counting_backend import CountingBackend
+from fp8_ds.counting_backend import CountingBackend, _call_of
 from fp8_ds.errors import ConfigError
 from fp8_ds.rehearsal import Rehearsal, rehearse
 
@@ -87,3 +87,8 @@ def test_under_zero_3_graphs_end_at_modules_and_a_leaf_is_one() -> None:
 def test_a_release_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected a model with its layers in an nn\.ModuleList"):
         counted(Chain, releases=True)
+
+
+def test_buffers_that_would_not_be_counted_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="buffers are made by empty_strided_cpu_pinned"):
+        _call_of("def call(args):\n    return empty_strided_cpu_pinned((1,), (1,), None)\n")

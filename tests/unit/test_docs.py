@@ -118,6 +118,12 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
         Fp8Config.from_block({"enabled": True} | block).check_stage(3 if "keep_bf16_shard" in code else 2)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
+def test_that_a_report_exists_is_not_said_to_mean_that_fp8_is_on(page: str) -> None:
+    """An engine that is called off has one, too (test_choice.py)."""
+    assert '{"enabled": False}' in (ROOT / page).read_text()
+
+
 def test_release_as_the_quick_start_writes_it_releases_where_deepspeed_clips_by_default() -> None:
     found = [code for code in inline(ROOT / "docs/quickstart-deepspeed.md") if '"release": true' in code]
     for code in found:

@@ -209,6 +209,22 @@ def test_release_holds_no_gradients() -> None:
     assert released.in_step < held.in_step
 
 
+def test_what_is_clipped_where_nothing_is_named_is_deepspeeds_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.0 since 0.19.3, and then exact clipping holds the gradients that release would free."""
+    fp8 = states("e4m11", release=True)
+    unnamed = {key: value for key, value in config(2, fp8).items() if key != "gradient_clipping"}
+
+    def releases(given: dict[str, Any]) -> bool:
+        return read_run(given, 1, 2, 128).setup.releases
+
+    for default in (0.0, 1.0):
+        monkeypatch.setattr("deepspeed.runtime.constants.GRADIENT_CLIPPING_DEFAULT", default)
+        assert releases(unnamed) == (default == 0)
+        assert releases(unnamed | {"gradient_clipping": 0})
+        assert not releases(unnamed | {"gradient_clipping": "auto"})  # Trainer's and Accelerate's is 1.0
+        assert not releases(unnamed | {"gradient_clipping": 0.5})
+
+
 @pytest.mark.parametrize(
     ("stage", "world"), [(2, 1), (3, 4), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 1), (2, 4)))]
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.footprint import Footprint, estimate, read_run
 from fp8_ds.model_spec import ModelSpec, read_spec
 
@@ -122,6 +123,15 @@ def tiny(fp8: dict[str, Any]) -> Footprint:
     settings = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=1", "vocab_size=512")
     spec = read_spec("llama-8b", (*settings, "num_attention_heads=4", "num_key_value_heads=2"))
     return estimate(spec, read_run(config(2, fp8), 1, 2, 128, compiled=True))
+
+
+@pytest.mark.parametrize("passed_over", [False, True], ids=["raised", "passed over by dynamo"])
+def test_an_inductor_that_is_another_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, passed_over: bool) -> None:
+    """Not by a traceback; nor, where dynamo is told to go on in eager, by eager's number."""
+    monkeypatch.delattr("torch._inductor.compile_fx._recursive_post_grad_passes")
+    monkeypatch.setattr("torch._dynamo.config.suppress_errors", passed_over)
+    with pytest.raises(UnsupportedError, match=r"^compile: .* got AttributeError: .*_recursive_post_grad_passes"):
+        tiny({})
 
 
 @pytest.mark.slow

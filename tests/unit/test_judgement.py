@@ -196,6 +196,20 @@ def test_what_will_be_used_is_said(script: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("named", "clipping", "holds"),
+    [({}, "exact", True), ({"gradient_clipping": 0}, "exact", False), ({}, "per_tensor", False)],
+)
+def test_release_is_said_to_be_in_the_backward_only_where_it_is(
+    script: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], clipping: str, holds: bool
+) -> None:
+    monkeypatch.setattr("deepspeed.runtime.constants.GRADIENT_CLIPPING_DEFAULT", 1.0)  # before 0.19.3 it was 0
+    optimizer = {"states": "fp8", "release": True, "release_clipping": clipping}
+    said = judge({**STOCK, **named, "fp8": {"enabled": True, "optimizer": optimizer}}, script).used["optimizer"]
+    assert said.endswith("the gradients, for they are clipped at 1") == holds
+    assert said.endswith(", in the backward (release)") == (not holds)
+
+
 def test_a_layer_choice_that_a_cpu_cannot_make_is_off(
     monkeypatch: pytest.MonkeyPatch, script: Path, tmp_path: Path
 ) -> None:

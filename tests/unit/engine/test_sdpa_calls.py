@@ -159,5 +159,52 @@ def test_modules_of_one_class_are_asked_one_by_one_where_a_branch_depends_on_the
     assert [call.module for call in sdpa_calls(nn.ModuleList((first, second)))] == [second]
 
 
+class Traps:
+    """An instance whose code is not to be run by a reader."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"__getattr__ was asked for {name}")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("__eq__ was asked")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Number(int):
+    def __bool__(self) -> bool:
+        raise AssertionError("__bool__ was asked")
+
+
+class Descriptor:
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        raise AssertionError("a descriptor was asked")
+
+
+@pytest.mark.parametrize(
+    "given", ["self.traps.causal", "self.traps == 3", "not self.number", "self.descriptor", "self.gone"]
+)
+def test_no_code_of_the_models_is_run(given: str) -> None:
+    kind = forward(f"return scaled_dot_product_attention(q, k, v, is_causal={given})")
+    kind.descriptor = Descriptor()  # type: ignore[attr-defined]
+    model: Any = kind()
+    model.traps, model.number = Traps(), Number(1)
+    assert read(model) == [{**EXACT, "causal": None}]
+
+
+def test_names_that_a_loop_makes_of_each_other_are_not_known() -> None:
+    source = "for _ in range(2):\n    first = second\n    second = first\n"
+    assert read(forward(f"{source}return attend_by_torch(q, k, v, is_causal=first)")()) == [{**EXACT, "causal": None}]
+
+
+def test_a_function_around_a_name_that_is_given_later_is_read() -> None:
+    class Own(Base):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return F.scaled_dot_product_attention(late(q), k, v, is_causal=True)
+
+    assert read(Own()) == [EXACT]
+    late = torch.clone
+
+
 def test_torchs_own_modules_are_not_read() -> None:
     assert read(nn.TransformerEncoderLayer(8, 2)) == []
