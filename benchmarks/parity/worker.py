@@ -410,7 +410,9 @@ def main() -> None:
         device = torch.device("cpu")
     about = train(args, device, end)
     if about is not None and os.environ.get("RANK", "0") == "0":
-        args.log.with_suffix(".json").write_text(json.dumps(about))
+        part = args.log.with_suffix(".json.part")  # whole or not there: the next call reads it
+        part.write_text(json.dumps(about))
+        os.replace(part, args.log.with_suffix(".json"))
 
 
 if __name__ == "__main__":
