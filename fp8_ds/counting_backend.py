@@ -5,8 +5,8 @@ is theirs. The Python code that inductor writes for a graph is then called witho
 the storages that are live at any moment are those of the run, and neither compiler nor GPU is needed.
 
 Graphs are of the CPU, for a GPU's need one. Thresholds that inductor has for CPUs alone are set to those of GPUs; what
-remains is written into docs/cli.md where it was measured. Written for the internals of torch 2.11 to 2.13: inductor has
-no hook between code and kernels but `inner_compile` of `compile_fx`, where this one stands.
+remains is written into docs/cli.md where it was measured. Written for the internals of torch 2.13, and tried with no
+other: inductor has no hook between code and kernels but `inner_compile` of `compile_fx`, where this one stands.
 Source: torch/_inductor/compile_fx.py `_InProcessFxCompile.codegen_and_compile` (2.13.0).
 """
 

@@ -3,8 +3,7 @@
 By its published rule: as many tokens at once as keep the logits about as large as the loss's input. liger-kernel need
 not be installed.
 Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py `fused_linear_cross_entropy_forward`
-(0.8.5, on a GPU of compute capability 8 or more, reduction "mean", accum_dtype None). Versions before 0.8 added each
-chunk's gradient of the head in float32, which takes 4 bytes a weight of the head more for a moment.
+(0.8.5, on a GPU of compute capability 8 or more, reduction "mean", accum_dtype None). Other versions may take more.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from fp8_ds.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from fp8_ds.footprint import Footprint, Run
+    from fp8_ds.counted_run import Run
+    from fp8_ds.footprint import Footprint
 
 _PARTS = {
     "weights": "weights",
@@ -80,7 +81,7 @@ def estimate(
             raise ConfigError("--largest: expected --memory beside it, got none. Name the GiB of a GPU.")
         if memory is not None and not math.isfinite(memory * 2**30):
             raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
-        from fp8_ds import footprint
+        from fp8_ds import counted_run, footprint
         from fp8_ds.judgement import filled_in
         from fp8_ds.model_spec import read_spec, sequence_length
 
@@ -91,7 +92,7 @@ def estimate(
             spec = read_spec(model, settings or ())
         module = spec.build()
         length = sequence_length(module, seq)
-        run = footprint.read_run(given, world, micro_batch, length, checkpointing, compiled)
+        run = counted_run.read_run(given, world, micro_batch, length, checkpointing, compiled)
         if run.fp8 is not None:
             refuse_attention(module, run.fp8.attention)
         found = footprint.estimate(spec, run)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8_ds.counted_run import read_run
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.footprint import Footprint, estimate, largest, read_run
+from fp8_ds.footprint import Footprint, estimate, largest
 from fp8_ds.model_spec import ModelSpec, read_spec
 from fp8_ds.rehearsal import rehearse
 

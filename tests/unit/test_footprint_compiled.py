@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.counted_run import read_run
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.footprint import Footprint, estimate, read_run
+from fp8_ds.footprint import Footprint, estimate
 from fp8_ds.model_spec import ModelSpec, read_spec
 
 pytest.importorskip("transformers")
