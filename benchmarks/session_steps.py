@@ -197,6 +197,26 @@ STEPS = (
         )
         for seed in (19, 21)
     ),
+    *(
+        Step(
+            f"parity-201m-one-{seed}-{arm}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms stock {arm} --estimate {estimate}",
+            estimate,
+            f"issue 8 E: {arm} beside the same stock run, which the cache has",
+            after=f"parity-201m-one-{seed}",
+        )
+        for seed in (19, 21)
+        for arm, estimate in (("e4m11", 590), ("rowwise", 750))
+    ),
+    *(
+        Step(
+            f"parity-201m-{arm}-{seed}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms stock {arm} --estimate {estimate}",
+            780 + estimate,
+            f"issue 8 E: {arm}, seed {seed}, 201 M tokens: text 60, first weights 180, stock 540, then {estimate} s",
+        )
+        for arm, seed, estimate in (("e4m11", 24, 590), ("rowwise", 25, 720))
+    ),
     Step(
         "parity-parts-first",
         f"{_PARTS} --arms stock --only-first-weights",
