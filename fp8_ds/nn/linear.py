@@ -146,15 +146,10 @@ class _LinearFunction(torch.autograd.Function):
         x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
         weight_fp8 = read_weight(weight, recipe)
         output_TO = recipe.biased_output(x_fp8, weight_fp8, bias, x.dtype)
-        # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
-        # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway. A sum with an adapter
-        # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
-        ctx.weight = weight if isinstance(weight, nn.Parameter) else None
-        ctx.weight_dtype = weight.dtype if ctx.weight is None else None
+        kept_weight = keep_weight(ctx, weight, weight_fp8, record=record)
         ctx.recipe = recipe
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = x.shape
-        kept_weight = weight_fp8 if record and ctx.weight is None else ()
         ctx.save_for_backward(*kept_weight, *(recipe.kept(x, x_fp8) if keeps_x else ()))
         # As F.linear does: a view from inside a Function could not be written in place, as nn.ReLU(inplace=True) does.
         output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
@@ -175,10 +170,28 @@ class _LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, tuple[Tensor, ...] | None]:
-    """For `linear_grads`, what `_LinearFunction.forward` has left to its backward.
+def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool) -> tuple[Tensor, ...]:
+    """A linear's weight is there for `weight_and_input`, once what is returned has been saved before all else.
 
     Args:
+        ctx: of an autograd function.
+        weight: [O, I].
+        weight_fp8: what `read_weight` gave of it.
+        record: whether there may be a backward.
+    """
+    # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
+    # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway. A sum with an adapter
+    # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
+    ctx.weight = weight if isinstance(weight, nn.Parameter) else None
+    ctx.weight_dtype = weight.dtype if ctx.weight is None else None
+    return weight_fp8 if record and ctx.weight is None else ()
+
+
+def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, tuple[Tensor, ...] | None]:
+    """For `linear_grads`, what a forward has left to its backward: of `keep_weight`, and of its input.
+
+    Args:
+        ctx: whose saved tensors are these.
         needs_weight: whether the weight's gradient is wanted.
     """
     if ctx.weight is not None:

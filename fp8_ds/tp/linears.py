@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output, read_weight
+from fp8_ds.nn.linear import (
+    Fp8Linear,
+    bias_grad,
+    check_width,
+    keep_weight,
+    linear_grads,
+    read_weight,
+    weight_and_input,
+)
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered
@@ -192,11 +200,12 @@ class _ColumnFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, gathered: Gathered, record: bool
     ) -> Tensor:
-        ctx.weight, ctx.rule, ctx.x_shape = weight, rule, x.shape
+        ctx.rule, ctx.x_shape = rule, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        output_TO = column_output(rule, gathered, weight, bias, x.dtype)
-        if record and weight.requires_grad:
-            ctx.save_for_backward(*rule.keep_input(gathered))
+        weight_fp8 = read_weight(weight, rule.recipe)  # before anything is waited for: it may be cast now
+        output_TO = column_output(rule, gathered, weight_fp8, bias, x.dtype)
+        kept_weight = keep_weight(ctx, weight, weight_fp8, record=record)
+        ctx.save_for_backward(*kept_weight, *(rule.keep_input(gathered) if record and weight.requires_grad else ()))
         output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
         return output
 
@@ -205,9 +214,9 @@ class _ColumnFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_TO = as_matrix(grad_output)
-        kept = ctx.saved_tensors if needs_weight else None
+        weight, kept = weight_and_input(ctx, needs_weight)
         grad_input, grad_weight = linear_grads(
-            grad_TO, ctx.weight, ctx.rule.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+            grad_TO, weight, ctx.rule.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
         )
         if grad_input is not None:
             grad_input = grad_input.view(ctx.x_shape)
@@ -308,10 +317,11 @@ class _RowFunction(torch.autograd.Function):
             x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
         else:
             x_fp8 = rule.quantize_input(x, needs_columns=keeps_x, record=record)
-        partial_TO = linear_output(x_fp8, weight, None, recipe, x.dtype)
-        ctx.weight, ctx.layer, ctx.x_shape = weight, layer, x.shape
-        if keeps_x:
-            ctx.save_for_backward(*recipe.kept(x, x_fp8))
+        weight_fp8 = read_weight(weight, recipe)
+        partial_TO = recipe.biased_output(x_fp8, weight_fp8, None, x.dtype)
+        ctx.layer, ctx.x_shape = layer, x.shape
+        kept_weight = keep_weight(ctx, weight, weight_fp8, record=record)
+        ctx.save_for_backward(*kept_weight, *(recipe.kept(x, x_fp8) if keeps_x else ()))
         own = reduced_tokens(tp, partial_TO) if tp.sequence_parallel else summed_over_ranks(tp, partial_TO)
         shape = (1,) if tp.sequence_parallel else x.shape[:-2]
         # A view from inside a Function could not be written in place.
@@ -323,17 +333,18 @@ class _RowFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         layer: RowParallelFp8Linear = ctx.layer
-        kept = ctx.saved_tensors if needs_weight else None
+        weight, kept = weight_and_input(ctx, needs_weight)
         rule, tp = layer.tp_rule, layer.tp
         if rule is not None and tp.sequence_parallel:
             shard = rule.send_grad(as_matrix(grad_output))
             gathered = gather_shard(shard, tp)
-            weight_fp8 = rule.prepared(read_weight(ctx.weight, rule.recipe)) if needs_input else None
-            grads = row_grads(rule, gathered, weight_fp8, kept, (grad_output.dtype, ctx.weight.dtype))
+            weight_fp8 = rule.prepared(read_weight(weight, rule.recipe)) if needs_input else None
+            pair: Any = kept  # a rule's recipes keep two tensors of x
+            grads = row_grads(rule, gathered, weight_fp8, pair, (grad_output.dtype, weight.dtype))
         else:
             grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)
             grads = linear_grads(
-                grad_TO, ctx.weight, layer.fp8_recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
+                grad_TO, weight, layer.fp8_recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
             )
         grad_input = None if grads[0] is None else grads[0].view(ctx.x_shape)
         return grad_input, grads[1], None, None

@@ -72,8 +72,10 @@ class _ParallelMlp(torch.autograd.Function):
         record: bool,
     ) -> Tensor:
         gathered = gather_shard(rules.gate.send_input(x, record=record), tp)
-        gate_TF = column_output(rules.gate, gathered, gate_weight, gate_bias, x.dtype)
-        up_TF = column_output(rules.up, gathered, up_weight, up_bias, x.dtype)
+        gate_fp8 = read_weight(gate_weight, rules.gate.recipe)
+        gate_TF = column_output(rules.gate, gathered, gate_fp8, gate_bias, x.dtype)
+        up_fp8 = read_weight(up_weight, rules.up.recipe)
+        up_TF = column_output(rules.up, gathered, up_fp8, up_bias, x.dtype)
         down = rules.down.recipe
         _, product_fp8, amax = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
         output = start_reduction(tp, linear_output(product_fp8, down_weight, None, down, x.dtype))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_ds.nn.linear import read_weight
 from fp8_ds.nn.recipe import Fp8Weight
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered, Shard
@@ -26,20 +25,21 @@ def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
     return gathered
 
 
-def column_output(rule: Rule, gathered: Gathered, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def column_output(
+    rule: Rule, gathered: Gathered, weight_fp8: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """`x W^T + b` of a gathered x, [T, O].
 
     Args:
         rule: of the layer.
         gathered: x. Under way in pieces: a GEMM for each as it arrives, the next ones being under way.
-        weight: [O, I], this rank's.
+        weight_fp8: [O, I], this rank's, from `read_weight`.
         bias: [O].
         dtype: of the output.
     """
-    weight_fp8 = read_weight(weight, rule.recipe)  # before anything is waited for: it may be cast now
     if not gathered.is_under_way:
         return rule.recipe.biased_output(rule.rows(gathered), weight_fp8, bias, dtype)
-    output_TO = torch.empty((gathered.shape[0], weight.shape[0]), dtype=dtype, device=weight_fp8.data.device)
+    output_TO = torch.empty((gathered.shape[0], weight_fp8.data.shape[0]), dtype=dtype, device=weight_fp8.data.device)
     for rows in gathered.pieces():
         output_TO[rows] = rule.recipe.output(rule.arrived(gathered, rows), weight_fp8, dtype)
     return output_TO if bias is None else output_TO + bias.to(dtype)
