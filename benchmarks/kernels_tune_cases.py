@@ -1,0 +1,339 @@
+"""Kernels that kernels_tune.py times: how each is called, and the launch settings that are tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
+from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
+from fp8_ds.ops.quantize import (
+    amax,
+    quantize,
+    quantize_colwise_t,
+    quantize_delayed_planes,
+    quantize_planes,
+    quantize_rowwise,
+)
+from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
+from fp8_ds.ops.squares import SumOfSquares
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_backward_kept, swiglu_columns
+from fp8_ds.ops.transpose import transpose
+from fp8_ds.scaling import AmaxHistory
+
+NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
+HIDDEN_OF_70B = (8192, 8192)
+
+Setting = dict[str, Any]
+"""Constant to value; "WORDS.True" is an entry of a dict."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, called on a tensor or on several, and what is tried.
+
+    Args:
+        name: of it.
+        module: below fp8_ds.ops, whose constants are set.
+        tries: constant to values; all combinations that `fits` allows.
+        bytes_per_element: that must move, of a bf16 or FP8 matrix.
+        shapes: of the matrix.
+        inputs: makes what `call` takes, for one set.
+        call: of it.
+        fits: whether a combination makes sense.
+    """
+
+    name: str
+    module: str
+    tries: dict[str, tuple[Any, ...]]
+    bytes_per_element: float
+    inputs: Callable[[int, int, str], Any]
+    call: Callable[[Any], Any]
+    shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE)
+    fits: Callable[[Setting], bool] = lambda setting: True
+
+    def settings(self) -> Iterator[Setting]:
+        for values in itertools.product(*self.tries.values()):
+            setting = dict(zip(self.tries, values, strict=True))
+            if self.fits(setting):
+                yield setting
+
+
+def _matrix(rows: int, cols: int, device: str) -> Tensor:
+    return torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+
+
+def _codes(rows: int, cols: int, device: str) -> Tensor:
+    return torch.randint(0x20, 0x60, (rows, cols), device=device, dtype=torch.uint8).view(E4M3.dtype)
+
+
+def _scaled(rows: int, cols: int, device: str) -> tuple[Tensor, Any]:
+    return _matrix(rows, cols, device), AmaxHistory(2, [E4M3.max, E5M2.max], device=device)
+
+
+def _three(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+    return *(_matrix(rows, cols, device) for _ in range(3)), AmaxHistory(2, [E4M3.max, E5M2.max], device=device)
+
+
+def _kept(rows: int, cols: int, device: str) -> Any:
+    gate, up, grad, history = _three(rows, cols, device)
+    return quantize_groupwise(gate), quantize_groupwise(up), grad, history
+
+
+def _beside(x: Any) -> Any:
+    return swiglu_backward_columns(
+        x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)), rounding="twice"
+    )
+
+
+def _delayed(x: tuple[Tensor, Any], planes: Any) -> Any:
+    slot = x[1].slot(0)
+    return quantize_delayed_planes(x[0], slot.scale, slot.scale_inv, slot.amax_local, E4M3, planes, record=True)
+
+
+def _norm_inputs(rows: int, cols: int, device: str) -> Any:
+    return (
+        *_three(rows, cols, device),
+        torch.ones(cols, device=device, dtype=torch.bfloat16),
+        torch.ones(rows, device=device),
+    )
+
+
+def _block_codes(rows: int, cols: int, device: str) -> Any:
+    planes = quantize_blockwise(_matrix(rows, cols, device), E4M3, (1, 128), "row")
+    return planes.x_fp8, planes.scale_inv
+
+
+def _tile_is_of_warps(words: str, warps: str, vectors: str = "") -> Callable[[Setting], bool]:
+    """16 to 128 blocks of 16 x 4 elements for a warp (ops/transpose): fewer leave threads idle, more spill."""
+
+    def fits(setting: Setting) -> bool:
+        return 16 <= setting.get(vectors, 4) * setting[words] / setting[warps] <= 128
+
+    return fits
+
+
+def _quarter_is_of_warps(quarter: str, warps: str) -> Callable[[Setting], bool]:
+    """32 to 128 elements of each tensor for a thread (ops/_tiles.py)."""
+    return lambda setting: 32 <= 4 * setting[quarter] * 4 / setting[warps] <= 128
+
+
+_TILES: dict[str, tuple[Any, ...]] = {"rows": (2, 4, 8, 16), "words": (8, 16, 32, 64), "warps": (1, 2, 4, 8)}
+_BOTH: dict[str, tuple[Any, ...]] = {"_BOTH_QUARTER": (8, 16), "_BOTH_WARPS": (4, 8)}
+
+KERNELS = (
+    Kernel(
+        "transpose",
+        "transpose.triton",
+        {"VECTORS": _TILES["rows"], "WORDS": _TILES["words"], "NUM_WARPS": _TILES["warps"]},
+        2,
+        _codes,
+        transpose,
+        (NARROW, WEIGHT, WIDE),
+        _tile_is_of_warps("WORDS", "NUM_WARPS", "VECTORS"),
+    ),
+    *(
+        Kernel(
+            f"planes {planes}",
+            "quantize.triton",
+            {"PLANES_QUARTER": (8, 16, 32, 64), "PLANES_WARPS": (2, 4, 8)},
+            4 if planes == "both" else 3,
+            _scaled,
+            lambda x, planes=planes: _delayed(x, planes),
+            (NARROW, WIDE, KV),
+            _quarter_is_of_warps("PLANES_QUARTER", "PLANES_WARPS"),
+        )
+        for planes in ("both", "col")
+    ),
+    Kernel(
+        "planes given both",
+        "quantize.triton",
+        {"PLANES_QUARTER": (16, 32), "PLANES_WARPS": (4, 8)},
+        4,
+        _scaled,
+        lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
+    ),
+    Kernel("rows given", "quantize.triton", {}, 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
+    Kernel("rows by their own", "quantize.triton", {}, 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
+    Kernel(
+        "columns by their own",
+        "quantize.triton",
+        {"COLS_ROWS": (4, 8), "COLS_UNROLL": (4, 8), "COLS_TILES": (1, 2, 4), "COLS_ONCE_BYTES": (0, 64 << 20)},
+        5,
+        _matrix,
+        lambda x: quantize_colwise_t(x, E4M3),
+    ),
+    Kernel(
+        "amax",
+        "quantize.triton",
+        {"AMAX_WORDS": (4096, 8192, 16384), "AMAX_WARPS": (8, 16, 32), "AMAX_PROGRAMS": (1, 2, 3)},
+        2,
+        _matrix,
+        amax,
+        fits=lambda s: s["AMAX_WORDS"] / s["AMAX_WARPS"] <= 512 and s["AMAX_PROGRAMS"] * s["AMAX_WARPS"] <= 64,
+    ),
+    Kernel(
+        "squares",
+        "squares.triton",
+        {"BLOCK": (8192, 16384, 32768), "SPAN": (1, 4, 16), "NUM_WARPS": (4, 8, 16)},
+        2,
+        lambda rows, cols, device: ({}, [_matrix(rows, cols, device) for _ in range(2)]),
+        lambda x: _sum_of_squares(*x),
+    ),
+    Kernel(
+        "observe codes",
+        "observe.triton",
+        {"CODES": (8192, 16384, 32768), "CODES_WARPS": (4, 8, 16), "SPAN": (4, 16)},
+        1,
+        _codes,
+        lambda x: _observed(observe_codes, x, torch.ones((), device=x.device), can_saturate=True),
+        (NARROW, WIDE),
+        lambda s: 32 <= s["CODES"] / s["CODES_WARPS"] / 32 <= 128,
+    ),
+    Kernel(
+        "observe numbers",
+        "observe.triton",
+        {"NUMBERS": (4096, 8192, 16384), "NUMBERS_WARPS": (4, 8, 16), "SPAN": (4, 16)},
+        2,
+        _matrix,
+        lambda x: _observed(observe_hp, x),
+        (NARROW, WIDE),
+        lambda s: 16 <= s["NUMBERS"] / s["NUMBERS_WARPS"] / 32 <= 64,
+    ),
+    Kernel(
+        "rmsnorm",
+        "rmsnorm.triton",
+        {"_PER_THREAD": (16, 32, 64), "_AHEAD_WARPS": (8, 16, 32)},
+        3,
+        _norm_inputs,
+        lambda x: _norm(x),
+        (NARROW, HIDDEN_OF_70B),
+    ),
+    Kernel(
+        "rmsnorm_backward",
+        "rmsnorm.triton",
+        {"_PER_THREAD_BACKWARD": (8, 16), "_BACKWARD_WARPS": (16, 32), "_SUM_COLS": (8, 32)},
+        6,
+        _norm_inputs,
+        lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]),
+        (NARROW, HIDDEN_OF_70B),
+    ),
+    Kernel(
+        "swiglu",
+        "swiglu.triton",
+        {"_BLOCK": (1024, 2048, 4096)},
+        5,
+        _three,
+        lambda x: swiglu(x[0], x[1], E4M3, x[3].slot(0)),
+        (WIDE,),
+    ),
+    Kernel(
+        "swiglu_backward_fp8",
+        "swiglu.triton",
+        {"_BLOCK": (1024, 2048, 4096)},
+        8,
+        _three,
+        lambda x: swiglu_backward_fp8(x[2], x[0], x[1], E5M2, (x[3].slot(0), x[3].slot(1))),
+        (WIDE,),
+    ),
+    Kernel(
+        "swiglu_columns",
+        "swiglu.triton",
+        {"_COLUMNS_QUARTER": (8, 16, 32), "_COLUMNS_WARPS": (2, 4, 8)},
+        5,
+        _three,
+        lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
+        (WIDE,),
+        _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
+    ),
+    Kernel("swiglu_backward_columns", "swiglu.triton", _BOTH, 9, _three, _beside, (WIDE,)),
+    Kernel(
+        "swiglu_backward_kept",
+        "swiglu.triton",
+        _BOTH,
+        6,
+        _kept,
+        lambda x: swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2, rounding="twice"),
+        (WIDE,),
+    ),
+    Kernel(
+        "swiglu_columns, kept in FP8",
+        "swiglu.triton",
+        {"_KEPT_QUARTER": (8, 16), "_KEPT_WARPS": (4, 8)},
+        3,
+        _kept,
+        lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
+        (WIDE,),
+    ),
+    Kernel(
+        "swiglu_columns by a transpose",
+        "swiglu.triton",
+        {},
+        5,
+        _three,
+        lambda x: transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False, rounding="twice").x_fp8),
+        (WIDE,),
+    ),
+    *(
+        Kernel(
+            f"blockwise {block[0]}x128 {planes}",
+            "blockwise.triton",
+            {"WARPS.tile": (4, 8), "_TILE_REGISTERS": (128, 168, 255)},
+            4 if planes == "both" else 3,
+            _matrix,
+            lambda x, block=block, planes=planes: quantize_blockwise(x, E4M3, block, planes),
+            fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
+        )
+        for block, planes in (((1, 128), "both"), ((1, 128), "col"), ((128, 128), "row"), ((128, 128), "both"))
+    ),
+    Kernel(
+        "blockwise 1x128 row",
+        "blockwise.triton",
+        {},
+        3,
+        _matrix,
+        lambda x: quantize_blockwise(x, E4M3, (1, 128), "row"),
+    ),
+    Kernel(
+        "groupwise back",
+        "groupwise.triton",
+        {"_ROWS": (16, 32, 64), "_NUM_WARPS": (2, 4, 8)},
+        3,
+        _block_codes,
+        lambda x: dequantize_groupwise(*x),
+        fits=lambda s: 16 <= s["_ROWS"] * 128 / s["_NUM_WARPS"] / 32 <= 64,
+    ),
+    Kernel(
+        "blockwise transpose",
+        "blockwise.triton",
+        {"WARPS.tile": (2, 4, 8, 16)},
+        2,
+        _block_codes,
+        lambda x: transpose_blockwise(*x),
+        (NARROW, WEIGHT),
+    ),
+)
+
+
+def _observed(observe: Callable[..., None], x: Tensor, *args: Tensor, **options: bool) -> Tensor:
+    counts = new_counts(device=x.device)
+    observe(x, *args, counts, **options)
+    return counts
+
+
+def _sum_of_squares(known: dict[int, SumOfSquares], xs: list[Tensor]) -> Tensor:
+    """With tables of its own for each size of program."""
+    from fp8_ds.ops.squares import triton  # the package is missing where there is no GPU
+
+    return known.setdefault(triton.BLOCK * triton.SPAN, SumOfSquares())(xs)
+
+
+def _norm(x: Any) -> Any:
+    return rmsnorm(x[0], x[4], 1e-5, E4M3, x[3].slot(0))
