@@ -8,10 +8,10 @@
     python benchmarks/end_to_end.py --report FETCHED.json ...            # adds runs from elsewhere; table and chart
     python benchmarks/end_to_end.py --model tiny-llama --arms stock-eager ours-e4m11-eager --steps 2    # on CPU
 
-Pieces, models and the names of arms: end_to_end_arms.py. Every arm is a process of its own; DeepSpeed's arms are
-started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO` there), or in what
-their names say. A piece measures its reference first and last, and ratios are taken within it. A step's time is the
-median of 3 blocks of 10 steps after a warm-up; tokens are random and uniform; gradients
+Models and the names of arms: end_to_end_arms.py. Pieces: end_to_end_pieces.py. Every arm is a process of its own;
+DeepSpeed's arms are started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO`
+of end_to_end_arms.py), or in what their names say. A piece measures its reference first and last, and ratios are taken
+within it. A step's time is the median of 3 blocks of 10 steps after a warm-up; tokens are random and uniform; gradients
 are clipped at norm 1 in all arms. An arm that fails is recorded with the end of its log, one that no longer fits into
 `--budget` is left out with a line, the rest goes on. Each call appends a run to one dated JSON and makes table and
 chart from it. Losses: the whole model (8 layers), 200 steps, learning rate 3e-4 after 20 steps of warm-up, text of
@@ -86,19 +86,8 @@ from typing import Any
 
 import end_to_end_report
 import torch
-from end_to_end_arms import (
-    GRAMMAR,
-    MODELS,
-    PIECES,
-    Arm,
-    Model,
-    Piece,
-    Timing,
-    ds_config,
-    parse_arm,
-    predicted_seconds,
-    sized,
-)
+from end_to_end_arms import GRAMMAR, MODELS, Arm, Model, ds_config, parse_arm, sized
+from end_to_end_pieces import PIECES, Piece, Timing, predicted_seconds
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
 from fp8_ds.device import num_gpus, uses_cuda

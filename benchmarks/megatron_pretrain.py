@@ -64,7 +64,8 @@ from typing import Any
 import end_to_end_report
 import megatron_pretrain_report as report
 from end_to_end import ERROR_CHARS, machine, run_piece
-from end_to_end_arms import MODELS, Model, Piece
+from end_to_end_arms import MODELS, Model
+from end_to_end_pieces import Piece
 from megatron_pretrain_arms import (
     EVAL_ITERS,
     GRAMMAR,

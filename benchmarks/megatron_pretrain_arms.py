@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from end_to_end_arms import BETAS, EPS, LR, MODELS, WEIGHT_DECAY, Model, Piece
+from end_to_end_arms import BETAS, EPS, LR, MODELS, WEIGHT_DECAY, Model
+from end_to_end_pieces import Piece
 
 TENSORWISE = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")

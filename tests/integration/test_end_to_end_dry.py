@@ -21,9 +21,9 @@ from fp8_ds.testing.processes import ENDED
 
 
 def test_every_piece_names_arms_whose_fp8_block_is_valid(bench: Any) -> None:
-    arms = bench("end_to_end_arms")
+    arms, pieces = bench("end_to_end_arms"), bench("end_to_end_pieces")
     seen = 0
-    for piece in arms.PIECES.values():
+    for piece in pieces.PIECES.values():
         model = arms.MODELS[piece.model]
         for name in (*filter(None, [piece.reference]), *piece.arms):
             arm = arms.parse_arm(name, model)
@@ -34,13 +34,13 @@ def test_every_piece_names_arms_whose_fp8_block_is_valid(bench: Any) -> None:
 
 
 def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
-    arms = bench("end_to_end_arms")
-    for name, piece in arms.PIECES.items():
+    arms, pieces = bench("end_to_end_arms"), bench("end_to_end_pieces")
+    for name, piece in pieces.PIECES.items():
         model = arms.MODELS[piece.model]
         first = [piece.reference] if piece.reference else []
         names = [*first, *piece.arms, *(first if piece.mode == "speed" else [])]
         steps = 200 if piece.mode == "losses" else 40
-        total = sum(arms.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
+        total = sum(pieces.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
         assert total <= 570, (name, total)
 
 
@@ -123,18 +123,18 @@ def test_a_loss_that_the_fp8_block_names_gets_transformers_own_class(bench: Any)
 
 
 def test_graphs_and_releases_are_of_the_arms_that_name_them(bench: Any) -> None:
-    arms = bench("end_to_end_arms")
+    arms, pieces = bench("end_to_end_arms"), bench("end_to_end_pieces")
     model = arms.MODELS["llama-2b"]
-    parsed = {name: arms.parse_arm(name, model) for name in arms.PIECES["peers"].arms + arms.PIECES["graphs"].arms}
-    assert [name for name, arm in parsed.items() if arm.cuda_graphs] == [arms.PIECES["graphs"].arms[0]]
+    parsed = {name: arms.parse_arm(name, model) for name in pieces.PIECES["peers"].arms + pieces.PIECES["graphs"].arms}
+    assert [name for name, arm in parsed.items() if arm.cuda_graphs] == [pieces.PIECES["graphs"].arms[0]]
     assert (
         [name for name, arm in parsed.items() if arm.releases] == [name for name in parsed if "-release-" in name] != []
     )
 
 
 def test_arms_of_a_piece_of_8b_have_the_same_loss(bench: Any) -> None:
-    arms = bench("end_to_end_arms")
-    for name, piece in arms.PIECES.items():
+    pieces = bench("end_to_end_pieces")
+    for name, piece in pieces.PIECES.items():
         if name.startswith("8b"):
             assert piece.cross_entropy and not any("+liger" in arm for arm in (piece.reference or "", *piece.arms)), (
                 name
@@ -173,7 +173,7 @@ class Clock:
 
 def run_piece(bench: Any, seconds: dict[str, float], budget: float, mode: str = "speed") -> tuple[list[str], list[str]]:
     """(arms that ran, lines of those that did not) where each arm was predicted to take 10 s."""
-    arms, driver = bench("end_to_end_arms"), bench("end_to_end")
+    pieces, driver = bench("end_to_end_pieces"), bench("end_to_end")
     clock, ran = Clock(), []
 
     def run(name: str, left: float) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def run_piece(bench: Any, seconds: dict[str, float], budget: float, mode: str = 
         speed = {"step_ms": 1.0, "tokens_per_second_per_gpu": 1.0, "peak_allocated_gib": 1.0}
         return {"wall_s": seconds[name], **({"error": "broke"} if name.startswith("torch-") else speed)}
 
-    piece = arms.Piece("llama-2b", "stock-eager", tuple(name for name in seconds if name != "stock-eager"), mode)
+    piece = pieces.Piece("llama-2b", "stock-eager", tuple(name for name in seconds if name != "stock-eager"), mode)
     results, skipped = driver.run_piece(
         piece, budget, run, lambda name, known: 1.1 * known.get((name, mode), 10 / 1.1), {}, clock
     )
@@ -591,12 +591,12 @@ def test_monitor_runs_dry_and_its_samples_are_timed(
     bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The piece, with a tiny model, eager, and each third step in place of each tenth."""
-    arms = bench("end_to_end_arms")
-    piece = arms.PIECES["monitor"]
+    pieces = bench("end_to_end_pieces")
+    piece = pieces.PIECES["monitor"]
     eager = [
         name.replace("compiled", "eager").replace("every=10", "every=3") for name in (piece.reference, *piece.arms)
     ]
-    monkeypatch.setitem(arms.PIECES, "monitor", arms.Piece("tiny-llama", eager[0], (eager[1],)))
+    monkeypatch.setitem(pieces.PIECES, "monitor", pieces.Piece("tiny-llama", eager[0], (eager[1],)))
     monkeypatch.chdir(tmp_path)
     output = run_main(
         "end_to_end", "--piece", "monitor", "--warm-up", 3, "--blocks", 2, "--steps", 3, "--out", tmp_path
