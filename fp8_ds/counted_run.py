@@ -84,7 +84,8 @@ def read_run(
         ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
-    from fp8_ds.engine.refusals import gradient_clipping, refuse_config, zero_stage
+    from fp8_ds.engine.host_config import gradient_clipping, zero_stage
+    from fp8_ds.engine.refusals import refuse_config
 
     fp8 = Fp8Config.from_block(config["fp8"]) if "fp8" in config else None
     fp8 = fp8 if fp8 is not None and fp8.enabled else None

@@ -278,7 +278,7 @@ def used_by_default(found: Sequence[Check]) -> dict[str, str]:
 
 def _used(fp8: Fp8Config, config: Mapping[str, Any] | None, device: torch.device) -> dict[str, str]:
     """Without a configuration neither ZeRO's stage nor the optimizer is known."""
-    from fp8_ds.engine.refusals import zero_stage
+    from fp8_ds.engine.host_config import zero_stage
 
     linear, optimizer, attention = fp8.linear, fp8.optimizer, fp8.attention
     states = f"{optimizer.states} moments, {optimizer.master_format} masters"
@@ -311,7 +311,7 @@ def _gemms(linear: LinearConfig, device: torch.device) -> str:
 
 
 def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
-    from fp8_ds.engine.refusals import gradient_clipping
+    from fp8_ds.engine.host_config import gradient_clipping
 
     block = config.get("optimizer", {})
     kind = block.get("type")

@@ -69,7 +69,7 @@ def plan(
 
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.refusals import zero_stage
+    from fp8_ds.engine.host_config import zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.judgement import autotp_size

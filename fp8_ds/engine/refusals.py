@@ -5,94 +5,42 @@ One row per combination; docs/refusals.md shows the same table (a test compares 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
+from fp8_ds.engine.host_config import Config, bf16_block, block_of, is_on, number, zero_stage, zero_value
 from fp8_ds.engine.refusals_device import DEVICE_REFUSALS
 from fp8_ds.engine.refusals_model import MODEL_REFUSALS
+from fp8_ds.engine.refusals_release import RELEASE_REFUSALS
 from fp8_ds.errors import ConfigError, UnsupportedError
-
-Config = Mapping[str, Any]
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """DeepSpeed's, by their blocks."""
 
 
-def _block(config: Config, *path: str) -> Mapping[str, Any]:
-    for key in path:
-        config = config.get(key) or {}
-        if not isinstance(config, Mapping):
-            return {}
-    return config
-
-
-def _zero(config: Config, *names: str) -> Any:
-    """The first of the spellings `names` that `zero_optimization` has."""
-    block = _block(config, "zero_optimization")
-    return next((block[name] for name in names if name in block), None)
-
-
-def _bf16(config: Config) -> Mapping[str, Any]:
-    """The bf16 block; "bfloat16" is its old name, read only where "bf16" is absent."""
-    return _block(config, "bf16" if config.get("bf16") is not None else "bfloat16")
-
-
-def _is_on(value: Any) -> bool:
-    """Whether DeepSpeed's pydantic models read `value` as true. "auto" that nobody filled in is the default, false."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "t", "yes", "y", "on", "1")
-    return bool(value)
-
-
-def _number(value: Any, default: int) -> int:
-    """`value` as DeepSpeed reads it; the default for null, "auto" and what its own check will refuse."""
-    try:
-        return default if value is None else int(value)
-    except (TypeError, ValueError):
-        return default
-
-
-def zero_stage(config: Config) -> int:
-    """The ZeRO stage that DeepSpeed will use, 0 for none. `"zero_optimization": true` is an old way to say stage 1."""
-    if config.get("zero_optimization") is True:
-        return 1
-    return _number(_zero(config, "stage"), 0)
-
-
-def gradient_clipping(config: Config) -> float:
-    """The norm that DeepSpeed will clip at, 0 for none: without the key its default, which depends on its version;
-    "auto" is 1.0, which Trainer and Accelerate fill in where nothing else is asked of them.
-    """
-    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-
-    value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
-    return float(value) if isinstance(value, (int, float)) else 1.0
-
-
 def _offloads(key: str) -> Callable[[Config], bool]:
     def found(config: Config) -> bool:
-        device = _block(config, "zero_optimization", key).get("device")
+        device = block_of(config, "zero_optimization", key).get("device")
         return device not in (None, "auto") and str(getattr(device, "value", device)) != "none"
 
     return found
 
 
 def _reduces_in_fp8(config: Config) -> bool:
-    return bool(_block(config, "fp8", "zero").get("reduce_scatter") == "fp8")
+    return bool(block_of(config, "fp8", "zero").get("reduce_scatter") == "fp8")
 
 
 def _has_fp8_states(config: Config) -> bool:
-    return bool(_block(config, "fp8", "optimizer").get("states") == "fp8")
+    return bool(block_of(config, "fp8", "optimizer").get("states") == "fp8")
 
 
 def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
     """Whether gradients are to be reduced in FP8 although `key`, which is on by default, is turned off."""
 
     def found(config: Config) -> bool:
-        value = _zero(config, key)
-        return _reduces_in_fp8(config) and value not in (None, "auto") and not _is_on(value)
+        value = zero_value(config, key)
+        return _reduces_in_fp8(config) and value not in (None, "auto") and not is_on(value)
 
     return found
 
@@ -116,25 +64,25 @@ REFUSALS = (
     ),
     Refusal(
         "fp16.enabled: true",
-        lambda c: _is_on(_block(c, "fp16").get("enabled")),
+        lambda c: is_on(block_of(c, "fp16").get("enabled")),
         "the loss scale of fp16 and FP8 gradient scales contradict each other",
         'Set "bf16": {"enabled": true} and remove "fp16".',
     ),
     Refusal(
         "bf16.enabled: false",
-        lambda c: not _is_on(_bf16(c).get("enabled")),
+        lambda c: not is_on(bf16_block(c).get("enabled")),
         "the nominal dtype of FP8 weights, activations and gradients is bf16",
         'Set "bf16": {"enabled": true}.',
     ),
     Refusal(
         "bf16.bf16_master_weights_and_grads: true",
-        lambda c: _is_on(_bf16(c).get("bf16_master_weights_and_grads")),
+        lambda c: is_on(bf16_block(c).get("bf16_master_weights_and_grads")),
         "FP8 weights are quantised from fp32 masters",
         'Remove "bf16_master_weights_and_grads".',
     ),
     Refusal(
         "bf16.bf16_optimizer_states: true",
-        lambda c: _is_on(_bf16(c).get("bf16_optimizer_states")),
+        lambda c: is_on(bf16_block(c).get("bf16_optimizer_states")),
         "bf16 moments rounded to nearest stall, and are not tested with FP8 weights",
         'Remove "bf16_optimizer_states".',
     ),
@@ -146,13 +94,13 @@ REFUSALS = (
     ),
     Refusal(
         "zero_optimization.cpu_offload: true",
-        lambda c: _is_on(_zero(c, "cpu_offload")),
+        lambda c: is_on(zero_value(c, "cpu_offload")),
         "masters on the CPU are quantised where the GPU cannot read them",
         'Remove "cpu_offload".',
     ),
     Refusal(
         "zero_optimization.cpu_offload_param: true",
-        lambda c: _is_on(_zero(c, "cpu_offload_param")),
+        lambda c: is_on(zero_value(c, "cpu_offload_param")),
         "FP8 shards live on the device that gathers them",
         'Remove "cpu_offload_param".',
     ),
@@ -164,61 +112,61 @@ REFUSALS = (
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload: true",
-        lambda c: _is_on(_block(c, "zero_optimization", "offload_optimizer").get("super_offload")),
+        lambda c: is_on(block_of(c, "zero_optimization", "offload_optimizer").get("super_offload")),
         "SuperOffload has an optimizer class of its own",
         'Remove "super_offload" and "offload_optimizer".',
     ),
     Refusal(
         "zero_optimization.zenflow",
-        lambda c: _zero(c, "zenflow") not in (None, "auto"),
+        lambda c: zero_value(c, "zenflow") not in (None, "auto"),
         "ZenFlow has optimizer classes of its own that update selected columns",
         'Remove "zenflow".',
     ),
     Refusal(
         "zero_optimization.zero_hpz_partition_size",
-        lambda c: _number(_zero(c, "zero_hpz_partition_size"), 1) > 1,
+        lambda c: number(zero_value(c, "zero_hpz_partition_size"), 1) > 1,
         "the secondary bf16 shards of hpZ would be gathered instead of FP8",
         'Remove "zero_hpz_partition_size"; an FP8 gather already moves half the bytes.',
     ),
     Refusal(
         "zero_optimization.zero_quantized_weights: true",
-        lambda c: _is_on(_zero(c, "zero_quantized_weights")),
+        lambda c: is_on(zero_value(c, "zero_quantized_weights")),
         "qwZ and FP8 both decide how weights travel",
         'Remove "zero_quantized_weights": FP8 moves as few bytes, with one scale a weight.',
     ),
     Refusal(
         "zero_optimization.zero_quantized_gradients: true",
-        lambda c: _is_on(_zero(c, "zero_quantized_gradients")),
+        lambda c: is_on(zero_value(c, "zero_quantized_gradients")),
         "qgZ is not tested with FP8 weights",
         'Remove "zero_quantized_gradients".',
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights: true",
-        lambda c: _is_on(_zero(c, "zero_quantized_nontrainable_weights")),
+        lambda c: is_on(zero_value(c, "zero_quantized_nontrainable_weights")),
         "INT8 shards of frozen weights and FP8 both decide how weights are stored",
         'Remove it; "fp8": {"linear": {"frozen": "fp8"}} stores frozen linears in FP8.',
     ),
     Refusal(
         "zero_optimization.mics_shard_size",
-        lambda c: _number(_zero(c, "mics_shard_size"), -1) > 0,
+        lambda c: number(zero_value(c, "mics_shard_size"), -1) > 0,
         "MiCS shards within sub-groups with an optimizer class of its own",
         'Remove "mics_shard_size".',
     ),
     Refusal(
         "zero_optimization.stage3_use_all_reduce_for_fetch_params: true",
-        lambda c: _is_on(_zero(c, "stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
+        lambda c: is_on(zero_value(c, "stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
         "an all-reduce cannot sum FP8 shards",
         'Remove "stage3_use_all_reduce_for_fetch_params".',
     ),
     Refusal(
         "zero_optimization.elastic_checkpoint: true",
-        lambda c: _is_on(_zero(c, "elastic_checkpoint")),
+        lambda c: is_on(zero_value(c, "elastic_checkpoint")),
         "elastic checkpoints are deprecated and not tested with FP8",
         'Remove "elastic_checkpoint"; use universal checkpoints to change the world size.',
     ),
     Refusal(
         "checkpoint.writer",
-        lambda c: _block(c, "checkpoint").get("writer") is not None,
+        lambda c: block_of(c, "checkpoint").get("writer") is not None,
         "in stages 1 and 2 all ranks write one file at once, in stage 3 stock cannot load what was written, and a "
         "decoupled write that fails reaches no rank",
         'Remove "writer".',
@@ -233,7 +181,7 @@ REFUSALS = (
         "data_types.grad_accum_dtype: fp32 with stage 1",
         lambda c: (
             zero_stage(c) == 1
-            and str(_block(c, "data_types").get("grad_accum_dtype")) in ("fp32", "float32", "float", "torch.float32")
+            and str(block_of(c, "data_types").get("grad_accum_dtype")) in ("fp32", "float32", "float", "torch.float32")
         ),
         "DeepSpeed then builds BF16_Optimizer, which is not a ZeRO-1 optimizer",
         'Use "stage": 2, or "grad_accum_dtype": "bf16".',
@@ -278,7 +226,7 @@ REFUSALS = (
     Refusal(
         "optimizer.type: Muon with stage 2 and fp8.zero.reduce_scatter: fp8",
         lambda c: (
-            _reduces_in_fp8(c) and zero_stage(c) == 2 and str(_block(c, "optimizer").get("type")).lower() == "muon"
+            _reduces_in_fp8(c) and zero_stage(c) == 2 and str(block_of(c, "optimizer").get("type")).lower() == "muon"
         ),
         "Muon needs the whole gradient of a weight on every rank that holds a part of it",
         'Set "fp8": {"zero": {"reduce_scatter": "bf16"}}, or use stage 3.',
@@ -287,92 +235,52 @@ REFUSALS = (
         "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8",
         lambda c: (
             _has_fp8_states(c)
-            and str(_block(c, "optimizer").get("type") or "Adam").lower() not in ("adam", "adamw", "auto")
+            and str(block_of(c, "optimizer").get("type") or "Adam").lower() not in ("adam", "adamw", "auto")
         ),
         "FP8 states are those of Adam, and their scales follow from the bound of its update",
         'Use "Adam" or "AdamW", or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
     Refusal(
         "optimizer.params.amsgrad: true with fp8.optimizer.states: fp8",
-        lambda c: _has_fp8_states(c) and _is_on(_block(c, "optimizer", "params").get("amsgrad")),
+        lambda c: _has_fp8_states(c) and is_on(block_of(c, "optimizer", "params").get("amsgrad")),
         "it needs a third moment, which would take another byte and is not tested",
         'Remove "amsgrad", or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
     Refusal(
         "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8",
-        lambda c: _has_fp8_states(c) and not _is_on(_block(c, "optimizer", "params").get("bias_correction", True)),
+        lambda c: _has_fp8_states(c) and not is_on(block_of(c, "optimizer", "params").get("bias_correction", True)),
         "without it the first updates have no bound that scales could follow from",
         'Remove "bias_correction", or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
     Refusal(
         "torch_autocast.enabled: true",
-        lambda c: bool(_block(c, "torch_autocast").get("enabled")),
+        lambda c: bool(block_of(c, "torch_autocast").get("enabled")),
         "torch_autocast keeps fp32 parameters and chooses modules by exact class",
         'Remove "torch_autocast"; use "bf16": {"enabled": true}.',
     ),
     Refusal(
         "hybrid_engine.enabled: true",
-        lambda c: _is_on(_block(c, "hybrid_engine").get("enabled")),
+        lambda c: is_on(block_of(c, "hybrid_engine").get("enabled")),
         "the hybrid engine swaps in inference kernels that read bf16 weights",
         'Remove "hybrid_engine".',
     ),
     Refusal(
         "compile.deepcompile: true",
-        lambda c: _is_on(_block(c, "compile").get("deepcompile")),
+        lambda c: is_on(block_of(c, "compile").get("deepcompile")),
         "DeepCompile gathers bf16 shards from C++",
         'Remove "deepcompile"; engine.compile() with torch.compile works.',
     ),
     Refusal(
         "tensor_parallel.autotp_size with zero_optimization.stage: 3",
-        lambda c: zero_stage(c) == 3 and _number(_block(c, "tensor_parallel").get("autotp_size"), 0) > 1,
+        lambda c: zero_stage(c) == 3 and number(block_of(c, "tensor_parallel").get("autotp_size"), 0) > 1,
         "AutoTP's shards of ZeRO-3's shards are not tested in FP8 (DeepSpeed itself refuses them before 0.19.8)",
         'Use "stage": 1 or 2, or cut the model by fp8_ds.tp.parallelize.',
     ),
     Refusal(
         "expert_parallel.enabled: true",
-        lambda c: bool(_block(c, "expert_parallel").get("enabled")),
+        lambda c: bool(block_of(c, "expert_parallel").get("enabled")),
         "AutoEP shards experts over groups of their own",
         'Remove "expert_parallel".',
-    ),
-)
-
-
-@dataclass(frozen=True)
-class ReleaseRefusal:
-    """What contradicts gradient release, as `Fp8Engine` finds it in the configuration that DeepSpeed has made."""
-
-    what: str
-    reason: str
-    remedy: str
-
-
-_NO_RELEASE = 'Set "release": false'
-RELEASE_REFUSALS = (
-    ReleaseRefusal(
-        "gradient_accumulation_steps",
-        "above 1: the weights are updated, and the gradients gone, before the second backward",
-        f'{_NO_RELEASE}; or clip, with "release_clipping": "exact", which holds the reduced gradients.',
-    ),
-    ReleaseRefusal(
-        "managed_gradient_accumulation",
-        "false: a step may then follow any number of backwards, and the gradients of each are gone after it",
-        'Remove "managed_gradient_accumulation"; true is its default.',
-    ),
-    ReleaseRefusal("PipelineModule", "it reduces gradients after its last backward", f"{_NO_RELEASE}."),
-    ReleaseRefusal(
-        "zero_optimization.contiguous_gradients",
-        "false in stages 1 and 2: DeepSpeed then keeps reduced gradients in the parameters",
-        'Remove "contiguous_gradients"; true is its default.',
-    ),
-    ReleaseRefusal(
-        "data_types.grad_accum_dtype",
-        "fp32: nothing is accumulated, and DeepSpeed would keep a float32 copy of the gradients",
-        'Remove "grad_accum_dtype".',
-    ),
-    ReleaseRefusal(
-        "tensor or model parallelism",
-        "each rank would skip and clip a bucket by its own gradients, and weights that all of them hold would differ",
-        f"{_NO_RELEASE}.",
     ),
 )
 
@@ -423,7 +331,7 @@ def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> No
     for sink in sinks:
         if sink != "deepspeed":
             _refuse_unwritable(sink)
-    if "deepspeed" in sinks and not any(_is_on(_block(config, name).get("enabled")) for name in MONITORS):
+    if "deepspeed" in sinks and not any(is_on(block_of(config, name).get("enabled")) for name in MONITORS):
         raise ConfigError(
             f'fp8.monitor.sink: expected a path, or "deepspeed" with a monitor of its own ({", ".join(MONITORS)}) '
             'enabled, got "deepspeed" and none of these, on rank 0, which writes. Write a path for JSON lines, or '

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
-from fp8_ds.engine.refusals import Config, refuse_config, refuse_unread_reports, zero_stage
+from fp8_ds.engine.host_config import Config, zero_stage
+from fp8_ds.engine.refusals import refuse_config, refuse_unread_reports
 from fp8_ds.schedule import check_total
 
 if TYPE_CHECKING:

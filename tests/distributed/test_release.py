@@ -20,7 +20,7 @@ from rank_memory import RankMemory
 from test_states import assert_same_states, local_states, shared_states
 from torch import nn
 
-from fp8_ds.engine.refusals import RELEASE_REFUSALS
+from fp8_ds.engine.refusals_release import RELEASE_REFUSALS
 
 pytestmark = pytest.mark.distributed
 

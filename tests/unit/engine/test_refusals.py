@@ -11,7 +11,8 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.engine import health
-from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_unread_reports, zero_stage
+from fp8_ds.engine.host_config import zero_stage
+from fp8_ds.engine.refusals import REFUSALS, markdown_tables, refuse_config, refuse_unread_reports
 from fp8_ds.engine.refusals_device import DEVICE_REFUSALS, refuse_device
 from fp8_ds.engine.refusals_model import refuse_model
 from fp8_ds.errors import ConfigError, UnsupportedError
