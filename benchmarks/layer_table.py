@@ -26,7 +26,7 @@ from typing import Any, get_args
 import torch
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.choice import Case, LayerTable, Machine, cache_file
+from fp8_ds.nn.layer_table import Case, LayerTable, Machine, cache_file
 from fp8_ds.nn.measure import Step, Taken, time_case
 
 LLAMA_8B = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]

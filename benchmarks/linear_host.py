@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.device import uses_cuda
-from fp8_ds.nn.choice import Case
+from fp8_ds.nn.layer_table import Case
 from fp8_ds.nn.measure import Step, Taken, cuda_clock, make_steps
 
 NUM_SAMPLES, NUM_CALLS, NUM_PROFILED, NUM_LINES = 7, 300, 500, 40

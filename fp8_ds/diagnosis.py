@@ -332,7 +332,7 @@ def probes() -> list[Probe]:
 def _probe(name: str, device: torch.device) -> Probe:
     from fp8_ds.config import LinearConfig
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
-    from fp8_ds.nn.choice import Case
+    from fp8_ds.nn.layer_table import Case
     from fp8_ds.nn.linear import read_weight
     from fp8_ds.nn.measure import cuda_clock, make_steps
     from fp8_ds.testing import sqnr_db

@@ -248,7 +248,8 @@ def refuse_here(fp8: Fp8Config, config: Mapping[str, Any]) -> None:
     """
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start
-    from fp8_ds.nn.choice import Machine, cache_file, not_measured
+    from fp8_ds.nn.choice import not_measured
+    from fp8_ds.nn.layer_table import Machine, cache_file
 
     device = _this_device()
     refuse_start(fp8, config, device, rank=0)

@@ -12,8 +12,9 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.choice import Book, Case, Times, cases_of, choose, worth_fp8
+from fp8_ds.nn.choice import Book, cases_of, choose, worth_fp8
 from fp8_ds.nn.convert import Plan
+from fp8_ds.nn.layer_table import Case, Times
 from fp8_ds.nn.measure import time_case
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.errors import Fp8DsError
-from fp8_ds.nn.choice import Case, Times
 from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan
+from fp8_ds.nn.layer_table import Case, Times
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.zero.parameter import Fp8Parameter

@@ -15,7 +15,8 @@ import training
 from torch import nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file
+from fp8_ds.nn.choice import Book
+from fp8_ds.nn.layer_table import Case, LayerTable, Machine, Times, cache_file
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ import torch
 import training
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.nn.choice import Case
+from fp8_ds.nn.layer_table import Case
 from fp8_ds.nn.measure import cuda_clock, time_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

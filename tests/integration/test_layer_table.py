@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_ds.nn.choice import Book, LayerTable, Machine, Times, cache_file
+from fp8_ds.nn.choice import Book
+from fp8_ds.nn.layer_table import LayerTable, Machine, Times, cache_file
 
 
 def test_layer_table_is_written_row_by_row_and_completed_by_a_second_run(

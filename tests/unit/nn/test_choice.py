@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_ds
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError, Fp8DsError
-from fp8_ds.nn import choice, make_plan, measure
-from fp8_ds.nn.choice import Book, Case, LayerTable, Machine, Times, cache_file, cases_of, choose, worth_fp8
+from fp8_ds.nn import choice, layer_table, make_plan, measure
+from fp8_ds.nn.choice import Book, cases_of, choose, worth_fp8
+from fp8_ds.nn.layer_table import Case, LayerTable, Machine, Times, cache_file
 from fp8_ds.nn.measure import Taken, cuda_clock, make_steps, time_case
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.sources import code_hash
@@ -318,7 +319,7 @@ def test_tables_of_another_machine_or_version_are_not_used() -> None:
 def test_what_was_measured_with_other_layers_or_kernels_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Bench()
     first.book().times_of([case()])
-    monkeypatch.setattr(choice, "code_hash", lambda: "after an upgrade")
+    monkeypatch.setattr(layer_table, "code_hash", lambda: "after an upgrade")
     second = Bench()
     second.book().times_of([case()])
     assert second.cases == first.cases == [case()]

@@ -19,10 +19,11 @@ from fp8_ds.estimate import weights_of
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
-from fp8_ds.nn.choice import Times, cases_of, choose
+from fp8_ds.nn.choice import cases_of, choose
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
 from fp8_ds.nn.experts_reference import stock_forward
+from fp8_ds.nn.layer_table import Times
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
