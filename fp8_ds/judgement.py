@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,8 @@ from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine.known_keys import removed_key, unknown_keys, unread_key
-from fp8_ds.errors import ConfigError, Fp8DsError
+from fp8_ds.errors import Fp8DsError
+from fp8_ds.script_imports import import_in, parsed
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,6 @@ _BLOCKS = {
     "data_types": '{"grad_accum_dtype": "fp32"}',
 }
 """DeepSpeed's, which are objects, and one of each."""
-_STARTERS = ("initialize", "train", "prepare")
-"""Calls that may be, or lead to, `deepspeed.initialize`: its own, Trainer's, Accelerate's."""
 
 
 @dataclass(frozen=True)
@@ -338,14 +336,11 @@ def _activations(activations: ActivationsConfig) -> str:
     return ", ".join(parts)
 
 
-# --- what loads fp8_ds ---
-
-
 def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str, str]:
     """Whether something loads fp8_ds before the engine is made, as far as can be seen from here; what; what would."""
     if diagnosis.autoload_check().status == "ok":
         return "yes", "autoload is on in this environment.", ""
-    place = "nowhere" if script is None else _import_in(_parsed(script))
+    place = "nowhere" if script is None else import_in(parsed(script))
     if place == "first":
         return "yes", f"{script} imports fp8_ds.", ""
     detail = {
@@ -360,79 +355,3 @@ def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str, str]:
         "`import fp8_ds` at the top of the script, start it by `deepspeed --module fp8_ds.run SCRIPT`, or run `fp8-ds "
         "autoload on`.",
     )
-
-
-def _parsed(script: Path) -> ast.Module:
-    source = script.read_bytes()
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"--script: expected Python, got {error} in {script}. Name the training script.") from error
-
-
-def _import_in(tree: ast.Module) -> Literal["first", "elsewhere", "nowhere"]:
-    """Where the script imports fp8_ds; first: it runs for sure, before anything that may make an engine."""
-    starters = _starters(tree)
-    for statement in _that_run(tree.body):
-        if _imports(statement):
-            return "first"
-        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and starters & _calls(
-            statement
-        ):
-            break
-    return "elsewhere" if any(map(_imports, _live(tree))) else "nowhere"
-
-
-def _imports(node: ast.AST) -> bool:
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        names = [node.module or ""]
-    return any(name.split(".")[0] == "fp8_ds" for name in names)
-
-
-def _that_run(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run for sure once the script is started, in order."""
-    for statement in body:
-        if isinstance(statement, ast.If) and (is_true := _known(statement.test)) is not None:
-            yield from _that_run(statement.body if is_true else statement.orelse)
-        elif isinstance(statement, (ast.Try, ast.With)):
-            yield from _that_run(statement.body)
-        else:
-            yield statement
-
-
-def _known(test: ast.expr) -> bool | None:
-    """What a condition is in a script that is started; None: that cannot be said."""
-    if isinstance(test, ast.Constant):
-        return bool(test.value)
-    text = ast.unparse(test)
-    if text in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        return False
-    return True if text == "__name__ == '__main__'" else None
-
-
-def _live(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes in `node` but those under conditions that never hold."""
-    yield node
-    children: Iterator[ast.AST] | list[ast.stmt] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and _known(node.test) is False:
-        children = node.orelse
-    for child in children:
-        yield from _live(child)
-
-
-def _calls(node: ast.AST) -> set[str]:
-    """Names of what is called in `node`, without what they are attributes of."""
-    functions = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    return {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in functions}
-
-
-def _starters(tree: ast.Module) -> set[str]:
-    """Names that may lead to `deepspeed.initialize` when called: the script's own functions that do, too."""
-    calls = {
-        node.name: _calls(node) for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    found = set(_STARTERS)
-    while more := {name for name, called in calls.items() if called & found} - found:
-        found |= more
-    return found
