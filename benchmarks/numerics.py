@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from numerics_plots import Row, plot_masters, plot_moments
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,6 @@ from fp8_ds.optim import moments  # noqa: E402
 from fp8_ds.optim.masters import BF16_8, E4M11, E4M19, FP32  # noqa: E402
 from fp8_ds.optim.moments import GROUP  # noqa: E402
 
-Row = dict[str, Any]
 Scale = Callable[..., Tensor]
 """(amax of groups, largest of the format, smallest amax that counts) -> scale_inv."""
 NOISE = torch.Generator().manual_seed(99)
@@ -325,59 +325,6 @@ def write_csv(path: Path, table: list[Row]) -> None:
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in table)
 
 
-def plot_moments(spread: list[Row], stalls: dict[str, list[Row]], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 4, figsize=(18, 4.2))
-    x_name = "sigma of ln(scale) within a group"
-    for beta2, style in ((0.95, "-"), (0.999, "--")):
-        for name, color in (("ours", "tab:blue"), ("sqrt(v) E4M3", "tab:orange"), ("COAT", "tab:green")):
-            values = [row[f"{name}, beta2 {beta2}"] for row in spread]
-            axes[0].plot([row[x_name] for row in spread], values, style, color=color, label=f"{name}, β2 {beta2}")
-    axes[0].set(
-        xlabel="standard deviation of ln(scale) within a group of 128",
-        ylabel="relative L2 error of the update",
-        ylim=(0, 0.5),
-    )
-    axes[0].set_title("Update after 300 steps")
-    for axis, (title, curve) in zip(axes[1:], stalls.items(), strict=True):
-        x = [row["step after the drop"] for row in curve]
-        for name in STORAGE:
-            axis.plot(x, [row[name] for row in curve], "-" if name.startswith("ours") else "--", label=name)
-        low, high = ([row[f"ours, {p} percentile"] for row in curve] for p in ("1st", "99th"))
-        axis.fill_between(x, low, high, alpha=0.2, color="tab:blue", linewidth=0)
-        axis.set(yscale="log", xlabel="steps after gradients shrank tenfold", ylabel="stored √v / exact √v (median)")
-        axis.set_title(title)
-        # One tick a doubling, in plain numbers: log axes of less than two decades label theirs at random.
-        axis.set_yticks([0.5, 1, 2, 4, 8], [f"{tick:g}" for tick in (0.5, 1, 2, 4, 8)])
-        axis.minorticks_off()
-    for axis in axes:
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def plot_masters(table: list[Row], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True)
-    shown = [row for row in table if row["weights"] == "N(0, 0.02)"]
-    for name in MASTERS:
-        rows = [row for row in shown if row["master"] == name]
-        style = "--" if "nearest" in name or "MS-AMP" in name else "-"
-        for axis, key in zip(axes, ("mean", "error"), strict=True):
-            axis.plot([row["lr"] for row in rows], [row[key] for row in rows], style, marker=".", label=name)
-    axes[0].set(ylabel="mean way / float32's way", title="100 steps of one sign, weights N(0, 0.02)", ylim=(-0.05, 1.6))
-    axes[1].set(ylabel="relative L2 error of the way", yscale="log", title="Error of single weights")
-    for axis in axes:
-        axis.set(xscale="log", xlabel="lr |update|")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def show(name: str, table: list[Row]) -> None:
     print(f"\n{name}")
     for row in table:
@@ -425,8 +372,8 @@ def main() -> None:
     matplotlib.use("Agg")
     titles = {"0.95": "all shrink, β2 0.95", "0.999": "all shrink, β2 0.999", "0.999-half": "every other, β2 0.999"}
     curves = {title: tables[f"stall-{name}"] for name, title in titles.items()}
-    plot_moments(tables["spread"], curves, args.images / "numerics-moments.png")
-    plot_masters(tables["travel"], args.images / "numerics-masters.png")
+    plot_moments(tables["spread"], curves, list(STORAGE), args.images / "numerics-moments.png")
+    plot_masters(tables["travel"], list(MASTERS), args.images / "numerics-masters.png")
     head = {"command": " ".join(["benchmarks/numerics.py", *sys.argv[1:]]), "device": "cpu", "torch": torch.__version__}
     head["seconds"] = f"{time.monotonic() - start:.0f}"
     stem = args.out / f"{datetime.date.today():%Y-%m-%d}-numerics.json"
