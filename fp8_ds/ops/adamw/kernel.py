@@ -1,7 +1,6 @@
 """The device code of `triton.TritonStep`; the same bits as `reference`.
 
-Nothing is fused (`enable_fp_fusion=False`), roots and quotients are correctly rounded, subnormals are kept. PTX is true
-on NVIDIA's GPUs: blocks of ptx.py stand for the plain formulas beside them, which Triton's interpreter runs.
+Nothing is fused (`enable_fp_fusion=False`), roots and quotients are correctly rounded, subnormals are kept.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -12,6 +11,20 @@ import triton.language as tl
 
 from fp8_ds.formats import E4M3, E4M4
 from fp8_ds.ops.adamw import ptx
+from fp8_ds.ops.adamw.arithmetic import (
+    DOWN,
+    UP,
+    as_float32,
+    decode_fp8_master,
+    encode_master,
+    encode_moments,
+    group_scale_inv,
+    largest_magnitude,
+    mix,
+    old_v,
+    root_and_reciprocal,
+    words_of,
+)
 from fp8_ds.ops.adamw.shards import Hyper
 from fp8_ds.optim import moments, rounding
 
@@ -21,25 +34,13 @@ _ROOT_MAX = tl.constexpr(E4M4.max)
 _TINY = tl.constexpr(moments.TINY)
 _TINY_ROOT = tl.constexpr(moments.TINY_ROOT)
 _SMALLEST_V = tl.constexpr(moments.SMALLEST_V)
-_UP = tl.constexpr(2.0**120)
-_DOWN = tl.constexpr(2.0**-120)
 _ONE_TWICE = tl.constexpr(2 * (127 << 23))
 """Less the bits of a power of two in float32 it is those of its inverse."""
-_BF16_PAIRS = tl.constexpr(ptx.BF16_PAIRS)
-_RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
-_ROOT_AND_RECIPROCAL = tl.constexpr(ptx.ROOT_AND_RECIPROCAL)
-_DECODE_E4M4 = tl.constexpr(ptx.DECODE_E4M4)
-_ENCODE_MOMENTS = tl.constexpr(ptx.ENCODE_MOMENTS)
-_DECODE_E4M11 = tl.constexpr(ptx.DECODE_E4M11)
 _ENCODE_E4M11 = tl.constexpr(ptx.ENCODE_E4M11)
 _STORE_SCALES = tl.constexpr(ptx.STORE_SCALES)
 
 _WEYL = tl.constexpr(rounding.WEYL)
-_MIX_1 = tl.constexpr(rounding.MIX_1)
-_MIX_2 = tl.constexpr(rounding.MIX_2)
 _SHARED = tl.constexpr(rounding.SHARED)
-_NEXT_PAIR = tl.constexpr(rounding.NEXT_PAIR)
-_PAIR_AFTER = tl.constexpr(rounding.NEXT_PAIR * rounding.NEXT_PAIR & 0xFFFFFFFF)
 _STRIDE = tl.constexpr(rounding.STRIDE)
 _MOMENT_FACTOR = tl.constexpr(rounding.MOMENT_FACTOR)
 
@@ -61,149 +62,6 @@ _HI, _LO, _M, _V, _M_SCALE, _V_SCALE, _NUMEL, _START, _PARAM_ID, _GROUP_ROW, _SC
     tl.constexpr(column) for column in range(len(COLUMNS))
 )
 TABLE_WIDTH = tl.constexpr(16)
-
-
-@triton.jit
-def _mix(x):
-    """`rounding.mix` in uint32."""
-    x = (x ^ (x >> 16)) * _MIX_1
-    x = (x ^ (x >> 15)) * _MIX_2
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def _words(x, twist, moved):
-    """`rounding._words`, uint32 [rows, 4 n], of uint32 [rows, n]: `number * WEYL + first` of eight elements.
-
-    `twist` is `second ^ (second >> 15)`: the second key is mixed in after the shift, not before.
-    """
-    x = (x ^ (x >> 16)) * _MIX_1
-    x = (x ^ (x >> 15) ^ twist) * _MIX_2
-    x = x ^ (x >> 15)
-    x = tl.interleave(x, x * _PAIR_AFTER)
-    return tl.interleave(x, x * _NEXT_PAIR) + moved
-
-
-@triton.jit
-def _group_scale_inv(amax, MAX: tl.constexpr, TINY: tl.constexpr, PTX: tl.constexpr):
-    """`moments.group_scale_inv` and its inverse, 0 for a group of zeros."""
-    is_zero = amax < TINY
-    if PTX:
-        # A quotient by a constant, corrected by its exact remainder: correctly rounded for every mantissa (tested).
-        quotient = amax * (1.0 / MAX)
-        quotient = tl.fma(tl.fma(quotient, -MAX, amax), 1.0 / MAX, quotient)
-    else:
-        quotient = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-    scale_inv = ((quotient.to(tl.int32, bitcast=True) + 0x10) & ~0x1F).to(tl.float32, bitcast=True)
-    divisor = tl.where(is_zero, 1.0, scale_inv)
-    if PTX:
-        scale = tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [divisor], tl.float32, is_pure=True, pack=1)
-    else:
-        scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), divisor)
-    return tl.where(is_zero, 0.0, scale_inv), tl.where(is_zero, 0.0, scale)
-
-
-@triton.jit
-def _as_float32(grad, PACKED: tl.constexpr):
-    if PACKED and grad.dtype == tl.bfloat16:
-        out = tl.inline_asm_elementwise(_BF16_PAIRS, "=&f,=&f,=&f,=&f,r,r", [grad], tl.float32, is_pure=True, pack=4)
-    else:
-        out = grad.to(tl.float32)
-    return out
-
-
-@triton.jit
-def _largest_magnitude(x):
-    """float32 [rows] of [rows, n]: of pairs by floats, whose signs cost nothing, then by integers, three at a time."""
-    low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    pairs = tl.maximum(tl.abs(low), tl.abs(high))
-    return tl.max(pairs.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _old_v(code, factor, PTX: tl.constexpr):
-    """The squares of E4M4 codes, which are exact, times a factor per group."""
-    if PTX:  # 2**8 smaller
-        root = tl.inline_asm_elementwise(_DECODE_E4M4, "=f,=f,=f,=f,r", [code], tl.float32, is_pure=True, pack=4)
-        factor = factor * 65536.0
-    else:
-        root = (code.to(tl.int32) << 19).to(tl.float32, bitcast=True) * _UP
-    return (root * root) * factor[:, None]
-
-
-@triton.jit
-def _encode_moments(m, root, random, PACKED: tl.constexpr):
-    """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread."""
-    root = root * _DOWN
-    if PACKED:
-        m_code, root_code = tl.inline_asm_elementwise(
-            _ENCODE_MOMENTS,
-            "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [m, root, tl.interleave(random, random)],
-            (tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        noise = (tl.interleave(random, random >> 16) & 0xFFF0).to(tl.int32) | 8
-        root_code = ((root.to(tl.int32, bitcast=True) + noise * 8) >> 19).to(tl.uint8)
-        # By integers: Triton's interpreter casts to FP8 without carries into the exponent.
-        m = ((m.to(tl.int32, bitcast=True) + (noise * 15 + 0x8000)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        bits = (m * _DOWN).to(tl.int32, bitcast=True)
-        mag = bits & 0x7FFFFFFF
-        m_code = (((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return m_code, root_code
-
-
-@triton.jit
-def _root_and_reciprocal(v, factor, eps, PTX: tl.constexpr):
-    """`root = sqrt(v)` and `1 / (root * factor + eps)`."""
-    if PTX:
-        factor = tl.zeros(v.shape, tl.float32) + factor
-        eps = tl.zeros(v.shape, tl.float32) + eps
-        root, reciprocal = tl.inline_asm_elementwise(
-            _ROOT_AND_RECIPROCAL,
-            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f",
-            [v, factor, eps],
-            (tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        root = tl.sqrt_rn(v)
-        reciprocal = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), root * factor + eps)
-    return root, reciprocal
-
-
-@triton.jit
-def _decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, PTX: tl.constexpr):
-    """The master over scale_inv and over 2**120: its bits, where float32 has them."""
-    if PTX and LO_BITS == 8:
-        raw = tl.inline_asm_elementwise(_DECODE_E4M11, "=f,=f,=f,=f,r,r", [hi, lo], tl.float32, is_pure=True, pack=4)
-    else:
-        code = hi.to(tl.int32)
-        bits = (((code & 0x7F) << LO_BITS) + lo.to(tl.int32)) << DROP_BITS
-        raw = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-    return raw
-
-
-@triton.jit
-def _encode_master(
-    w, random, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, MAX_MAG: tl.constexpr, HI_BITS: tl.constexpr
-):
-    """Codes of float32 numbers as integers: (high, low, magnitude). `random`: 32 bits a pair; None: to nearest even."""
-    bits = w.to(tl.int32, bitcast=True)
-    mag = bits & 0x7FFFFFFF
-    if random is not None:
-        mask: tl.constexpr = (1 << DROP_BITS) - 1
-        mag += tl.interleave((random >> (16 - DROP_BITS)) & mask, random >> (32 - DROP_BITS)).to(tl.int32)
-    else:
-        mag += (1 << (DROP_BITS - 1)) - 1 + ((mag >> DROP_BITS) & 1)
-    mag = tl.minimum(mag >> DROP_BITS, MAX_MAG)
-    hi = (mag + (1 << (LO_BITS - 1))) >> LO_BITS
-    sign = (bits >> (32 - HI_BITS)) & (1 << (HI_BITS - 1))
-    # The low bits of the magnitude, read as signed, are what it exceeds the high part by.
-    return hi | sign, mag, mag
 
 
 # Compiled once whatever these are: strides, and tensors that may be views of others.
@@ -290,16 +148,16 @@ def adamw_kernel(
         # float32's range. All these factors are powers of two: nothing rounds.
         ratio = old_scale_inv * new_scale
         rest = tl.where(ratio > 64.0, ratio * (1.0 / 64.0), 1.0)
-        raise_by = tl.minimum(ratio, 64.0) * _UP
-        lower_by = rest * _DOWN
+        raise_by = tl.minimum(ratio, 64.0) * UP
+        lower_by = rest * DOWN
         inverse = (-rest.to(tl.int32, bitcast=True) + _ONE_TWICE).to(tl.float32, bitcast=True)
         lr = lr * (new_scale * inverse)
         if DECOUPLED:
             raise_by = raise_by * decay
         else:
             decay = decay * (new_scale_inv * rest)
-    first = _mix(seed_key.to(tl.uint32) + tl.load(row + _PARAM_ID).to(tl.uint32))
-    second = _mix(first ^ 0xC2B2AE35)
+    first = mix(seed_key.to(tl.uint32) + tl.load(row + _PARAM_ID).to(tl.uint32))
+    second = mix(first ^ 0xC2B2AE35)
     twist = second ^ (second >> 15)
     moved = tl.load(step + group_row).to(tl.uint32) * _STRIDE
     # Elements of a pack of four are neighbours then.
@@ -360,21 +218,21 @@ def adamw_kernel(
         root_scale_inv = tl.load(v_scale_at + done, row_mask)
 
         if IS_FP8:
-            w = _decode_fp8_master(hi, lo, LO_BITS, DROP_BITS, PTX) * raise_by
+            w = decode_fp8_master(hi, lo, LO_BITS, DROP_BITS, PTX) * raise_by
         elif LO_BITS == 0:
             w = hi
         else:
             code = hi.to(tl.int32)
             mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
             w = ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
-        g = _as_float32(grad, PACKED) * grad_factor
+        g = as_float32(grad, PACKED) * grad_factor
         if not DECOUPLED:
             g = g + w * decay
         m_old = m_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         m = m_old * (beta1 * m_scale_inv)[:, None] + one_minus_beta1 * g
-        v = _old_v(root_code, beta2 * (root_scale_inv * root_scale_inv), PTX) + one_minus_beta2 * (g * g)
+        v = old_v(root_code, beta2 * (root_scale_inv * root_scale_inv), PTX) + one_minus_beta2 * (g * g)
         v = tl.maximum(v, _SMALLEST_V)
-        root, reciprocal = _root_and_reciprocal(v, root_factor, eps, PTX)
+        root, reciprocal = root_and_reciprocal(v, root_factor, eps, PTX)
         update = m * reciprocal
         update = tl.maximum(update, -bound, propagate_nan=tl.PropagateNan.ALL)
         update = tl.minimum(update, bound, propagate_nan=tl.PropagateNan.ALL)
@@ -383,7 +241,7 @@ def adamw_kernel(
         w = w - lr * update
 
         octet = first_octet + (done * (_GROUP // _SHARED)).to(tl.uint32)
-        words = _words(keys + (octet * _WEYL + first), twist, moved)
+        words = words_of(keys + (octet * _WEYL + first), twist, moved)
         if LO_BITS == 0:
             tl.store(hi_at + at, w, mask)
         else:
@@ -400,7 +258,7 @@ def adamw_kernel(
                         pack=4,
                     )
                 else:
-                    new_hi, new_lo, mag = _encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 8)
+                    new_hi, new_lo, mag = encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 8)
                     mag = mag << (24 - LO_BITS)
                 if IS_EDGE:
                     mag = tl.where(mask, mag, 0)
@@ -408,17 +266,17 @@ def adamw_kernel(
                 largest = tl.maximum(largest, mag)
                 tl.store(hi_at + at, new_hi.to(tl.uint8), mask)
             else:
-                new_hi, new_lo, mag = _encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 16)
+                new_hi, new_lo, mag = encode_master(w, random, LO_BITS, DROP_BITS, MAX_MAG, 16)
                 tl.store(hi_at + at, new_hi.to(tl.int16), mask)
             tl.store(lo_at + at, new_lo.to(tl.int16 if LO_BITS == 16 else tl.int8), mask)
 
-        m_scale_inv, m_scale = _group_scale_inv(_largest_magnitude(m), _M_MAX, _TINY, PTX)
+        m_scale_inv, m_scale = group_scale_inv(largest_magnitude(m), _M_MAX, _TINY, PTX)
         if IS_EDGE:
             root = tl.where(mask, root, 0.0)
         # Floats that are not negative compare as their bits do.
         largest_root = tl.max(root.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-        root_scale_inv, root_scale = _group_scale_inv(largest_root, _ROOT_MAX, _TINY_ROOT, PTX)
-        m_code, root_code = _encode_moments(
+        root_scale_inv, root_scale = group_scale_inv(largest_root, _ROOT_MAX, _TINY_ROOT, PTX)
+        m_code, root_code = encode_moments(
             m * m_scale[:, None], root * root_scale[:, None], words * _MOMENT_FACTOR, PACKED
         )
         tl.store(m_at + at, m_code, pad_mask)
@@ -440,6 +298,6 @@ def adamw_kernel(
 
     if IS_FP8:
         mag = tl.max(largest) >> (24 - LO_BITS)
-        value = ((mag << DROP_BITS).to(tl.float32, bitcast=True) * _UP) * new_scale_inv
+        value = ((mag << DROP_BITS).to(tl.float32, bitcast=True) * UP) * new_scale_inv
         at = (amax + scale_index).to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(at, value.to(tl.int32, bitcast=True), sem="relaxed")
