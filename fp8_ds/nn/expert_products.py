@@ -21,7 +21,8 @@ from fp8_ds.ops import grouped
 from fp8_ds.ops.transpose import transpose
 
 MAX_IN_A_LOOP = 16
-"""Experts. The host takes some 0.6 ms for each, forward and backward of both weights (docs/decisions/0011)."""
+"""More stay bf16 where they would be a loop, of which the host takes some 0.6 ms for each, forward and backward of both
+weights (docs/decisions/0011)."""
 
 
 def why_too_many(
@@ -57,20 +58,16 @@ def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> b
     return is_aligned and (device is None or grouped.can_run(device))
 
 
-def has_one_launch(like: Tensor, num_experts: int, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
+def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
     """Whether the experts of a layer are computed all at once, and their rows are packed.
 
     Args:
         like: on the device of the layer; one without numbers (fp8_ds.rehearsal) stands for one on a GPU.
-        num_experts: E.
         features: N and K of its weights.
         recipes: of its weights.
     """
-    return (
-        num_experts > MAX_IN_A_LOOP
-        and any(map(_has_kernel, recipes))
-        and can_be_one_launch(features, None if isinstance(like, FakeTensor) else like.device)
-    )
+    device = None if isinstance(like, FakeTensor) else like.device
+    return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)
 
 
 def _has_kernel(recipe: Recipe) -> bool:

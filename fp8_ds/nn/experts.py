@@ -155,9 +155,9 @@ class Fp8Experts(nn.Module):
 
     def _groups(self, top_k_index: Tensor) -> Groups:
         weights: Any = [getattr(self, name) for name in WEIGHTS]
-        num_experts, features = weights[0].shape[0], [size for weight in weights for size in weight.shape[1:]]
-        is_packed = has_one_launch(top_k_index, num_experts, features, self.fp8_recipes.values())
-        return Groups.of(top_k_index, num_experts, is_packed=is_packed)
+        features = [size for weight in weights for size in weight.shape[1:]]
+        is_packed = has_one_launch(top_k_index, features, self.fp8_recipes.values())
+        return Groups.of(top_k_index, weights[0].shape[0], is_packed=is_packed)
 
     def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
         """[P, I]; where all experts are computed at once, in FP8 with it if there is an op for it."""

@@ -1,12 +1,14 @@
-"""Experts on CUDA: each product is that of one expert, the host waits once, and engines train with them.
+"""Experts on CUDA: computed in one launch, where there are kernels for it, the host waits for nothing.
 
-Many experts are computed in one launch: the loop's results but for the order of sums, and the host waits for nothing.
+The results are the loop's but for the order of sums. In the loop each product is that of one expert, and the host waits
+once. Engines train with either.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -117,7 +119,13 @@ def test_the_module_computes_what_stock_does(recipe: str) -> None:
         assert float(sqnr_db(one.float(), other.float())) > (22 if k % 5 in (0, 2) else 15)
 
 
-def test_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
+def in_a_loop() -> Any:
+    """Experts are computed one after another, as on GPUs without kernels for all at once."""
+    return patch.object(expert_products.grouped, "can_run", lambda device: False)
+
+
+@in_a_loop()
+def test_in_a_loop_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
     experts, config = nn.ModuleDict({"experts": module()}), LinearConfig()
     apply_plan(experts, make_plan(experts, config), config, "cuda")
     outputs(experts["experts"])  # kernels are compiled
@@ -140,31 +148,33 @@ def test_the_host_waits_once_in_a_forward_and_never_in_a_backward() -> None:
 
 
 def many_experts(recipe: str = "tensorwise", num_experts: int = 40) -> tuple[Any, Any]:
-    """A module of many, and its history."""
+    """A module of so many, and its history."""
     model = nn.ModuleDict({"experts": module(num_experts=num_experts)})
     config = LinearConfig.model_validate({"recipe": recipe, "max_experts": num_experts})
     return model["experts"], apply_plan(model, make_plan(model, config), config, "cuda")
 
 
 @pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("num_experts", [4, 40])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_many_at_once_are_the_loop_but_for_the_order_of_sums(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_once_they_are_the_loop_but_for_the_order_of_sums(recipe: str, num_experts: int) -> None:
     """A float32 sum in another order rounds to another bf16 here and there, which may round to another FP8 number."""
     found = []
-    for most in (16, 10**6):
-        monkeypatch.setattr(expert_products, "MAX_IN_A_LOOP", most)
-        experts, history = many_experts(recipe)
-        found.append(outputs(experts, history, num_experts=40))
+    for way in (nullcontext, in_a_loop):
+        experts, history = many_experts(recipe, num_experts)
+        with way():
+            found.append(outputs(experts, history, num_experts=num_experts))
     for at_once, looped in zip(*found, strict=True):
         assert looped.any() and float(sqnr_db(looped.float(), at_once.float())) > 40
 
 
 @pytest.mark.skipif(not can_run(torch.device("cuda")), reason="needs compute capability 9.0")
-def test_for_many_at_once_the_host_waits_for_nothing() -> None:
-    experts, _ = many_experts()
-    outputs(experts, num_experts=40)  # kernels are compiled
+@pytest.mark.parametrize("num_experts", [4, 40])
+def test_at_once_the_host_waits_for_nothing(num_experts: int) -> None:
+    experts, _ = many_experts(num_experts=num_experts)
+    outputs(experts, num_experts=num_experts)  # kernels are compiled
     x = torch.randn(700, 256, device="cuda").bfloat16().requires_grad_()
-    weights, index = torch.rand(700, 40, device="cuda").topk(2)
+    weights, index = torch.rand(700, num_experts, device="cuda").topk(2)
     grad = torch.randn(700, 256, device="cuda").bfloat16()
     with host_waits() as waits:
         experts(x, index, weights).backward(grad)
@@ -190,9 +200,9 @@ def test_an_engine_trains_with_them(gpu_ranks: Any, stage: int, fp8: dict[str, A
     assert again["losses"] == pytest.approx(results[0]["losses"], abs=0.02)
 
 
-def trained_at_once(most: int, *args: Any, **more: Any) -> dict[str, Any]:
-    """What a run leaves whose experts, of sizes that kernels take, are one launch if they are more than `most`."""
-    with patch.object(expert_products, "MAX_IN_A_LOOP", most), patch.object(small, "INTER", 48):
+def trained_either_way(is_loop: bool, *args: Any, **more: Any) -> dict[str, Any]:
+    """What a run leaves whose experts, of sizes that kernels take, are one launch or a loop."""
+    with in_a_loop() if is_loop else nullcontext(), patch.object(small, "INTER", 48):
         return small.trained(*args, **more)
 
 
@@ -202,8 +212,8 @@ def test_an_engine_trains_with_them_at_once_as_in_a_loop(
     gpu_ranks: Any, stage: int, fp8: dict[str, Any], checkpointing: bool
 ) -> None:
     looped, at_once = (
-        gpu_ranks(1).run(trained_at_once, most, stage, fp8, "qwen3_moe", checkpointing=checkpointing)[0]
-        for most in (16, 0)
+        gpu_ranks(1).run(trained_either_way, is_loop, stage, fp8, "qwen3_moe", checkpointing=checkpointing)[0]
+        for is_loop in (True, False)
     )
     training.assert_fp8_follows_masters(at_once["last"], at_once["masters"])
     assert at_once["losses"] == pytest.approx(looped["losses"], abs=0.02)

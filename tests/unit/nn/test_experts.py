@@ -376,25 +376,23 @@ def loss_of_fakes(model: Any) -> torch.Tensor:
     return output.float().sum()
 
 
-def test_many_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
+def test_they_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
     """The products need all weights of a parameter transposed at once, and no number of tokens."""
     num_experts, peaks = 20, []
     with torch.device("meta"):
         experts = stock(num_experts=num_experts)
-    for most in (16, 100):
+    for is_one in (True, False):
         model = nn.ModuleDict({"experts": copy.deepcopy(experts)})
         config = LinearConfig(max_experts=num_experts)
         apply_plan(model, make_plan(model, config), config, "cpu")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(expert_products, "MAX_IN_A_LOOP", most)
-
+            patch.setattr(expert_products, "can_be_one_launch", lambda features, device, is_one=is_one: is_one)
             peaks.append(rehearse(model, loss_of_fakes).peak(lambda num: 2 * num))
     assert 0 < peaks[0] - peaks[1] < 3 * num_experts * 2 * INTER * HIDDEN
 
 
 def at_once(patch: pytest.MonkeyPatch) -> None:
     """All experts are computed in one launch, which is the references' loop on a CPU."""
-    patch.setattr(expert_products, "MAX_IN_A_LOOP", 0)
     patch.setattr(expert_products.grouped, "can_run", lambda device: True)
 
 
