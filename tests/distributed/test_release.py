@@ -661,3 +661,19 @@ def test_ranks_that_share_a_model_cannot_release_for_what_all_of_them_hold_would
         assert len(found) == 4
         for text in found:
             assert "fp8.optimizer.release: expected false" in text and "parallelism of 2 ranks" in text
+
+
+def offloading(stage: int, offloads: bool) -> list[float]:
+    engine = build(stage, block("e4m11", True), MODEL)
+    losses = training.train(engine, 2)
+    if offloads:
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+    losses += training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_that_there_is_is_offloaded_and_comes_back(ranks: Any, stage: int) -> None:
+    assert ranks(2).run(offloading, stage, True) == ranks(2).run(offloading, stage, False)
