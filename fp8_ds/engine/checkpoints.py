@@ -174,6 +174,8 @@ class Fp8Checkpoints:
         if client_state is not None:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
+            if self.fp8.release is not None:
+                self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States):
                 self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
