@@ -64,6 +64,8 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
     """
     if state is None:
         say("fp8: the checkpoint was written without fp8_ds; weights are quantised from its masters")
+        if context.history is not None:
+            context.history.forget()
         return
     if state.get("version") != _VERSION:
         raise ConfigError(
@@ -91,6 +93,7 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
         return
     if history is None or not same_layers:
         say("fp8: amax histories start anew (the checkpoint has none for these layers)")
+        context.history.forget()
         return
     context.history.load_state_dict(history)
 

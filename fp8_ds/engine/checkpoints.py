@@ -6,11 +6,13 @@ fp8_ds/checkpoint/state.py's.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
 from fp8_ds.engine.checking import check_whole
@@ -172,6 +174,8 @@ class Fp8Checkpoints:
         if client_state is not None:
             start_count_anew(self.fp8)
             restore_state(self.fp8, state, say)
+            if self.fp8.release is not None:
+                self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States):
                 self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
             self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
@@ -185,7 +189,7 @@ class Fp8Checkpoints:
         with optimizer.fp8_load():
             return super().load_module_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _fp8_before_state_dict(self: Any, module: Any, prefix: str, keep_vars: bool) -> None:
+    def _fp8_before_state_dict(self: Any) -> None:
         """Say once that a plain state_dict() is no collective, and what it therefore holds in ZeRO-1/2."""
         optimizer = getattr(self, "optimizer", None)
         if self._fp8_said_state_dict or not isinstance(optimizer, Fp8ZeroStage12) or optimizer.fp8_is_exporting:
@@ -195,3 +199,19 @@ class Fp8Checkpoints:
             "fp8: module.state_dict() gives de-quantised FP8 weights; engine.save_checkpoint and "
             "engine.save_16bit_model give bf16 of the masters"
         )
+
+
+class BeforeStateDict:
+    """A hook of an engine's model. Copies of the model have it too: they do not copy the engine, and say nothing.
+
+    Args:
+        engine: a method of it would be copied with it, and a process group cannot be.
+    """
+
+    def __init__(self, engine: Fp8Checkpoints) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        engine: Any = self._engine()
+        if engine is not None and engine.module is module:
+            engine._fp8_before_state_dict()

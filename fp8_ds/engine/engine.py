@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.engine import conversion, leaves, retyping, rotary
-from fp8_ds.engine.checkpoints import Fp8Checkpoints
+from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.order import refuse_other_order
@@ -36,7 +36,7 @@ class Fp8Engine(Fp8Checkpoints):
         super()._configure_distributed_model(model)  # type: ignore[misc]
         self.fp8 = conversion.convert(self)
         if self.fp8 is not None:
-            self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(self._fp8_before_state_dict)
+            self._fp8_state_dict_hook = self.module.register_state_dict_pre_hook(BeforeStateDict(self))
 
     def _configure_basic_optimizer(self: Any, model_parameters: Any) -> Any:
         """With FP8 states torch's Adam or AdamW, to be taken over."""

@@ -80,10 +80,21 @@ class GatherTimer(Gauge):
     def _timed_handle(self, stock: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
             handle = stock(*args, **kwargs)
-            handle.wait = self._timed(handle.wait)
-            return handle
+            return _TimedHandle(self._timed(handle.wait))
 
         return timed
+
+
+class _TimedHandle:
+    """A gather under way. Not the handle itself with another `wait`: what it has gathered, of a whole step, would stay
+    until Python collects cycles.
+
+    Args:
+        wait: the handle's, timed.
+    """
+
+    def __init__(self, wait: Callable[..., Any]) -> None:
+        self.wait = wait
 
 
 class SkippedStep(Gauge):

@@ -114,6 +114,16 @@ class AmaxHistory:
         self.num_updates += 1
         self.ready = True
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """As before the first update, in the same storage."""
+        for vector in (self.amax_history, self.amax_local):
+            vector.zero_()
+        for vector in (self.scale, self.scale_inv):
+            vector.fill_(1.0)
+        self.num_updates = 0
+        self.ready = False
+
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and integers, readable by `torch.load(weights_only=True)`; what resumes bit for bit."""
         return {

@@ -164,6 +164,12 @@ class ReleaseUpdater:
         scales.start_reduce()
         return norm
 
+    def restart(self) -> None:
+        """A checkpoint has been loaded: what a backward before it has begun is forgotten, weights are as they were."""
+        self._square_sum.zero_()
+        self._updated.clear()
+        self._inputs = None
+
     def _squares(
         self, names: list[str], held: list[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]]
     ) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
@@ -52,6 +53,11 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
 
     def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> Any:
         raise UnsupportedError(f"gradient of {self.param_names[param]}: {NO_GRADIENT}")
+
+    def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
+        """As without release, but gradients: there is no buffer of them."""
+        wanted = set(OffloadStateTypeEnum) if include is None else set(include)
+        super().offload_states(include=wanted - {OffloadStateTypeEnum.lp_grads}, device=device, **kwargs)
 
     def step(self: Any, closure: Any = None) -> None:
         """The updates are done. `overflow`: some bucket was skipped."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
@@ -299,6 +300,19 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 absorb_flat(flat, None, master.detach(), scales.scale_inv)
                 master.data = virtual_flat(flat.numel, device).detach()
         self._fp8_refresh(is_step=False)
+        if self._fp8_is_split:
+            self._fp8_fetch_persistent_anew()
+
+    def _fp8_fetch_persistent_anew(self: Any) -> None:
+        """Persistent parameters that are gathered are those of the shards. Collective.
+
+        A load gathers them while masters are dense; the shards are those of the masters only after that.
+        """
+        stale = [p for p in self.persistent_parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+        for p in stale:
+            p.partition()
+        if stale:
+            stale[0].all_gather_coalesced(stale).wait()
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
         if self._fp8_is_split and not self._fp8_is_dense:
@@ -363,6 +377,8 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         if optim_state_key is None and fp8 and self._fp8_is_split:
             quantizer = self._fp8_shards.quantizer
             quantizer.rescale(fp8[0].index, quantizer.amax_of(fp8[0].index, value.reshape(-1)))
+            if fp8[0].payload.data is not None:
+                param.partition()  # it was gathered by the scale before
         if shard is not None:
             piece = value.detach().reshape(-1).narrow(0, shard.start, shard.numel)
             self._fp8_write_state(shard, optim_state_key, piece)

@@ -70,6 +70,30 @@ def test_partial_loads_leave_the_masters_that_stock_leaves(
 # --- our state ---
 
 
+def losses_without_histories(folder: str, writer_fp8: dict[str, Any] | None) -> list[list[float]]:
+    """After a checkpoint that has no amax histories: of an engine that is new, and of one that has some of its own."""
+    writer = base.build(2, writer_fp8)
+    training.train(writer, 2)
+    writer.save_checkpoint(folder)
+    training.destroy(writer)
+    losses = []
+    for steps in (0, 2):
+        reader = base.build(2, base.DELAYED, seed=1)
+        training.train(reader, steps)
+        reader.load_checkpoint(folder)
+        losses.append(training.train(reader, 2, first_step=2))
+        training.destroy(reader)
+    return losses
+
+
+@pytest.mark.parametrize("writer", [None, {}], ids=["stock", "tensorwise"])
+def test_histories_that_a_checkpoint_does_not_have_start_anew(
+    ranks: Any, tmp_path: Path, writer: dict[str, Any] | None
+) -> None:
+    for of_new, of_trained in ranks(2).run(losses_without_histories, str(tmp_path), writer):
+        assert of_trained == of_new
+
+
 def our_state(folder: str, stage: int) -> None:
     import torch.distributed as dist
 

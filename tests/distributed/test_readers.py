@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.distributed
 
 KEEP = [{"zero": {"keep_bf16_shard": False}}, {"zero": {"keep_bf16_shard": True}}]
 KEEP_IDS = ["no bf16 shard", "bf16 shard"]
+SPLIT = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 
 
 def max_difference(left: list[float], right: list[float]) -> float:
@@ -256,3 +258,31 @@ def reads_of_users(stage: int) -> dict[str, float]:
 def test_users_read_true_values_between_steps(ranks: Any, stage: int) -> None:
     for result in ranks(2).run(reads_of_users, stage):
         assert result == {"wrong": 0.0, "nan": 0, "num": 6}
+
+
+def copied(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy of the model, as moving averages start with: its losses before and after the engine trains on."""
+    engine = training.build(training.ds_config(stage, fp8))
+    training.train(engine, 2)
+    batch = training.micro_batches(77, 1)[0]
+    copy_of_model, wrong = copy.deepcopy(engine.module), []
+    for (name, p), of_copy in zip(engine.module.named_parameters(), copy_of_model.parameters(), strict=True):
+        if not (type(of_copy) is torch.nn.Parameter and torch.equal(p.detach(), of_copy)):
+            wrong.append(name)
+    with torch.no_grad():
+        losses = [float(engine(batch)), float(copy_of_model(batch))]
+    training.train(engine, 2, first_step=2)
+    with torch.no_grad():
+        losses.append(float(copy_of_model(batch)))
+    with training.log_lines() as said:
+        copy_of_model.state_dict()
+    training.destroy(engine)
+    return {"wrong": wrong, "losses": losses, "said": said}
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {"linear": {"recipe": "delayed"}}), (2, SPLIT)])
+def test_a_copy_of_the_model_has_its_values_and_no_engine(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    for result in ranks(2).run(copied, stage, fp8):
+        of_engine, before, after = result["losses"]
+        assert result["wrong"] == result["said"] == []
+        assert abs(before - of_engine) < 0.02 and after == before

@@ -661,3 +661,41 @@ def test_ranks_that_share_a_model_cannot_release_for_what_all_of_them_hold_would
         assert len(found) == 4
         for text in found:
             assert "fp8.optimizer.release: expected false" in text and "parallelism of 2 ranks" in text
+
+
+def offloading(stage: int, offloads: bool) -> list[float]:
+    engine = build(stage, block("e4m11", True), MODEL)
+    losses = training.train(engine, 2)
+    if offloads:
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+    losses += training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_that_there_is_is_offloaded_and_comes_back(ranks: Any, stage: int) -> None:
+    assert ranks(2).run(offloading, stage, True) == ranks(2).run(offloading, stage, False)
+
+
+def load_after_a_backward(folder: str, stage: int, clipping: str) -> tuple[list[float], list[float]]:
+    """Losses after a checkpoint, and after it is loaded where a backward has updated weights and no step followed."""
+    fp8 = block("e4m11", True, release_clipping=clipping, linear={"recipe": "delayed"})
+    engine = build(stage, fp8, MODEL, gradient_clipping=1.0)
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    losses = training.train(engine, 2, first_step=2)
+    engine.backward(engine(training.micro_batches(9, 1)[0]))
+    engine.load_checkpoint(folder)
+    again = training.train(engine, 2, first_step=2)
+    training.destroy(engine)
+    return losses, again
+
+
+@pytest.mark.parametrize(("stage", "clipping"), [(1, "per_tensor"), (3, "delayed_norm")])
+def test_a_load_between_a_backward_and_its_step_takes_its_updates_back(
+    ranks: Any, tmp_path: Path, stage: int, clipping: str
+) -> None:
+    for losses, again in ranks(2).run(load_after_a_backward, str(tmp_path), stage, clipping):
+        assert again == losses

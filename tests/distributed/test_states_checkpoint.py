@@ -83,6 +83,28 @@ def test_a_resumed_run_repeats_every_byte_rounding_included(
     ranks(2).run(resume, str(tmp_path), stage, base.states(master, **more))
 
 
+def resume_with_persistent(folder: str, master: str) -> None:
+    persistent = {"zero_optimization": {"stage3_param_persistence_threshold": 100_000}}  # DeepSpeed's default
+    first = build(3, base.states(master), **persistent)
+    training.train(first, 2)
+    first.save_checkpoint(folder)
+    losses = training.train(first, 2, first_step=2)
+    first.load_checkpoint(folder)  # back, in the same engine
+    assert training.train(first, 2, first_step=2) == losses
+    training.destroy(first)
+    second = build(3, base.states(master), seed=1, **persistent)
+    second.load_checkpoint(folder)
+    assert training.train(second, 2, first_step=2) == losses
+    training.destroy(second)
+
+
+@pytest.mark.parametrize("master", ["e4m11", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_what_stays_gathered_is_of_the_checkpoint_from_the_first_forward_on(
+    ranks: Any, tmp_path: Path, master: str
+) -> None:
+    ranks(2).run(resume_with_persistent, str(tmp_path), master)
+
+
 def before_the_first_step(folder: str, stage: int, master: str) -> None:
     first = build(stage, base.states(master))
     first.save_checkpoint(folder)

@@ -160,3 +160,30 @@ def test_a_local_value_is_taken_if_the_scale_that_ranks_share_holds_it_for_good(
 def largest_move(result: dict[str, Any]) -> float:
     moved: Tensor = result["after"] - result["before"]
     return float(moved.abs().max())
+
+
+# --- in stage 3, while weights are gathered ---
+
+
+def set_while_gathered() -> list[float]:
+    """Losses after `safe_set_full_fp32_param` has given a gathered weight another scale, and after a step at rate 0."""
+    from deepspeed import utils
+
+    rate = {"params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}}
+    zero = {"stage3_param_persistence_threshold": 100_000}
+    engine = training.build(training.ds_config(3, base.states("e4m19"), optimizer=rate, zero_optimization=zero))
+    losses = training.train(engine, 1)
+    for block in engine.module.blocks:
+        value = utils.safe_get_full_fp32_param(block.down.weight).clone()
+        value.view(-1)[0] *= 1e3
+        assert block.down.weight._fp8.data is not None
+        utils.safe_set_full_fp32_param(block.down.weight, value)
+    for step in (1, 1):
+        losses += training.train(engine, 1, first_step=step)
+    training.destroy(engine)
+    return losses
+
+
+def test_a_gathered_weight_reads_as_it_was_set(ranks: Any) -> None:
+    for _, after_set, after_step in ranks(2).run(set_while_gathered):
+        assert after_set == after_step

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import resource
 import signal
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +120,31 @@ def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
     assert [(report.step, report.numbers["gather_ms"]) for report in reports] == [
         (step, 2000.0 * step) for step in range(every, 5, every)
     ]
+
+
+def test_a_timed_gather_is_free_when_nobody_holds_it() -> None:
+    class Handle:
+        def wait(self) -> None: ...
+
+    class Owner:
+        def gather(self) -> Handle:
+            handle = Handle()
+            alive.append(weakref.ref(handle))
+            return handle
+
+    alive: list[weakref.ref[Handle]] = []
+    owner = Owner()
+    timer = GatherTimer(owner, "gather", waits=True)
+    timer.attach()
+    gc.collect()
+    gc.disable()  # a step of a large model may make too little garbage for Python to look for cycles
+    try:
+        owner.gather().wait()
+        assert [handle() for handle in alive] == [None]
+    finally:
+        gc.enable()
+    timer.detach()
+    assert timer.read() is not None
 
 
 def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
