@@ -20,6 +20,10 @@ MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """DeepSpeed's, by their blocks."""
 
 
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
+"""What DeepSpeed takes for float32 in "data_types"."""
+
+
 def _block(config: Config, *path: str) -> Mapping[str, Any]:
     for key in path:
         config = config.get(key) or {}
@@ -85,6 +89,14 @@ def _reduces_in_fp8(config: Config) -> bool:
 
 def _has_fp8_states(config: Config) -> bool:
     return bool(_block(config, "fp8", "optimizer").get("states") == "fp8")
+
+
+def _has_unbounded_betas(config: Config) -> bool:
+    """Whether they are two numbers that `scaling.predicted.check_betas` refuses; what is none is torch's to refuse."""
+    betas = _block(config, "optimizer", "params").get("betas")
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(isinstance(b, (int, float)) for b in betas):
+        return False
+    return not (0 <= betas[0] < 1 and 0 <= betas[1] < 1 and betas[0] ** 2 < betas[1])
 
 
 def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
@@ -231,10 +243,7 @@ REFUSALS = (
     ),
     Refusal(
         "data_types.grad_accum_dtype: fp32 with stage 1",
-        lambda c: (
-            zero_stage(c) == 1
-            and str(_block(c, "data_types").get("grad_accum_dtype")) in ("fp32", "float32", "float", "torch.float32")
-        ),
+        lambda c: zero_stage(c) == 1 and str(_block(c, "data_types").get("grad_accum_dtype")) in FP32_NAMES,
         "DeepSpeed then builds BF16_Optimizer, which is not a ZeRO-1 optimizer",
         'Use "stage": 2, or "grad_accum_dtype": "bf16".',
     ),
@@ -305,6 +314,12 @@ REFUSALS = (
         'Remove "bias_correction", or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
     Refusal(
+        "optimizer.params.betas with fp8.optimizer.states: fp8",
+        lambda c: _has_fp8_states(c) and _has_unbounded_betas(c),
+        "without beta1**2 < beta2, both from 0 to below 1, Adam's update has no bound that scales could follow from",
+        'Lower beta1 or raise beta2, or set "fp8": {"optimizer": {"states": "fp32"}}.',
+    ),
+    Refusal(
         "torch_autocast.enabled: true",
         lambda c: bool(_block(c, "torch_autocast").get("enabled")),
         "torch_autocast keeps fp32 parameters and chooses modules by exact class",
@@ -339,7 +354,7 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class ReleaseRefusal:
-    """What contradicts gradient release, as `Fp8Engine` finds it in the configuration that DeepSpeed has made."""
+    """What contradicts gradient release, as `startup.refuse_release` and `retyping.check_release` find it."""
 
     what: str
     reason: str
