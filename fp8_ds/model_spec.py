@@ -356,8 +356,19 @@ def zeros_for(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
 
 
 def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss of a model as `loss_of` takes it."""
+    """The loss of a model as `loss_of` takes it.
+
+    Raises:
+        ConfigError: its forward returns something else.
+    """
     if hasattr(model, "config"):
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
-    return model(tokens)
+    found = model(tokens)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise ConfigError(
+        f"model: expected the loss, a scalar, from the forward of {type(model).__name__} on tokens "
+        f"{list(tokens.shape)}, got {what}. Name a function whose model returns the loss of tokens [batch, length + 1]."
+    )
