@@ -177,8 +177,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         line = next(iter(error.doc.splitlines()[error.lineno - 1 : error.lineno]), "").strip()
         raise ConfigError(
-            f"--config: expected JSON, got {error} in {path}: {line[:_SHOWN]!r}. Name a DeepSpeed configuration: "
-            "JSON has double quotes, no comments, and no comma behind the last entry."
+            "--config: expected JSON (double quotes, no comments, no comma behind the last entry), got "
+            f"{error} in {path}: {line[:_SHOWN]!r}. Name a DeepSpeed configuration."
         ) from error
     except _TwiceError as error:
         raise ConfigError(f"--config: expected each key once, got {error} in {path}. Remove one.") from error
