@@ -14,19 +14,25 @@ from fp8_ds.engine.activation import install, is_installed, uninstall
 __version__ = "0.1.0"
 
 _LAZY = {
+    "CheckpointError": "fp8_ds.errors",
     "ConfigError": "fp8_ds.errors",
     "Fp8AdamW": "fp8_ds.optim.adamw",
     "Fp8Config": "fp8_ds.config",
+    "Fp8DsError": "fp8_ds.errors",
     "Fp8Linear": "fp8_ds.nn.linear",
     "Fp8Parameter": "fp8_ds.zero.parameter",
     "SeamError": "fp8_ds.errors",
     "UnsupportedError": "fp8_ds.errors",
 }
+_MODULES = ("attention", "errors", "estimate", "monitor", "tp")
+"""Of docs/api, imported when they are first named: `import fp8_ds` is enough for `fp8_ds.tp.parallelize`."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Fp8AdamW",
     "Fp8Config",
+    "Fp8DsError",
     "Fp8Linear",
     "Fp8Parameter",
     "SeamError",
@@ -40,6 +46,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

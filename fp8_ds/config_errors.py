@@ -22,6 +22,25 @@ _LATER_VALUES = {
     "fp8.linear.backend": ("te",),
 }
 _NOT_YET = "not available in this version"
+_COMMENT_SIGNS = ("_", "/", "#")
+_BESIDE = {
+    "fp8.zero.stage": '"zero_optimization"',
+    "fp8.optimizer.type": 'DeepSpeed\'s "optimizer"',
+    "fp8.optimizer.params": 'DeepSpeed\'s "optimizer"',
+}
+"""Keys of DeepSpeed's, and the block beside ours that they belong in."""
+_FOREIGN = {
+    "MS-AMP": ("opt_level", "use_te"),
+    "torchao": ("emulate", "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"),
+    "Transformer Engine": ("amax_compute_algo", "amax_history_len", "format", "fp8_format", "margin"),
+}
+"""Keys of other libraries, for which docs/migrating.md has what takes their place."""
+_ARTICLES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "list of strings": "a list of strings",
+}
 
 
 def as_json(value: Any) -> str:
@@ -50,6 +69,8 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         return f"{said}. {_auto_remedy(known.get(key))}"
     if value in _LATER_VALUES.get(key, ()):
         return f"{said}, {_NOT_YET}. Use one of the former."
+    if details["type"] == "model_type":
+        return f"{said}. {_inner_block_remedy(key, value, known)}"
     return f"{said}. {_value_remedy(key, value, details, known.get(key))}"
 
 
@@ -70,31 +91,50 @@ def _expected(key: str, details: ErrorDetails, known: Mapping[str, Key]) -> str:
     if details["type"] == "string_too_short":
         return "a string of at least one character"
     if key in known:
-        values = known[key].values.split(", ")
+        if known[key].values.startswith("object"):
+            return f"an {known[key].values}".replace('", "', '" or "')
+        values = [_ARTICLES.get(value, value) for value in known[key].values.split(", ")]
         return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
     return "a string" if key.startswith("fp8.linear.filter_fqns") else "an object of keys"
 
 
 def _value_remedy(key: str, value: Any, details: ErrorDetails, known: Key | None) -> str:
     if details["type"] == "literal_error" and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), re.findall("'([^']+)'", details["ctx"]["expected"]), n=1)
-        if near:
-            return f'Did you mean "{near[0]}"?'
+        near = _near_value(value.lower(), re.findall("'([^']+)'", details["ctx"]["expected"]))
+        if near is not None:
+            return f'Did you mean "{near}"?'
     if details["type"] == "string_too_short" and key.startswith("fp8.linear.filter_fqns"):
         return "An empty string is part of every name and would leave no layer to convert: remove it."
     if details["type"] == "string_too_short" and key == "fp8.schedule.layers":
         return "An empty string is part of every name: name layers, or parts of their names."
     if known is None:
         return "See docs/config.md."
-    # With commas in it, as on torchtitan's command line.
-    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
+    names = _names(value)
     if names and known.values == "list of strings":
         return f"Write {as_json(names)}."
+    if names and known.values.startswith("object of"):
+        return f"Write {as_json(dict.fromkeys(names, 'bf16'))}."
+    if isinstance(value, float) and value.is_integer() and "integer" in known.values.split(", "):
+        return f"Write {int(value)}: what has a point or an exponent is no integer."
     if (bare := _without_quotes(value, known.values.split(", "))) is not None:
         return f"Write {bare} without quotes: in JSON they make a string of it."
     if known.default == "required":
         return "Write true or false."
     return f"Remove the key for the default, {known.default}."
+
+
+def _names(value: Any) -> list[str]:
+    """Of a list, or of a string with commas in it, as on torchtitan's command line."""
+    if isinstance(value, list):
+        return value if all(isinstance(name, str) for name in value) else []
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
+
+
+def _near_value(value: str, values: Sequence[str]) -> str | None:
+    """The one of `values` that is within `value`, as in "float8_e4m3fn", or else nearest."""
+    within = sorted((one for one in values if one in value), key=len)
+    near = within or difflib.get_close_matches(value, values, n=1)
+    return near[-1] if near else None
 
 
 def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
@@ -116,12 +156,40 @@ def _auto_remedy(known: Key | None) -> str:
 def _unknown_key_remedy(key: str, known: Collection[str]) -> str:
     blocks = [block for block in dict.fromkeys(other.rpartition(".")[0] for other in known) if block != "fp8"]
     parent, _, name = key.rpartition(".")
-    elsewhere = [other for other in known if other.rpartition(".")[2] == name]
+    if name.startswith(_COMMENT_SIGNS):
+        return 'The block takes no comments: put it beside "fp8", where DeepSpeed passes over it.'
+    if key in _BESIDE:
+        return f"It belongs in {_BESIDE[key]}, beside the block."
+    if library := next((library for library, keys in _FOREIGN.items() if name in keys), None):
+        return f"It is {library}'s: docs/migrating.md says what takes its place."
     siblings = [other for other in (*known, *blocks) if other.rpartition(".")[0] == parent]
-    near = elsewhere or difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"Did you mean {near[0]}?"
+    if near := _near_key(name.lower().replace("-", "_"), siblings, known):
+        return f"Did you mean {near}?"
     return f"Known here: {', '.join(siblings)}."
+
+
+def _near_key(name: str, siblings: Collection[str], known: Collection[str]) -> str | None:
+    """The key of that name, here or elsewhere, or else of the nearest. Of names alone: a parent that keys share would
+    make all of them near.
+    """
+    here, all_names = ({key.rpartition(".")[2]: key for key in keys} for keys in (siblings, known))
+    if name in here or name in all_names:
+        return here.get(name) or all_names[name]
+    for names, cutoff in ((here, 0.6), (all_names, 0.8)):
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+            return names[near[0]]
+    return None
+
+
+def _inner_block_remedy(key: str, value: Any, known: Mapping[str, Key]) -> str:
+    """Of a value in a block's place, such as `"optimizer": "fp8"`."""
+    inside = {name.rpartition(".")[2]: entry for name, entry in known.items() if name.rpartition(".")[0] == key}
+    if value is None:
+        return "Remove the key for the defaults."
+    main = next((name for name, entry in inside.items() if entry.values.startswith('"')), None)
+    if main is not None and as_json(value) in inside[main].values.split(", "):
+        return f'Write {{"{main}": {as_json(value)}}}.'
+    return f"Its keys: {', '.join(inside)}."
 
 
 def _block_remedy(block: Any) -> str:

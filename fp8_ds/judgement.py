@@ -12,7 +12,7 @@ from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.known_keys import removed_key, unknown_keys, unread_key
+from fp8_ds.engine.known_keys import refused_optimizer, removed_key, unknown_keys, unread_key
 from fp8_ds.errors import Fp8DsError
 from fp8_ds.script_imports import import_in, parsed
 
@@ -119,8 +119,8 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
             return Verdict("no", (_ALL_BF16,), (_SHORTER,))
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
-    if (removed := removed_key(config)) is not None:
-        return Verdict("no", (f"DeepSpeed refuses it at start: {removed}",))
+    if (refused := removed_key(config) or refused_optimizer(config)) is not None:
+        return Verdict("no", (f"DeepSpeed refuses it at start: {refused}",))
     if all(config.get(key) is None for key in BATCH_SIZES):
         return Verdict("no", (_NO_SIZE,), (_ADD_SIZE,))
     if world is not None and (mismatch := batch_mismatch(config, world)) is not None:
@@ -131,11 +131,26 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
     if config is not given:
         notes.append('bf16.enabled is "auto": Trainer and Accelerate fill it in, DeepSpeed alone takes it for false.')
         remedies.append("Start Trainer with `--bf16 true`, Accelerate with mixed precision bf16; else write true.")
+    if automatic := _automatic(config):
+        notes.append(
+            f'{", ".join(automatic)}: "auto", which Trainer and Accelerate fill in, and DeepSpeed alone fails on.'
+        )
     if device.type == "cpu":
         notes.append("No GPU here: the numbers would be those of FP8, computed slowly.")
     on, why, remedy = _loaded(script)
     remedies += [remedy] if remedy else []
     return Verdict(on, (*notes, why), tuple(remedies), _used(fp8, config, device))
+
+
+def _automatic(config: Mapping[str, Any]) -> list[str]:
+    """Numbers of the optimizer and the scheduler that somebody has to fill in. Of what is not `malformed`."""
+    found = [(name, *entry) for name in ("optimizer", "scheduler") for entry in _params(config, name).items()]
+    return [f"{name}.params.{key}" for name, key, value in found if value == "auto"]
+
+
+def _params(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    params = (config.get(name) or {}).get("params")
+    return params if isinstance(params, Mapping) else {}
 
 
 def filled_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,6 +186,10 @@ def malformed(config: Mapping[str, Any]) -> str | None:
         return f"tensor_parallel.autotp_size: expected an integer, got {json.dumps(size)}. Write the number."
     if (kind := config.get("optimizer", {}).get("type")) is not None and not isinstance(kind, str):
         return f'optimizer.type: expected a name, got {json.dumps(kind)}. Write "AdamW".'
+    rate = _params(config, "optimizer").get("lr", 0)
+    for key, number in {"gradient_clipping": config.get("gradient_clipping", 0), "optimizer.params.lr": rate}.items():
+        if isinstance(number, str) and number != "auto":
+            return f'{key}: expected a number or "auto", got {json.dumps(number)}. Write the number.'
     return None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,6 +57,9 @@ _SHOWN = 300
 """Characters of an error of transformers', some of which list all classes that there are."""
 _POSITIONS = re.compile(r"wpe|position_embeddings|embed_positions")
 _SEQ_LEN = 4096
+
+
+_ENDS = 'It ends the process: put what a script does when it is started under `if __name__ == "__main__"`.'
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class ModelSpec:
             return self.function()
         except Fp8DsError:
             raise
+        except SystemExit as error:
+            raise ModelError(f"MODEL: expected {self.name} to return a model, got {_said(error)}", _ENDS) from error
         except Exception as error:  # whatever a function of the user's may raise, without weights that it can read too
             raise ModelError(
                 f"MODEL: expected {self.name} to build its model on the meta device, got {_said(error)}",
@@ -207,29 +214,56 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
 
 
 def _function(module: str, name: str) -> Callable[[], nn.Module]:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: modules of the current folder
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    found = getattr(_imported(module, name), name, None)
+    if found is None:
+        raise ConfigError(f"model: expected a function at {module}:{name}, got nothing. Name one that {module} has.")
+    if isinstance(found, nn.Module) or not callable(found):
+        kind = f"an nn.Module, {type(found).__name__}" if isinstance(found, nn.Module) else type(found).__name__
         raise ConfigError(
-            f"model: expected a function at {module}:{name}, got {error}. Start in the folder of the module, or name "
-            "its full dotted path."
-        ) from error
-    except Exception as error:  # of the user's file
-        raise ModelError(
-            f"MODEL: expected {module} to be a module that can be imported, got {_said(error)}",
-            "Its traceback is on standard error: repair the file.",
-        ) from error
-    if not callable(found):
+            f"model: expected a function at {module}:{name}, got {kind}. Name one that makes and returns a model."
+        )
+    if needed := _needed(found):
         raise ConfigError(
-            f"model: expected a function at {module}:{name}, got {type(found).__name__}. Name one that returns a model."
+            f"model: expected a function without arguments at {module}:{name}, got one that needs {', '.join(needed)}. "
+            "Name one that calls it with them."
         )
     function: Callable[[], nn.Module] = found
     return function
 
 
-def _said(error: Exception) -> str:
+def _imported(module: str, name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it: modules of the current folder
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        is_itself = error.name is None or f"{module}.".startswith(f"{error.name}.")
+        place = "Start in the folder of the module, or name its full dotted path."
+        raise ConfigError(
+            f"model: expected a function at {module}:{name}, got {error}. "
+            f"{place if is_itself else f'{module} needs it: install it, or repair the import.'}"
+        ) from error
+    except (Exception, SystemExit) as error:  # of the user's file
+        raise ModelError(
+            f"MODEL: expected {module} to be a module that can be imported, got {_said(error)}", _repair(error)
+        ) from error
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Parameters that `function` cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some that are written in C
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in optional]
+
+
+def _repair(error: BaseException) -> str:
+    return _ENDS if isinstance(error, SystemExit) else "Its traceback is on standard error: repair the file."
+
+
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
@@ -322,8 +356,19 @@ def zeros_for(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
 
 
 def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss of a model as `loss_of` takes it."""
+    """The loss of a model as `loss_of` takes it.
+
+    Raises:
+        ConfigError: its forward returns something else.
+    """
     if hasattr(model, "config"):
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
-    return model(tokens)
+    found = model(tokens)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise ConfigError(
+        f"model: expected the loss, a scalar, from the forward of {type(model).__name__} on tokens "
+        f"{list(tokens.shape)}, got {what}. Name a function whose model returns the loss of tokens [batch, length + 1]."
+    )

@@ -60,7 +60,10 @@ def kind_of(folder: Path) -> Kind:
     Raises:
         ConfigError: none of these.
         FileNotFoundError: there is no such folder.
+        NotADirectoryError: it is a file.
     """
+    if folder.is_file():
+        raise NotADirectoryError(20, "A file, not the folder that it is in", str(folder))
     if not folder.is_dir():
         raise FileNotFoundError(2, "No such folder", str(folder))
     if (folder / GLOBAL_STATE).exists():
@@ -71,8 +74,14 @@ def kind_of(folder: Path) -> Kind:
         return "safetensors"
     raise ConfigError(
         f"source: expected a folder of save_checkpoint, a universal checkpoint or one of safetensors, got {folder}. "
-        "Name the folder that was given to save_checkpoint."
+        f"Name the folder that was given to save_checkpoint{_nested(folder)}."
     )
+
+
+def _nested(folder: Path) -> str:
+    """Those in `folder`, as in Trainer's output_dir, for an error."""
+    found = sorted(path.parent for path in folder.glob(f"*/{folders.LATEST}"))
+    return f": {', '.join(map(str, found))}" if found else ""
 
 
 def _tags(folder: Path) -> list[str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fp8_ds.config import AttentionConfig
 
 _WIDTH = 160
+_SHOWN = 60
+"""Characters of a line that is no JSON."""
 
 EXIT_NO = 1
 """The answer is no: FP8 would be off, the model does not fit, the curves differ."""
@@ -168,16 +170,38 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     from fp8_ds.errors import ConfigError
 
+    with argument("--config"):
+        content = path.read_bytes()
     try:
-        with argument("--config"):
-            config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
+        config = json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        line = next(iter(error.doc.splitlines()[error.lineno - 1 : error.lineno]), "").strip()
+        raise ConfigError(
+            "--config: expected JSON (double quotes, no comments, no comma behind the last entry), got "
+            f"{error} in {path}: {line[:_SHOWN]!r}. Name a DeepSpeed configuration."
+        ) from error
+    except _TwiceError as error:
+        raise ConfigError(f"--config: expected each key once, got {error} in {path}. Remove one.") from error
+    except ValueError as error:  # of UTF-8
         raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
     if not isinstance(config, dict):
         raise ConfigError(
             f"--config: expected a JSON object in {path}, got {type(config).__name__}. Name a DeepSpeed configuration."
         )
     return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As DeepSpeed reads its file, which stops at a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise _TwiceError(f"{json.dumps(twice)} twice in one object")
+    return found
+
+
+class _TwiceError(ValueError):
+    """A key is there twice."""
 
 
 def show(value: Any) -> None:

@@ -178,6 +178,7 @@ def _study(
         raise ConfigError(f"--pretrained: expected a folder with weights and no --set, got {model!r}. Name the folder.")
     _check_plans(spec, wanted, options.seq)
     _say_schedule(config, options.steps)
+    _say_locks()
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
     with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
         tokens = text.prepare(
@@ -315,6 +316,17 @@ def _say_schedule(config: dict[str, Any], steps: int) -> None:
             f"fp8-ds: scheduler.params.total_num_steps: expected {steps}, as --steps, got {total}. The learning rate "
             'follows the scheduler: change one, or remove "scheduler" for one that ends with the runs.',
             err=True,
+        )
+
+
+def _say_locks() -> None:
+    """A run that wants such an extension would wait for ever and say nothing."""
+    from fp8_ds.build_locks import abandoned, build_root
+
+    for lock in abandoned(build_root()):
+        _say(
+            f"fp8-ds: {lock}: expected no lock of a build that no process of this machine runs, got one. Runs that "
+            f"want the extension wait for ever: if no other machine builds it, rm {lock}."
         )
 
 

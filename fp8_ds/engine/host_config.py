@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
+"""What DeepSpeed takes for float32 in "data_types"."""
 
 
 def block_of(config: Config, *path: str) -> Mapping[str, Any]:

@@ -28,6 +28,8 @@ KNOWN_KEYS = frozenset(_NAMES.split())
 """Of deepspeed 0.18.9, 0.19.0 and 0.19.8 together, `DeepSpeedConfig` and what it calls, `initialize`,
 `runtime/zero/config.py`; among them some that 0.19.8 refuses by name."""
 _OURS = "fp8"
+_TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
+"""Types of DeepSpeed's optimizers that its ZeRO takes without more."""
 _COMMENT_SIGNS = ("_", "/", "#")
 """JSON has no comments, and such keys stand in for them."""
 _ELSEWHERE = {
@@ -64,6 +66,32 @@ def removed_key(config: Mapping[str, Any]) -> str | None:
             reject(dict(config))
     except theirs.DeepSpeedConfigError as error:
         return str(error)
+    return None
+
+
+def refused_optimizer(config: Mapping[str, Any]) -> str | None:
+    """Why the installed DeepSpeed stops at "optimizer.type": it has no such optimizer, or not with ZeRO. None: it does
+    not. Of what is not `judgement.malformed`.
+
+    Source: `DeepSpeedEngine._is_supported_optimizer` and `is_zero_supported_optimizer` of deepspeed 0.19.8.
+    """
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    kind = (config.get("optimizer") or {}).get("type")
+    if kind is None:
+        return None
+    theirs = {name: name for name in DEEPSPEED_OPTIMIZERS}
+    torchs = {name.lower(): name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
+    if kind.lower() not in theirs and kind not in torchs.values():
+        near = difflib.get_close_matches(kind.lower(), known := {**torchs, **theirs}, n=1)
+        remedy = f'Did you mean "{known[near[0]]}"?' if near else 'Write "AdamW".'
+        return f'optimizer.type: expected one of DeepSpeed\'s or of torch.optim, got "{kind}". {remedy}'
+    if kind.lower() not in _TESTED_WITH_ZERO and not config.get("zero_allow_untested_optimizer"):
+        return (
+            f'optimizer.type: expected one that DeepSpeed has tested with ZeRO, got "{kind}". Use "AdamW", or set '
+            '"zero_allow_untested_optimizer": true.'
+        )
     return None
 
 

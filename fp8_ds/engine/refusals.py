@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
-from fp8_ds.engine.host_config import Config, bf16_block, block_of, is_on, number, zero_stage, zero_value
+from fp8_ds.engine.host_config import (
+    FP32_NAMES,
+    Config,
+    bf16_block,
+    block_of,
+    is_on,
+    number,
+    zero_stage,
+    zero_value,
+)
 from fp8_ds.engine.refusals_device import DEVICE_REFUSALS
 from fp8_ds.engine.refusals_model import MODEL_REFUSALS
 from fp8_ds.engine.refusals_release import RELEASE_REFUSALS
@@ -33,6 +42,14 @@ def _reduces_in_fp8(config: Config) -> bool:
 
 def _has_fp8_states(config: Config) -> bool:
     return bool(block_of(config, "fp8", "optimizer").get("states") == "fp8")
+
+
+def _has_unbounded_betas(config: Config) -> bool:
+    """Whether they are two numbers that `scaling.predicted.check_betas` refuses; what is none is torch's to refuse."""
+    betas = block_of(config, "optimizer", "params").get("betas")
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(isinstance(b, (int, float)) for b in betas):
+        return False
+    return not (0 <= betas[0] < 1 and 0 <= betas[1] < 1 and betas[0] ** 2 < betas[1])
 
 
 def _fp8_reduction_without(key: str) -> Callable[[Config], bool]:
@@ -179,10 +196,7 @@ REFUSALS = (
     ),
     Refusal(
         "data_types.grad_accum_dtype: fp32 with stage 1",
-        lambda c: (
-            zero_stage(c) == 1
-            and str(block_of(c, "data_types").get("grad_accum_dtype")) in ("fp32", "float32", "float", "torch.float32")
-        ),
+        lambda c: zero_stage(c) == 1 and str(block_of(c, "data_types").get("grad_accum_dtype")) in FP32_NAMES,
         "DeepSpeed then builds BF16_Optimizer, which is not a ZeRO-1 optimizer",
         'Use "stage": 2, or "grad_accum_dtype": "bf16".',
     ),
@@ -251,6 +265,12 @@ REFUSALS = (
         lambda c: _has_fp8_states(c) and not is_on(block_of(c, "optimizer", "params").get("bias_correction", True)),
         "without it the first updates have no bound that scales could follow from",
         'Remove "bias_correction", or set "fp8": {"optimizer": {"states": "fp32"}}.',
+    ),
+    Refusal(
+        "optimizer.params.betas with fp8.optimizer.states: fp8",
+        lambda c: _has_fp8_states(c) and _has_unbounded_betas(c),
+        "without beta1**2 < beta2, both from 0 to below 1, Adam's update has no bound that scales could follow from",
+        'Lower beta1 or raise beta2, or set "fp8": {"optimizer": {"states": "fp32"}}.',
     ),
     Refusal(
         "torch_autocast.enabled: true",

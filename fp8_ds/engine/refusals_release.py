@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReleaseRefusal:
-    """What contradicts gradient release, as `Fp8Engine` finds it in the configuration that DeepSpeed has made."""
+    """What contradicts gradient release, as `startup.refuse_release` and `retyping.check_release` find it."""
 
     what: str
     reason: str

@@ -17,7 +17,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from fp8_ds.config import OptimizerConfig
 from fp8_ds.engine.log import say
-from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.engine.startup import no_release
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.tp.group import device_of
 from fp8_ds.zero.building import BuildingHost, building
@@ -171,11 +172,7 @@ def check_release(engine: Any) -> None:
     }
     found = [name for name, is_there in problems.items() if is_there]
     if found:
-        raise ConfigError(
-            f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
-            'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
-            '"release_clipping": "exact" and gradient_clipping, reduced shards are held and it may stay.'
-        )
+        raise no_release(found)
 
 
 def adam_to_take_over(engine: Any, model_parameters: Any) -> torch.optim.Optimizer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
-from fp8_ds.engine.host_config import Config, zero_stage
+from fp8_ds.engine.host_config import FP32_NAMES, Config, gradient_clipping, zero_stage
 from fp8_ds.engine.refusals import refuse_config, refuse_unread_reports
+from fp8_ds.errors import ConfigError
 from fp8_ds.schedule import check_total
 
 if TYPE_CHECKING:
@@ -28,6 +29,41 @@ def refuse_settings(fp8: Fp8Config, config: Config) -> None:
     refuse_config(config)
     fp8.check_stage(zero_stage(config))
     check_total(fp8.schedule, total_steps(config))
+    refuse_release(fp8, config)
+
+
+def refuse_release(fp8: Fp8Config, config: Config) -> None:
+    """Nothing happens if nothing that `config` itself says contradicts updates during the backward.
+
+    The rest, as steps of accumulation that follow from batch sizes, `retyping.check_release` finds in the engine.
+
+    Raises:
+        ConfigError: naming the settings that do.
+    """
+    if not fp8.optimizer.release or not fp8.optimizer.releases(gradient_clipping(config)):
+        return
+    zero, dtypes = config.get("zero_optimization"), config.get("data_types")
+    steps = config.get("gradient_accumulation_steps")
+    dtype = dtypes.get("grad_accum_dtype") if isinstance(dtypes, Mapping) else None
+    problems = {
+        f"gradient_accumulation_steps {steps}": isinstance(steps, int) and steps > 1,
+        "managed_gradient_accumulation false": config.get("managed_gradient_accumulation") is False,
+        "zero_optimization.contiguous_gradients false": zero_stage(config) < 3
+        and isinstance(zero, Mapping)
+        and zero.get("contiguous_gradients") is False,
+        "data_types.grad_accum_dtype torch.float32": str(dtype) in FP32_NAMES,
+    }
+    if found := [name for name, is_there in problems.items() if is_there]:
+        raise no_release(found)
+
+
+def no_release(found: Sequence[str]) -> ConfigError:
+    """The error that says what contradicts updates during the backward."""
+    return ConfigError(
+        f"fp8.optimizer.release: expected false with {' and '.join(found)}, got true. Gradients are freed as "
+        'soon as they are reduced, one backward per step: remove it, or set "release": false; with '
+        '"release_clipping": "exact" and gradient_clipping, reduced shards are held and it may stay.'
+    )
 
 
 def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int) -> None:

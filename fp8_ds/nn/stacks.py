@@ -16,19 +16,30 @@ IsLinear = Callable[[nn.Module], bool]
 
 
 def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
-    """The layers of each of the outermost nn.ModuleLists, by name: entries with linears in them.
+    """The layers of each of the outermost lists of modules, by name: entries with linears in them.
 
-    An encoder and a decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
+    A list is an nn.ModuleList, or an nn.ModuleDict whose keys are numbers, as torchtitan's `layers`. An encoder and a
+    decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
     """
     found: dict[str, list[nn.Module]] = {}
     for name, module in model.named_children():
-        layers = [] if not isinstance(module, nn.ModuleList) or any(map(is_linear, module)) else list(module)
-        layers = [layer for layer in layers if any(map(is_linear, layer.modules()))]
+        entries = _entries(module)
+        if any(map(is_linear, entries)):
+            entries = []
+        layers = [layer for layer in entries if any(map(is_linear, layer.modules()))]
         if layers:
             found[prefix + name] = layers
         else:
             found |= stacks(module, is_linear, f"{prefix}{name}.")
     return found
+
+
+def _entries(module: nn.Module) -> list[nn.Module]:
+    """Of a list of modules; else nothing."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+    return list(module.children()) if is_numbered else []
 
 
 def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:

@@ -36,7 +36,7 @@ def data(accumulation: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[:, :-1], tokens[:, 1:]
 
 
-def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8) -> dict[str, Any]:
+def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_micro_batches: int = 2) -> dict[str, Any]:
     """Two stages: "balanced" has two blocks in each, "lopsided" none in the second."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -51,7 +51,7 @@ def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8) -> dic
     layers.append(LayerSpec(Head))
     torch.manual_seed(0)
     net = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", base_seed=7)
-    config = training.ds_config(1, fp8, gradient_accumulation_steps=2)
+    config = training.ds_config(1, fp8, gradient_accumulation_steps=num_micro_batches)
     engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
     batches = data(2)
     losses = [float(engine.train_batch(batches)) for _ in range(num_steps)]

@@ -356,7 +356,7 @@ def refused() -> list[str]:
             build(stage, block("e4m19", True), TINY, **options)
         found.append(str(caught.value))
     with pytest.raises(ConfigError) as caught:
-        test_pipeline.pipeline(block("e4m19", True, release_clipping="per_tensor"), "balanced", num_steps=1)
+        test_pipeline.pipeline(block("e4m19", True, release_clipping="per_tensor"), "balanced", 1, num_micro_batches=1)
     groups.mpu = None  # of the pipeline
     found.append(str(caught.value))
     with pytest.raises(ConfigError) as caught:

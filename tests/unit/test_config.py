@@ -193,6 +193,50 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "filter is auto": (on(filter_fqns="auto"), "fp8.linear.filter_fqns:", ['"auto" is not supported']),
     "filter holds a number": (on(filter_fqns=["a", 3]), "fp8.linear.filter_fqns.1:", ["a string", "got 3"]),
     "filter holds nothing": (on(filter_fqns=[""]), "fp8.linear.filter_fqns.0:", ["at least one character"]),
+    "a key in capitals": (on(RECIPE="rowwise"), "fp8.linear.RECIPE:", ["Did you mean fp8.linear.recipe?"]),
+    "a key with hyphens": (
+        {"enabled": True, "monitor-every": 1, "schedule": {"total-steps": 9}},
+        "2 errors",
+        ["Did you mean fp8.schedule.total_steps?"],
+    ),
+    "a key like none but for its block": (
+        {"enabled": True, "optimizer": {"opt_steps": 3}},
+        "fp8.optimizer.opt_steps:",
+        ["Known here: fp8.optimizer.states,"],
+    ),
+    "a key like no other": ({"enabled": True, "typo": 1}, "fp8.typo:", ["Known here: fp8.enabled, fp8.linear"]),
+    "a comment": (on(_comment="x"), "fp8.linear._comment:", ['The block takes no comments: put it beside "fp8"']),
+    "ZeRO's stage": ({"enabled": True, "zero": {"stage": 3}}, "fp8.zero.stage:", ['belongs in "zero_optimization"']),
+    "DeepSpeed's optimizer": (
+        {"enabled": True, "optimizer": {"type": "AdamW"}},
+        "fp8.optimizer.type:",
+        ['belongs in DeepSpeed\'s "optimizer", beside the block'],
+    ),
+    "a key of MS-AMP": ({"enabled": True, "opt_level": "O2"}, "fp8.opt_level:", ["MS-AMP's: docs/migrating.md"]),
+    "a key of Transformer Engine": (on(margin=0), "fp8.linear.margin:", ["Transformer Engine's: docs/migrating.md"]),
+    "a recipe in its block's place": (
+        {"enabled": True, "linear": "rowwise"},
+        "fp8.linear:",
+        ['expected an object of keys, got "rowwise". Write {"recipe": "rowwise"}.'],
+    ),
+    "states in their block's place": ({"enabled": True, "optimizer": "fp8"}, "fp8.optimizer:", ['{"states": "fp8"}']),
+    "true in a block's place": (
+        {"enabled": True, "activations": True},
+        "fp8.activations:",
+        ["Its keys: fused, nonlinear, cross_entropy, smooth_swiglu."],
+    ),
+    "null in a block's place": ({"enabled": True, "guard": None}, "fp8.guard:", ["Remove the key for the defaults."]),
+    "layers in a list": (
+        {"enabled": True, "schedule": {"layers": ["layers.0.", "head"]}},
+        "fp8.schedule.layers:",
+        ['expected an object of "bf16" or "fp8" by name', 'Write {"layers.0.": "bf16", "head": "bf16"}.'],
+    ),
+    "an integer with an exponent": (
+        {"enabled": True, "optimizer": {"outstanding_update_bytes": 1e8}},
+        "fp8.optimizer.outstanding_update_bytes:",
+        ["expected an integer, got 100000000.0. Write 100000000:"],
+    ),
+    "a format as torch names it": (on(grad_dtype="float8_e4m3fn"), "fp8.linear.grad_dtype:", ['Did you mean "e4m3"?']),
     "a later value": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
     "a master of no format": (
         {"enabled": True, "optimizer": {"master": "e4m20"}},
@@ -274,17 +318,17 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "a sink that is a number": (
         {"enabled": True, "monitor": {"every": 1, "sink": 3}},
         "fp8.monitor.sink:",
-        ['expected string or list of strings, got 3. Remove the key for the default, "deepspeed".'],
+        ['expected a string or a list of strings, got 3. Remove the key for the default, "deepspeed".'],
     ),
     "sinks that are none": (
         {"enabled": True, "monitor": {"every": 1, "sink": []}},
         "fp8.monitor.sink:",
-        ["expected string or list of strings, got []"],
+        ["expected a string or a list of strings, got []"],
     ),
     "sinks of which one is a number": (
         {"enabled": True, "monitor": {"every": 1, "sink": ["deepspeed", 3]}},
         "fp8.monitor.sink:",
-        ['expected string or list of strings, got ["deepspeed", 3]'],
+        ['expected a string or a list of strings, got ["deepspeed", 3]'],
     ),
     "sinks of which one has no name": (
         {"enabled": True, "monitor": {"every": 1, "sink": ["deepspeed", ""]}},

@@ -40,6 +40,10 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+RELEASE_HELD = {"optimizer": {"states": "fp8", "release": True}}
+RELEASE = {"optimizer": {**RELEASE_HELD["optimizer"], "release_clipping": "per_tensor"}}
+
+
 def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether our initialize lets stock's begin, with our engines in its place."""
     import deepspeed
@@ -67,6 +71,14 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
         ({"schedule": {"fp32_states_from_step": 10}}, {}, "fp32_states_from_step"),
         ({}, {"fp16": {"enabled": True}}, "fp16.enabled: true"),
         ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 0"),
+        (RELEASE, {"gradient_accumulation_steps": 2}, "release: expected false with gradient_accumulation_steps 2,"),
+        (RELEASE, {"managed_gradient_accumulation": False}, "with managed_gradient_accumulation false, got true"),
+        (RELEASE, {"data_types": {"grad_accum_dtype": "fp32"}}, "with data_types.grad_accum_dtype torch.float32, got"),
+        (
+            RELEASE,
+            {"zero_optimization": {"stage": 2, "contiguous_gradients": False}},
+            "with zero_optimization.contiguous_gradients false, got true",
+        ),
     ],
 )
 def test_what_a_start_refuses_is_off(
@@ -100,6 +112,9 @@ def test_each_refusal_is_a_reason_with_its_remedy(script: Path) -> None:
         ({"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, {}),
         ({"schedule": {"bf16_last_fraction": 0.1}}, WITH_TOTAL),
         ({"optimizer": {"states": "fp8", "master": "e4m11"}}, {}),
+        (RELEASE, {"gradient_accumulation_steps": "auto"}),
+        (RELEASE, {"zero_optimization": {"stage": 3, "contiguous_gradients": False}}),
+        (RELEASE_HELD, {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}),
     ],
 )
 def test_what_starts_is_on(
@@ -269,6 +284,11 @@ def test_without_a_batch_size_it_is_off_for_deepspeed_does_not_start(
         ({"train_batch_size": -8}, "train_batch_size: expected an integer from 1 on"),
         ({"train_batch_size": 8, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer"),
         ({"gradient_accumulation_steps": "x"}, 'gradient_accumulation_steps: expected an integer from 1 on, or "auto"'),
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping: expected a number or "auto", got "1.0". Write the number.'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params.lr: expected a number"),
+        ({"optimizer": {"type": "AdamWW"}}, 'got "AdamWW". Did you mean "adamw"?'),
+        ({"optimizer": {"type": "FancyOpt"}}, 'got "FancyOpt". Write "AdamW".'),
+        ({"optimizer": {"type": "SGD"}}, 'got "SGD". Use "AdamW", or set "zero_allow_untested_optimizer": true.'),
     ],
 )
 @pytest.mark.parametrize("world", [None, 2])
@@ -364,6 +384,29 @@ def test_bf16_that_trainer_fills_in_is_on_and_said(script: Path) -> None:
     assert any("--bf16 true" in remedy for remedy in verdict.remedies)
     assert judge({**config, "bf16": {"enabled": False}}, script).on == "no"
     assert judgement.filled_in(config) is config
+
+
+def test_numbers_that_somebody_has_to_fill_in_are_named(script: Path) -> None:
+    params = {"lr": "auto", "betas": "auto", "eps": 1e-8}
+    scheduler = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    config = {**STOCK, **scheduler, "optimizer": {"type": "AdamW", "params": params}, "fp8": {"enabled": True}}
+    verdict = judge(config, script)
+    (note,) = [reason for reason in verdict.reasons if "auto" in reason]
+    assert verdict.on == "yes"
+    assert note.startswith(
+        'optimizer.params.lr, optimizer.params.betas, scheduler.params.total_num_steps: "auto", which'
+    )
+
+
+@pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "Lion", "Muon", None])
+def test_an_optimizer_that_deepspeed_has_tested_with_zero_is_on(script: Path, kind: str | None) -> None:
+    assert judge({**STOCK, "optimizer": {"type": kind}, "fp8": {"enabled": True}}, script).on == "yes"
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop"])
+def test_one_that_it_has_not_is_on_where_the_configuration_allows_it(script: Path, kind: str) -> None:
+    config = {**STOCK, "optimizer": {"type": kind}, "zero_allow_untested_optimizer": True, "fp8": {"enabled": True}}
+    assert judge(config, script).on == "yes"
 
 
 def test_ranks_that_do_not_fit_turn_it_off_and_say_what_would(script: Path) -> None:

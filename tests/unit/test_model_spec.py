@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.model_spec import FAMILIES, ModelSpec, read_spec, sequence_length
+from fp8_ds.model_spec import FAMILIES, ModelSpec, loss_of, read_spec, sequence_length
 
 pytest.importorskip("transformers")
 NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "hidden_size": 64, "num_heads": 4}
@@ -44,3 +46,14 @@ def test_an_error_that_lists_every_class_is_cut() -> None:
     with pytest.raises(ConfigError, match="Unrecognized configuration class") as caught:
         ModelSpec("t5", {"model_type": "t5"}).build()
     assert len(str(caught.value)) < 700 and str(caught.value).endswith("name a function: module:function.")
+
+
+@pytest.mark.parametrize(
+    ("forward", "got"),
+    [(lambda tokens: tokens.float(), r"a tensor \[2, 5\]"), (lambda tokens: (tokens.float().mean(), 1), "tuple")],
+)
+def test_a_forward_that_does_not_return_the_loss_is_named(forward: Any, got: str) -> None:
+    model = nn.Module()
+    model.forward = forward
+    with pytest.raises(ConfigError, match=f"expected the loss, a scalar, .* on tokens \\[2, 5\\], got {got}"):
+        loss_of(model, 2, 4)

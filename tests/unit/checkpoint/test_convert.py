@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import manifest as m
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -69,3 +71,17 @@ def test_a_damaged_save_is_not_named_among_those_that_are_complete(
         convert(tmp_path, tmp_path / "out", "safetensors")
     with pytest.raises(CheckpointError, match=rf"load_checkpoint: .* got: cut\. Complete in '.*': {shown}\.$"):
         checking._refuse(tmp_path, ["cut"], "one")
+
+
+def test_a_folder_of_trainer_names_the_checkpoints_in_it(tmp_path: Path) -> None:
+    for name in ("checkpoint-2", "checkpoint-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "latest").write_text("global_step2")
+    with pytest.raises(ConfigError, match=r"given to save_checkpoint: .*/checkpoint-2, .*/checkpoint-4\."):
+        kind_of(tmp_path)
+
+
+def test_a_file_in_a_folders_place_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "model.safetensors"), "out", "--to", "universal"])
+    assert result.exit_code == 3 and "A file, not the folder that it is in" in result.output

@@ -29,12 +29,19 @@ import torch
 number = 3
 def raises(): raise RuntimeError("kaputt")
 def reads(): torch.ones(1).sum().item()
+def needs(width, *more, height=3): return torch.nn.Linear(width, height)
+made = torch.nn.Linear(64, 64)
+def ends(): raise SystemExit(2)
 def other_forward(): return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 """
 FILES: dict[str, str | bytes] = {
     "ds.json": json.dumps(DS),
     "types.json": json.dumps({**DS, "data_types": "x"}),
+    "comment.json": '{\n  // FP8\n  "fp8": {"enabled": true}\n}',
+    "twice.json": '{"fp8": {"enabled": true}, "bf16": {"enabled": true, "enabled": true}}',
     "ours_a8.py": MODEL,
+    "parses_a8.py": "import argparse\nargparse.ArgumentParser().parse_args(['--steps'])\n",
+    "lacks_a8.py": "import no_such_module_a8\n",
     "syntax.py": "import fp8_ds x\n",
     "binary.py": b"\xff\xfe\x00",
     "good.csv": "step,loss\n1,2.0\n2,1.0\n",
@@ -91,6 +98,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*PLAN, "--set", "hidden_size=4095"), 2, "expected the configuration of a causal language model"),
         (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
         (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
+        (
+            ("plan", "ours_a8:made", "--config", "ds.json"),
+            2,
+            "a function at ours_a8:made, got an nn.Module, Linear. Name",
+        ),
+        (
+            ("plan", "ours_a8:needs", "--config", "ds.json"),
+            2,
+            "without arguments at ours_a8:needs, got one that needs width.",
+        ),
+        (
+            ("plan", "lacks_a8:f", "--config", "ds.json"),
+            2,
+            "got No module named 'no_such_module_a8'. lacks_a8 needs it",
+        ),
+        (("plan", "gone_a8.x:f", "--config", "ds.json"), 2, "got No module named 'gone_a8'. Start in the folder of"),
+        (("plan", "gpt2", "--config", "comment.json"), 2, "line 2 column 3 (char 4) in comment.json: '// FP8'. Name a"),
+        (("plan", "gpt2", "--config", "twice.json"), 2, 'expected each key once, got "enabled" twice in one object'),
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
@@ -171,6 +196,13 @@ def test_an_error_of_the_users_own_model_is_named_as_that_and_not_as_a_defect(
     error = json.loads(result.stdout)["error"]
     assert result.exit_code == 2 and error.startswith(f"MODEL: {words}")
     assert "standard error" in error and "report a defect" not in error and "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["parses_a8:make", "ours_a8:ends"])
+def test_a_model_that_ends_the_process_is_named_and_is_no_answer(model: str) -> None:
+    result = CliRunner().invoke(app, ["plan", model, "--config", "ds.json", "--json"])
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and "got SystemExit: 2. It ends the process: put what a script does" in error
 
 
 def test_a_key_is_not_taken_unseen_where_transformers_cannot_tell_which_there_are(

@@ -212,6 +212,18 @@ def test_a_scheduler_with_another_number_of_steps_is_named(
     assert ("scheduler.params.total_num_steps: expected 20, as --steps, got 1000" in result.stderr) == is_said
 
 
+def test_a_lock_that_runs_would_wait_for_is_named(
+    folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+    lock = folder / "extensions/some_op/lock"
+    for is_said in (False, True):
+        result = CliRunner().invoke(app, ["parity", "llama-8b", *COMMON, *SMALL, "--seeds", "2"])
+        assert result.exit_code == 0 and (f"rm {lock}." in result.stderr) == is_said
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+
+
 def test_files_that_were_not_written_are_not_named(
     folder: Path, blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,10 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "optimizer.params.bias_correction: false with fp8.optimizer.states: fp8": [
         with_states("Adam", bias_correction=False)
     ],
+    "optimizer.params.betas with fp8.optimizer.states: fp8": [
+        with_states("AdamW", betas=[0.99, 0.9]),
+        with_states("Adam", betas=(0.9, 1.0)),
+    ],
     "torch_autocast.enabled: true": [{"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}],
     "hybrid_engine.enabled: true": [{"hybrid_engine": {"enabled": True}}],
     "compile.deepcompile: true": [{"compile": {"deepcompile": True}}],

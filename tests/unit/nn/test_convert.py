@@ -79,6 +79,18 @@ def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
     assert len(converted(plan)) == 1 + 3 * 2 + 4 * 4 + 3 - len(found)
 
 
+@pytest.mark.parametrize(("keys", "in_bf16"), [("0 1 2", ["layers.0.up"]), ("a b c", [])])
+def test_a_dict_with_numbers_for_keys_is_a_list_of_layers(keys: str, in_bf16: list[str]) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleDict({key: Block() for key in keys.split()})})
+    config = LinearConfig(num_layers_at_start_in_bf16=1)
+    if not in_bf16:
+        with pytest.raises(ConfigError, match="got a ModuleDict without"):
+            make_plan(model, config)
+        return
+    found = reasons(make_plan(model, config))
+    assert [name for name, reason in found.items() if reason and name.endswith("up")] == in_bf16
+
+
 class Blocks(nn.ModuleList):
     """A list that cannot be made of another's entries."""
 
