@@ -424,13 +424,20 @@ def test_compiled_trains_to_the_bits_of_eager(
             assert result["graphs"] == (3 if "linear" in fp8 else 2)
 
 
+def train_without_limit(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """Every graph is made and counted: past the limit torch runs a function in eager, stock's linears before ours."""
+    with torch._dynamo.config.patch(recompile_limit=100):
+        return train_both(stage, fp8, "aot_eager", True, num_layers=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (1, FUSED), (2, {}), (3, {})], ids=str)
 def test_fp8_breaks_and_recompiles_no_more_than_stock(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    stock, ours = (ranks(2).run(train_both, stage, one, "aot_eager", True, num_layers=2)[0] for one in (None, fp8))
-    assert ours["breaks"] == stock["breaks"] and ours["graphs"] <= stock["graphs"]
-    assert ours["recompiled"] <= stock["recompiled"]
+    stock, ours = (ranks(2).run(train_without_limit, stage, one)[0] for one in (None, fp8))
+    assert ours["breaks"] == stock["breaks"]
+    for counted in ("graphs", "recompiled"):  # one more with torch 2.11: the hook that keeps rotary tables
+        assert ours[counted] <= stock[counted] + (stage == 3), counted
 
 
 @pytest.mark.slow
