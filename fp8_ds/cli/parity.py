@@ -168,7 +168,7 @@ def _study(
     default = known_arms.OWN if own and own.get("enabled") else known_arms.DEFAULT
     names = (options.arms or f"{known_arms.BASE},{default}").split(",")
     with argument("--arms"):
-        chosen = dict(known_arms.resolve(name, own) for name in names)
+        chosen = known_arms.resolve_all(names, own)
     gpus = options.gpus or max(1, num_gpus())
     _check(config, gpus)
     wanted = _enabled(config, chosen)

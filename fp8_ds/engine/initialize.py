@@ -56,9 +56,23 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     has_model = arguments.get("model") is not None  # else stock raises, before it makes a group
     mixed = take_side(False, arguments) if has_model and is_one_of_many(arguments) else None
     refuse_misplaced_block(config)
+    _warn_of_other_blocks(config)
     if mixed is not None:
         raise mixed
     _refuse_converted(arguments.get("model"))
+
+
+def _warn_of_other_blocks(config: Mapping[str, Any]) -> None:
+    """A line for each block of another FP8 library, where there is none of ours. No refusal: that library may run."""
+    from fp8_ds.engine.known_keys import unused_fp8_blocks
+    from fp8_ds.engine.roll_call import own_rank
+
+    lines = [] if "fp8" in config else unused_fp8_blocks(config)
+    if lines and own_rank() == 0:
+        from deepspeed.utils import logger
+
+        for line in lines:
+            logger.warning(line)
 
 
 def _refuse_converted(model: Any) -> None:

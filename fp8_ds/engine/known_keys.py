@@ -56,6 +56,11 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def unused_fp8_blocks(config: Mapping[str, Any]) -> list[str]:
+    """The lines of `unknown_keys` on other FP8 libraries' blocks, which a run without one of ours has for nothing."""
+    return unknown_keys({key: value for key, value in config.items() if str(key).lower() in _ELSEWHERE})
+
+
 def removed_key(config: Mapping[str, Any]) -> str | None:
     """What the installed DeepSpeed says, and stops with, of a key that it once had; None: there is no such key."""
     from deepspeed.runtime import config as theirs

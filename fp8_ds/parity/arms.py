@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,21 @@ def resolve(arm: str, own: Mapping[str, Any] | None) -> tuple[str, dict[str, Any
         known = ", ".join([BASE, DEFAULT, OWN, *CHANGES])
         raise ConfigError(f"--arms: expected some of {known}, or NAME=FILE.json, got {arm!r}. Name one of these.")
     return arm, changed(own if has_own and own is not None else {"enabled": True}, CHANGES[arm])
+
+
+def resolve_all(arms: Sequence[str], own: dict[str, Any] | None) -> dict[str, dict[str, Any] | None]:
+    """`resolve` of each, in their order.
+
+    Raises:
+        ConfigError: as `resolve`; or two have one name.
+        OSError: as `resolve`.
+    """
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, block in (resolve(arm, own) for arm in arms):
+        if name in found:
+            raise ConfigError(f"--arms: expected each name once, got {name} again. Leave it out, or name it otherwise.")
+        found[name] = block
+    return found
 
 
 def _read_block(path: Path) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> 
         ({}, ("--arms", "bf16,mine=bf16_at_the_end.json"), "fp8.schedule.total_steps"),
         ({}, ("--arms", "bf16"), "--arms: expected a base and another"),
         ({}, ("--arms", "bf16,fp9"), "--arms: expected some of bf16"),
+        ({}, ("--arms", "config,bf16,config"), "--arms: expected each name once, got config again"),
         ({}, ("--pretrained",), "--pretrained: expected a folder with weights"),
         ({"train_micro_batch_size_per_gpu": 8}, (), "--held-out: expected at least 129 tokens, 8 windows of --seq 16"),
         ({"train_micro_batch_size_per_gpu": None, "train_batch_size": 8}, (), "--held-out: expected at least 129 "),

@@ -155,6 +155,28 @@ def test_rank_0_says_it_at_a_start_before_anything_is_refused(
     assert [line.split(":")[0] for line in lines] == ["zero_optimisation"] * num_lines
 
 
+@pytest.mark.parametrize(
+    ("config", "rank", "said"),
+    [
+        ({"msamp": {"enabled": True}}, "0", ["msamp"]),
+        ({"msamp": {"enabled": True}}, "1", []),
+        ({"msamp": {"enabled": True}, "fp8": {"enabled": False}}, "0", []),
+        ({"zero_optimisation": {}}, "0", []),
+    ],
+)
+def test_a_run_without_fp8_says_that_another_librarys_block_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], rank: str, said: list[str]
+) -> None:
+    from deepspeed.utils import logger
+
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning", lines.append)
+    monkeypatch.setenv("RANK", rank)
+    starting._leave_to_stock(config, {})
+    assert [line.split(":")[0] for line in lines] == said
+    assert all('write "fp8" in its place' in line for line in lines)
+
+
 def test_doctor_says_it_whatever_the_answer_is() -> None:
     whole = {**CONFIG, "gradient_cliping": 1.0}
     for config in (whole, {**whole, "zero_optimization": {"stage": 0}}, {**whole, "fp8": {"enabled": False}}):
