@@ -22,7 +22,8 @@ _LATER_VALUES = {
     "fp8.linear.backend": ("te",),
 }
 _NOT_YET = "not available in this version"
-_COMMENT_SIGNS = ("_", "/", "#")
+COMMENT_SIGNS = ("_", "/", "#")
+"""JSON has no comments, and keys that begin so stand in for them."""
 _BESIDE = {
     "fp8.zero.stage": '"zero_optimization"',
     "fp8.optimizer.type": 'DeepSpeed\'s "optimizer"',
@@ -156,7 +157,7 @@ def _auto_remedy(known: Key | None) -> str:
 def _unknown_key_remedy(key: str, known: Collection[str]) -> str:
     blocks = [block for block in dict.fromkeys(other.rpartition(".")[0] for other in known) if block != "fp8"]
     parent, _, name = key.rpartition(".")
-    if name.startswith(_COMMENT_SIGNS):
+    if name.startswith(COMMENT_SIGNS):
         return 'The block takes no comments: put it beside "fp8", where DeepSpeed passes over it.'
     if key in _BESIDE:
         return f"It belongs in {_BESIDE[key]}, beside the block."

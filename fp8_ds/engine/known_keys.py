@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fp8_ds.config_errors import COMMENT_SIGNS
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -30,8 +32,6 @@ KNOWN_KEYS = frozenset(_NAMES.split())
 _OURS = "fp8"
 _TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
 """Types of DeepSpeed's optimizers that its ZeRO takes without more."""
-_COMMENT_SIGNS = ("_", "/", "#")
-"""JSON has no comments, and such keys stand in for them."""
 _ELSEWHERE = {
     "msamp": 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).',
     "float8": 'Did you mean "fp8"?',
@@ -47,7 +47,7 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     known = KNOWN_KEYS | {_OURS}
     lines = []
     for key in config:
-        if key in known or str(key).startswith(_COMMENT_SIGNS):
+        if key in known or str(key).startswith(COMMENT_SIGNS):
             continue
         near = difflib.get_close_matches(str(key).lower(), sorted(known), n=1)
         remedy = f'Did you mean "{near[0]}"?' if near else "Correct it, or keep it for code of yours that reads it."

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
-from fp8_ds.engine.host_config import FP32_NAMES, Config, gradient_clipping, zero_stage
+from fp8_ds.engine.host_config import FP32_NAMES, Config, block_of, gradient_clipping, zero_stage, zero_value
 from fp8_ds.engine.refusals import refuse_config, refuse_unread_reports
 from fp8_ds.errors import ConfigError
 from fp8_ds.schedule import check_total
@@ -42,15 +42,13 @@ def refuse_release(fp8: Fp8Config, config: Config) -> None:
     """
     if not fp8.optimizer.release or not fp8.optimizer.releases(gradient_clipping(config)):
         return
-    zero, dtypes = config.get("zero_optimization"), config.get("data_types")
     steps = config.get("gradient_accumulation_steps")
-    dtype = dtypes.get("grad_accum_dtype") if isinstance(dtypes, Mapping) else None
+    dtype = block_of(config, "data_types").get("grad_accum_dtype")
     problems = {
         f"gradient_accumulation_steps {steps}": isinstance(steps, int) and steps > 1,
         "managed_gradient_accumulation false": config.get("managed_gradient_accumulation") is False,
         "zero_optimization.contiguous_gradients false": zero_stage(config) < 3
-        and isinstance(zero, Mapping)
-        and zero.get("contiguous_gradients") is False,
+        and zero_value(config, "contiguous_gradients") is False,
         "data_types.grad_accum_dtype torch.float32": str(dtype) in FP32_NAMES,
     }
     if found := [name for name, is_there in problems.items() if is_there]:

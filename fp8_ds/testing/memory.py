@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,3 +73,14 @@ class PeakMemory(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.watch(leaf)
         return result
+
+
+def freeing(function: Callable[[Tensor], Tensor], seen: Sequence[weakref.ref[Tensor]]) -> Callable[[Tensor], Tensor]:
+    """`function`, which asserts that nothing in `seen`, to which it may add, is left when it has returned."""
+
+    def call(given: Tensor) -> Tensor:
+        output = function(given)
+        assert [one() for one in seen] == [None] * len(seen)
+        return output
+
+    return call

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.nn.linear import check_width
 from fp8_ds.testing.inputs import many_scales
+from fp8_ds.testing.memory import freeing
 from fp8_ds.testing.metrics import assert_bitwise
 
 pytestmark = pytest.mark.distributed
@@ -84,18 +85,12 @@ def sums(kind: str, name: str, config: dict[str, Any], sequence_parallel: bool) 
         seen.append(weakref.ref(weight))
         check_width(given, weight)
 
-    def freed(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def call(given: Tensor) -> Tensor:
-            output = function(given)
-            assert [one() for one in seen] == [None] * len(seen)
-            return output
-
-        return call
-
     want = run(plain, x, grad, [])
     with patch("fp8_ds.tp.linears.check_width", checked):
-        found = run(freed(model), x, grad, adapter)
-        again = [run(freed(partial(checkpoint, model, use_reentrant=one)), x, grad, adapter) for one in (False, True)]
+        found = run(freeing(model, seen), x, grad, adapter)
+        again = [
+            run(freeing(partial(checkpoint, model, use_reentrant=one), seen), x, grad, adapter) for one in (False, True)
+        ]
     assert len(seen) == 1 + 2 + 2
     for other in again:
         for one, expected in zip(other, found, strict=True):

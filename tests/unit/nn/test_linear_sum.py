@@ -16,6 +16,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.testing import assert_bitwise
+from fp8_ds.testing.memory import freeing
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 
@@ -107,17 +108,9 @@ def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward(recipe: str, monk
     x = torch.randn(16, 32, dtype=torch.bfloat16)
     expected = run(model, x, adapter)
 
-    def freed(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def call(given: Tensor) -> Tensor:
-            output = function(given)
-            assert [one() for one in seen] == [None] * len(seen)
-            return output
-
-        return call
-
     for use_reentrant in (None, False, True):
         function = model if use_reentrant is None else partial(checkpoint, model, use_reentrant=use_reentrant)
-        for got, want in zip(run(freed(function), x, adapter), expected, strict=True):
+        for got, want in zip(run(freeing(function, seen), x, adapter), expected, strict=True):
             assert_bitwise(got, want)
     assert len(seen) == 1 + 1 + 2 + 2
 
