@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
+from fp8_ds.engine.host_config import FP32_NAMES, block_of, gradient_clipping, zero_stage
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Setup
 
@@ -84,7 +85,6 @@ def read_run(
         ConfigError: the "fp8" block is wrong, or there is no micro-batch, or it does not divide the batch.
         UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
     """
-    from fp8_ds.engine.host_config import gradient_clipping, zero_stage
     from fp8_ds.engine.refusals import refuse_config
 
     fp8 = Fp8Config.from_block(config["fp8"]) if "fp8" in config else None
@@ -108,14 +108,14 @@ def read_run(
         world_size,
         fp8.optimizer if fp8 is not None else Fp8Config(enabled=False).optimizer,
         gradient_clipping=gradient_clipping(config),
-        grad_bytes=_FP32 if dtype in ("fp32", "float32") else _BF16,
+        grad_bytes=_FP32 if dtype in FP32_NAMES else _BF16,
         overlap_comm=zero.get("overlap_comm") if isinstance(zero.get("overlap_comm"), bool) else None,
         reduce_bucket_size=numbers["reduce_bucket_size"],
         persistence_threshold=numbers["stage3_param_persistence_threshold"],
         keep_bf16_shard=fp8 is not None and fp8.zero.keep_bf16_shard,
     )
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
-    leaves = _block(zero, "leaf_module").get("classes")
+    leaves = block_of(zero, "leaf_module").get("classes")
     return Run(
         *(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config)),
         compiled=compiled,
@@ -159,11 +159,11 @@ def _refuse_uncounted(config: Mapping[str, Any], fp8: Fp8Config | None) -> None:
 
     stock = {key: value for key, value in config.items() if key != "fp8"}
     found = [row.key for row in REFUSALS if row.applies(stock)]
-    optimizer = _block(config, "optimizer")
+    optimizer = block_of(config, "optimizer")
     kind = optimizer.get("type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw", "auto"):
         found.append(f"optimizer.type: {kind}")
-    if _block(optimizer, "params").get("amsgrad"):
+    if block_of(optimizer, "params").get("amsgrad"):
         found.append("optimizer.params.amsgrad: true")
     if (autotp := autotp_size(config)) > 1:
         found.append(f"tensor_parallel.autotp_size: {autotp}")
@@ -174,13 +174,10 @@ def _refuse_uncounted(config: Mapping[str, Any], fp8: Fp8Config | None) -> None:
         )
 
 
-def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
 def _total_steps(config: Mapping[str, Any]) -> int | None:
-    total = _block(_block(config, "scheduler"), "params").get("total_num_steps")
+    from fp8_ds.engine.startup import total_steps
+
+    total = total_steps(config)
     if total == "auto":
         return 1  # of a number that is filled in later: any step may be in the last fraction
     return total if isinstance(total, int) else None

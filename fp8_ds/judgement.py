@@ -12,6 +12,7 @@ from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
+from fp8_ds.engine.host_config import block_of
 from fp8_ds.engine.known_keys import refused_optimizer, removed_key, unknown_keys, unread_key
 from fp8_ds.errors import Fp8DsError
 from fp8_ds.script_imports import import_in, parsed
@@ -144,13 +145,10 @@ def _judge(config: Mapping[str, Any], script: Path | None, world: int | None) ->
 
 def _automatic(config: Mapping[str, Any]) -> list[str]:
     """Numbers of the optimizer and the scheduler that somebody has to fill in. Of what is not `malformed`."""
-    found = [(name, *entry) for name in ("optimizer", "scheduler") for entry in _params(config, name).items()]
+    found = [
+        (name, *entry) for name in ("optimizer", "scheduler") for entry in block_of(config, name, "params").items()
+    ]
     return [f"{name}.params.{key}" for name, key, value in found if value == "auto"]
-
-
-def _params(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    params = (config.get(name) or {}).get("params")
-    return params if isinstance(params, Mapping) else {}
 
 
 def filled_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,7 +184,7 @@ def malformed(config: Mapping[str, Any]) -> str | None:
         return f"tensor_parallel.autotp_size: expected an integer, got {json.dumps(size)}. Write the number."
     if (kind := config.get("optimizer", {}).get("type")) is not None and not isinstance(kind, str):
         return f'optimizer.type: expected a name, got {json.dumps(kind)}. Write "AdamW".'
-    rate = _params(config, "optimizer").get("lr", 0)
+    rate = block_of(config, "optimizer", "params").get("lr", 0)
     for key, number in {"gradient_clipping": config.get("gradient_clipping", 0), "optimizer.params.lr": rate}.items():
         if isinstance(number, str) and number != "auto":
             return f'{key}: expected a number or "auto", got {json.dumps(number)}. Write the number.'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import Fp8Config
@@ -92,7 +92,5 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
 
 def total_steps(config: Config) -> object:
     """What the configuration says of the length of the run to DeepSpeed's learning-rate scheduler; None: nothing."""
-    found: object = config
-    for key in ("scheduler", "params", "total_num_steps"):
-        found = found.get(key) if isinstance(found, Mapping) else None
+    found: object = block_of(config, "scheduler", "params").get("total_num_steps")
     return found

@@ -405,3 +405,11 @@ def test_a_linears_moments_are_counted_to_the_byte() -> None:
     # Forward: input, output, its float32. Backward: input, loss, its gradient, bf16 gradient, the weight's.
     assert found.peak(lambda num_elements: 0) == max(x + y + 2 * y, x + 8 + y + weight)
     assert found.moments[-1].num_gradients == found.largest_gradient == 512 * 256
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("fp32", 4), ("float32", 4), ("float", 4), ("torch.float32", 4), ("bf16", 2), (None, 2)]
+)
+def test_gradients_are_of_the_dtype_that_deepspeed_accumulates_in(dtype: str | None, num_bytes: int) -> None:
+    given = {**config(2, {}), "data_types": {"grad_accum_dtype": dtype}}
+    assert read_run(given, 1, 1, 128).setup.grad_bytes == num_bytes
