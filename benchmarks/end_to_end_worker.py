@@ -24,6 +24,7 @@ import memory_profile
 import sampled_steps
 import sdpa
 import step_profile
+import step_times
 import torch
 import torch.distributed as dist
 from end_to_end_arms import LR, Arm, Model
@@ -256,6 +257,8 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     if spec["mode"] == "speed" and 3 <= every <= MOST_EVERY:
         result["samples"] = sampled_steps.measure(step, trainer.engine.global_steps, every)
     if spec["mode"] == "profile":
+        device_and_host = step_times.measure(step, 2 * spec["steps"], gauge.on_cuda)
+        result["ranks"] = step_times.of_all_ranks(device_and_host)
         traces = Path(spec["traces"]) if spec["traces"] and rank == 0 else None
         result |= profiled(trainer, gauge, step, spec["profile_steps"], traces)
     return result

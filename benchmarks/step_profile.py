@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import step_times
+
 TOP = 40
 FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpose"
 ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
@@ -213,6 +215,7 @@ def table(arm: str, result: Mapping[str, Any]) -> str:
         f"Eager dispatches per linear, forward and backward: {result['dispatches_per_linear'] or 'not counted'}"
         f"{result.get('dispatches_error', '')}.",
         "",
+        *([step_times.table(result["ranks"])] if "ranks" in result else []),
         "| class | ms per step |",
         "|---|---|",
         *(f"| {name} | {ms:.2f} |" for name, ms in device["classes_ms"].items()),
