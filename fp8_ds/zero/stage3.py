@@ -21,6 +21,7 @@ from torch import Tensor
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.offload import split_lp_params
+from fp8_ds.zero.persistent import gather_persistent
 from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, ZeroParamHooks, newer
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
@@ -229,7 +230,7 @@ class Fp8ZeroStage3:
             self.persistent_parameters = everything
         missing = [p for p in everything if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
-            missing[0].all_gather_coalesced(missing).wait()
+            gather_persistent(self._fp8_shards, missing)
         self._fp8.counter.end_step()
 
     def checkpoint_event_epilogue(self: Any) -> None:
