@@ -41,6 +41,7 @@ class Fp8Payload:
     __slots__ = (
         "_bytes",
         "_is_here",
+        "_no_bytes",
         "dtype",
         "export",
         "has_master",
@@ -61,6 +62,7 @@ class Fp8Payload:
         self.scale_inv = scale_inv
         self.dtype = dtype
         self._bytes = torch.empty(0, dtype=E4M3.torch_dtype, device=device or scale.device)
+        self._no_bytes = self._bytes.detach()
         self._is_here = False
         self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device or scale.device)
         self.write: Callable[[Tensor], None] | None = None
@@ -78,7 +80,7 @@ class Fp8Payload:
         # One tensor object for life, as DeepSpeed does with `param.data`: a compiled forward keeps it for its backward,
         # and must not keep the memory that ZeRO-3 releases in between, nor miss what it gathers then.
         self._is_here = value is not None
-        self._bytes.data = self._bytes.new_empty(0) if value is None else value
+        self._bytes.data = self._no_bytes if value is None else value
 
     def dequantize(self) -> Tensor:
         """The weight in its nominal dtype, full shape; a new tensor.

@@ -16,29 +16,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.offload import split_lp_params
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
+from fp8_ds.zero.persistent import gather_persistent
+from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, ZeroParamHooks, newer
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16
 """Bytes: FP8 GEMMs read 16 at a time."""
-
-
-def _let_leaves_be_fetched_ahead(module: nn.Module, coordinator: Any) -> None:
-    """The host waits for no gather of the leaf that it is at.
-
-    DeepSpeed lets it be two parameters ahead of the gathers, which within a leaf is this leaf's own: here two leaves.
-    What is gathered at a time stays bounded by `stage3_max_live_parameters`.
-    """
-    leaves = (leaf.parameters() for leaf in module.modules() if z3_leaf_module(leaf))
-    largest = max((sum(not p.ds_persist for p in leaf) for leaf in leaves), default=0)  # type: ignore[attr-defined]
-    if largest:
-        coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 2 * largest
 
 
 class Fp8ZeroStage3:
@@ -66,7 +54,6 @@ class Fp8ZeroStage3:
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
-        _let_leaves_be_fetched_ahead(self.module, self.parameter_offload.get_param_coordinator())
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
@@ -76,7 +63,7 @@ class Fp8ZeroStage3:
         return WeightQuantizer(self.dp_process_group, shapes, granularity, device, context.history, context.counter)
 
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
-        return Fp8Shards(quantizer, self._fp8.counter)
+        return Fp8Shards(quantizer, self._fp8.counter, InFlight(self.module))
 
     def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
         return ShardedWeight(name, p, index, self._fp8_shards.quantizer)
@@ -243,7 +230,7 @@ class Fp8ZeroStage3:
             self.persistent_parameters = everything
         missing = [p for p in everything if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
-            missing[0].all_gather_coalesced(missing).wait()
+            gather_persistent(self._fp8_shards, missing)
         self._fp8.counter.end_step()
 
     def checkpoint_event_epilogue(self: Any) -> None:

@@ -8,10 +8,13 @@ Seams: fp8_ds/engine/seams.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
@@ -25,12 +28,29 @@ from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, 
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
+from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States
 
 _STEP_TIMER = "optimizer_step"
+
+
+@contextmanager
+def _waited_by_device(stream: Any) -> Iterator[None]:
+    """While inside, `synchronize` of a stream lets the current stream go on after it and returns at once.
+
+    Args:
+        stream: None on a device without streams.
+    """
+    if stream is None:
+        yield
+        return
+    stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
+    try:
+        yield
+    finally:
+        del stream.synchronize
 
 
 class SplitWeight(ShardedWeight):
@@ -96,7 +116,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
         if not self._fp8_is_split:
             return super()._fp8_make_collection(quantizer)
-        shards = SplitShards(quantizer, self._fp8.counter)
+        shards = SplitShards(quantizer, self._fp8.counter, InFlight(self.module))
         shards.owner = self
         return shards
 
@@ -227,6 +247,14 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             self._fp8.history.update(scales.extra)
 
     # --- the step ---
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """As stock, but it is the device that waits for the last reductions, and not the host.
+
+        All that a step launches is still to be launched, and would find a device that has run dry.
+        """
+        with _waited_by_device(self.reduce_and_partition_stream):
+            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
 
     def step(self: Any, closure: Any = None) -> None:
         """One update of all shards, straight from the reduced gradients.

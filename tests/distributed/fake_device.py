@@ -14,6 +14,8 @@ import torch
 class Waits(Counter[str]):
     """ "stream", "event" and "device" waits of the host; "own event": of one recorded in the same `fetch`.
 
+    Beside them "recorded": events.
+
     Attributes:
         fetch: number of the module whose weights are being fetched; set by the test.
     """
@@ -29,7 +31,8 @@ def fake_device() -> Iterator[Waits]:
     waits = Waits()
 
     class Stream:
-        def wait_stream(self, other: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            waits["stream by the device"] += 1
 
         def wait_event(self, event: Any) -> None: ...
 
@@ -42,6 +45,7 @@ def fake_device() -> Iterator[Waits]:
 
         def record(self, *args: Any) -> None:
             self.fetch = waits.fetch
+            waits["recorded"] += 1
 
         def query(self) -> bool:
             return False

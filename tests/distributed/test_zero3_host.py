@@ -35,7 +35,7 @@ class Block(nn.Module):
         return x + h
 
 
-def build(fp8: dict[str, Any] | None) -> Any:
+def build(fp8: dict[str, Any] | None, **zero_keys: Any) -> Any:
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -43,6 +43,7 @@ def build(fp8: dict[str, Any] | None) -> Any:
     zero = {
         "leaf_module": {"classes": [f"{Block.__module__}.{Block.__qualname__}"]},
         "stage3_param_persistence_threshold": 100,
+        **zero_keys,
     }
     torch.manual_seed(0)
     net = training.TinyLM(num_blocks=0)
@@ -95,7 +96,14 @@ def test_the_host_waits_no_more_often_than_in_stock_nor_for_a_gather_of_the_leaf
             for kind in ("stream", "event", "device"):
                 assert ours[phase].get(kind, 0) <= stock[phase].get(kind, 0), (phase, kind)
             assert ours[phase].get("own event", 0) == ours[phase].get("walks", 0) == 0
+        assert ours["forward"]["recorded"] == NUM_BLOCKS + 2 < stock["forward"]["recorded"]  # and embedding and head
         assert ours["step"].get("device", 0) < stock["step"]["device"]  # persistent parameters are gathered without one
+
+
+def test_with_fp8_states_the_device_waits_for_the_last_reductions_and_the_host_goes_on(ranks: Any) -> None:
+    stock, fp32_states, fp8_states = (ranks(2).run(waits_of_a_step, fp8)[0]["backward"] for fp8 in (None, {}, STATES))
+    assert stock["stream"] == fp32_states["stream"] == 1 and fp8_states.get("stream", 0) == 0
+    assert fp8_states["stream by the device"] == fp32_states["stream by the device"] + 1
 
 
 def same_as_stocks(persistent: list[Any], stock_all_gather: Any) -> list[tuple[bool, bool]]:
@@ -123,33 +131,97 @@ class _Names(TorchDispatchMode):
 
 
 def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
-    """After two steps: persistent parameters; operators that take three weights out of one buffer, and their bytes."""
+    """After two steps: persistent parameters; operators by which three weights that lie one behind the other, and two
+    that do not, are sent and taken out of one buffer; and whether their bytes are those of gathers one by one."""
     engine = build(fp8)
     training.train(engine, 2)
     optimizer = engine.optimizer
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
     shards = optimizer._fp8_shards
-    weights = shards.weights[:3]
-    handle = shards.gather(weights)
-    with _Names() as mode:
-        handle.wait()
-    together = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
-    for weight in weights:
-        weight.param.partition()
-    is_same = True
-    for weight, data in zip(weights, together, strict=True):
-        shards.gather([weight]).wait()
-        is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
-        weight.param.partition()
+    names, is_same = {}, True
+    for what, weights in (("adjacent", shards.weights[:3]), ("apart", shards.weights[:3:2])):
+        with _Names() as mode:
+            shards.gather(weights).wait()
+        names[what] = mode.names
+        together = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
+        for weight in weights:
+            weight.param.partition()
+        for weight, data in zip(weights, together, strict=True):
+            shards.gather([weight]).wait()
+            is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
+            weight.param.partition()
     training.destroy(engine)
-    return {"persistent": persistent, "names": mode.names, "is same": is_same}
+    return {"persistent": persistent, "names": names, "is same": is_same}
 
 
 def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
     for found in ranks(2).run(gathered, {}):
-        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2)
-        assert found["is same"] and found["names"]["aten::cat"] == 3
-        assert not {"aten::clone", "aten::copy_"} & set(found["names"])  # of a strided view: bytewise on CUDA
+        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2) and found["is same"]
+        for what, num_copies in (("adjacent", 0), ("apart", 1)):
+            names = found["names"][what]
+            assert names["aten::cat"] == num_copies and names["aten::split_with_sizes_copy"] == 1
+            assert not {"aten::clone", "aten::copy_"} & set(names)  # of a strided view: bytewise on CUDA
+
+
+def left(fp8: dict[str, Any]) -> dict[str, Any]:
+    """An FP8 weight that has been gathered and released, by stock code and by ours; and one that a module uses."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine = build(fp8)
+    training.train(engine, 1)
+    shards = engine.optimizer._fp8_shards
+    weight = shards.weights[0]
+    p = weight.param
+    found: dict[str, Any] = {"weight": []}
+    hooks = next(hooks for hooks in engine.optimizer._fp8_hooks if hooks.param is p)
+    for release in (hooks.stock_partition, p.partition):
+        shards.gather([weight]).wait()
+        assert p.ds_status == ZeroParamStatus.AVAILABLE
+        release()
+        with torch._C.DisableTorchFunctionSubclass():
+            found["weight"].append((str(p.ds_status), p.data.numel(), p.data.dtype, weight.payload.data is None))
+    shards.gather([weight]).wait()
+    p.ds_active_sub_modules.add(17)
+    try:
+        p.partition()
+    except RuntimeError as error:
+        found["in use"] = str(error)
+    p.ds_active_sub_modules.discard(17)
+    training.destroy(engine)
+    return found
+
+
+def test_a_weight_is_left_as_stock_leaves_one_and_not_while_it_is_used(ranks: Any) -> None:
+    for found in ranks(2).run(left, {}):
+        by_stock, by_us = found["weight"]
+        assert by_stock == by_us == ("ZeroParamStatus.NOT_AVAILABLE", 0, torch.bfloat16, True)
+        assert "still active" in found["in use"]
+
+
+def losses_of_a_trace_that_breaks(fp8: dict[str, Any], num_prefetched: int) -> list[float]:
+    """Steps with all blocks, then some that go on after the first one with the third, then with all again."""
+    engine = build(fp8, stage3_prefetch_bucket_size=num_prefetched, stage3_max_reuse_distance=0)
+    in_use: dict[str, Any] = engine.module.blocks._modules
+    everything, losses = dict(in_use), []
+    for step in range(9):
+        in_use.clear()
+        in_use.update({name: block for name, block in everything.items() if step // 3 != 1 or name != "1"})
+        loss = engine(training.micro_batches(step, 1)[0])
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "fp8"])
+def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_harm(
+    ranks: Any, fp8: dict[str, Any]
+) -> None:
+    """DeepSpeed walks through all that is in flight then."""
+    a_block = 4 * 64 * 64
+    with_prefetch, without = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, num)[0] for num in (a_block, 0))
+    assert with_prefetch == without and with_prefetch[-1] < with_prefetch[0]
 
 
 def order_of_a_step() -> list[str]:

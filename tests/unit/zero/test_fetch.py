@@ -1,0 +1,73 @@
+"""`Fetch`: one handle for what a call of DeepSpeed's coordinator asks for, in a registry as its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+
+from fp8_ds.zero.sharded import Fetch, InFlight, adjacent
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.waits: list[bool] = []
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        self.waits.append(handle_dependency)
+
+
+class Leaf(nn.Linear):
+    pass
+
+
+def asked(kind: type[nn.Linear] = Leaf) -> tuple[list[nn.Parameter], list[Handle], dict[Any, Any]]:
+    """Weight and bias of two linears, all asked for in one call; the call's handles; the coordinator's registry."""
+    model = nn.Sequential(kind(2, 2), kind(2, 2))
+    if kind is Leaf:
+        set_z3_leaf_modules(model, [Leaf])
+    model.ds_inflight_param_registry = registry = {}  # type: ignore[assignment]
+    params, handles = list(model.parameters()), [Handle(), Handle()]
+    registry.update(dict.fromkeys(params, Fetch(handles, params, InFlight(model))))
+    return params, handles, registry
+
+
+def test_the_first_of_a_leaf_that_is_waited_for_takes_the_leafs_others_out_of_the_registry() -> None:
+    params, handles, registry = asked()
+    registry.pop(params[1]).wait(handle_dependency=False)
+    assert list(registry) == params[2:]  # of a leaf that may never be used: DeepSpeed releases what is left there
+    assert [handle.waits for handle in handles] == [[False], [False]]
+    registry.pop(params[2]).wait()
+    assert not registry
+
+
+def test_without_leaves_they_are_waited_for_one_by_one() -> None:
+    params, _, registry = asked(nn.Linear)
+    registry.pop(params[1]).wait()
+    assert list(registry) == [params[0], *params[2:]]
+
+
+def test_a_registry_that_is_walked_through_keeps_them() -> None:
+    """As DeepSpeed clears it when a trace breaks."""
+    params, handles, registry = asked()
+    for handle in registry.values():
+        handle.wait()
+    assert list(registry) == params and len(handles[0].waits) == len(params)
+
+
+def test_shards_one_behind_the_other_are_one_tensor_without_a_copy() -> None:
+    flat = torch.randn(100).to(torch.float8_e4m3fn)
+    parts = [flat[16:40], flat[40:41], flat[41:90]]
+    together = adjacent(parts)
+    assert together is not None and together.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(together, torch.cat([part.view(torch.uint8) for part in parts]))
+    assert torch.equal(adjacent(parts[:1]), parts[0].view(torch.uint8))
+
+
+def test_others_are_not() -> None:
+    flat = torch.randn(100).to(torch.float8_e4m3fn)
+    assert adjacent([flat[:16], flat[32:48]]) is None  # a gap
+    assert adjacent([flat[16:32], flat[:16]]) is None  # the other way round
+    assert adjacent([flat[:16], flat.clone()[16:32]]) is None  # of two storages
