@@ -3,13 +3,14 @@
 | | graphs |
 |---|---|
 | ZeRO 1 and 2 | the whole model |
-| with gradient release | each decoder layer and the final norm |
+| with gradient release | each layer of a container, and the norms beside |
 | ZeRO-3 | what lies between DeepSpeed's hooks, which are on every module that is not within a leaf |
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def compile_as_trained(
         leaves: classes of "leaf_module", with their modules or without.
 
     Raises:
-        ConfigError: there are no layers to compile one by one.
+        ConfigError: it is not known which layers are to be compiled one by one.
     """
     torch._dynamo.reset()  # a function of which many models were compiled would run in eager: recompile_limit
     if is_fp8:
@@ -70,13 +71,58 @@ def _end_graphs_around(module: nn.Module, leaves: Collection[str]) -> None:
             _end_graphs_around(child, leaves)
 
 
-def _layers_and_norm(model: nn.Module) -> Iterator[nn.Module]:
-    lists = [(parent, part) for parent in model.modules() for part in parent.children() if type(part) is nn.ModuleList]
-    if not lists:
+def _layers_and_norm(model: nn.Module) -> list[nn.Module]:
+    """Layers of all stacks, and the norms beside them.
+
+    Raises:
+        ConfigError: there are none, or others like them are in no container.
+    """
+    found = list(_layers(model))
+    layers = [layer for layer, _ in found]
+    left = _left_out(model, layers)
+    if not layers or left:
         raise ConfigError(
-            "compile: expected a model with its layers in an nn.ModuleList, as gradient release compiles them one by "
-            "one, got none. Leave --compile out, or set fp8.optimizer.release to false."
+            "compile: expected a model with its layers in an nn.ModuleList, nn.ModuleDict or nn.Sequential, as "
+            f"gradient release compiles them one by one, got {left or 'none'}. Leave --compile out, or set "
+            "fp8.optimizer.release to false."
         )
-    parent, layers = max(lists, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
-    yield from layers
-    yield from (part for part in parent.children() if "norm" in type(part).__name__.lower())
+    places = {id(place): place for _, around in found for place in around}
+    beside = (part for place in places.values() for part in place.children())
+    return [*layers, *(part for part in beside if "norm" in type(part).__name__.lower())]
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it is a ModuleList or ModuleDict, which are not called, or a Sequential."""
+    return type(module) is nn.Sequential or type(module).forward is nn.Module.forward
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _layers(module: nn.Module, around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
+    """(layer, containers around it and what holds these): entries of the outermost containers, nested ones opened.
+
+    Entries without parts of their own (an embedding, a head) are no layers.
+    """
+    is_container = _is_container(module)
+    around = (*around, module) if is_container else (module,)
+    for child in filter(_has_parts, module.children()):
+        if is_container and not _is_container(child):
+            yield child, around
+        else:
+            yield from _layers(child, around)
+
+
+def _left_out(model: nn.Module, layers: Sequence[nn.Module]) -> str:
+    """Classes whose modules are there several times, with matrices in no layer: of layers that are attributes."""
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    outside = [part for part in model.modules() if id(part) not in inside]
+    with_matrix = {id(part) for part in outside if not isinstance(part, nn.Embedding) and _has_matrix(part)}
+    blocks = (part for part in outside if _has_parts(part) and not _is_container(part))
+    kinds = Counter(type(part).__name__ for part in blocks if with_matrix & set(map(id, part.modules())))
+    return ", ".join(f"{num} {kind} outside of these" for kind, num in kinds.items() if num > 1)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p.ndim > 1 for p in module.parameters(recurse=False))

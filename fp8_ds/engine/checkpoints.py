@@ -128,7 +128,7 @@ class Fp8Checkpoints:
         custom_load_fn: Any = None,
     ) -> Any:
         """Stock load of a checkpoint that has been checked; then our state, if the checkpoint has it, and what it says
-        about other settings.
+        about other settings. Where there is no checkpoint, (None, None) as in stock, and the run is as it was.
 
         Raises:
             CheckpointError: the checkpoint is torn, damaged, of another model or layout, or holds more than data: on
@@ -160,6 +160,8 @@ class Fp8Checkpoints:
             load_module_only,
             custom_load_fn,
         )
+        if tag is None:  # nothing is there, as stock code says; `fp8_dense` would store masters with other scales
+            return load()
         if self.fp8 is None:
             path, client_state = load()
             if self._fp8_unused is not None and client_state is not None:

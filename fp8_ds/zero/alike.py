@@ -32,8 +32,10 @@ class SameNumbers:
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._is_on = core.scales.num > 0 and self._num_ranks > 1
-        no = torch.zeros((), dtype=torch.bool, device=core.device)
-        self._differed = no, no
+        self._before: Tensor | None = None
+        """Bool, 0-dim: ranks differed in the step before. None: nothing was compared in it."""
+        self._now: Tensor | None = None
+        """Likewise in the step that runs, of one sum or, where gradients are released, of one a bucket."""
 
     def sum(self, values: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:
         """`values` added up over the ranks; all NaN, so that the step is skipped, where ranks would step differently.
@@ -51,16 +53,22 @@ class SameNumbers:
         dist.all_reduce(sums, group=self._group)
         values, bits = sums[: values.numel()], sums[values.numel() :]
         # A bit that all ranks have alike adds up to 0 or to their number. The same on all of them.
-        self._differed = self._differed[1], (bits * (bits - self._num_ranks)).any()
-        return torch.where(self._differed[1], torch.nan, values)
+        differ = (bits * (bits - self._num_ranks)).any()
+        self._now = differ if self._now is None else self._now | differ
+        return torch.where(differ, torch.nan, values)
 
-    def check(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """After a step that was skipped, or after the one that followed. Waits for the device.
+    def end_step(self, param_groups: Sequence[dict[str, Any]], overflow: bool) -> None:
+        """The next sum is of another step. Waits for the device where there was an overflow.
+
+        Args:
+            overflow: this step was skipped, or the one before.
 
         Raises:
-            ConfigError: ranks differed, on all of them.
+            ConfigError: ranks differed in one that may be meant, on all of them.
         """
-        if any(map(bool, self._differed)):
+        differed = [step for step in (self._before, self._now) if step is not None]
+        self._before, self._now = self._now, None
+        if overflow and any(map(bool, differed)):
             here = [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} for group in param_groups]
             raise ConfigError(
                 "param_groups: expected the same lr, betas, eps and weight_decay on all ranks in a step, got "

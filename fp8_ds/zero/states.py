@@ -67,8 +67,7 @@ class Fp8States:
             ConfigError: it was skipped because ranks would have stepped with different numbers.
         """
         self.overflow = self.fp8_flag.resolve(self._fp8_waits)
-        if self.overflow:
-            self._fp8_alike.check(self.optimizer.param_groups)
+        self._fp8_alike.end_step(self.optimizer.param_groups, self.overflow)
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 

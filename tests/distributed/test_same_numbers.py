@@ -69,3 +69,43 @@ def test_a_last_bit_of_float64_and_masters_whose_scales_are_measured_are_no_erro
     ranks: Any, optimizer: dict[str, Any], number: dict[str, Any]
 ) -> None:
     assert ranks(2).run(of_its_own, 2, optimizer, number, {}) == ["", ""]
+
+
+SEVERAL_BUCKETS = {"master": "e4m11", "release": True, "outstanding_update_bytes": 1 << 16}
+
+
+def of_one_step(stage: int, optimizer: dict[str, Any]) -> tuple[int, str]:
+    """Rank 1 has a number of its own in one step, of which the host learns a step later.
+
+    Returns:
+        Sums a step, and what all ranks raise in the step after.
+    """
+    from fp8_ds.errors import ConfigError
+
+    fp8, late = {"optimizer": {"states": "fp8", **optimizer}}, {"bf16": {"check_grad_overflow": False}}
+    model = {"width": 64, "hidden": 192, "num_blocks": 3}
+    engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0, **late), model)
+    engine.optimizer.fp8_flag = training.late_flag()
+    group, sums = engine.optimizer.param_groups[0], []
+    stock, usual = engine.optimizer._fp8_alike.sum, group["lr"]
+    engine.optimizer._fp8_alike.sum = lambda *args: (sums.append(args), stock(*args))[1]
+    training.train(engine, 1)
+    num, masters = len(sums), training.full_masters(engine)
+    group["lr"] = usual / (1 + dist.get_rank())
+    training.train(engine, 1, 1)
+    for name, master in training.full_masters(engine).items():
+        assert torch.equal(master, masters[name]), name
+    group["lr"] = usual
+    with pytest.raises(ConfigError) as caught:
+        training.train(engine, 1, 2)
+    training.destroy(engine)
+    return num, str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(2, SPLIT), (2, SEVERAL_BUCKETS), (3, SEVERAL_BUCKETS)])
+def test_a_difference_of_one_step_is_an_error_where_the_host_learns_of_it_late_whatever_the_buckets(
+    ranks: Any, stage: int, optimizer: dict[str, Any]
+) -> None:
+    for num, message in ranks(2).run(of_one_step, stage, optimizer):
+        assert num > 2 if optimizer is SEVERAL_BUCKETS else num == 1
+        assert "expected the same lr, betas, eps and weight_decay on all ranks" in message

@@ -105,6 +105,30 @@ def test_what_stays_gathered_is_of_the_checkpoint_from_the_first_forward_on(
     ranks(2).run(resume_with_persistent, str(tmp_path), master)
 
 
+def find_nothing(folder: str, stage: int, master: str) -> None:
+    engine = build(stage, base.states(master))
+    training.train(engine, 2)
+    name = "blocks.0.up.weight"
+    if master == "fp32":
+        with torch.no_grad():
+            dict(engine.module.named_parameters())[name].mul_(2.0)  # holds until the next step
+    else:
+        widen_the_scale(engine, name)
+        training.train(engine, 1, first_step=2)
+        scales = engine.optimizer.optimizer.core.scales
+        scales.wait()
+        assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
+    before = base.everything(engine)
+    assert engine.load_checkpoint(folder) == (None, None)  # as stock
+    base.assert_same_everything(base.everything(engine), before)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "fp32"), (3, "e4m11")])
+def test_a_load_that_finds_nothing_changes_no_byte(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
+    ranks(2).run(find_nothing, str(tmp_path), stage, master)
+
+
 def before_the_first_step(folder: str, stage: int, master: str) -> None:
     first = build(stage, base.states(master))
     first.save_checkpoint(folder)
