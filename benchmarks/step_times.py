@@ -7,6 +7,7 @@ step's end (for the norm, say) or runs ahead; one whose own time is the step's i
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -66,8 +67,7 @@ def measure(step: Callable[[int], Any], num_steps: int, on_cuda: bool) -> dict[s
             marks.append(mark())
     if on_cuda:
         torch.cuda.synchronize()
-    pairs = zip(marks, marks[1:], strict=False)
-    device = [a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in pairs]
+    device = [a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)]
     return {
         "device_ms": [round(ms, 2) for ms in device],
         "host_ms": [round(ms, 2) for ms in host],

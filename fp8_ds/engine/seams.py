@@ -305,13 +305,20 @@ SEAMS = (
     Seam(_PP, "free_param", ("param",), "rely", "frees data; a weight gathered in FP8 is left likewise"),
     Seam(_PP, "AllGatherCoalescedHandle.wait", ("self", "handle_dependency"), "rely", "the handle protocol"),
     Seam(_PP, "GatheredParameters.__enter__", ("self",), "rely", "reads through all_gather"),
+    Seam(
+        _COORD,
+        "PartitionedParameterCoordinator.__init__",
+        ("self", "prefetch_bucket_sz"),
+        "rely",
+        "with leaves its private limit of fetches that the host may be ahead by becomes 4 of 2",
+    ),
     Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
     Seam(
         _COORD,
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
         ("self", "current_submodule", "forward", "is_leaf"),
         "rely",
-        "removes a parameter from its registry, then waits: the handle removes the others that have arrived with it",
+        "reads that limit; removes a parameter from its registry, then waits: the handle removes its leaf's others",
     ),
     Seam(
         _COORD,

@@ -173,9 +173,13 @@ class InFlight:
         leaves = (child for child in module.modules() if z3_leaf_module(child))
         self._leaf_of = {id(p): number for number, leaf in enumerate(leaves) for p in leaf.parameters()}
 
+    @property
+    def has_leaves(self) -> bool:
+        return bool(self._leaf_of)
+
     def arrived(self, params: list[Any]) -> None:
         """All of `params` are there. Those of a leaf of which the coordinator has waited for one leave the registry."""
-        if not self._leaf_of:
+        if not self.has_leaves:
             return
         waited_for = {self._leaf_of.get(id(p)) for p in params if p not in self.registry} - {None}
         for p in params:

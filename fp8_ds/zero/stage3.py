@@ -29,6 +29,14 @@ _ALIGNMENT = 16
 """Bytes: FP8 GEMMs read 16 at a time."""
 
 
+_LEAVES_AHEAD = 4
+"""Fetches that the host may be ahead of, with leaves; in FP8 these are the bytes of two leaves in bf16.
+
+DeepSpeed's own bound is two, of parameters. Ranks that are late in turns wait for each other in every gather, which a
+host that is ahead makes up for.
+"""
+
+
 class Fp8ZeroStage3:
     """Mix-in before DeepSpeedZeroOptimizer_Stage3 in the class of a retyped optimizer."""
 
@@ -54,6 +62,9 @@ class Fp8ZeroStage3:
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
+        if shards.in_flight.has_leaves:
+            coordinator = self.parameter_offload.get_param_coordinator()
+            coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = _LEAVES_AHEAD
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
