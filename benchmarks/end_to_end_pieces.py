@@ -110,6 +110,7 @@ PIECES = {
         (
             "ours-e4m11-compiled+fused+cudagraphs",
             "ours-e4m11-compiled+fused+precise+cudagraphs",
+            "ours-fp32-compiled+fused+precise+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fused",
         ),
@@ -144,6 +145,17 @@ PIECES = {
         "llama-8b",
         "stock-eager",
         ("ours-e4m11-compiled+fused+leaf+mb=2",),
+        cross_entropy="liger",
+    ),
+    # Does the host of one rank make up for another's if two layers are on their way? Whole layers, where the other
+    # pieces' 250 M weights are a layer and a part of the next.
+    "8b-ahead": Piece(
+        "llama-8b",
+        "torchao-tensorwise-compiled",
+        (
+            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=218103808",
+            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=436207616",
+        ),
         cross_entropy="liger",
     ),
     "8b-profile": Piece(

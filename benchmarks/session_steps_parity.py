@@ -151,7 +151,13 @@ PARITY_STEPS = (
             780 + estimate,
             f"issue 8 E: {arm}, seed {seed}, 201 M tokens: text 60, first weights 180, stock 540, then {estimate} s",
         )
-        for arm, seed, estimate in (("e4m11", 24, 590), ("rowwise", 25, 720))
+        for arm, seed, estimate in (
+            ("e4m11", 24, 590),
+            ("rowwise", 25, 720),
+            ("e4m11-ends-e4m3", 26, 600),
+            ("e4m11-ends-e4m3", 27, 600),
+            ("e4m11-ends-e4m3", 28, 600),
+        )
     ),
     Step(
         "parity-parts-first",

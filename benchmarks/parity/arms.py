@@ -35,6 +35,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
     "fp8-ends": ENDS,
     "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
+    "e4m11-ends-e4m3": changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
     "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
     "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
@@ -72,6 +73,7 @@ VARIANTS = {
     "fp8-ends-e4m3": "fp8-e4m3",
     "rowwise-e4m3": "rowwise",
     "gw_hp-e4m3": "gw_hp",
+    "e4m11-ends-e4m3": "fp8-ends-e4m3",
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""
