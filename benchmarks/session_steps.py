@@ -142,7 +142,7 @@ STEPS = (
         "precise",
         benchmark("end_to_end", "--piece precise --budget {seconds}"),
         480,
-        "issue 4 H 1: the setting whose parity is shown, with FP8 states and with those that were shown, beside the best "
+        "issue 4 H 1: the setting whose parity is shown, with FP8 states and with those of the pairs, beside the best "
         "peer",
     ),
     Step("release", benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
