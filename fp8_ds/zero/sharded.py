@@ -177,14 +177,18 @@ class InFlight:
     def has_leaves(self) -> bool:
         return bool(self._leaf_of)
 
-    def arrived(self, params: list[Any]) -> None:
-        """All of `params` are there. Those of a leaf of which the coordinator has waited for one leave the registry."""
+    def arrived(self, fetch: Fetch) -> None:
+        """All of `fetch` is there. Those of a leaf of which the coordinator has waited for one leave the registry.
+
+        A leaf may have been used and released since, and asked for again: those are another call's, and under way.
+        """
         if not self.has_leaves:
             return
-        waited_for = {self._leaf_of.get(id(p)) for p in params if p not in self.registry} - {None}
-        for p in params:
+        left = [p for p in fetch.params if self.registry.get(p) is fetch]
+        waited_for = {self._leaf_of.get(id(p)) for p in fetch.params if self.registry.get(p) is not fetch} - {None}
+        for p in left:
             if self._leaf_of.get(id(p)) in waited_for:
-                self.registry.pop(p, None)
+                del self.registry[p]
 
 
 class Fetch:
@@ -204,7 +208,7 @@ class Fetch:
     def wait(self, handle_dependency: bool = True) -> None:
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
-        self.in_flight.arrived(self.params)
+        self.in_flight.arrived(self)
 
 
 class Fp8Shards:

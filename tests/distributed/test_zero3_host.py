@@ -35,7 +35,9 @@ class Block(nn.Module):
         return x + h
 
 
-def build(fp8: dict[str, Any] | None, **zero_keys: Any) -> Any:
+def build(
+    fp8: dict[str, Any] | None, norms_between: bool = False, num_blocks: int = NUM_BLOCKS, **zero_keys: Any
+) -> Any:
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -47,7 +49,9 @@ def build(fp8: dict[str, Any] | None, **zero_keys: Any) -> Any:
     }
     torch.manual_seed(0)
     net = training.TinyLM(num_blocks=0)
-    net.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+    net.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+    if norms_between:
+        net.blocks = nn.ModuleList(part for block in net.blocks for part in (block, nn.LayerNorm(64)))
     config = training.ds_config(3, fp8, zero_optimization=zero)
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
@@ -222,6 +226,30 @@ def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_har
     a_block = 4 * 64 * 64
     with_prefetch, without = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, num)[0] for num in (a_block, 0))
     assert with_prefetch == without and with_prefetch[-1] < with_prefetch[0]
+
+
+def losses_after_a_skipped_step(num_prefetched: int) -> list[float]:
+    """Of blocks with norms between. What persists is released by a skipped step, and fetched with its block after."""
+    keys = {"stage3_prefetch_bucket_size": num_prefetched, "stage3_max_reuse_distance": 0}
+    engine = build({}, norms_between=True, num_blocks=6, **keys)
+    losses = []
+    for step in range(6):
+        loss = engine(training.micro_batches(step, 1)[0])
+        engine.backward(loss * float("inf") if step == 4 else loss)
+        engine.step()
+        losses.append(float(loss))
+    assert engine.skipped_steps == 1
+    training.destroy(engine)
+    return losses
+
+
+def test_a_block_that_is_on_its_way_again_when_another_of_its_first_fetch_is_waited_for_is_waited_for_too(
+    ranks: Any,
+) -> None:
+    """The embedding and the first two blocks are fetched together. Two more fetches later all of the forward is asked
+    for, and between the blocks the first one, but for its norm, for its backward."""
+    with_prefetch, without = (ranks(2).run(losses_after_a_skipped_step, num)[0] for num in (34_000, 0))
+    assert with_prefetch == without
 
 
 def order_of_a_step() -> list[str]:

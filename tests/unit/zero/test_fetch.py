@@ -43,6 +43,19 @@ def test_the_first_of_a_leaf_that_is_waited_for_takes_the_leafs_others_out_of_th
     assert not registry
 
 
+def test_what_a_later_call_asks_for_stays_in_the_registry() -> None:
+    """The first leaf, used and released but for its bias, is on its way again when the second one is waited for."""
+    params, _, registry = asked()
+    first = registry[params[2]]
+    registry.pop(params[0]).wait()
+    later = Fetch([Handle()], params[:1], first.in_flight)
+    registry[params[0]] = later
+    registry.pop(params[2]).wait()
+    assert list(registry.items()) == [(params[0], later)]
+    registry.pop(params[0]).wait()
+    assert not registry
+
+
 def test_without_leaves_they_are_waited_for_one_by_one() -> None:
     params, _, registry = asked(nn.Linear)
     registry.pop(params[1]).wait()
