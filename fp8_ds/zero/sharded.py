@@ -170,24 +170,33 @@ class InFlight:
 
     def __init__(self, module: nn.Module) -> None:
         self.registry: MutableMapping[Any, Any] = module.ds_inflight_param_registry  # type: ignore[assignment]
-        leaves = (child for child in module.modules() if z3_leaf_module(child))
-        self._leaf_of = {id(p): number for number, leaf in enumerate(leaves) for p in leaf.parameters()}
+        self._leaf_of: dict[int, int] = {}
+        for leaf in filter(z3_leaf_module, module.modules()):
+            for p in leaf.parameters():
+                self._leaf_of.setdefault(id(p), getattr(leaf, "ds_id", -1))  # an inner leaf is gathered with the outer
 
     @property
     def has_leaves(self) -> bool:
         return bool(self._leaf_of)
 
     def arrived(self, fetch: Fetch) -> None:
-        """All of `fetch` is there. Those of a leaf of which the coordinator has waited for one leave the registry.
+        """All of `fetch` is there. Where the coordinator has waited for one of a leaf, the others leave its registry.
 
-        A leaf may have been used and released since, and asked for again: those are another call's, and under way.
+        Not those that a later call has asked for, if the leaf has been used and released since; nor where the one is
+        waited for by another module, which shares it: the leaf may never be used, and what is in the registry then is
+        released.
         """
         if not self.has_leaves:
             return
-        left = [p for p in fetch.params if self.registry.get(p) is fetch]
-        waited_for = {self._leaf_of.get(id(p)) for p in fetch.params if self.registry.get(p) is not fetch} - {None}
-        for p in left:
-            if self._leaf_of.get(id(p)) in waited_for:
+        is_left = [self.registry.get(p) is fetch for p in fetch.params]
+        leaves = [self._leaf_of.get(id(p)) for p in fetch.params]
+        fetched = {
+            leaf
+            for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True)
+            if not left and leaf in p.ds_active_sub_modules
+        }
+        for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True):
+            if left and leaf in fetched:
                 del self.registry[p]
 
 

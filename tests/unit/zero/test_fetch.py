@@ -23,42 +23,58 @@ class Leaf(nn.Linear):
     pass
 
 
-def asked(kind: type[nn.Linear] = Leaf) -> tuple[list[nn.Parameter], list[Handle], dict[Any, Any]]:
+def asked(kind: type[nn.Linear] = Leaf) -> tuple[list[Any], list[Handle], dict[Any, Any]]:
     """Weight and bias of two linears, all asked for in one call; the call's handles; the coordinator's registry."""
     model = nn.Sequential(kind(2, 2), kind(2, 2))
     if kind is Leaf:
         set_z3_leaf_modules(model, [Leaf])
+    for number, module in enumerate(model):
+        module.ds_id = number  # type: ignore[assignment]
+        for p in module.parameters():
+            p.ds_active_sub_modules = set()  # type: ignore[attr-defined]
     model.ds_inflight_param_registry = registry = {}  # type: ignore[assignment]
     params, handles = list(model.parameters()), [Handle(), Handle()]
     registry.update(dict.fromkeys(params, Fetch(handles, params, InFlight(model))))
     return params, handles, registry
 
 
+def wait(registry: dict[Any, Any], p: Any, module: int, **keys: Any) -> None:
+    """As the coordinator waits for one parameter of a module that it fetches."""
+    p.ds_active_sub_modules.add(module)
+    registry.pop(p).wait(**keys)
+
+
 def test_the_first_of_a_leaf_that_is_waited_for_takes_the_leafs_others_out_of_the_registry() -> None:
     params, handles, registry = asked()
-    registry.pop(params[1]).wait(handle_dependency=False)
+    wait(registry, params[1], 0, handle_dependency=False)
     assert list(registry) == params[2:]  # of a leaf that may never be used: DeepSpeed releases what is left there
     assert [handle.waits for handle in handles] == [[False], [False]]
-    registry.pop(params[2]).wait()
+    wait(registry, params[2], 1)
     assert not registry
+
+
+def test_another_module_that_shares_one_of_a_leaf_waits_for_that_alone() -> None:
+    params, _, registry = asked()
+    wait(registry, params[1], 17)
+    assert list(registry) == [params[0], *params[2:]]
 
 
 def test_what_a_later_call_asks_for_stays_in_the_registry() -> None:
     """The first leaf, used and released but for its bias, is on its way again when the second one is waited for."""
     params, _, registry = asked()
     first = registry[params[2]]
-    registry.pop(params[0]).wait()
+    wait(registry, params[0], 0)
     later = Fetch([Handle()], params[:1], first.in_flight)
     registry[params[0]] = later
-    registry.pop(params[2]).wait()
+    wait(registry, params[2], 1)
     assert list(registry.items()) == [(params[0], later)]
-    registry.pop(params[0]).wait()
+    wait(registry, params[0], 0)
     assert not registry
 
 
 def test_without_leaves_they_are_waited_for_one_by_one() -> None:
     params, _, registry = asked(nn.Linear)
-    registry.pop(params[1]).wait()
+    wait(registry, params[1], 0)
     assert list(registry) == [params[0], *params[2:]]
 
 
@@ -76,7 +92,8 @@ def test_shards_one_behind_the_other_are_one_tensor_without_a_copy() -> None:
     together = adjacent(parts)
     assert together is not None and together.data_ptr() == parts[0].data_ptr()
     assert torch.equal(together, torch.cat([part.view(torch.uint8) for part in parts]))
-    assert torch.equal(adjacent(parts[:1]), parts[0].view(torch.uint8))
+    alone = adjacent(parts[:1])
+    assert alone is not None and torch.equal(alone, parts[0].view(torch.uint8))
 
 
 def test_others_are_not() -> None:
