@@ -213,10 +213,13 @@ class Fetch:
         self.handles = handles
         self.params = params
         self.in_flight = in_flight
+        self.complete = False
 
     def wait(self, handle_dependency: bool = True) -> None:
-        for handle in self.handles:
-            handle.wait(handle_dependency=handle_dependency)
+        if not self.complete:
+            for handle in self.handles:  # once: in DeepSpeed 0.18.9 some make a weight available again, long released
+                handle.wait(handle_dependency=handle_dependency)
+            self.complete = True
         self.in_flight.arrived(self)
 
 
