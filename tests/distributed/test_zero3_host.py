@@ -52,7 +52,8 @@ def build(
     net.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
     if norms_between:
         net.blocks = nn.ModuleList(part for block in net.blocks for part in (block, nn.LayerNorm(64)))
-    config = training.ds_config(3, fp8, zero_optimization=zero)
+    bf16 = {"check_grad_overflow": True}  # DeepSpeed 0.18.9 and 0.19.0 do not look without it
+    config = training.ds_config(3, fp8, zero_optimization=zero, bf16=bf16)
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
 
