@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import training
 from fake_device import fake_device
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,8 +54,7 @@ def build(
     net.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
     if norms_between:
         net.blocks = nn.ModuleList(part for block in net.blocks for part in (block, nn.LayerNorm(64)))
-    bf16 = {"check_grad_overflow": True}  # DeepSpeed 0.18.9 and 0.19.0 do not look without it
-    config = training.ds_config(3, fp8, zero_optimization=zero, bf16=bf16)
+    config = training.ds_config(3, fp8, zero_optimization=zero)
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
 
@@ -244,6 +245,9 @@ def losses_after_a_skipped_step(num_prefetched: int) -> list[float]:
     return losses
 
 
+@pytest.mark.skipif(
+    Version(version("deepspeed")) < Version("0.19.1"), reason="this DeepSpeed's stage 3 looks for no overflow in bf16"
+)
 def test_a_block_that_is_on_its_way_again_when_another_of_its_first_fetch_is_waited_for_is_waited_for_too(
     ranks: Any,
 ) -> None:
