@@ -8,7 +8,7 @@ Fetched weights arrive in FP8; readers get bf16 of the masters, as in stock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,11 @@ from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
 from fp8_ds.formats import E4M3
+from fp8_ds.zero.fetch import Fetch, InFlight
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import WeightQuantizer
@@ -159,68 +159,6 @@ class Fp8GatherHandle:
         by_rank = [one.view(self.num_ranks, -1) for one in whole]
         torch.split_with_sizes_copy(self.buffer.view(self.num_ranks, -1), sizes, dim=1, out=by_rank)
         return whole
-
-
-class InFlight:
-    """What the coordinator has asked for and not waited for yet, and which parameters it will wait for together.
-
-    Attributes:
-        registry: parameter -> handle, the coordinator's own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.registry: MutableMapping[Any, Any] = module.ds_inflight_param_registry  # type: ignore[assignment]
-        self._leaf_of: dict[int, int] = {}
-        for leaf in filter(z3_leaf_module, module.modules()):
-            for p in leaf.parameters():
-                self._leaf_of.setdefault(id(p), getattr(leaf, "ds_id", -1))  # an inner leaf is gathered with the outer
-
-    @property
-    def has_leaves(self) -> bool:
-        return bool(self._leaf_of)
-
-    def arrived(self, fetch: Fetch) -> None:
-        """All of `fetch` is there. Where the coordinator has waited for one of a leaf, the others leave its registry.
-
-        Not those that a later call has asked for, if the leaf has been used and released since; nor where the one is
-        waited for by another module, which shares it: the leaf may never be used, and what is in the registry then is
-        released.
-        """
-        if not self.has_leaves:
-            return
-        is_left = [self.registry.get(p) is fetch for p in fetch.params]
-        leaves = [self._leaf_of.get(id(p)) for p in fetch.params]
-        fetched = {
-            leaf
-            for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True)
-            if not left and leaf in p.ds_active_sub_modules
-        }
-        for p, leaf, left in zip(fetch.params, leaves, is_left, strict=True):
-            if left and leaf in fetched:
-                del self.registry[p]
-
-
-class Fetch:
-    """What the coordinator has asked for in one call, as one handle: weights in FP8, and what stock code gathers.
-
-    The coordinator waits for parameters one by one, and records and polls an event for each, by which it bounds how far
-    the host runs ahead: a quarter of a millisecond for a decoder layer, and with its bound of two, a wait for what the
-    layer itself has asked for. With leaves the first one that is waited for takes the leaf's others with it, and the
-    bound counts leaves.
-    """
-
-    def __init__(self, handles: list[Any], params: list[Any], in_flight: InFlight) -> None:
-        self.handles = handles
-        self.params = params
-        self.in_flight = in_flight
-        self.complete = False
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        if not self.complete:
-            for handle in self.handles:  # once: in DeepSpeed 0.18.9 some make a weight available again, long released
-                handle.wait(handle_dependency=handle_dependency)
-            self.complete = True
-        self.in_flight.arrived(self)
 
 
 class Fp8Shards:

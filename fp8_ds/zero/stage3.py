@@ -20,9 +20,10 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.offload import split_lp_params
 from fp8_ds.zero.persistent import gather_persistent
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, ZeroParamHooks, newer
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
 from fp8_ds.zero.weights import Part, WeightQuantizer, aligned_starts
 
 _ALIGNMENT = 16

@@ -27,8 +27,9 @@ from fp8_ds.optim.masters import BF16_8, FP32
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
-from fp8_ds.zero.sharded import Fp8Shards, InFlight, ShardedWeight, newer
+from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States

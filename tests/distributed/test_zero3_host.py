@@ -140,7 +140,11 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     """After two steps: persistent parameters; operators by which three weights that lie one behind the other, and two
     that do not, are sent and taken out of one buffer; and whether their bytes are those of gathers one by one."""
     engine = build(fp8)
-    training.train(engine, 2)
+    training.train(engine, 1)
+    engine.backward(engine(training.micro_batches(1, 1)[0]))
+    with _Names() as mode:
+        engine.step()
+    in_step = mode.names["aten::split_with_sizes_copy"]
     optimizer = engine.optimizer
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
     shards = optimizer._fp8_shards
@@ -157,12 +161,13 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
             is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
             weight.param.partition()
     training.destroy(engine)
-    return {"persistent": persistent, "names": names, "is same": is_same}
+    return {"persistent": persistent, "in step": in_step, "names": names, "is same": is_same}
 
 
 def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
     for found in ranks(2).run(gathered, {}):
         assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2) and found["is same"]
+        assert found["in step"] == 1  # which lays out all that persists
         for what, num_copies in (("adjacent", 0), ("apart", 1)):
             names = found["names"][what]
             assert names["aten::cat"] == num_copies and names["aten::split_with_sizes_copy"] == 1

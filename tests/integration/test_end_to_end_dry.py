@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -227,6 +228,19 @@ def test_launcher_is_that_of_the_arm(bench: Any) -> None:
     assert ours[1:5] == ["-m", "deepspeed.launcher.runner", "--num_gpus", "4"]
     assert "torch.distributed.run" in command(arms.parse_arm("torch-eager", four), four, 1)
     assert len(command(arms.parse_arm("torch-eager", one), one, 1)) == 2
+
+
+# --- step_times.py ---
+
+
+def test_steps_are_timed_one_by_one_with_garbage_collection_apart(bench: Any) -> None:
+    times = bench("step_times")
+    found = times.measure(lambda number: gc.collect() if number == 1 else None, 3, on_cuda=False)
+    assert [len(found[name]) for name in ("device_ms", "host_ms", "cpu_ms")] == [3, 3, 3]
+    assert found["gc_count"][2] == 1 and found["device_ms"][1] >= found["gc_ms"][2] - 0.02 > 0
+    assert times.of_all_ranks(found) == [found]
+    rows = times.table([found, {**found, "device_ms": [1.0, 3.0, 2.0], "host_ms": [4.0], "cpu_ms": [5.0]}]).splitlines()
+    assert len(rows) == 4 and rows[3].startswith("| 1 | 2.0 (1.0 to 3.0) | 4.0 | 5.0 | ")
 
 
 # --- step_profile.py ---
