@@ -31,6 +31,7 @@ from fp8_ds.zero.fetch import InFlight
 from fp8_ds.zero.norm import clip_factor, global_norm, overflow_flag
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, newer
 from fp8_ds.zero.split import SplitQuantizer, reduced_amaxes, virtual_flat
+from fp8_ds.zero.split3 import SplitShards, SplitWeight
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.states import Fp8States
 
@@ -52,44 +53,6 @@ def _waited_by_device(stream: Any) -> Iterator[None]:
         yield
     finally:
         del stream.synchronize
-
-
-class SplitWeight(ShardedWeight):
-    """An FP8 weight whose shard is the high part of its masters."""
-
-    states: Any = None
-
-    @property
-    def source(self) -> Tensor:
-        """float32 [num_real]: the masters, decoded; a new tensor. Of a frozen weight its bf16 shard."""
-        if self.states is None:
-            return self.param.ds_tensor.data[: self.num_real]
-        owner, shard = self.states
-        return owner.fp8_read_master(shard)
-
-    @source.setter
-    def source(self, value: Tensor) -> None:
-        """Nothing: there is one place where masters lie."""
-
-
-class SplitShards(Fp8Shards):
-    """FP8 weights of ZeRO-3 whose shards are the high parts of masters."""
-
-    owner: Any
-
-    def absorb(self, weights: list[ShardedWeight]) -> None:
-        """What a user wrote becomes the master (stock keeps it only until the next step). Collective.
-
-        Elements that were not changed keep their full precision.
-        """
-        trainable = [weight for weight in weights if weight.is_trainable]
-        values = [newer(w.source, w.param.ds_tensor.data[: w.num_real]) for w in trainable]
-        if trainable:
-            self.owner.fp8_write_masters(trainable, values)
-        frozen = [weight for weight in weights if not weight.is_trainable]
-        if frozen:
-            super().absorb(frozen)
-        self.mark_ready()
 
 
 class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
