@@ -133,13 +133,24 @@ _NAME = re.compile(
     r"|ours-(?P<states>fp32|e4m19|e4m11)(?P<release>-release)?)"
     r"-(?P<mode>eager|compiled)"
 )
+KEPT = {
+    "last-down": ["layers.-1.mlp.down_proj"],
+    "two": [
+        "layers.0.self_attn.q_proj",
+        "layers.0.self_attn.k_proj",
+        "layers.0.self_attn.v_proj",
+        "layers.-1.mlp.down_proj",
+    ],
+}
+"""Linears of the Llama, as those of parity/arms.py of the GPT."""
 GRAMMAR = (
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), +fast (linear.fast_accumulation all), +e4m3 "
-    "(linear.grad_dtype), +precise (that, and the first and last layer in bf16), any +section.key=JSON of the fp8 "
-    "block; of DeepSpeed's: +cudagraphs (compiled with mode reduce-overhead), +nowait "
-    "(timers.throughput.synchronized false, as ours always has it), +leaf (stage 3: leaf_module, a decoder layer), "
+    "(linear.grad_dtype), +precise (that, and the first and last layer in bf16), +kept=NAME (that, and in bf16 the "
+    f"linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
+    "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
+    "+leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
 )
 
@@ -210,6 +221,8 @@ def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
     elif key == "precise":
         ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
         block["linear"] |= {"grad_dtype": "e4m3", **ends}
+    elif key == "kept" and value in KEPT:
+        block["linear"] |= {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[value]]}
     elif "." in key and value:
         section, _, leaf = key.partition(".")
         try:

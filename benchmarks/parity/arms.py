@@ -15,6 +15,26 @@ ENDS = changed(DEFAULT, CHANGES["ends-in-bf16"])
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
 
 
+KEPT = {
+    "last": ["blocks.-1."],
+    "first": ["blocks.0."],
+    "last-down": ["blocks.-1.down"],
+    "last-mlp": ["blocks.-1.up", "blocks.-1.down"],
+    "last-attention": ["blocks.-1.qkv", "blocks.-1.out"],
+    "three-attentions": [f"blocks.-{k}.{linear}" for k in (1, 2, 3) for linear in ("qkv", "out")],
+    "attention": [".qkv", ".out"],
+    "first-up": ["blocks.0.up"],
+    "two": ["blocks.0.qkv", "blocks.-1.down"],
+    "three": ["blocks.0.qkv", "blocks.0.up", "blocks.-1.down"],
+}
+"""Linears of the GPT that stay in bf16, beside the head, where not all of the first and last block does."""
+
+
+def _kept(name: str) -> dict[str, Any]:
+    """The default with E4M3 gradients and these linears in bf16."""
+    return changed(DEFAULT, {"linear": {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[name]]}})
+
+
 def _linears(**keys: str) -> dict[str, Any]:
     """e4m11 with these keys of "linear"."""
     return changed(E4M11, {"linear": keys})
@@ -36,6 +56,12 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fp8-ends": ENDS,
     "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
     "e4m11-ends-e4m3": changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
+    "e4m11-ends-e4m3-fast-input": changed(
+        changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
+        {"linear": {"fast_accumulation": "output_and_grad_input"}},
+    ),
+    **{f"fp8-e4m3-{name}": _kept(name) for name in KEPT},
+    "fp8-e4m3-fast": changed(DEFAULT, {"linear": {"grad_dtype": "e4m3", "fast_accumulation": "all"}}),
     "rowwise-e4m3": changed(changed(DEFAULT, CHANGES["rowwise"]), E4M3_GRADIENTS),
     "gw_hp-e4m3": changed(changed(DEFAULT, CHANGES["rowwise_with_gw_hp"]), E4M3_GRADIENTS),
     "e4m11-e4m3": _linears(grad_dtype="e4m3"),
@@ -71,9 +97,11 @@ VARIANTS = {
     "fp8-e4m3": "fp8",
     "fp8-ends": "fp8",
     "fp8-ends-e4m3": "fp8-e4m3",
+    **{f"fp8-e4m3-{name}": "fp8-e4m3" for name in (*KEPT, "fast")},
     "rowwise-e4m3": "rowwise",
     "gw_hp-e4m3": "gw_hp",
     "e4m11-ends-e4m3": "fp8-ends-e4m3",
+    "e4m11-ends-e4m3-fast-input": "e4m11-ends-e4m3",
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""

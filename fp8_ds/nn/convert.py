@@ -26,7 +26,7 @@ from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
-from fp8_ds.nn.stacks import at_ends
+from fp8_ds.nn.stacks import NameFilter, at_ends
 from fp8_ds.scaling.delayed import AmaxHistory
 
 _RECIPES: dict[str, type[Recipe]] = {
@@ -181,7 +181,7 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
 def _verdict(
     module: nn.Module,
     name: str,
-    fqns: list[str],
+    named: bool,
     uses: Counter[int],
     linear_config: LinearConfig,
     ends: Mapping[nn.Module, str],
@@ -189,14 +189,14 @@ def _verdict(
 ) -> tuple[bool, str]:
     """(converted, reason) of the weight `name` of `module`.
 
-    `fqns` are all names of the linear, or of the experts' weight (a module used twice has several).
+    `named`: by `linear.filter_fqns`.
     """
     weight, is_experts = module._parameters.get(name), experts.is_experts(module)
     if not is_experts and _fp8_class(module, foreign) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
-    if any(pattern in fqn for pattern in linear_config.filter_fqns for fqn in fqns):
+    if named:
         return False, "filter_fqns"
     if module in ends:
         return False, ends[module]
@@ -250,14 +250,17 @@ def make_plan(
             raise converted_already(f"{type(module).__name__} at {fqn!r}")
         if is_layer(module, foreign):
             names.setdefault(module, []).append(fqn)
+    name_filter = NameFilter(model, linear_config.filter_fqns)
     uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers: list[LayerPlan] = []
     for module, fqns in names.items():
         rows = []
         for name, own_fqns, shape in _weights(module, fqns):
-            converted, reason = _verdict(module, name, own_fqns, uses, linear_config, ends, foreign)
+            named = name_filter.names(own_fqns)
+            converted, reason = _verdict(module, name, named, uses, linear_config, ends, foreign)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
         layers += _without_too_many(rows, linear_config, device)
+    name_filter.check_found()
     plan = Plan(tuple(layers), OtherMatrices.of(model, foreign))
     if plan.num_converted == 0 and not may_be_empty:
         raise _nothing_to_convert(plan)

@@ -1,9 +1,9 @@
-"""The first and last layers of a model's stacks, which may stay in bf16: `linear.num_layers_at_start_in_bf16`."""
+"""Layers counted from the ends of a model's stacks: `linear.num_layers_at_start_in_bf16`, and `layers.-1.` in names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 
 AT_START, AT_END = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
+_FROM_THE_END = re.compile(r"(^|\.)-\d+(\.|$)")
 
 IsLinear = Callable[[nn.Module], bool]
 
@@ -40,6 +41,52 @@ def _entries(module: nn.Module) -> list[nn.Module]:
         return list(module)
     is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
     return list(module.children()) if is_numbered else []
+
+
+class NameFilter:
+    """Which layers of a model `linear.filter_fqns` names, by parts of their names.
+
+    A negative number counts from the end of the outermost list of modules: `layers.-1.mlp` names the last layer's.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Collection[str]) -> None:
+        self._model = model
+        self._from_the_end = {pattern for pattern in patterns if _FROM_THE_END.search(pattern)}
+        self._others = set(patterns) - self._from_the_end
+        self._not_found = set(self._from_the_end)
+
+    def names(self, fqns: Collection[str]) -> bool:
+        """Whether one of them is in one of a layer's names: a module that is used twice has several."""
+        from_the_end = [_name_from_the_end(self._model, fqn) for fqn in fqns]
+        found = {pattern for pattern in self._from_the_end if any(pattern in fqn for fqn in from_the_end)}
+        self._not_found -= found
+        return bool(found) or any(pattern in fqn for pattern in self._others for fqn in fqns)
+
+    def check_found(self) -> None:
+        """Once `names` has seen all layers. Who counts from the end means an entry that is there.
+
+        Raises:
+            ConfigError: naming one that is not.
+        """
+        for pattern in sorted(self._not_found):
+            raise ConfigError(
+                f"fp8.linear.filter_fqns: expected a part of a layer's name, got {pattern!r}, which is in none. "
+                'Negative numbers count from the end of the outermost nn.ModuleList, as in "layers.-1.mlp": `fp8-ds '
+                "plan` shows the names that there are."
+            )
+
+
+def _name_from_the_end(model: nn.Module, fqn: str) -> str:
+    """`layers.31.mlp` as `layers.-1.mlp`; the same if the name leads through no list of modules."""
+    parts, module = fqn.split("."), model
+    for k, part in enumerate(parts):
+        children = module._modules
+        if _entries(module):
+            return ".".join([*parts[:k], str(list(children).index(part) - len(children)), *parts[k + 1 :]])
+        if (child := children.get(part)) is None:
+            break
+        module = child
+    return fqn
 
 
 def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) -> dict[nn.Module, str]:

@@ -79,6 +79,39 @@ def test_layers_at_the_ends_of_each_stack_stay_in_bf16_as_named(first, last):
     assert len(converted(plan)) == 1 + 3 * 2 + 4 * 4 + 3 - len(found)
 
 
+@pytest.mark.parametrize(
+    ("patterns", "in_bf16"),
+    [
+        (["decoder.-1."], [f"decoder.3.experts.{k}.{name}" for k in (0, 1) for name in ("up", "down")]),
+        (["encoder.1.-3.down", "decoder.-2.experts.0.up"], ["encoder.1.0.down", "decoder.2.experts.0.up"]),
+        (["-1.up"], ["encoder.1.2.up"]),
+        (["heads.-3"], ["heads.0"]),
+    ],
+)
+def test_negative_numbers_in_names_count_from_the_end_of_the_outermost_list(patterns, in_bf16):
+    plan = make_plan(Deep(), LinearConfig(filter_fqns=tuple(patterns)))
+    assert reasons(plan) == dict.fromkeys(in_bf16, "filter_fqns")
+
+
+def test_positive_numbers_do_not_count_from_the_end():
+    """ "1.up" is part of "-1.up", which no name has."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(3)])})
+    assert list(reasons(make_plan(model, LinearConfig(filter_fqns=("1.up",))))) == ["layers.1.up"]
+
+
+@pytest.mark.parametrize("pattern", ["blocks.-3.", "blocks.-1.gate", "lm_head.-1"])
+def test_a_name_from_the_end_that_is_not_there_is_an_error(pattern):
+    with pytest.raises(ConfigError, match=rf"filter_fqns: expected a part .* got '{pattern}', which is in none"):
+        make_plan(Model(), LinearConfig(filter_fqns=("lm_head", "blocks.0", pattern)), may_be_empty=True)
+
+
+def test_a_linear_with_two_names_may_be_named_by_either():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(3)])})
+    model["again"] = nn.ModuleList([model["layers"][0]])
+    plan = make_plan(model, LinearConfig(filter_fqns=("layers.-3.up", "again.-1.up")))
+    assert list(reasons(plan)) == ["layers.0.up"]
+
+
 @pytest.mark.parametrize(("keys", "in_bf16"), [("0 1 2", ["layers.0.up"]), ("a b c", [])])
 def test_a_dict_with_numbers_for_keys_is_a_list_of_layers(keys: str, in_bf16: list[str]) -> None:
     model = nn.ModuleDict({"layers": nn.ModuleDict({key: Block() for key in keys.split()})})
