@@ -97,7 +97,6 @@ VARIANTS = {
     "fp8-e4m3": "fp8",
     "fp8-ends": "fp8",
     "fp8-ends-e4m3": "fp8-e4m3",
-    **{f"fp8-e4m3-{name}": "fp8-e4m3" for name in (*KEPT, "fast")},
     "rowwise-e4m3": "rowwise",
     "gw_hp-e4m3": "gw_hp",
     "e4m11-ends-e4m3": "fp8-ends-e4m3",
@@ -105,6 +104,8 @@ VARIANTS = {
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""
+EXPLORED = {f"fp8-e4m3-{name}": "fp8-e4m3" for name in (*KEPT, "fast")}
+"""As `VARIANTS`, with no claim that has bounds."""
 OF_LINEARS = ("e4m11-e4m3", "e4m11-e4m3-fast-input", "e4m11-fast-e4m3", "e4m11-fast", "e4m11-delayed")
 """What linears may do for speed or precision, beside "e4m11" with the same states."""
 WITHOUT_DEEPSPEED = ("torchao", "bf16-nearest")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parity.arms import ARMS, OF_LINEARS, RECIPES, SCHEDULED, STATES, VARIANTS
+from parity.arms import ARMS, EXPLORED, OF_LINEARS, RECIPES, SCHEDULED, STATES, VARIANTS
 from parity.emulated import EMULATED
 from parity.models import SIZES, Size
 
 REGIME_ARMS = {
     1: ("stock", "fp8", *RECIPES, *STATES, "torchao"),
     2: ("stock", "e4m11", "e4m11-nearest", "bf16-nearest", "fp8", "e4m19", *RECIPES, "fp32-master"),
-    3: ("stock", *EMULATED, *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, *VARIANTS, "fp32-master"),
+    3: ("stock", *EMULATED, *OF_LINEARS, "e4m11", "e4m19", "fp8", *RECIPES, *VARIANTS, *EXPLORED, "fp32-master"),
 }
 
 

@@ -13,12 +13,12 @@ from typing import Any
 from fp8_ds.comparison import Stepwise, pair, pooled_half_widths, stepwise
 from fp8_ds.curves import Curve
 from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
-from parity.arms import ARMS, OF_LINEARS, RECIPES, STATES, TRUNKS, VARIANTS
+from parity.arms import ARMS, EXPLORED, OF_LINEARS, RECIPES, STATES, TRUNKS, VARIANTS
 from parity.emulated import EMULATED
 
 Rows = Sequence[dict[str, str]]
 _LAST = tuple((arm, base) for arm, trunk in TRUNKS.items() for base in ("stock", trunk))
-_VARIANTS = tuple((arm, base) for arm, other in VARIANTS.items() for base in ("stock", other))
+_VARIANTS = tuple((arm, base) for arm, other in (VARIANTS | EXPLORED).items() for base in ("stock", other))
 _TO_STOCK = tuple((arm, "stock") for arm in ("fp8", *RECIPES, *STATES))
 _PARTS = (*((arm, "stock") for arm in EMULATED), ("fp8", "emulated"))
 _TO_FP8 = tuple((arm, "fp8") for arm in STATES)
