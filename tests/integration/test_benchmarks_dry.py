@@ -309,3 +309,9 @@ def test_gradient_bench_finds_each_linears_share_of_the_noise(run_main: Callable
     assert arms[:2] == ["bf16", "tensorwise"] and len(arms) % 4 == 2
     total = re.search(r"^\| all \|.* ([\d.]+) \| [+-][\d.]+ at once \|$", output, flags=re.MULTILINE)
     assert total is not None and 70 < float(total[1]) < 130  # errors of linears are nearly independent
+
+
+def test_chunks_of_ligers_loss_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("liger_chunks", "--dry-run", "--out", tmp_path)
+    (path,) = tmp_path.glob("*-liger-chunks.json")
+    assert set(json.loads(path.read_text())) == {"Llama-3-8B", "Llama 2.0 B", "Qwen3-0.6B"}
