@@ -232,6 +232,7 @@ def make_spec(
 ) -> dict[str, Any]:
     """All that a worker needs to know."""
     timing = Timing(args.warm_up, args.blocks, args.steps)
+    arm = with_chunks(arm, args.chunk_mem_const)
     return {
         "arm": arm.as_dict(),
         "model": vars(sized(model, arm)),
@@ -239,6 +240,7 @@ def make_spec(
         "ds_config": ds_config(arm, model, args.clip, not uses_cuda()) if arm.uses_deepspeed else None,
         "mode": piece.mode,
         "cross_entropy": piece.cross_entropy or args.cross_entropy,
+        "chunk_mem_const": args.chunk_mem_const,
         "attention": args.attention,
         "clip": args.clip,
         "warm_up": timing.warm_up,
@@ -248,6 +250,15 @@ def make_spec(
         "traces": _trace_folder(args, arm),
         "text": text,
     }
+
+
+def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
+    """The arm, with the constant in its fp8 block if Liger's loss is named there; else the model hands it to Liger."""
+    activations = (arm.fp8 or {}).get("activations", {})
+    if chunk_mem_const == 1 or activations.get("cross_entropy") != "liger":
+        return arm
+    activations = {**activations, "cross_entropy_chunk_mem_const": chunk_mem_const}
+    return replace(arm, fp8={**arm.fp8, "activations": activations})
 
 
 def _trace_folder(args: argparse.Namespace, arm: Arm) -> str | None:
@@ -291,6 +302,11 @@ def chosen_model(args: argparse.Namespace, piece: Piece) -> Model:
 def measure(args: argparse.Namespace) -> Path:
     """Runs a piece; returns the JSON to which it was appended."""
     name, piece = chosen_piece(args)
+    if args.chunk_mem_const != 1 and (piece.cross_entropy or args.cross_entropy) != "liger":
+        raise SystemExit(
+            f"--chunk-mem-const: expected 1 with cross entropy stock, got {args.chunk_mem_const}. Add --cross-entropy "
+            "liger, or take a piece that has it."
+        )
     model, timing = chosen_model(args, piece), Timing(args.warm_up, args.blocks, args.steps)
     began = time.monotonic()
     for arm_name in filter(None, (piece.reference, *piece.arms)):
@@ -306,6 +322,7 @@ def measure(args: argparse.Namespace) -> Path:
         "model": {"name": piece.model, **vars(model)},
         "reference": piece.reference,
         "cross_entropy": piece.cross_entropy or args.cross_entropy,
+        "chunk_mem_const": args.chunk_mem_const,
         "attention": args.attention,
         "clip": args.clip,
         "timing": str(timing),
@@ -346,6 +363,14 @@ def parse_args() -> argparse.Namespace:
     how.add_argument("--reference", metavar="ARM", help="is measured before and after --arms")
     how.add_argument(
         "--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms; some pieces have their own"
+    )
+    how.add_argument(
+        "--chunk-mem-const",
+        type=int,
+        default=1,
+        metavar="N",
+        help="logits of Liger's loss may be N times as large as its input, in all arms: an arm with +liger has it by "
+        "our key, others by Liger's argument",
     )
     how.add_argument(
         "--attention", choices=["causal", "sdpa", "cudnn"], default="causal", help="of all arms: end_to_end_trainers.py"

@@ -194,6 +194,12 @@ def _picked(run: Mapping[str, Any]) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
+def _loss(run: Mapping[str, Any]) -> str:
+    """Which one, and how much larger than by itself Liger makes its logits, of which the first runs do not say."""
+    times = run.get("chunk_mem_const", 1)
+    return f"cross entropy {run['cross_entropy']}" + (f" with chunk_mem_const {times}" if times != 1 else "")
+
+
 def section(run: Mapping[str, Any]) -> str:
     """One run: what it was, its table, what was left out."""
     m, box = run["model"], run["machine"]
@@ -205,7 +211,7 @@ def section(run: Mapping[str, Any]) -> str:
         "",
         f"`{run['command']}` on {m['gpus']} x {box['device']}; {versions}, Python {box['python']}, CUDA {box['cuda']}.",
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
-        f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}; attention "
+        f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; {_loss(run)}; attention "
         f"{run['attention']}{_picked(run)}. All DeepSpeed arms: {zero}.",
         *([f"Text: {run['text']}."] if run.get("text") else []),
         "",

@@ -25,12 +25,13 @@ def need(package: str) -> None:
 # --- models ---
 
 
-def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
+def llama(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
     """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
 
     "stock" hands out the loss alone; "untouched" is transformers' own class; "liger" predicts the same tokens, and its
-    logits are never whole in memory. Attention is "sdpa", as the library has it, or "causal": the same, but never given
-    a mask, which compiled graphs otherwise get (docs/compile.md).
+    logits are never whole in memory: a chunk's are `chunk_mem_const` times as large as the head's input. Attention is
+    "sdpa", as the library has it, or "causal": the same, but never given a mask, which compiled graphs otherwise get
+    (docs/compile.md).
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -62,14 +63,16 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
         return lambda: LlamaLoss(config)
 
     need("liger_kernel")
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    chunks = {"chunk_mem_const": chunk_mem_const} if chunk_mem_const != 1 else {}  # 0.7 has no such argument
 
     class FusedHead(nn.Linear):
         @torch.compiler.disable
         def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
             device = hidden.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-            return LigerFusedLinearCrossEntropyLoss()(self.weight.to(dtype), hidden.to(dtype), targets)
+            return liger_fused_linear_cross_entropy(hidden.to(dtype), self.weight.to(dtype), targets, **chunks)
 
     class LlamaWithFusedLoss(LlamaForCausalLM):  # type: ignore[misc]
         def __init__(self, config: LlamaConfig) -> None:
@@ -84,7 +87,7 @@ def llama(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Modul
     return lambda: LlamaWithFusedLoss(config)
 
 
-def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
+def gpt(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
     """Makes, on the CPU, a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
     from parity.models import GPT, Size
 
@@ -98,16 +101,17 @@ def gpt(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]
     return make
 
 
-def factory(m: Model, cross_entropy: str, attention: str) -> Callable[[], nn.Module]:
+def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
     """Imports what the model needs (not possible under zero.Init) and returns what makes it.
 
     Args:
+        cross_entropy: see `llama`, as for `chunk_mem_const`.
         attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick.
     """
     if attention == "cudnn":
         demand_cudnn()
         attention = "causal"
-    return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention)
+    return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention, chunk_mem_const)
 
 
 def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
@@ -177,7 +181,8 @@ class EngineTrainer(Trainer):
             import fp8_ds  # noqa: F401 (installs)
 
         super().__init__(m)
-        config, make = spec["ds_config"], factory(m, loss_of_model(arm, spec), spec["attention"])
+        config = spec["ds_config"]
+        make = factory(m, loss_of_model(arm, spec), spec["attention"], spec["chunk_mem_const"])
         if m.stage == 3:
             # The weights are torch's initial ones: Hugging Face's initialisation does not see partitioned tensors.
             with deepspeed.zero.Init(config_dict_or_path=config):
@@ -237,7 +242,7 @@ class PlainTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
 
     def _whole(self, arm: Arm, spec: dict[str, Any]) -> nn.Module:
-        make = factory(self.m, spec["cross_entropy"], spec["attention"])
+        make = factory(self.m, spec["cross_entropy"], spec["attention"], spec["chunk_mem_const"])
         with self.device:
             model = make()
         # Through bf16, so that all arms start from the same numbers.
@@ -256,7 +261,7 @@ class PlainTrainer(Trainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        make = factory(self.m, spec["cross_entropy"], spec["attention"])
+        make = factory(self.m, spec["cross_entropy"], spec["attention"], spec["chunk_mem_const"])
         with torch.device("meta"):
             model: Any = make()
         self._convert(model, arm)

@@ -154,14 +154,22 @@ class ActivationsConfig(_Block):
     fused: bool = False
     nonlinear: Literal["bf16", "fp8"] = "bf16"
     cross_entropy: Literal["stock", "liger"] = "stock"
+    cross_entropy_chunk_mem_const: Annotated[int, Field(ge=1)] = 1
     smooth_swiglu: bool = False
 
     def check(self, recipe: str) -> None:
         """Everything that is set can take effect with this recipe of the linears.
 
         Raises:
-            ConfigError: `nonlinear` has no modules to do so in; or smooth SwiGLU is asked of another recipe.
+            ConfigError: `nonlinear` has no modules to do so in; smooth SwiGLU is asked of another recipe; or chunks are
+                to be larger of a loss that has none.
         """
+        if self.cross_entropy_chunk_mem_const != 1 and self.cross_entropy != "liger":
+            raise ConfigError(
+                f'fp8.activations.cross_entropy_chunk_mem_const: expected 1 with cross_entropy "{self.cross_entropy}", '
+                f"got {self.cross_entropy_chunk_mem_const}. It is the size of the chunks of Liger's loss: set "
+                '"cross_entropy": "liger", or remove the key.'
+            )
         if self.smooth_swiglu and recipe != "tensorwise":
             raise ConfigError(
                 f'fp8.activations.smooth_swiglu: expected false with recipe "{recipe}", got true. Scales of channels '

@@ -116,8 +116,9 @@ def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
 
 
 def _rehearse(model: Any, run: Run) -> Rehearsal:
-    has_liger = run.fp8 is not None and run.fp8.activations.cross_entropy == "liger"
-    training: nn.Module = LossOfLiger(model) if has_liger else _LossAlone(model)
+    training: nn.Module = _LossAlone(model)
+    if run.fp8 is not None and run.fp8.activations.cross_entropy == "liger":
+        training = LossOfLiger(model, run.fp8.activations.cross_entropy_chunk_mem_const)
 
     def loss(training: nn.Module) -> Tensor:
         found: Tensor = training(zeros_for(model, run.micro_batch, run.seq_len))

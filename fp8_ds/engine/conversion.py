@@ -89,7 +89,8 @@ def _surround(engine: Any, config: Fp8Config) -> None:
     if config.activations.fused:
         say(fuse_producers(module, config.activations).describe())
     if config.activations.cross_entropy == "liger":
-        say(fuse_loss(module, engine.zero_optimization_stage()))
+        times = config.activations.cross_entropy_chunk_mem_const
+        say(fuse_loss(module, engine.zero_optimization_stage(), times))
 
 
 def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:

@@ -7,15 +7,20 @@ that alone, not for its norms, MLPs and rotary embeddings, which it would put in
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fp8_ds.engine.activation import RECORD
+from fp8_ds.engine.liger_patches import (
+    calls_with_chunk_mem_const,
+    keep_out_of_graphs,
+    set_chunk_mem_const,
+    wait_for_nothing_in_backward,
+)
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 
@@ -27,15 +32,18 @@ _WITHOUT_KERNELS = ("cpu",)
 
 @dataclass(frozen=True)
 class LossRefusal:
-    """Where Liger's loss cannot be had: what it is, why, and what to do instead."""
+    """Where Liger's loss cannot be had, or not so: what it is, why, and what to do instead."""
 
     what: str
     reason: str
     remedy: str
+    key: str = _KEY
+    default: str = '"stock"'
 
-    def error(self, found: str) -> UnsupportedError:
+    def error(self, found: str, value: str = '"liger"') -> UnsupportedError:
         return UnsupportedError(
-            f'{_KEY}: expected "stock" with {self.what}, got "liger" and {found}: {self.reason}. {self.remedy}'
+            f"{self.key}: expected {self.default} with {self.what}, got {value} and {found}: {self.reason}. "
+            f"{self.remedy}"
         )
 
 
@@ -46,6 +54,13 @@ NOT_INSTALLED = LossRefusal(
     f"`pip install -U liger-kernel` (0.7 or later). {_STOCK} otherwise.",
 )
 NO_KERNELS = LossRefusal("a CPU", "Liger's kernels are written in Triton", f"{_STOCK} there.")
+NO_CHUNK_MEM_CONST = LossRefusal(
+    "a liger-kernel whose loss takes no `chunk_mem_const`",
+    '"cross_entropy_chunk_mem_const" is handed to it',
+    "`pip install -U liger-kernel` (0.8.5 takes it), or remove the key.",
+    f"{_KEY}_chunk_mem_const",
+    "1",
+)
 PIPELINE = LossRefusal(
     "a PipelineModule", "its stages compute no loss of their own", "Put Liger's loss into its `loss_fn`."
 )
@@ -74,15 +89,26 @@ CUT_HEAD = LossRefusal(
     "Liger's loss multiplies by `lm_head.weight` and nothing else: by a part of the vocabulary",
     f"{_STOCK} with AutoTP.",
 )
-LOSS_REFUSALS = (NOT_INSTALLED, NO_KERNELS, PIPELINE, UNKNOWN_MODEL, OTHER_FORWARD, OTHER_HEAD, FP8_HEAD, CUT_HEAD)
+LOSS_REFUSALS = (
+    NOT_INSTALLED,
+    NO_KERNELS,
+    NO_CHUNK_MEM_CONST,
+    PIPELINE,
+    UNKNOWN_MODEL,
+    OTHER_FORWARD,
+    OTHER_HEAD,
+    FP8_HEAD,
+    CUT_HEAD,
+)
 
 
-def refuse_loss(model: nn.Module, device_type: str) -> None:
+def refuse_loss(model: nn.Module, device_type: str, chunk_mem_const: int = 1) -> None:
     """Nothing happens if Liger's loss can be had in this model. Reads classes and names only; before any collective.
 
     Args:
         model: what deepspeed.initialize was given.
         device_type: of the accelerator, such as "cuda".
+        chunk_mem_const: the key's.
 
     Raises:
         UnsupportedError: it cannot.
@@ -91,7 +117,7 @@ def refuse_loss(model: nn.Module, device_type: str) -> None:
 
     if isinstance(model, PipelineModule):
         raise PIPELINE.error(type(model).__name__)
-    refuse_liger(device_type)
+    refuse_liger(device_type, chunk_mem_const)
     lm = _causal_lm(model)
     _liger_patch_of(lm)
     owner = next(kind for kind in type(lm).__mro__ if "forward" in vars(kind))
@@ -105,8 +131,8 @@ def refuse_loss(model: nn.Module, device_type: str) -> None:
         raise OTHER_HEAD.error(f"{'no lm_head' if head is None else head}")
 
 
-def refuse_liger(device_type: str) -> None:
-    """Nothing happens if liger-kernel is there and runs on this type of device.
+def refuse_liger(device_type: str, chunk_mem_const: int = 1) -> None:
+    """Nothing happens if liger-kernel is there, runs on this type of device and takes what the keys say.
 
     Raises:
         UnsupportedError: it is not, or does not.
@@ -114,15 +140,18 @@ def refuse_liger(device_type: str) -> None:
     if device_type in _WITHOUT_KERNELS:
         raise NO_KERNELS.error(f"device {device_type}")
     _liger_patches()
+    if chunk_mem_const != 1 and not calls_with_chunk_mem_const():
+        raise NO_CHUNK_MEM_CONST.error(_liger_version(), str(chunk_mem_const))
 
 
-def fuse_loss(model: nn.Module, zero_stage: int) -> str:
+def fuse_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int = 1) -> str:
     """The model's own loss is Liger's from now on, in training with labels; nothing else of it has changed.
 
     Args:
         model: one that `refuse_loss` lets pass; its linears are converted, DeepSpeed's hooks are not on it yet.
         zero_stage: of the optimizer to come. In stage 3 the head's weight is gathered for the whole model's forward and
             backward: the loss reads it without calling the head, whose hooks would gather it.
+        chunk_mem_const: logits may be this many times as large as the loss's input. 1: as Liger has it by itself.
 
     Returns:
         One line that says so.
@@ -139,26 +168,16 @@ def fuse_loss(model: nn.Module, zero_stage: int) -> str:
     patch(model=lm, **{name: name == _LOSS_OPTION for name in _options(patch)})
     if not getattr(vars(lm).get("forward"), "__module__", "").startswith("liger_kernel."):
         raise UNKNOWN_MODEL.error(f"{type(lm).__name__}, whose forward liger-kernel has left as it was")
-    _keep_out_of_graphs()
+    keep_out_of_graphs()
+    wait_for_nothing_in_backward()
+    if chunk_mem_const != 1:
+        set_chunk_mem_const(lm.lm_head.weight, chunk_mem_const)
     if zero_stage == 3:
         from deepspeed.runtime.zero import register_external_parameter
 
         register_external_parameter(lm, lm.lm_head.weight)
-    return "fp8: cross entropy: Liger's, fused with lm_head; with labels in training, logits are None"
-
-
-def _keep_out_of_graphs() -> None:
-    """torch.compile calls Liger's kernel and traces nothing of it: the graph breaks there, numbers are those of eager.
-
-    Its host code reads a count back and loops over chunks of tokens; traced (torch 2.13, liger-kernel 0.8.5) it is
-    compiled in pieces.
-    """
-    functional = importlib.import_module("liger_kernel.transformers.functional")
-    stock = functional.liger_fused_linear_cross_entropy
-    if not hasattr(stock, "fp8_ds_stock"):
-        called = torch.compiler.disable(stock)
-        called.fp8_ds_stock = stock
-        RECORD.set(functional, "liger_fused_linear_cross_entropy", called)
+    chunks = f", chunk_mem_const {chunk_mem_const}" if chunk_mem_const != 1 else ""
+    return f"fp8: cross entropy: Liger's, fused with lm_head{chunks}; with labels in training, logits are None"
 
 
 def _causal_lm(model: Any) -> Any:
@@ -190,6 +209,13 @@ def _liger_patches() -> Any:
         return importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         raise NOT_INSTALLED.error(f"{type(error).__name__} ({error})") from error
+
+
+def _liger_version() -> str:
+    try:
+        return f"liger-kernel {importlib.metadata.version('liger-kernel')}"
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "a liger-kernel without a version"
 
 
 def _options(patch: Callable[..., None]) -> list[str]:

@@ -135,7 +135,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
         if fp8.activations.cross_entropy == "liger":
             from fp8_ds.engine.cross_entropy import refuse_loss
 
-            refuse_loss(model, device.type)
+            refuse_loss(model, device.type, fp8.activations.cross_entropy_chunk_mem_const)
     _apply_patches()
     return fingerprint(fp8, config, model, arguments.get("mpu"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,15 @@ import torch.nn.functional as F
 import training
 from torch import Tensor
 
+from fp8_ds.engine.liger_patches import calls_with_chunk_mem_const
+
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 8
 LIGER = {"activations": {"cross_entropy": "liger"}}
+TOLD: list[int] = []
+"""The sizes of chunks that the stand-in was called with."""
 
 
 class FusedLossInTorch(torch.autograd.Function):
@@ -59,18 +64,24 @@ def kernel_in_torch() -> Iterator[None]:
         accum_dtype: Any = None,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        chunk_mem_const: int = 1,
     ) -> Tensor:
         assert bias is None and ce_weight is None and softcap is None and accum_dtype is None
         assert ignore_index == -100 and not return_token_accuracy and not return_predicted_tokens
+        TOLD.append(chunk_mem_const)
         return FusedLossInTorch.apply(input, weight, target, reduction)
 
     stock = functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS
     functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS = stand_in, ()
     FusedLossInTorch.num_calls = 0
+    TOLD.clear()
+    ops = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    backward = ops.fused_linear_cross_entropy_backward
     try:
         yield
     finally:
-        RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] is not functional]
+        RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] not in (functional, ops)]
+        ops.fused_linear_cross_entropy_backward = backward
         functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS = stock
 
 
@@ -131,6 +142,7 @@ def run(
         "losses": losses,
         "logits_are_none": logits,
         "calls": calls,
+        "told": list(TOLD),
         "gathered": gathered,
         "said": said,
         "patched": patched,
@@ -164,6 +176,20 @@ def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int
     for one, other in zip(stock, liger, strict=True):
         compare(one, other)
     assert stock[0]["losses"][-1] < 0.9 * stock[0]["losses"][0]
+
+
+@pytest.mark.parametrize(("stage", "compiled"), [(2, True), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+def test_the_loss_is_told_the_size_of_its_chunks_for_this_engines_model_alone(
+    ranks: Any, stage: int, compiled: bool
+) -> None:
+    """Also where ZeRO-3 has changed the head's weight, and a graph hands it over."""
+    if not calls_with_chunk_mem_const():
+        pytest.skip("this liger-kernel takes no chunk_mem_const")
+    chunks = {"activations": {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}}
+    for fp8, size in ((chunks, 8), (LIGER, 1)):
+        for one in ranks(2).run(run, training.ds_config(stage, fp8), compiled=compiled, num_steps=3):
+            assert one["told"] == [size] * 3
+            assert ("chunk_mem_const 8" in one["said"][-1]) is (size == 8)
 
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -121,6 +122,45 @@ def test_a_loss_that_the_fp8_block_names_gets_transformers_own_class(bench: Any)
     torch.manual_seed(0)
     found = {loss: one(input_ids=tokens, labels=tokens) for loss, one in made.items()}
     assert found["stock"].logits is None and found["untouched"].logits is not None
+
+
+def test_larger_chunks_are_told_to_liger_by_our_key_or_by_its_own_argument(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms, driver, trainers = bench("end_to_end_arms"), bench("end_to_end"), bench("end_to_end_trainers")
+    model = arms.MODELS["tiny-llama"]
+    names = ("stock-eager", "torch-eager", "ours-e4m11-eager", "ours-e4m11-eager+liger")
+    monkeypatch.setattr("sys.argv", ["end_to_end.py", "--arms", *names, "--cross-entropy", "liger"])
+    args, told = driver.parse_args(), []
+    _, piece = driver.chosen_piece(args)
+
+    def loss(hidden: Any, weight: Any, targets: Any, **more: Any) -> Any:
+        told.append(more)
+        return hidden.sum()
+
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=loss)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    monkeypatch.setattr(trainers, "need", lambda package: None)
+    tokens = torch.randint(model.vocab, (1, model.seq))
+    for args.chunk_mem_const in (1, 8):
+        specs = {name: driver.make_spec(args, piece, arms.parse_arm(name, model), model, None) for name in names}
+        assert {spec["chunk_mem_const"] for spec in specs.values()} == {args.chunk_mem_const}
+        by_key = specs.pop(names[-1])
+        config = Fp8Config.from_block(by_key["ds_config"]["fp8"])
+        assert config.activations.cross_entropy_chunk_mem_const == args.chunk_mem_const
+        assert by_key["arm"]["fp8"] == by_key["ds_config"]["fp8"]
+        assert specs["ours-e4m11-eager"]["ds_config"]["fp8"].get("activations") is None
+        spec = specs["stock-eager"]
+        make = trainers.factory(model, spec["cross_entropy"], spec["attention"], spec["chunk_mem_const"])
+        make()(input_ids=tokens, labels=tokens)
+    assert told == [{}, {"chunk_mem_const": 8}]  # 0.7 does not know the argument
+
+
+def test_larger_chunks_of_a_loss_without_chunks_are_refused(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["end_to_end.py", "--arms", "stock-eager", "--chunk-mem-const", "8"])
+    driver = bench("end_to_end")
+    with pytest.raises(SystemExit, match=r"^--chunk-mem-const: expected 1 with cross entropy stock, got 8\."):
+        driver.measure(driver.parse_args())
 
 
 def test_graphs_and_releases_are_of_the_arms_that_name_them(bench: Any) -> None:
@@ -445,6 +485,14 @@ def test_ratios_are_taken_to_the_mean_of_both_references_of_a_run(bench: Any) ->
     report = bench("end_to_end_report")
     table = report.speed_table(speed_run(FULL))
     assert f"| {73 / 31:.3f} |" in table and "drifted by +6.67 %" in table
+
+
+def test_a_heading_says_how_much_larger_chunks_are(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    run = speed_run(FULL) | {"cross_entropy": "liger"}
+    larger = "liger with chunk_mem_const 8"
+    for more, told in (({}, "liger"), ({"chunk_mem_const": 1}, "liger"), ({"chunk_mem_const": 8}, larger)):
+        assert f"; cross entropy {told}; attention " in report.section(run | more)
 
 
 def test_verdicts_are_met_missed_or_not_measured(bench: Any) -> None:

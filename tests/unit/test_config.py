@@ -34,7 +34,13 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "outstanding_update_bytes": 67108864,
             "seed": 0,
         },
-        "activations": {"fused": False, "nonlinear": "bf16", "cross_entropy": "stock", "smooth_swiglu": False},
+        "activations": {
+            "fused": False,
+            "nonlinear": "bf16",
+            "cross_entropy": "stock",
+            "cross_entropy_chunk_mem_const": 1,
+            "smooth_swiglu": False,
+        },
         "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16", "chunks": 1},
         "attention": {"backend": None, "hadamard": False},
         "schedule": {
@@ -56,7 +62,8 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
                              "outstanding_update_bytes": 1048576, "seed": 4294967295},
-               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger"},
+               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
+                               "cross_entropy_chunk_mem_const": 8},
                "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
@@ -71,7 +78,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
-    assert config.activations.cross_entropy == "liger"
+    assert (config.activations.cross_entropy, config.activations.cross_entropy_chunk_mem_const) == ("liger", 8)
     assert (config.tensor_parallel.reduce_scatter, config.tensor_parallel.chunks) == ("fp8", 4)
     assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
     assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
@@ -223,7 +230,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "true in a block's place": (
         {"enabled": True, "activations": True},
         "fp8.activations:",
-        ["Its keys: fused, nonlinear, cross_entropy, smooth_swiglu."],
+        ["Its keys: fused, nonlinear, cross_entropy, cross_entropy_chunk_mem_const, smooth_swiglu."],
     ),
     "null in a block's place": ({"enabled": True, "guard": None}, "fp8.guard:", ["Remove the key for the defaults."]),
     "layers in a list": (
@@ -252,6 +259,16 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "activations": {"cross_entropy": "cce"}},
         "fp8.activations.cross_entropy:",
         ['got "cce"', '"stock" or "liger"'],
+    ),
+    "chunks of a loss that has none": (
+        {"enabled": True, "activations": {"cross_entropy_chunk_mem_const": 8}},
+        "fp8.activations.cross_entropy_chunk_mem_const:",
+        ['expected 1 with cross_entropy "stock", got 8', 'set "cross_entropy": "liger", or remove the key'],
+    ),
+    "chunks of no size": (
+        {"enabled": True, "activations": {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": 0}},
+        "fp8.activations.cross_entropy_chunk_mem_const:",
+        ["an integer of at least 1, got 0"],
     ),
     "a number of tokens that is none": (on(tokens=0), "fp8.linear.tokens:", ["an integer of at least 1, got 0"]),
     "a format that blocks have no GEMM for": (

@@ -189,6 +189,16 @@ def test_fp8_keeps_fewer_activations_and_fused_modules_fewer_still() -> None:
     assert fused.activations < fp8.activations < bf16.activations
 
 
+def test_ligers_loss_has_chunks_of_the_size_that_the_key_says() -> None:
+    spec = read_spec("llama-8b", ("num_hidden_layers=1", "hidden_size=256", "intermediate_size=512", "vocab_size=8192"))
+    peaks = []
+    for times in (16, 32):
+        activations = {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": times}
+        run = read_run(config(2, {**states("e4m11"), "activations": activations}), 1, 2, 512)
+        peaks.append(estimate(spec, run).in_backward)
+    assert peaks[1] - peaks[0] == 2 * (1024 - 512) * 8192
+
+
 def test_checkpointing_keeps_the_layers_inputs_only() -> None:
     spec = read_spec("llama-8b", ("num_hidden_layers=4", "hidden_size=256", "intermediate_size=512", "vocab_size=64"))
     plain, again = (

@@ -16,17 +16,22 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary", "chunk"),
+    ("tokens", "width", "vocabulary", "chunk_mem_const", "chunk"),
     [
-        (16384, 4096, 32000, 2048),  # the example in Liger's source
-        (8192, 4096, 32000, 1024),
-        (8192, 4096, 128256, 256),
-        (100, 64, 64, 100),  # all at once, and never more than there are
-        (100, 64, 65, 64),
+        (16384, 4096, 32000, 1, 2048),  # the example in Liger's source
+        (8192, 4096, 32000, 1, 1024),
+        (8192, 4096, 128256, 1, 256),
+        (8192, 4096, 128256, 4, 1024),
+        (8192, 4096, 128256, 8, 2048),
+        (8192, 4096, 128256, 10, 2048),  # a power of two
+        (8192, 4096, 128256, 32, 8192),
+        (100, 64, 64, 1, 100),  # all at once, and never more than there are
+        (100, 64, 64, 3, 100),
+        (100, 64, 65, 1, 64),
     ],
 )
-def test_chunks_follow_ligers_rule(tokens: int, width: int, vocabulary: int, chunk: int) -> None:
-    assert chunk_size(tokens, width, vocabulary) == chunk
+def test_chunks_follow_ligers_rule(tokens: int, width: int, vocabulary: int, chunk_mem_const: int, chunk: int) -> None:
+    assert chunk_size(tokens, width, vocabulary, chunk_mem_const) == chunk
 
 
 def tiny(**options: Any) -> Any:
@@ -46,6 +51,14 @@ def test_logits_are_never_whole_and_both_gradients_wait_for_the_backward() -> No
     assert with_logits.kept - chunked.kept > 2 * logits - head
     assert with_logits.peak(lambda _: 0) - chunked.peak(lambda _: 0) > 2 * logits - head - chunk
     assert with_logits.moments[-1].num_gradients == chunked.moments[-1].num_gradients
+
+
+def test_larger_chunks_are_that_much_more_of_the_peak() -> None:
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+    half, all_at_once = (rehearse(LossOfLiger(tiny(), times), lambda model: model(tokens)) for times in (8, 16))
+    assert (chunk_size(512, 64, 1024, 8), chunk_size(512, 64, 1024, 16)) == (256, 512)
+    assert all_at_once.peak(lambda _: 0) - half.peak(lambda _: 0) == 2 * 256 * 1024
+    assert all_at_once.kept == half.kept
 
 
 def test_models_that_ligers_loss_does_not_take_are_refused() -> None:

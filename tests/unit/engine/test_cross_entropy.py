@@ -1,7 +1,9 @@
-"""Liger's loss: where it is refused, and what it changes. liger-kernel is a stub here, except in the last test."""
+"""Liger's loss: where it is refused, and what it changes. liger-kernel is a stub here, except in the last tests."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +11,8 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -21,11 +24,13 @@ from transformers import (
 )
 
 from fp8_ds.config import LinearConfig
+from fp8_ds.engine import liger_patches
 from fp8_ds.engine.activation import RECORD
 from fp8_ds.engine.cross_entropy import (
     CUT_HEAD,
     FP8_HEAD,
     LOSS_REFUSALS,
+    NO_CHUNK_MEM_CONST,
     NO_KERNELS,
     NOT_INSTALLED,
     OTHER_FORWARD,
@@ -36,6 +41,7 @@ from fp8_ds.engine.cross_entropy import (
     fuse_loss,
     refuse_loss,
 )
+from fp8_ds.engine.liger_patches import wait_for_nothing_in_backward
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 
@@ -89,15 +95,39 @@ class Liger:
         """As a version that replaces the forward of another class."""
 
 
+class Loss:
+    """Stands in for Liger's autograd function; `Loss0_7` for one that is not told the size of chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk_mem_const: int = 1) -> None: ...
+
+
+class Loss0_7:
+    @staticmethod
+    def forward(ctx: Any) -> None: ...
+
+
+def loss(input: Any, weight: Any, target: Any, bias: Any = None, chunk_mem_const: int = 1) -> int:
+    """As liger-kernel 0.8.5's, of which it gives the constant."""
+    return chunk_mem_const
+
+
+def stock_backward(grad_output: Any, grad_input: Any, grad_weight: Any, grad_bias: Any) -> Any:
+    """As Liger's; its results say that it was called."""
+    return "stock's", grad_output, grad_input, grad_weight, grad_bias
+
+
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Any:
     stub = Liger()
-    functional = SimpleNamespace(liger_fused_linear_cross_entropy=lambda input, weight, target: 0)
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=loss, LigerFusedLinearCrossEntropyFunction=Loss)
+    ops = SimpleNamespace(fused_linear_cross_entropy_backward=stock_backward)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", stub)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
-    stub.functional = functional
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", ops)
+    stub.functional, stub.ops = functional, ops
     yield stub
-    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] is not functional]
+    RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] not in (functional, ops)]
 
 
 def llama() -> Any:
@@ -166,7 +196,27 @@ def test_a_refusal_names_key_finding_and_remedy(
 
 
 def test_every_row_is_triggered_here() -> None:
-    assert {id(row) for row, *_ in TRIGGERS} | {id(FP8_HEAD), id(CUT_HEAD)} == {id(row) for row in LOSS_REFUSALS}
+    elsewhere = {id(row) for row in (NO_CHUNK_MEM_CONST, FP8_HEAD, CUT_HEAD)}
+    assert {id(row) for row, *_ in TRIGGERS} | elsewhere == {id(row) for row in LOSS_REFUSALS}
+
+
+@pytest.mark.parametrize("lacks", ["liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"])
+def test_larger_chunks_of_a_version_that_is_not_told_are_refused(liger: Any, lacks: str) -> None:
+    refuse_loss(llama(), "cuda", 8)
+    old = {
+        "liger_fused_linear_cross_entropy": lambda input, weight, target, bias=None: 0,
+        "LigerFusedLinearCrossEntropyFunction": Loss0_7,
+    }
+    setattr(liger.functional, lacks, old[lacks])
+    refuse_loss(llama(), "cuda")
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_loss(llama(), "cuda", 8)
+    message = str(caught.value)
+    assert message.startswith(
+        "fp8.activations.cross_entropy_chunk_mem_const: expected 1 with a liger-kernel whose loss takes no "
+        "`chunk_mem_const`, got 8 and "
+    )
+    assert message.endswith(f": {NO_CHUNK_MEM_CONST.reason}. {NO_CHUNK_MEM_CONST.remedy}")
 
 
 def test_a_function_that_patches_other_parts_too_is_refused(liger: Any) -> None:
@@ -245,6 +295,92 @@ def test_the_kernel_is_kept_out_of_graphs_once_and_comes_back(liger: Any) -> Non
     assert ours == [(liger.functional, "liger_fused_linear_cross_entropy", stock)]
 
 
+def test_each_engines_loss_has_its_own_chunks_and_others_are_called_as_they_call(liger: Any) -> None:
+    stock, model, other, third = liger.functional.liger_fused_linear_cross_entropy, llama(), llama(), llama()
+    line = fuse_loss(model, 2, 8)
+    assert line == (
+        "fp8: cross entropy: Liger's, fused with lm_head, chunk_mem_const 8; with labels in training, logits are None"
+    )
+    fuse_loss(other, 2, 4)
+    fuse_loss(third, 2)
+    call = liger.functional.liger_fused_linear_cross_entropy
+    assert inspect.signature(call) == inspect.signature(stock)
+    x, target = torch.zeros(2, 64), torch.zeros(2)
+    for weight, expected in ((model.lm_head.weight, 8), (other.lm_head.weight, 4)):
+        assert call(x, weight, target) == call(target=target, weight=weight, input=x) == expected
+        assert call(x, weight, target, None, 2) == expected  # as Liger's forward of gpt-oss says one
+    assert call(x, third.lm_head.weight, target) == call(x, model.lm_head.weight.clone(), target) == 1
+    assert call(x, third.lm_head.weight, target, chunk_mem_const=2) == 2
+    del model, weight
+    gc.collect()
+    assert [*call.fp8_ds_chunk_mem_consts.values()] == [4]
+
+
+def gradients(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones(3, 4, dtype=dtype), torch.ones(4, 6, dtype=dtype).t(), torch.ones(6, dtype=dtype)
+
+
+def test_the_backward_multiplies_on_the_device_once_and_stocks_comes_back(
+    liger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fuse_loss(llama(), 2)
+    backward = liger.ops.fused_linear_cross_entropy_backward
+    fuse_loss(llama(), 2)
+    assert liger.ops.fused_linear_cross_entropy_backward is backward is not stock_backward
+    assert [patch for patch in RECORD.patches if patch[0] is liger.ops] == [
+        (liger.ops, "fused_linear_cross_entropy_backward", stock_backward)
+    ]
+    half, grads = torch.tensor(0.5), gradients()
+    assert backward(half, *grads)[0] == "stock's" and all((grad == 1).all() for grad in grads)  # a CPU has no kernels
+    monkeypatch.setattr(liger_patches, "_DEVICES", ("cpu",))
+    for weight, bias in ((grads[1], grads[2]), (None, grads[2]), (grads[1], None), (None, None)):
+        for grad in grads:
+            grad.fill_(1)
+        found = backward(half, grads[0], weight, bias)
+        assert found[0] is grads[0] and found[1] is weight and found[2] is bias
+        assert all((grad == 0.5).all() for grad in found if grad is not None)
+        backward(torch.ones(()), grads[0], weight, bias)
+        assert all((grad == 0.5).all() for grad in found if grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("grad_output", "grads"),
+    [
+        (torch.ones(3), gradients()),  # of "none" in 0.7.0, where the first one counts
+        (torch.ones((), dtype=torch.float64), gradients()),
+        (torch.ones(()), gradients(torch.float64)),
+        (torch.ones(()), (torch.ones(3, 8)[:, :4], None, None)),
+    ],
+)
+def test_what_is_not_multiplied_here_stock_multiplies(
+    liger: Any, monkeypatch: pytest.MonkeyPatch, grad_output: Tensor, grads: Any
+) -> None:
+    monkeypatch.setattr(liger_patches, "_DEVICES", ("cpu",))
+    wait_for_nothing_in_backward()
+    found = liger.ops.fused_linear_cross_entropy_backward(grad_output, *grads)
+    assert found[0] == "stock's" and all(a is b for a, b in zip(found[1:], (grad_output, *grads), strict=True))
+
+
+@pytest.mark.parametrize(
+    "another",
+    [
+        lambda grad_output, grad_input, grad_weight, grad_bias, scale: None,
+        lambda grad_output, grad_weight, grad_input, grad_bias: None,
+        lambda grad_output, grad_input, grad_weight, grad_bias=None: None,
+        None,
+    ],
+)
+def test_a_backward_of_another_signature_is_left(liger: Any, another: Any) -> None:
+    liger.ops.fused_linear_cross_entropy_backward = another
+    wait_for_nothing_in_backward()
+    assert liger.ops.fused_linear_cross_entropy_backward is another
+
+
+def test_a_version_without_that_module_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
+    wait_for_nothing_in_backward()
+
+
 REAL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -282,13 +418,90 @@ assert torch.equal(model(input_ids=tokens, labels=labels).logits, stock.logits)
 print("as stock")
 """
 
+CHUNKS = """
+import inspect
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from liger_kernel.ops import fused_linear_cross_entropy as ops
+import fp8_ds
+from fp8_ds.engine import liger_patches
+from fp8_ds.engine.cross_entropy import fuse_loss, refuse_loss
+from fp8_ds.testing.interpreted import pytest_configure
 
-def test_the_real_kernel_gives_stocks_loss_and_gradients_and_breaks_graphs_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """liger-kernel itself, on the CPU through Triton's interpreter."""
+pytest_configure()
+TINY["vocab_size"] = 512  # 8 chunks of 4 tokens, or 4 times as many in 2
+tokens = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(0))
+num_chunks = []
+rows = ops.liger_cross_entropy_kernel
+has_key = liger_patches.calls_with_chunk_mem_const()
+
+class Counted:
+    def __getitem__(self, grid):
+        num_chunks.append(grid[0])
+        return rows[grid]
+
+ops.liger_cross_entropy_kernel = Counted()
+
+def fused(times):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).bfloat16()
+    refuse_loss(model, "cuda", times)
+    fuse_loss(model, 2, times)
+    return model
+
+def grads_of(model, factor, times=1):
+    model.zero_grad()
+    num_chunks.clear()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    for _ in range(times):
+        model.zero_grad()
+        (loss * factor).backward(retain_graph=True)
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+one = fused(1)
+stock = ops.fused_linear_cross_entropy_backward.fp8_ds_stock
+ours = ops.fused_linear_cross_entropy_backward
+calls = []
+liger_patches.multiply_, multiply_ = lambda *given: calls.append(1) or multiply_(*given), liger_patches.multiply_
+for factor in (1.0, 0.5):
+    for times in (1, 2):  # of two backwards the second halves what the first has halved, in Liger's, too
+        liger_patches._DEVICES = ()
+        expected = grads_of(one, factor, times)
+        assert num_chunks == [4] * 8 and not calls
+        liger_patches._DEVICES = ("cpu",)
+        found = grads_of(one, factor, times)
+        assert len(calls) == 2 * times, calls  # of x and the weight
+        calls.clear()
+        assert torch.equal(expected[0], found[0])
+        assert all(torch.equal(a, b) for a, b in zip(expected[1], found[1], strict=True)), (factor, times)
+if has_key:
+    four = fused(4)
+    loss, grads = grads_of(four, 1.0)
+    assert num_chunks == [16] * 2, num_chunks
+    expected = grads_of(one, 1.0)
+    assert num_chunks == [4] * 8
+    assert abs(loss - expected[0]) < 1e-5
+    for a, b in zip(grads, expected[1], strict=True):
+        assert torch.nn.functional.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0) > 0.9999
+    four.compile(backend="aot_eager")
+    loss, _ = grads_of(four, 1.0)
+    assert num_chunks == [16] * 2, num_chunks
+    four(input_ids=tokens, labels=tokens)
+fp8_ds.uninstall()
+assert ops.fused_linear_cross_entropy_backward is stock
+assert "fp8_ds_stock" not in vars(liger_patches.importlib.import_module(liger_patches._FUNCTIONAL)
+                                  .liger_fused_linear_cross_entropy)
+num_chunks.clear()
+one(input_ids=tokens, labels=tokens)
+assert num_chunks == [4] * 8
+print("as Liger's")
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [(REAL, "as stock"), (CHUNKS, "as Liger's")], ids=["stock", "chunks"])
+def test_the_real_kernel_on_the_cpu(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """liger-kernel itself, through Triton's interpreter: REAL compares it with stock, CHUNKS its patches with it."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    code = f"TINY = {TINY!r}\n{REAL}"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.strip().endswith("as stock"), run.stdout + run.stderr
+    run = subprocess.run([sys.executable, "-c", f"TINY = {TINY!r}\n{code}"], capture_output=True, text=True)
+    assert run.stdout.strip().endswith(said), run.stdout + run.stderr

@@ -1,0 +1,12 @@
+"""The product in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def multiply_(x: Tensor, factor: Tensor) -> None:
+    """`x` is the product. Reads the factor back."""
+    if float(factor) != 1:
+        x.data.copy_(x.to(torch.float32) * factor.reshape(()))  # `data`: the version stays, as with a kernel
