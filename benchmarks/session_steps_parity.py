@@ -183,6 +183,14 @@ PARITY_STEPS = (
         after="parity-parts-first",
     ),
     Step(
+        "parity-parts-kept",
+        f"{_PARTS} --per-gpu 2 --seeds 5 6 --arms stock fp8-e4m3 fp8-ends-e4m3 fp8-e4m3-last-attention "
+        "fp8-e4m3-three-attentions fp8-e4m3-attention fp8-e4m3-first-up",
+        420,
+        "issue 8 E: which linears of the ends matter; two runs at a time, 100 to 160 s each on an H100",
+        after="parity-parts-first",
+    ),
+    Step(
         "parity-1b-trained",
         f"{_GPT_PARITY} --study 1b --regimes 3 --seeds 0 --arms stock fp8 fp8-e4m3 --gpus-per-run 2 --steps 1792 "
         "--checkpoint-at 0.502 --saving 5 --estimate 460",

@@ -220,12 +220,10 @@ def test_the_picture_of_a_step_names_keys_and_is_what_its_script_draws() -> None
 def test_the_table_on_the_first_page_is_that_of_the_result_file_and_of_its_picture(tmp_path: Path) -> None:
     script = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/img/first_page.py")))
     lines = (ROOT / "README.md").read_text().replace("**", "").splitlines()
-    runs = json.loads(script.RESULT.read_text())["runs"]
-    (results,) = (run["results"] for run in runs if (run["piece"], run["id"]) == script.RUN)
-    for row in script.rows():
+    for row, (run, arm, _) in zip(script.rows(), script.ARMS, strict=True):
         cells = [row.name, f"{row.tokens / 1e3:.1f}k", f"{row.ratio:.2f}", f"{row.gib:.1f}"]
         assert f"| {' | '.join(cells)} |" in lines
-        of_row = [one for one in results if script.NAMES.get(one["arm"]) == row.name]
+        of_row = [one for one in script.results(run) if one["arm"] == arm]
         # Of all alike: CUDA graphs hide what is allocated.
         assert {f"{one['peak_reserved_gib']:.1f}" for one in of_row} == {f"{row.gib:.1f}"}
     assert any(line.endswith("| GiB reserved at the peak |") for line in lines)
