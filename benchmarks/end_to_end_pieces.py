@@ -148,13 +148,14 @@ PIECES = {
         cross_entropy="liger",
     ),
     # Does the host of one rank make up for another's if two layers are on their way? Whole layers, where the other
-    # pieces' 250 M weights are a layer and a part of the next.
+    # pieces' 250 M weights are a layer and a part of the next. And ours with its own key for the loss, whose backward
+    # does not wait; the same library's loss in all arms.
     "8b-ahead": Piece(
         "llama-8b",
         "torchao-tensorwise-compiled",
         (
             "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=218103808",
-            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=436207616",
+            "ours-e4m11-compiled+fused+leaf+liger+ds.stage3_prefetch_bucket_size=436207616",
         ),
         cross_entropy="liger",
     ),
