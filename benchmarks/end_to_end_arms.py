@@ -134,7 +134,7 @@ _NAME = re.compile(
     r"-(?P<mode>eager|compiled)"
 )
 KEPT = {
-    "last-down": ["layers.-1.mlp.down_proj"],
+    "last-attention": ["layers.-1.self_attn"],
     "two": [
         "layers.0.self_attn.q_proj",
         "layers.0.self_attn.k_proj",

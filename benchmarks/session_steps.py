@@ -142,8 +142,8 @@ STEPS = (
         "precise",
         benchmark("end_to_end", "--piece precise --budget {seconds}"),
         480,
-        "issue 4 H 1: the setting whose parity is shown, with FP8 states and with those of the pairs, beside the best "
-        "peer",
+        "issue 4 H 1: the headline beside the best peer, with the states of the pairs, and with the last layer's "
+        "attention alone in bf16",
     ),
     Step("release", benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(

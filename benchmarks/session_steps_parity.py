@@ -154,6 +154,7 @@ PARITY_STEPS = (
         for arm, seed, estimate in (
             ("e4m11", 24, 590),
             ("rowwise", 25, 720),
+            ("e4m11-e4m3-fast-input-last-attention", 29, 600),
             ("e4m11-ends-e4m3-fast-input", 26, 600),
             ("e4m11-ends-e4m3-fast-input", 27, 600),
             ("e4m11-ends-e4m3-fast-input", 28, 600),

@@ -30,9 +30,9 @@ KEPT = {
 """Linears of the GPT that stay in bf16, beside the head, where not all of the first and last block does."""
 
 
-def _kept(name: str) -> dict[str, Any]:
-    """The default with E4M3 gradients and these linears in bf16."""
-    return changed(DEFAULT, {"linear": {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[name]]}})
+def _kept(name: str, block: dict[str, Any] = DEFAULT) -> dict[str, Any]:
+    """`block` with E4M3 gradients and these linears in bf16."""
+    return changed(block, {"linear": {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[name]]}})
 
 
 def _linears(**keys: str) -> dict[str, Any]:
@@ -59,6 +59,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11-ends-e4m3-fast-input": changed(
         changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
         {"linear": {"fast_accumulation": "output_and_grad_input"}},
+    ),
+    "e4m11-e4m3-fast-input-last-attention": _kept(
+        "last-attention", _linears(fast_accumulation="output_and_grad_input")
     ),
     **{f"fp8-e4m3-{name}": _kept(name) for name in KEPT},
     "fp8-e4m3-fast": changed(DEFAULT, {"linear": {"grad_dtype": "e4m3", "fast_accumulation": "all"}}),
@@ -101,6 +104,7 @@ VARIANTS = {
     "gw_hp-e4m3": "gw_hp",
     "e4m11-ends-e4m3": "fp8-ends-e4m3",
     "e4m11-ends-e4m3-fast-input": "e4m11-ends-e4m3",
+    "e4m11-e4m3-fast-input-last-attention": "e4m11-ends-e4m3-fast-input",
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""
