@@ -1,4 +1,4 @@
-"""What the size of its chunks costs Liger's fused cross entropy: time, memory, and how long its backward waits.
+"""What the size of its chunks costs Liger's fused cross entropy: time and memory.
 
     python benchmarks/liger_chunks.py --out benchmarks/results         # one GPU
     python benchmarks/liger_chunks.py --out .out --dry-run             # CPU: names and shapes, nothing runs

@@ -49,12 +49,25 @@ PIPELINE_ENDS = ModelRefusal(
     'Set these keys to 0, and name linears in "linear.filter_fqns": `"23."` is all of entry 23, `"0."` that of 10 and '
     "20, too.",
 )
+PIPELINE_FROM_THE_END = ModelRefusal(
+    "a PipelineModule with negative numbers in `linear.filter_fqns`",
+    "a stage has entries of its own, which do not tell where the model ends",
+    'Name linears by the number of their entry: `"23.mlp"`.',
+)
 PARALLEL_SCHEDULE = ModelRefusal(
     "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
     "their gathers move FP8 only",
     'Remove "schedule"; layers that shall not be in FP8 go into "linear.filter_fqns".',
 )
-MODEL_REFUSALS = (EXPERTS, DUAL_PIPE, AUTOTP_STAGE_3, AUTOTP_PIPELINE, PIPELINE_ENDS, PARALLEL_SCHEDULE)
+MODEL_REFUSALS = (
+    EXPERTS,
+    DUAL_PIPE,
+    AUTOTP_STAGE_3,
+    AUTOTP_PIPELINE,
+    PIPELINE_ENDS,
+    PIPELINE_FROM_THE_END,
+    PARALLEL_SCHEDULE,
+)
 
 
 def refuse_model(model: Any, linear: LinearConfig) -> None:
@@ -62,16 +75,21 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
 
     Raises:
         UnsupportedError: it has expert-parallel parameters, is a DualPipeVModule, or is a pipeline whose ends shall
-            stay in bf16.
+            stay in bf16, or one with names that count from the end.
     """
     import deepspeed
     from deepspeed.runtime.pipe.module import PipelineModule
+
+    from fp8_ds.nn.stacks import counts_from_the_end
 
     if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
         raise DUAL_PIPE.error(type(model).__name__)
     num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
     if isinstance(model, PipelineModule) and (num_first or num_last):
         raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
+    from_the_end = list(filter(counts_from_the_end, linear.filter_fqns))
+    if isinstance(model, PipelineModule) and from_the_end:
+        raise PIPELINE_FROM_THE_END.error(", ".join(map(repr, from_the_end)))
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))

@@ -12,6 +12,7 @@ from fp8_ds.errors import ConfigError
 
 AT_START, AT_END = "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
 _FROM_THE_END = re.compile(r"(^|\.)-\d+(\.|$)")
+_NUMBER_LAST = re.compile(r"(^|\.)-\d+$")
 
 IsLinear = Callable[[nn.Module], bool]
 
@@ -43,22 +44,28 @@ def _entries(module: nn.Module) -> list[nn.Module]:
     return list(module.children()) if is_numbered else []
 
 
+def counts_from_the_end(pattern: str) -> bool:
+    """Whether a part of a name in `linear.filter_fqns` has a negative number in it."""
+    return _FROM_THE_END.search(pattern) is not None
+
+
 class NameFilter:
     """Which layers of a model `linear.filter_fqns` names, by parts of their names.
 
-    A negative number counts from the end of the outermost list of modules: `layers.-1.mlp` names the last layer's.
+    A negative number counts from the end of the outermost list of modules: `layers.-1.mlp` names the last layer's. It
+    is a whole one: `layers.-1` is all of the last layer, and nothing of `layers.-12`.
     """
 
     def __init__(self, model: nn.Module, patterns: Collection[str]) -> None:
         self._model = model
-        self._from_the_end = {pattern for pattern in patterns if _FROM_THE_END.search(pattern)}
+        self._from_the_end = set(filter(counts_from_the_end, patterns))
         self._others = set(patterns) - self._from_the_end
         self._not_found = set(self._from_the_end)
 
     def names(self, fqns: Collection[str]) -> bool:
         """Whether one of them is in one of a layer's names: a module that is used twice has several."""
         from_the_end = [_name_from_the_end(self._model, fqn) for fqn in fqns]
-        found = {pattern for pattern in self._from_the_end if any(pattern in fqn for fqn in from_the_end)}
+        found = {pattern for pattern in self._from_the_end if any(_is_in(pattern, fqn) for fqn in from_the_end)}
         self._not_found -= found
         return bool(found) or any(pattern in fqn for pattern in self._others for fqn in fqns)
 
@@ -74,6 +81,11 @@ class NameFilter:
                 'Negative numbers count from the end of the outermost nn.ModuleList, as in "layers.-1.mlp": `fp8-ds '
                 "plan` shows the names that there are."
             )
+
+
+def _is_in(pattern: str, fqn: str) -> bool:
+    """Whether a pattern from the end is in a name from the end, in which digits do not go on where it stops."""
+    return re.search(re.escape(pattern) + (r"(?!\d)" if _NUMBER_LAST.search(pattern) else ""), fqn) is not None
 
 
 def _name_from_the_end(model: nn.Module, fqn: str) -> str:

@@ -272,6 +272,9 @@ def test_a_pipeline_has_no_ends_that_a_stage_could_know() -> None:
     refuse_model(Pipeline(), LinearConfig())
     with pytest.raises(UnsupportedError, match=r"PipelineModule.*got 0 and 1.*Set these keys to 0, and name"):
         refuse_model(Pipeline(), LinearConfig(num_layers_at_end_in_bf16=1))
+    refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.mlp")))
+    with pytest.raises(UnsupportedError, match=r"PipelineModule.*got '23\.-1', 'layers\.-1\.mlp': .*by the number of"):
+        refuse_model(Pipeline(), LinearConfig(filter_fqns=("lm_head", "23.-1", "layers.-1.mlp")))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,14 @@ def test_negative_numbers_in_names_count_from_the_end_of_the_outermost_list(patt
     assert reasons(plan) == dict.fromkeys(in_bf16, "filter_fqns")
 
 
+@pytest.mark.parametrize("pattern", ["layers.-1", "-1", "layers.-1."])
+def test_a_negative_number_is_a_whole_one(pattern):
+    """ "layers.-1" is part of "layers.-12", too."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(12)])})
+    plan = make_plan(model, LinearConfig(filter_fqns=(pattern,)))
+    assert reasons(plan) == dict.fromkeys(["layers.11.up", "layers.11.down"], "filter_fqns")
+
+
 def test_positive_numbers_do_not_count_from_the_end():
     """ "1.up" is part of "-1.up", which no name has."""
     model = nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(3)])})
