@@ -17,6 +17,8 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear
 
 _KEY = "fp8.activations.cross_entropy"
+_OWN_CONSTANTS = {"gpt_oss": 8}
+"""By type of model: what Liger takes where it is told 1, or nothing (0.8.5, transformers/model/gpt_oss.py)."""
 
 
 def chunk_size(num_tokens: int, width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
@@ -82,7 +84,8 @@ class LossOfLiger(nn.Module):
             )
         self.lm: Any = lm
         self._prefix: str = prefix
-        self._chunk_mem_const: int = chunk_mem_const
+        own: int = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
+        self._chunk_mem_const: int = chunk_mem_const if chunk_mem_const != 1 else own
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of tokens [batch, length]."""

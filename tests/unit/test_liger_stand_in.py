@@ -61,6 +61,18 @@ def test_larger_chunks_are_that_much_more_of_the_peak() -> None:
     assert all_at_once.kept == half.kept
 
 
+def test_of_gpt_oss_liger_takes_larger_chunks_by_itself() -> None:
+    """As its own forward of that type of model has it; a key of more than 1 wins."""
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+
+    def peak(model_type: str, *chunk_mem_const: int) -> int:
+        model = tiny()
+        model.config.model_type = model_type
+        return rehearse(LossOfLiger(model, *chunk_mem_const), lambda model: model(tokens)).peak(lambda _: 0)
+
+    assert peak("llama", 16) == peak("gpt_oss", 16) > peak("gpt_oss") == peak("llama", 8) > peak("llama")
+
+
 def test_models_that_ligers_loss_does_not_take_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="no causal LM of transformers"):
         LossOfLiger(nn.Linear(2, 2))
