@@ -28,6 +28,12 @@ def chunk_size(num_tokens: int, width: int, vocabulary: int, chunk_mem_const: in
     return min(1 << (tokens - 1).bit_length(), num_tokens)
 
 
+def chunk_mem_const_of(lm: Any, told: int) -> int:
+    """What Liger takes for this model if it is told so much: 1 leaves it to its forward of that type of model."""
+    own = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
+    return told if told != 1 else own
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Both gradients are made in the forward, and handed out by the backward."""
 
@@ -84,8 +90,7 @@ class LossOfLiger(nn.Module):
             )
         self.lm: Any = lm
         self._prefix: str = prefix
-        own: int = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
-        self._chunk_mem_const: int = chunk_mem_const if chunk_mem_const != 1 else own
+        self._chunk_mem_const: int = chunk_mem_const_of(lm, chunk_mem_const)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of tokens [batch, length]."""

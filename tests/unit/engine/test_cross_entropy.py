@@ -262,6 +262,31 @@ def test_the_loss_of_this_instance_is_all_that_is_asked_for(liger: Any) -> None:
     assert not any("forward" in vars(module) for module in model.modules() if module is not model)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "told"),
+    [
+        (512, ""),
+        (513, ', in up to 9 chunks: "cross_entropy_chunk_mem_const": 2 makes fewer, which is faster'),
+        (64 * 149, ', in up to 149 chunks: "cross_entropy_chunk_mem_const": 32 makes fewer, which is faster'),
+    ],
+)
+def test_the_line_says_where_larger_chunks_are_faster(vocabulary: int, told: str) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": vocabulary}))
+    assert f"fused with lm_head{told}; with labels" in fuse_loss(model, 2)
+
+
+def test_where_the_key_would_change_nothing_the_line_does_not_name_it(
+    liger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = LlamaConfig(**{**TINY, "vocab_size": 4096})
+    model = LlamaForCausalLM(big)
+    liger.MODEL_TYPE_TO_APPLY_LIGER_FN["gpt_oss"] = liger.apply_to_llama
+    model.config.model_type = "gpt_oss"  # of which Liger takes larger chunks by itself
+    assert "chunks" not in fuse_loss(model, 2)
+    monkeypatch.setattr("fp8_ds.engine.cross_entropy.calls_with_chunk_mem_const", lambda: False)
+    assert "chunks" not in fuse_loss(LlamaForCausalLM(big), 2)
+
+
 def test_inside_peft_it_is_the_base_models_loss() -> None:
     class Peft(nn.Module):
         def __init__(self) -> None:
