@@ -203,6 +203,7 @@ def main() -> None:
     steps = results.settings["steps"]
     report = summary.report(results.rows, steps, study.bounded, regimes)
     report += "\n" + summary.report_in_bf16(results.rows, results.runs, steps, regimes)
+    report += "\n" + summary.report_late(results.rows, regimes)
     report += "\n" + summary.report_training(results.rows, steps, regimes)
     summary.plot(results.rows, steps, stem.with_suffix(".png"), regimes)
     about = f"{results.settings['text']}\n\nRuns: {json.dumps(results.runs)}\n\nLeft out: {left_out}\n\n"

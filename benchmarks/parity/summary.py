@@ -44,6 +44,8 @@ TITLES = {1: "from scratch", 2: "continued at 1e-5", 3: "branched off a trained 
 BOUNDED = ("e4m19", "e4m11")
 CONTROLS = (("e4m11-nearest", "e4m11"), ("bf16-nearest", "stock"))
 LAST_SHARE = 0.1
+NUM_LATE = 5
+"""Evaluations at a run's end that are averaged beside the last one."""
 _LOGGED = 10
 """Steps between two that are logged."""
 _TRAINING_TEXT = (
@@ -212,6 +214,39 @@ def report_training(rows: Rows, steps: int, regimes: Sequence[int]) -> str:
             )
             lines.append(f"| {arm} - {base} | {cells} | {statistics.fmean(d.mean for d in by_seed.values()):+.3f} |")
         lines.append("")
+    return "\n".join(lines)
+
+
+def late_differences(rows: Rows, regime: int) -> dict[tuple[str, str], dict[int, float]]:
+    """Of all pairs of arms by seed, in %: the mean over the last `NUM_LATE` evaluations that both runs have."""
+    curves: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        if int(row["regime"]) == regime and row["held_out_loss"] and row["step"] != "0":
+            curves.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["held_out_loss"])
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for arm, base in PAIRS[regime]:
+        for seed in sorted(seed for name, seed in curves if name == arm and (base, seed) in curves):
+            mine, theirs = curves[arm, seed], curves[base, seed]
+            late = sorted(mine.keys() & theirs.keys())[-NUM_LATE:]
+            if len(late) == NUM_LATE:
+                found.setdefault((arm, base), {})[seed] = statistics.fmean(
+                    100 * (mine[step] / theirs[step] - 1) for step in late
+                )
+    return found
+
+
+def report_late(rows: Rows, regimes: Sequence[int]) -> str:
+    """Markdown: `late_differences`."""
+    lines = []
+    for regime in regimes:
+        found = late_differences(rows, regime)
+        if found:
+            lines += [f"## Regime {regime}: held-out loss, mean of the last {NUM_LATE} evaluations", ""]
+            lines += ["| difference | by seed, % | mean, % |", "|---|---|---|"]
+        for (arm, base), by_seed in found.items():
+            cells = ", ".join(f"{value:+.3f}" for value in by_seed.values())
+            lines.append(f"| {arm} - {base} | {cells} | {statistics.fmean(by_seed.values()):+.3f} |")
+        lines += [""] if found else []
     return "\n".join(lines)
 
 

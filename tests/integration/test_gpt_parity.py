@@ -532,6 +532,21 @@ def test_the_report_has_every_regime_that_was_run(
     assert "| fp8-bf16-last - fp8 | -0.080 | -0.080 |" in said and "| fp8-bf16-last5 - fp8 | -0.056 ± 0.007 |" in said
 
 
+def test_late_evaluations_are_averaged_where_both_runs_have_enough(bench: Any) -> None:
+    summary = bench("parity.summary")
+
+    def evaluations(arm: str, losses: list[float]) -> list[dict[str, str]]:
+        told = {"regime": "3", "arm": arm, "seed": "0", "train_loss": ""}
+        return [{**told, "step": str(100 * k), "held_out_loss": str(loss)} for k, loss in enumerate(losses)]
+
+    few = evaluations("stock", [9.0, 2.0, 2.0, 2.0, 2.0]) + evaluations("fp8", [9.0, 2.1, 2.1, 2.1, 2.1])
+    assert summary.late_differences(few, 3) == {} and summary.report_late(few, [1, 3]) == ""
+    stock, fp8 = [9.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0], [9.0, 9.0, 2.002, 2.002, 2.002, 2.002, 2.012]
+    enough = [*evaluations("stock", stock), *evaluations("fp8", fp8)]
+    assert summary.late_differences(enough, 3) == {("fp8", "stock"): {0: pytest.approx(0.2)}}
+    assert "| fp8 - stock | +0.200 | +0.200 |" in summary.report_late(enough, [1, 3])
+
+
 def test_masters_are_compared_in_bf16_where_they_were_evaluated_so(bench: Any) -> None:
     summary = bench("parity.summary")
     losses = rows(3, {"stock": [2.0, 2.0], "fp8": [2.01, 2.02], "e4m11": [2.03, 2.03]})
