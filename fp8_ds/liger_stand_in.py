@@ -21,10 +21,14 @@ _OWN_CONSTANTS = {"gpt_oss": 8}
 """By type of model: what Liger takes where it is told 1, or nothing (0.8.5, transformers/model/gpt_oss.py)."""
 
 
+def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
+    """As many as so many tokens or more are cut into."""
+    return -(-vocabulary // (chunk_mem_const * width))
+
+
 def chunk_size(num_tokens: int, width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
     """Tokens whose logits exist at once."""
-    num_chunks = -(-vocabulary // (chunk_mem_const * width))
-    tokens = -(-num_tokens // num_chunks)
+    tokens = -(-num_tokens // most_chunks(width, vocabulary, chunk_mem_const))
     return min(1 << (tokens - 1).bit_length(), num_tokens)
 
 

@@ -55,7 +55,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
     "fp8-ends": ENDS,
     "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
-    "e4m11-ends-e4m3": changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
     "e4m11-ends-e4m3-fast-input": changed(
         changed(changed(ENDS, E4M3_GRADIENTS), CHANGES["e4m11"]),
         {"linear": {"fast_accumulation": "output_and_grad_input"}},
@@ -102,8 +101,7 @@ VARIANTS = {
     "fp8-ends-e4m3": "fp8-e4m3",
     "rowwise-e4m3": "rowwise",
     "gw_hp-e4m3": "gw_hp",
-    "e4m11-ends-e4m3": "fp8-ends-e4m3",
-    "e4m11-ends-e4m3-fast-input": "e4m11-ends-e4m3",
+    "e4m11-ends-e4m3-fast-input": "fp8-ends-e4m3",
     "e4m11-e4m3-fast-input-last-attention": "e4m11-ends-e4m3-fast-input",
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside

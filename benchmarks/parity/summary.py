@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,27 +174,35 @@ def _is_rounded(arm: str) -> bool:
     return bool(ARMS[arm]) or arm in EMULATED
 
 
-def training_curves(rows: Rows, regime: int) -> dict[tuple[str, int], Curve]:
-    """By arm and seed, those of cut runs too."""
+def by_step(rows: Rows, regime: int, column: str) -> dict[tuple[str, int], dict[int, float]]:
+    """Losses of a column by step, of each arm and seed; those of cut runs too."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for row in rows:
-        if int(row["regime"]) == regime and row["train_loss"]:
-            found.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["train_loss"])
-    return {
-        key: Curve("", tuple(sorted(losses)), tuple(losses[step] for step in sorted(losses)))
-        for key, losses in found.items()
-    }
+        if int(row["regime"]) == regime and row[column]:
+            found.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row[column])
+    return found
+
+
+def pairs_in(runs: Collection[tuple[str, int]], regime: int) -> list[tuple[str, str, int]]:
+    """(arm, base, seed) of all pairs of which both runs are there."""
+    return [
+        (arm, base, seed)
+        for arm, base in PAIRS[regime]
+        for seed in sorted(seed for name, seed in runs if name == arm and (base, seed) in runs)
+    ]
 
 
 def training_differences(rows: Rows, regime: int, steps: int) -> dict[tuple[str, str], dict[int, Stepwise]]:
     """Of all pairs of arms by seed, over a tenth of the steps."""
-    curves = training_curves(rows, regime)
+    curves = {
+        run: Curve("", tuple(sorted(losses)), tuple(losses[step] for step in sorted(losses)))
+        for run, losses in by_step(rows, regime, "train_loss").items()
+    }
     found: dict[tuple[str, str], dict[int, Stepwise]] = {}
-    for arm, base in PAIRS[regime]:
-        for seed in sorted(seed for name, seed in curves if name == arm and (base, seed) in curves):
-            difference = stepwise(curves[arm, seed], curves[base, seed], LAST_SHARE * steps)
-            if difference is not None:
-                found.setdefault((arm, base), {})[seed] = difference
+    for arm, base, seed in pairs_in(curves, regime):
+        difference = stepwise(curves[arm, seed], curves[base, seed], LAST_SHARE * steps)
+        if difference is not None:
+            found.setdefault((arm, base), {})[seed] = difference
     return found
 
 
@@ -219,19 +227,14 @@ def report_training(rows: Rows, steps: int, regimes: Sequence[int]) -> str:
 
 def late_differences(rows: Rows, regime: int) -> dict[tuple[str, str], dict[int, float]]:
     """Of all pairs of arms by seed, in %: the mean over the last `NUM_LATE` evaluations that both runs have."""
-    curves: dict[tuple[str, int], dict[int, float]] = {}
-    for row in rows:
-        if int(row["regime"]) == regime and row["held_out_loss"] and row["step"] != "0":
-            curves.setdefault((row["arm"], int(row["seed"])), {})[int(row["step"])] = float(row["held_out_loss"])
+    curves = by_step(rows, regime, "held_out_loss")
     found: dict[tuple[str, str], dict[int, float]] = {}
-    for arm, base in PAIRS[regime]:
-        for seed in sorted(seed for name, seed in curves if name == arm and (base, seed) in curves):
-            mine, theirs = curves[arm, seed], curves[base, seed]
-            late = sorted(mine.keys() & theirs.keys())[-NUM_LATE:]
-            if len(late) == NUM_LATE:
-                found.setdefault((arm, base), {})[seed] = statistics.fmean(
-                    100 * (mine[step] / theirs[step] - 1) for step in late
-                )
+    for arm, base, seed in pairs_in(curves, regime):
+        mine, theirs = curves[arm, seed], curves[base, seed]
+        late = sorted(mine.keys() & theirs.keys() - {0})[-NUM_LATE:]
+        if len(late) == NUM_LATE:
+            each = [100 * (mine[step] / theirs[step] - 1) for step in late]
+            found.setdefault((arm, base), {})[seed] = statistics.fmean(each)
     return found
 
 

@@ -22,7 +22,7 @@ from fp8_ds.engine.liger_patches import (
     wait_for_nothing_in_backward,
 )
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.liger_stand_in import chunk_mem_const_of
+from fp8_ds.liger_stand_in import chunk_mem_const_of, most_chunks
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape
 
@@ -188,7 +188,7 @@ def fuse_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int = 1) -> st
 def _hint(lm: Any) -> str:
     """Where Liger by itself makes more chunks than are fast: how many, and the key that makes some `_FAST_CHUNKS`."""
     vocabulary, width = full_shape(lm.lm_head.weight)
-    num_chunks = -(-vocabulary // width)
+    num_chunks = most_chunks(width, vocabulary)
     if num_chunks <= _FAST_CHUNKS or not calls_with_chunk_mem_const() or chunk_mem_const_of(lm, 1) != 1:
         return ""
     enough = 1 << (-(-num_chunks // _FAST_CHUNKS) - 1).bit_length()

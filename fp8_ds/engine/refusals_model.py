@@ -84,12 +84,12 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
 
     if isinstance(model, getattr(deepspeed, "DualPipeVModule", ())):
         raise DUAL_PIPE.error(type(model).__name__)
-    num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
-    if isinstance(model, PipelineModule) and (num_first or num_last):
-        raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
-    from_the_end = list(filter(counts_from_the_end, linear.filter_fqns))
-    if isinstance(model, PipelineModule) and from_the_end:
-        raise PIPELINE_FROM_THE_END.error(", ".join(map(repr, from_the_end)))
+    if isinstance(model, PipelineModule):
+        num_first, num_last = linear.num_layers_at_start_in_bf16, linear.num_layers_at_end_in_bf16
+        if num_first or num_last:
+            raise PIPELINE_ENDS.error(f"{num_first} and {num_last}")
+        if from_the_end := list(filter(counts_from_the_end, linear.filter_fqns)):
+            raise PIPELINE_FROM_THE_END.error(", ".join(map(repr, from_the_end)))
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))
