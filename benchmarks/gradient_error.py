@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity import first_weights
 from parity.models import GPT, SIZES, Size
 from results_io import dated_stem, heading
 from torch import Tensor
@@ -207,7 +208,7 @@ def main() -> None:
         vocab_size = -(-vocab // 64) * 64
         windows = Windows(args.cache / "held_out.npy", size.seq_len, torch.device("cuda"))
         batches = [windows.batch(part) for part in torch.arange(args.batches * size.batch).split(size.batch)]
-        weights = torch.load(args.cache / "checkpoint.pt", weights_only=True)
+        weights = first_weights.load(args.cache / "checkpoint.pt")
         errors = measure(weights, batches, size, vocab_size, "cuda", arms_of(size, args.each))
     text = (report_each if args.each else report)(errors)
     stem = dated_stem(args.out, "gradient-error" + "-each" * args.each)

@@ -22,6 +22,22 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
 _EMULATED = " ".join(EMULATED)
 _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
+_SHARED = f"{_GPT_PARITY} --study recipes --regimes 3"
+"""Seeds 41 to 43 start from first weights that travel (docs/parity-plans.md), so stock's runs are those of any arm."""
+_SHARED_RESULTS = "benchmarks/results/2026-11-26-gpt-parity-recipes.csv"
+"""Where stock's runs of those seeds are."""
+_SHARED_ARMS = (
+    ("e4m11-e4m3-fast-input-last-attention", 600),
+    ("rowwise", 720),
+    ("e4m11", 600),
+    ("gw_hp", 650),
+    ("delayed", 600),
+    ("e4m19", 600),
+    ("fp32-master", 600),
+    ("blockwise", 850),
+    ("fp8", 600),
+)
+"""What has no three pairs of 201 M tokens yet, and the seconds that a run of it may take."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
 _FIRST_ESTIMATE = "--estimate 200"
 """Of first weights: with that of a whole run their step's own time would not let them begin."""
@@ -152,13 +168,28 @@ PARITY_STEPS = (
             f"issue 8 E: {arm}, seed {seed}, 201 M tokens: text 60, first weights 180, stock 540, then {estimate} s",
         )
         for arm, seed, estimate in (
-            ("e4m11", 24, 590),
-            ("rowwise", 25, 720),
-            ("e4m11-e4m3-fast-input-last-attention", 29, 600),
             ("e4m11-ends-e4m3-fast-input", 26, 600),
             ("e4m11-ends-e4m3-fast-input", 27, 600),
             ("e4m11-ends-e4m3-fast-input", 28, 600),
         )
+    ),
+    Step(
+        "parity-201m-shared",
+        f"{_SHARED} --seeds 41 42 --arms stock e4m11-ends-e4m3-fast-input --estimate 620",
+        1260,
+        "issue 8 E: the headline's recipe with its FP8 states, seeds 41 and 42; 600 s a run, two at a time",
+        gpus=2,
+        after="parity-201m-first",
+    ),
+    *(
+        Step(
+            f"parity-201m-shared-{arm}",
+            f"{_SHARED} --seeds 41 42 43 --arms stock {arm} --estimate {estimate} --resume-from {_SHARED_RESULTS}",
+            60 + 4 * estimate,
+            f"issue 8 E: {arm} beside stock's runs of those seeds, as many as fit; text 60, then {estimate} s each, "
+            "stock's third among them. First weights must be in the cache",
+        )
+        for arm, estimate in _SHARED_ARMS
     ),
     Step(
         "parity-parts-first",

@@ -43,7 +43,8 @@ class Results:
     """Rows of finished runs and what is known about them, in the CSV and JSON of `stem`.
 
     Args:
-        resume_from: CSVs of earlier calls, of different runs; without them that of `stem`, where there is one.
+        resume_from: CSVs of earlier calls; a run that two of them have is read once. Without them that of `stem`, where
+            there is one.
     """
 
     def __init__(self, stem: Path, settings: dict[str, Any], resume_from: Sequence[Path] | None) -> None:
@@ -70,12 +71,13 @@ class Results:
                 "differ in more than the arm then and are not pairs: choose another --out."
             )
         twice = self.runs.keys() & known["runs"].keys()
-        if twice:
+        if others := sorted(name for name in twice if self.runs[name] != known["runs"][name]):
             raise SystemExit(
-                f"--resume-from: expected each run in one file, got {sorted(twice)} again in {source.name}."
+                f"--resume-from: expected each run once, got another of {others} in {source.name}. Two machines do "
+                "not train the same bits: leave out the file whose runs of these are not wanted."
             )
         with source.open() as file:
-            self.rows += csv.DictReader(file)
+            self.rows += [row for row in csv.DictReader(file) if run_of(row) not in twice]
         self.runs |= known["runs"]
 
     def add(self, job: Job, log: Path) -> None:
@@ -89,8 +91,7 @@ class Results:
 
     def drop(self, job: Job) -> None:
         """Forget a finished run."""
-        key = (str(job.regime), job.arm, str(job.seed))
-        self.rows = [row for row in self.rows if (row["regime"], row["arm"], row["seed"]) != key]
+        self.rows = [row for row in self.rows if run_of(row) != job.name]
         del self.runs[job.name]
 
     def write(self) -> None:
@@ -332,6 +333,11 @@ class Scheduler:
         cut_off = [f"{entry.job.name} (cut off)" for entry in self.running]
         self.left_out = [*self.paused, *pending, *cut_off]
         self.running.clear()
+
+
+def run_of(row: dict[str, str]) -> str:
+    """The name of the run whose row of a CSV this is."""
+    return Job(int(row["regime"]), row["arm"], int(row["seed"])).name
 
 
 def trunk_of(job: Job) -> Job | None:

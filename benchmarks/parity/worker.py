@@ -27,6 +27,7 @@ from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from fp8_ds.schedule import PrecisionSchedule
+from parity import first_weights
 from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
 from parity.emulated import EMULATED, emulate
 from parity.models import GPT, SIZES, WEIGHT_DECAY, Size, mean_cross_entropy, param_groups
@@ -38,7 +39,7 @@ WARMUP = 0.05
 _TAG = "piece"
 IDENTITY, CODE = "identity", "code"
 """Of a finished run in the cache: what it was, and `code_digest`."""
-_TRAIN = ("arms", "data", "emulated", "models", "worker")
+_TRAIN = ("arms", "data", "emulated", "first_weights", "models", "worker")
 """Modules beside this one; the others choose runs and compare them."""
 
 
@@ -272,13 +273,6 @@ class Exported(Taker):
         self.model = model
 
 
-def save_first_weights(taker: Taker, path: Path) -> None:
-    """Of regimes 2 and 3, in bf16; whole or not there."""
-    weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in taker.model.named_parameters()}
-    torch.save(weights, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
-
-
 def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[str, Any] | None:
     """One run up to `end`; returns what the log has no column for, or None: its state is kept."""
     size = SIZES[args.size]
@@ -287,7 +281,7 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
     vocab_size = -(-text["vocab_size"] // 64) * 64
     model = GPT(size, vocab_size, args.seed)
     if args.regime != 1:
-        model.load_state_dict(torch.load(args.checkpoint, weights_only=True))
+        model.load_state_dict(first_weights.load(args.checkpoint))
     model.to(device)
     if device.type == "cuda":
         model.loss = torch.compile(mean_cross_entropy)
@@ -302,7 +296,7 @@ def train(args: argparse.Namespace, device: torch.device, end: float) -> dict[st
 
     def after_step(step: int) -> bool:
         if step == save_at and run.ranks.writes:
-            save_first_weights(taker, args.save_checkpoint)
+            first_weights.save(taker.model.named_parameters(), args.save_checkpoint)
         return step == save_at and args.only_checkpoint
 
     seconds = train_in_pieces(run, length, args.log, state, end, run.ranks, after_step)

@@ -218,6 +218,30 @@ def test_results_of_2026_11_21_are_gone_on_with(bench: Any, root: Path, cache: P
         runs.Results(tmp_path / "other", parity.settings_of(args, "2524c25bebc534ec", ""), [source])
 
 
+def test_files_that_went_on_from_one_are_put_together_and_two_runs_of_one_name_refused(
+    bench: Any, root: Path, tmp_path: Path
+) -> None:
+    runs = bench("parity.runs")
+    source = root / "benchmarks/results/2026-11-21-gpt-parity-rotary.csv"
+    old = runs.Results(tmp_path / "old", {}, [source])
+    for arm in ("rowwise", "gw_hp"):
+        further = runs.Results(tmp_path / arm, old.settings, [source])
+        further.rows.append({**old.rows[-1], "regime": "3", "arm": arm, "seed": "41"})
+        further.runs[f"r3-{arm}-s41"] = {"checkpoint": "ab"}
+        further.write()
+    both = [tmp_path / "rowwise.csv", tmp_path / "gw_hp.csv"]
+    merged = runs.Results(tmp_path / "merged", old.settings, both)
+    assert merged.rows[: len(old.rows)] == old.rows and [row["arm"] for row in merged.rows[len(old.rows) :]] == [
+        "rowwise",
+        "gw_hp",
+    ]
+    assert merged.runs == {**old.runs, "r3-rowwise-s41": {"checkpoint": "ab"}, "r3-gw_hp-s41": {"checkpoint": "ab"}}
+    merged.runs["r3-gw_hp-s41"] = {"checkpoint": "cd"}
+    merged.write()
+    with pytest.raises(SystemExit, match=r"another of \['r3-gw_hp-s41'\] in gw_hp.csv"):
+        runs.Results(tmp_path / "refused", old.settings, [tmp_path / "merged.csv", *both])
+
+
 def test_whole_runs_come_in_the_order_in_which_arms_are_named_and_branches_after_them(
     bench: Any, cache: Path, tmp_path: Path
 ) -> None:
@@ -356,8 +380,7 @@ def test_results_of_several_calls_are_put_together(bench: Any, tmp_path: Path) -
         one.write()
     both = runs.Results(tmp_path / "both", {"steps": 10}, sources)
     assert list(both.runs) == ["r3-stock-s0", "r3-e4m11-s0"] and [row["arm"] for row in both.rows] == ["stock", "e4m11"]
-    with pytest.raises(SystemExit, match=r"r3-stock-s0.*again in first\.csv"):
-        runs.Results(tmp_path / "both", {"steps": 10}, [sources[0], sources[0]])
+    assert runs.Results(tmp_path / "both", {"steps": 10}, [sources[0], *sources]).rows == both.rows
     with pytest.raises(FileNotFoundError):
         runs.Results(tmp_path / "both", {"steps": 10}, [tmp_path / "third.csv"])
 
@@ -575,15 +598,41 @@ def test_parity_verdicts_can_be_missed(bench: Any) -> None:
     assert "to the last digit" in same[1]
 
 
+def test_first_weights_travel_in_a_byte_each_and_are_the_same_wherever_they_arrive(bench: Any, tmp_path: Path) -> None:
+    first_weights, models = bench("parity.first_weights"), bench("parity.models")
+    model = models.GPT(models.SIZES["tiny"], 512, seed=0)
+    torch.nn.init.zeros_(model.blocks[0].out.weight)
+    names = dict(model.named_parameters())
+    paths = [tmp_path / "here" / "checkpoint.pt", tmp_path / "there" / "checkpoint.pt"]
+    for path in paths:
+        path.parent.mkdir()
+        first_weights.save(names.items(), path)
+    assert paths[0].read_bytes() == paths[1].read_bytes() and not list(tmp_path.rglob("*.part"))
+    matrices = sum(p.numel() for p in names.values() if p.dim() == 2)
+    assert paths[0].stat().st_size < 1.1 * matrices + 60_000
+    loaded = first_weights.load(paths[0])
+    assert loaded.keys() == names.keys()
+    for name, weight in loaded.items():
+        assert weight.dtype == torch.bfloat16
+        if weight.dim() == 1:
+            assert weight.equal(names[name].bfloat16())
+            continue
+        largest = names[name].abs().amax(dim=1, keepdim=True)
+        error = (weight.float() - names[name]).abs()  # half a step of 127, and bf16's rounding
+        assert (error <= largest / 254 + largest / 256).all() and (error > largest / 1000).any() == (largest > 0).any()
+    model.load_state_dict(loaded)
+
+
 @pytest.mark.slow
 def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
-    run_main: Callable[..., str], cache: Path, tmp_path: Path
+    run_main: Callable[..., str], bench: Any, cache: Path, tmp_path: Path
 ) -> None:
     common = ("--size", "tiny", "--steps", 20, "--seeds", 0, "--cache", cache, "--out", tmp_path / "out")
     common = (*common, "--arms", "stock", "e4m11", "--regimes", 1, "--estimate", 1, "--budget", 3000)
     output = run_main("gpt_parity", *common)
     assert "finished r1-stock-s0" in output and "finished r1-e4m11-s0" in output
-    assert torch.load(cache / "checkpoint.pt", weights_only=True)["wte.weight"].dtype == torch.bfloat16
+    first = bench("parity.first_weights").load(cache / "checkpoint.pt")
+    assert {weight.dtype for weight in first.values()} == {torch.bfloat16}
     (csv_file,) = (tmp_path / "out").glob("*.csv")
     lines = [line.split(",") for line in csv_file.read_text().splitlines()]
     assert lines[0] == ["regime", "arm", "seed", "step", "tokens", "seconds", "train_loss", "held_out_loss"]
@@ -614,7 +663,7 @@ def test_worker_continues_from_a_checkpoint(
     worker = bench("parity.worker")
     weights = worker.GPT(worker.SIZES["tiny"], 256, seed=9).state_dict()
     weights["lm_head.weight"].zero_()  # all tokens alike: a loss that no random weights give
-    torch.save(weights, tmp_path / "weights.pt")
+    bench("parity.first_weights").save(weights.items(), tmp_path / "weights.pt")
     env = {**cpu_environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = "0"  # the store takes a free one
     env["PYTHONPATH"] = os.pathsep.join([str(root / "benchmarks"), env["PYTHONPATH"]])
