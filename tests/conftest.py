@@ -25,7 +25,10 @@ if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
-OWN_RANKS = [f"tests/distributed/test_{name}.py" for name in ("faults", "checkpoint_kills", "checkpoint_wait", "ranks")]
+OWN_RANKS = [
+    f"tests/distributed/test_{name}.py"
+    for name in ("faults", "checkpoint_kills", "checkpoint_wait", "many_ranks", "ranks")
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,10 +16,15 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
+MAX_BROADCASTS = 16
+"""Owners up to which each broadcasts its run. NCCL has them one after another, each around the ring of all ranks: with
+hundreds that is hundreds of times the latency of one collective. More owners than these first balance their shares."""
+_BALANCED_ALIGNMENT = 128
+"""Bytes that equal shares are a multiple of, for NCCL's loads."""
 
 
 def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> str:
-    """How `gather_runs` moves these runs: "none", "even", "padded" or "broadcast".
+    """How `gather_runs` moves these runs: "none", "even", "padded", "broadcast" or "balanced".
 
     Args:
         runs: non-empty runs in rank order.
@@ -36,7 +41,7 @@ def gather_method(runs: Sequence[Run], num_ranks: int, element_size: int, free_b
     padded = largest * num_ranks
     if padded <= MAX_PADDING * total or padded * element_size <= free_bytes:
         return "padded"
-    return "broadcast"
+    return "broadcast" if len(runs) <= MAX_BROADCASTS else "balanced"
 
 
 def gathered_bytes(runs: Sequence[Run], num_ranks: int, element_size: int, free_bytes: int = 0) -> int:
@@ -46,15 +51,25 @@ def gathered_bytes(runs: Sequence[Run], num_ranks: int, element_size: int, free_
         return 0
     if method == "padded":
         return max(run.numel for run in runs) * num_ranks * element_size
+    if method == "balanced":
+        num_bytes = (runs[-1].stop - runs[0].start) * element_size
+        return num_bytes + _balanced_share(num_bytes, num_ranks)
     return sum(run.numel for run in runs) * element_size
+
+
+def _balanced_share(num_bytes: int, num_ranks: int) -> int:
+    """Bytes of each rank's equal share; fewer than `num_ranks` times the alignment are left over."""
+    return num_bytes // (num_ranks * _BALANCED_ALIGNMENT) * _BALANCED_ALIGNMENT
 
 
 def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], free_bytes: int = 0) -> int:
     """Make every run of `buffer` equal on all ranks to what its owner has there.
 
-    Equal runs go in one in-place all-gather. Nearly equal or small ones through a padded staging buffer. The rest by
-    one broadcast per owner straight into place: exactly as many bytes as there are, and no staging. (Padding to the
-    largest share would move 1.15 bytes a weight on Llama-3-8B, whose first and last ranks own mostly embedding.)
+    Equal runs go in one in-place all-gather. Nearly equal or small ones through a padded staging buffer. Those of a few
+    owners by one broadcast each straight into place: exactly as many bytes as there are, and no staging. (Padding to
+    the largest share would move 1.15 bytes a weight on Llama-3-8B, whose first and last ranks own mostly embedding.)
+    Those of many owners in three collectives however many they are: an all-to-all between neighbours cuts the whole
+    into equal shares, an in-place all-gather follows, and an all-reduce of the few bytes that do not divide.
 
     Args:
         group: process group; `Run.rank` counts within it.
@@ -80,9 +95,11 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
                 share[: run.numel].copy_(buffer[run.start : run.stop])
                 share[run.numel :].zero_()
         _all_gather(staging, share, group=group)
-        for run in runs:
-            if run.rank != rank:
-                buffer[run.start : run.stop].copy_(staging.narrow(0, run.rank * largest, run.numel))
+        others = [run for run in runs if run.rank != rank]
+        torch._foreach_copy_(
+            [buffer[run.start : run.stop] for run in others],
+            [staging.narrow(0, run.rank * largest, run.numel) for run in others],
+        )
     elif method == "broadcast":
         works = [
             dist.broadcast(
@@ -95,7 +112,44 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
         ]
         for work in works:
             work.wait()
+    elif method == "balanced":
+        _gather_balanced(group, buffer, runs)
     return gathered_bytes(runs, num_ranks, buffer.element_size(), free_bytes)
+
+
+def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run]) -> None:
+    """`gather_runs` of many owners. What lies between two runs comes from the owner of the first."""
+    num_ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), buffer.element_size()
+    first = runs[0].start * size
+    whole = buffer.view(torch.uint8)[first : runs[-1].stop * size]
+    ends = [run.start * size - first for run in runs[1:]] + [whole.numel()]
+    starts = [0, *ends[:-1]]
+    share = _balanced_share(whole.numel(), num_ranks)
+    body = share * num_ranks
+    own = [(start, end) for run, start, end in zip(runs, starts, ends, strict=True) if run.rank == rank]
+    own_start, own_end = own[0] if own else (0, 0)
+    if share:
+        sent, received = [0] * num_ranks, [0] * num_ranks
+        for to in range(own_start // share, min(num_ranks, -(-own_end // share))):
+            sent[to] = _overlap(own_start, own_end, to * share, (to + 1) * share)
+        for run, start, end in zip(runs, starts, ends, strict=True):
+            received[run.rank] = _overlap(start, end, rank * share, (rank + 1) * share)
+        arrived = whole.new_empty(share)
+        dist.all_to_all_single(arrived, whole.narrow(0, min(own_start, body), sum(sent)), received, sent, group=group)
+        mine = whole.narrow(0, rank * share, share)
+        mine.copy_(arrived)
+        _all_gather(whole[:body], mine, group=group)
+    if body < whole.numel():
+        rest = torch.zeros_like(whole[body:])
+        if own_end > body:
+            part = slice(max(own_start, body), own_end)
+            rest[part.start - body : part.stop - body].copy_(whole[part])
+        dist.all_reduce(rest, group=group)  # each byte comes from one owner, and zeros from all others
+        whole[body:].copy_(rest)
+
+
+def _overlap(start: int, end: int, other_start: int, other_end: int) -> int:
+    return max(0, min(end, other_end) - max(start, other_start))
 
 
 def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:

@@ -23,7 +23,11 @@ CASES = {
     ("broadcast", 2): (0, 50),
     ("broadcast", 3): (40, 7, 1),
     ("broadcast", 4): (0, 33, 0, 80),
+    ("balanced", 2): (0, 600),  # 256 bytes each in uint8, and 88 left over
+    ("balanced", 3): (1000, 7, 1),
+    ("balanced", 4): (0, 900, 300, 1700),
 }
+BALANCED_TOO_SMALL = {2: (0, 50), 3: (100, 5, 1), 4: (0, 33, 0, 80)}
 
 
 def runs_of(numels: tuple[int, ...], hole: int) -> list[Run]:
@@ -35,8 +39,16 @@ def runs_of(numels: tuple[int, ...], hole: int) -> list[Run]:
     return runs
 
 
-def gather(numels: tuple[int, ...], hole: int, dtype: torch.dtype, free_bytes: int) -> dict[str, Any]:
+def gather(
+    numels: tuple[int, ...], hole: int, dtype: torch.dtype, free_bytes: int, max_broadcasts: int = 16
+) -> dict[str, Any]:
     """Each rank fills its run with values of its own, and everything else with 250; then all gather."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp8_ds.comm.gather.MAX_BROADCASTS", max_broadcasts)
+        return gather_all(numels, hole, dtype, free_bytes)
+
+
+def gather_all(numels: tuple[int, ...], hole: int, dtype: torch.dtype, free_bytes: int) -> dict[str, Any]:
     runs, rank = runs_of(numels, hole), dist.get_rank()
     buffer = torch.full((runs[-1].stop + 5,), 250, dtype=dtype)
     expected = buffer.clone()
@@ -52,7 +64,8 @@ def gather(numels: tuple[int, ...], hole: int, dtype: torch.dtype, free_bytes: i
         "method": gather_method(runs, len(numels), buffer.element_size(), free_bytes),
         "returned": returned,
         "announced": gathered_bytes(runs, len(numels), buffer.element_size(), free_bytes),
-        "seen": count.gather_bytes,
+        "seen": count.gather_bytes + count.num_bytes["all_to_all"] + count.num_bytes["all_reduce"],
+        "calls": dict(count.calls),
     }
 
 
@@ -60,10 +73,23 @@ def gather(numels: tuple[int, ...], hole: int, dtype: torch.dtype, free_bytes: i
 @pytest.mark.parametrize(("method", "world_size"), CASES)
 def test_runs_arrive_in_the_announced_bytes(ranks: Any, method: str, world_size: int, dtype: torch.dtype) -> None:
     numels = CASES[method, world_size]
-    for result in ranks(world_size).run(gather, numels, 0 if method == "even" else 3, dtype, 0):
+    max_broadcasts = 0 if method == "balanced" else 16
+    for result in ranks(world_size).run(gather, numels, 0 if method == "even" else 3, dtype, 0, max_broadcasts):
         assert result["right"]
         assert result["method"] == method
         assert result["returned"] == result["announced"] == result["seen"] > 0
+
+
+@pytest.mark.parametrize("world_size", BALANCED_TOO_SMALL)
+def test_what_is_too_small_for_equal_shares_is_added_up(ranks: Any, world_size: int) -> None:
+    for result in ranks(world_size).run(gather, BALANCED_TOO_SMALL[world_size], 3, torch.bfloat16, 0, 0):
+        assert result["right"] and result["method"] == "balanced" and result["calls"] == {"all_reduce": 1}
+        assert result["returned"] == result["announced"] == result["seen"]
+
+
+def test_equal_shares_take_three_collectives_however_many_own(ranks: Any) -> None:
+    for result in ranks(4).run(gather, CASES["balanced", 4], 3, torch.uint8, 0, 0):
+        assert result["calls"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
 
 
 def test_small_uneven_gather_is_one_padded_collective(ranks: Any) -> None:

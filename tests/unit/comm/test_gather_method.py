@@ -33,6 +33,14 @@ def test_method_follows_the_waste(numels: tuple[int, ...], method: str, num_byte
     assert gathered_bytes(runs(*numels), len(numels), 1) == num_bytes
 
 
+def test_many_owners_balance_their_shares_first() -> None:
+    """A broadcast of each would take as many times the latency of one."""
+    few, many = runs(*[100_000] * 15, 1), runs(*[100_000] * 16, 1)
+    assert gather_method(few, 17, 2) == "broadcast" and gather_method(many, 17, 2) == "balanced"
+    assert gathered_bytes(many, 17, 2) == 3_200_002 + 3_200_002 // (17 * 128) * 128
+    assert gather_method(runs(*[100] * 100, 10), 101, 2, free_bytes=20_200) == "padded"
+
+
 def test_equal_runs_with_holes_between_are_not_gathered_in_place() -> None:
     assert gather_method(runs(8, 8, gap=8), 2, 1) == "padded"
 

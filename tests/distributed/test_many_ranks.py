@@ -1,0 +1,65 @@
+"""At hundreds of ranks a step has as many collectives as at tens: one rank is real, the others are imagined."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_ds.testing import HANG
+
+SCRIPT = Path(__file__).with_name("one_of_many.py")
+MOST = 12
+"""Collectives of a step of a model in one bucket: what stock has, our gathers of two kinds, amaxes, what ranks agree
+on."""
+BLOCKS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp8": {"optimizer": {"states": "fp8", "master": "e4m11"}},
+    "release": {"optimizer": {"states": "fp8", "release": True}},
+    "reduce-scatter": {"zero": {"reduce_scatter": "fp8"}},
+    "blockwise": {"linear": {"recipe": "blockwise"}},
+    "in bf16": {"schedule": {"bf16_until_step": 100}},
+}
+
+
+def step_of(environment: dict[str, str], world_size: int, rank: int, stage: int, block: dict[str, Any]) -> Any:
+    """What a step of this rank calls, by name, and the bytes of its gathers."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "fp8": {"enabled": True, **block},
+    }
+    command = [sys.executable, str(SCRIPT), str(world_size), str(rank), json.dumps(config)]
+    done = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=environment, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("STEP"))
+    return json.loads(line.removeprefix("STEP"))
+
+
+CASES = [
+    pytest.param(2, 300, "fp8"),
+    pytest.param(3, 0, "fp8"),
+    *(
+        pytest.param(stage, rank, block, marks=pytest.mark.slow)
+        for stage, rank in ((1, 511), (2, 0), (3, 0))
+        for block in BLOCKS
+        if (stage, block) not in ((1, "reduce-scatter"), (3, "fp8"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "rank", "block"), CASES)
+def test_a_step_of_512_ranks_has_a_dozen_collectives(
+    cpu_environment: dict[str, str], stage: int, rank: int, block: str
+) -> None:
+    step = step_of(cpu_environment, 512, rank, stage, BLOCKS[block])
+    assert 0 < sum(step["calls"].values()) <= MOST, step
+    assert "broadcast" not in step["calls"]
+    assert step["gathered"] > 0
