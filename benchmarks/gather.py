@@ -213,6 +213,7 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     from fp8_ds.comm import ByteCounter
     from fp8_ds.formats import E4M3
     from fp8_ds.scaling.granularity import OF_RECIPE
+    from fp8_ds.zero.fetch import InFlight
     from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks
     from fp8_ds.zero.weights import WeightQuantizer
 
@@ -250,7 +251,8 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     counter = ByteCounter()
     shapes = [p.ds_shape for p in params]
     quantizer = WeightQuantizer(dist.group.WORLD, shapes, OF_RECIPE["tensorwise"], device, None, counter)
-    shards = Fp8Shards(quantizer, counter)
+    module.ds_inflight_param_registry = {}  # the coordinator's, of which there is none here
+    shards = Fp8Shards(quantizer, counter, InFlight(module))
     for number, p in enumerate(params):
         weight = ShardedWeight(str(number), p, number, quantizer)
         weight.shard = p.ds_tensor.data.to(E4M3.torch_dtype)

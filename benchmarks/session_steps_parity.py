@@ -160,19 +160,6 @@ PARITY_STEPS = (
         for seed in (19, 21)
         for arm, estimate in (("e4m11", 590), ("rowwise", 750))
     ),
-    *(
-        Step(
-            f"parity-201m-{arm}-{seed}",
-            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms stock {arm} --estimate {estimate}",
-            780 + estimate,
-            f"issue 8 E: {arm}, seed {seed}, 201 M tokens: text 60, first weights 180, stock 540, then {estimate} s",
-        )
-        for arm, seed, estimate in (
-            ("e4m11-ends-e4m3-fast-input", 26, 600),
-            ("e4m11-ends-e4m3-fast-input", 27, 600),
-            ("e4m11-ends-e4m3-fast-input", 28, 600),
-        )
-    ),
     Step(
         "parity-201m-shared",
         f"{_SHARED} --seeds 41 42 --arms stock e4m11-ends-e4m3-fast-input --estimate 620",
@@ -185,8 +172,9 @@ PARITY_STEPS = (
         Step(
             f"parity-201m-shared-{arm}",
             f"{_SHARED} --seeds 41 42 43 --arms stock {arm} --estimate {estimate} --resume-from {_SHARED_RESULTS}",
-            60 + 4 * estimate,
-            f"issue 8 E: {arm} beside stock's runs of those seeds, as many as fit; text 60, then {estimate} s each, "
+            60 + 2 * estimate,
+            f"issue 8 E: {arm} beside stock's runs of those seeds, as many as fit, two in "
+            f"this time; text 60, then {estimate} s each, "
             "stock's third among them. First weights must be in the cache",
         )
         for arm, estimate in _SHARED_ARMS

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.parity.arms import changed
 from fp8_ds.testing.processes import ENDED
 
 # --- arms and pieces ---
@@ -99,6 +100,20 @@ def test_the_precise_arm_has_the_linears_of_its_configuration(bench: Any, root: 
     arm = arms.parse_arm("ours-e4m11-compiled+fused+precise", arms.MODELS["llama-2b"])
     ready = json.loads((root / "configs/ds_zero2_fp8_precise.json").read_text())["fp8"]["linear"]
     assert arm.fp8["linear"] == {"recipe": "tensorwise"} | ready and len(ready) == 3
+
+
+def test_the_headlines_arm_and_the_arm_of_its_parity_have_the_block_of_its_configuration(
+    bench: Any, root: Path
+) -> None:
+    """What is timed is what trained at parity, but for the fused activations, which the GPT of those runs has not."""
+    block = json.loads((root / "configs/ds_zero2_fp8_precise_fast.json").read_text())["fp8"]
+    arms, parity = bench("end_to_end_arms"), bench("parity.arms").ARMS
+    name = "ours-e4m11-compiled+fused+precise+cudagraphs+linear.fast_accumulation=output_and_grad_input"
+    timed = arms.parse_arm(name, arms.MODELS["llama-2b"]).fp8
+    assert Fp8Config.from_block(timed) == Fp8Config.from_block(block)
+    trained = parity["e4m11-ends-e4m3-fast-input"]
+    fused = {"activations": {"fused": True}}
+    assert Fp8Config.from_block(changed(trained, fused)) == Fp8Config.from_block(block)
 
 
 def test_measured_layers_are_told_the_tokens_of_the_arms_own_micro_batch(bench: Any) -> None:
@@ -777,7 +792,6 @@ def test_slow_network_slows_bf16_gathers_first_and_fp8_reduce_scatters_last(benc
     assert all(ms == 0 for row in fast[:2] for ms in row["exposed_ms"].values())
 
 
-@pytest.mark.slow
 def test_gather_measures_both_dtypes_and_writes_residuals(run_main: Callable[..., str], tmp_path: Path) -> None:
     output = run_main("gather", "--gpus", 2, "--scale", 4096, "--out", tmp_path)
     (path,) = tmp_path.glob("*-gather.json")
