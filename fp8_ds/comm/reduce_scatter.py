@@ -4,15 +4,19 @@ FP8 is never added to FP8: a reduction that sums hop by hop rounds at every hop,
 Here a gradient is rounded once, to E4M3 with a power-of-two scale per 128 elements (as one byte, E8M0), and the
 de-quantised values are added exactly. So the result is the same whichever rank held which addend.
 
-Layout of what travels from one rank to another, per call one collective and one such block per destination:
-`[num_groups * 128]` codes, `[num_groups]` exponents, filled up to a multiple of 16 bytes. Groups begin anew with every
-piece (a slice of one parameter), for a bias and the matrix beside it have different ranges; its last group is filled
-up with zeros.
+Layout of what travels from one rank to another, one such block per destination: `[num_groups * 128]` codes,
+`[num_groups]` exponents, filled up to a multiple of 16 bytes. Groups begin anew with every piece (a slice of one
+parameter), for a bias and the matrix beside it have different ranges; its last group is filled up with zeros.
+
+Whoever adds need not be who keeps the sum: where few ranks keep all of a bucket, as in ZeRO-2 with many, they would
+receive it from every rank while the others idle. There each rank adds an equal part, and sends the sums on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,11 @@ from fp8_ds.formats import E4M3
 GROUP = 128
 """Elements that share one scale."""
 
+_WORTH_A_COLLECTIVE = 0.8
+"""Of the bytes that the busiest rank receives: what a second collective must leave of them."""
+
+_MANY = 16
+"""Destinations: for more the sums, which are 1/N of the elements, cost less than so many launches."""
 _ALIGNMENT = 16
 _CHUNK_GROUPS = 1 << 16
 """Groups quantised or added at a time: 8 Mi elements, which bounds the float32 and float64 temporaries."""
@@ -39,29 +48,30 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` in E4M3, each group by the largest power of two that does not saturate it; to nearest even.
 
     Args:
-        x: float32 [num_groups, 128].
+        x: float32 [..., 128].
 
     Returns:
-        (codes, exponents): float8_e4m3fn [num_groups, 128] and uint8 [num_groups]; `scale_inv` is
-        `2**(exponent - 127)`. A group that is not finite has exponent 255 and de-quantises to NaN and infinity only.
+        (codes, exponents): float8_e4m3fn [..., 128] and uint8 [...]; `scale_inv` is `2**(exponent - 127)`. A group that
+        is not finite has exponent 255 and de-quantises to NaN and infinity only.
     """
     assert E4M3.dtype is not None
-    bits = x.abs().amax(1).view(torch.int32)
+    bits = x.abs().amax(-1).view(torch.int32)
     biased, mantissa = bits >> 23, bits & 0x7FFFFF
     exponents = (biased - _EXPONENT_OF_MAX + (mantissa > _MANTISSA_OF_MAX).int()).clamp(min=1)
     exponents = torch.where(biased == 255, torch.full_like(exponents, _BROKEN), exponents)
     # 0 for a broken group: what is finite in it becomes 0 and not a random code, what is not becomes NaN.
     scale = ((254 - exponents).clamp(min=0) << 23).view(torch.float32)
-    return (x * scale[:, None]).to(E4M3.dtype), exponents.to(torch.uint8)
+    return (x * scale[..., None]).to(E4M3.dtype), exponents.to(torch.uint8)
 
 
 def dequantize_groups(codes: Tensor, exponents: Tensor) -> Tensor:
-    """float32 [num_groups, 128] of what `quantize_groups` gave; exact."""
-    return codes.float() * (exponents.int() << 23).view(torch.float32)[:, None]
+    """float32 [..., 128] of what `quantize_groups` gave; exact."""
+    return codes.float() * (exponents.int() << 23).view(torch.float32)[..., None]
 
 
-def num_groups(pieces: Sequence[Tensor]) -> int:
-    return sum(-(-piece.numel() // GROUP) for piece in pieces)
+def num_groups(sizes: Sequence[int]) -> int:
+    """Of pieces of so many elements."""
+    return sum(-(-size // GROUP) for size in sizes)
 
 
 def block_bytes(groups: int) -> int:
@@ -69,69 +79,83 @@ def block_bytes(groups: int) -> int:
     return groups * GROUP + -(-groups // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(block: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """(codes float8_e4m3fn [groups, 128], exponents uint8 [groups]) of a block, in place."""
+def _views(blocks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(codes float8_e4m3fn [rows, groups, 128], exponents uint8 [rows, groups]) of blocks [rows, bytes], in place."""
     assert E4M3.dtype is not None
-    codes = block.narrow(0, 0, groups * GROUP).view(E4M3.dtype).view(groups, GROUP)
-    return codes, block.narrow(0, groups * GROUP, groups)
+    codes = blocks[:, : groups * GROUP].view(E4M3.dtype).unflatten(1, (groups, GROUP))
+    return codes, blocks[:, groups * GROUP : groups * GROUP + groups]
 
 
-def _slices(groups: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """For each of `pieces` its elements in [num_groups, 128], where each begins a group."""
+def _slices(groups: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The elements of pieces of these sizes in [num_groups, 128], where each begins a group."""
     flat, start, found = groups.view(-1), 0, []
-    for piece in pieces:
-        found.append(flat.narrow(0, start, piece.numel()))
-        start += num_groups([piece]) * GROUP
+    for size in sizes:
+        found.append(flat.narrow(0, start, size))
+        start += num_groups([size]) * GROUP
     return found
 
 
-def pack(pieces: Sequence[Tensor], block: Tensor) -> None:
-    """Quantise `pieces` into `block`.
+def _numels(pieces: Sequence[Tensor]) -> list[int]:
+    return [piece.numel() for piece in pieces]
+
+
+def pack(blocks: Tensor, groups: int, dtype: torch.dtype, fill: Callable[[Tensor, int], None]) -> None:
+    """Quantise what `fill` brings into `blocks`, in as many launches for many small blocks as for a few.
 
     Args:
-        pieces: 1-D, bf16 or float32, any lengths.
-        block: uint8 [block_bytes(num_groups(pieces))].
+        blocks: uint8 [rows, block_bytes(groups)].
+        groups: of each block, at least one.
+        dtype: of what is brought: bf16 or float32.
+        fill: fill(staging, first) writes the blocks from `first` on into zeros [some, groups * 128]: one block, or as
+            many as fit into a chunk.
     """
-    groups = num_groups(pieces)
-    if groups == 0:
-        return
-    staging = pieces[0].new_zeros(groups, GROUP)
-    torch._foreach_copy_(_slices(staging, pieces), list(pieces))
-    codes, exponents = _views(block, groups)
-    for start in range(0, groups, _CHUNK_GROUPS):
-        rows = slice(start, start + _CHUNK_GROUPS)
-        codes[rows], exponents[rows] = quantize_groups(staging[rows].float())
+    codes, exponents = _views(blocks, groups)
+    rows = max(1, _CHUNK_GROUPS // groups)
+    for first in range(0, len(blocks), rows):
+        some = slice(first, min(first + rows, len(blocks)))
+        staging = torch.zeros(some.stop - first, groups * GROUP, dtype=dtype, device=blocks.device)
+        fill(staging, first)
+        values = staging.unflatten(1, (groups, GROUP))
+        for start in range(0, groups, _CHUNK_GROUPS):
+            part = slice(start, start + _CHUNK_GROUPS)
+            codes[some, part], exponents[some, part] = quantize_groups(values[:, part].float())
 
 
-def unpack_sum(blocks: Sequence[Tensor], pieces: Sequence[Tensor], dtype: torch.dtype, factor: float) -> list[Tensor]:
-    """`factor` times the sum of what `blocks` hold, as one tensor per piece.
+def unpack_sum(blocks: Tensor, groups: int, dtype: torch.dtype, factor: float) -> Tensor:
+    """`factor` times the sum of what `blocks` hold, [groups, 128].
 
     In float64: an addend is a multiple of `2**-9 * scale_inv` and below `2**9 * scale_inv`, so N ranks add exactly as
     long as a group's scales lie within `2**35 / N` of each other, and the order of ranks cannot show. float32 would
     leave `2**6 / N`.
 
     Args:
-        blocks: one per rank, in rank order, each from a `pack` of pieces of these sizes.
-        pieces: this rank's own; only their sizes are read.
+        blocks: uint8 [ranks, block_bytes(groups)], each from a `pack` of pieces of the same sizes.
+        groups: of each block.
         dtype: of the result; the one rounding after the quantisation.
         factor: 1 / N for an average.
     """
-    groups = num_groups(pieces)
-    total = pieces[0].new_empty(groups, GROUP, dtype=dtype) if pieces else torch.empty(0)
-    views = [_views(block, groups) for block in blocks]
+    total = torch.empty(groups, GROUP, dtype=dtype, device=blocks.device)
+    if groups == 0:
+        return total
+    codes, exponents = _views(blocks, groups)
+    ranks = max(1, _CHUNK_GROUPS // groups)
     for start in range(0, groups, _CHUNK_GROUPS):
-        rows = slice(start, start + _CHUNK_GROUPS)
-        added = torch.zeros_like(total[rows], dtype=torch.float64)
-        for codes, exponents in views:
-            added += dequantize_groups(codes[rows], exponents[rows])
-        total[rows] = added.mul_(factor)
-    return _slices(total, pieces)
+        part = slice(start, start + _CHUNK_GROUPS)
+        added = torch.zeros_like(total[part], dtype=torch.float64)
+        for first in range(0, len(blocks), ranks):
+            some = slice(first, first + ranks)
+            added += dequantize_groups(codes[some, part], exponents[some, part]).sum(0, dtype=torch.float64)
+        total[part] = added.mul_(factor)
+    return total
 
 
 def reduce_scatter_fp8(
     group: dist.ProcessGroup, pieces: Sequence[Sequence[Tensor]], dtype: torch.dtype, factor: float
 ) -> tuple[list[Tensor], int]:
-    """The sum over ranks of what they have for this rank, times `factor`. Collective: one all-to-all of bytes.
+    """The sum over ranks of what they have for this rank, times `factor`. Collective.
+
+    One all-to-all of bytes to whom the pieces are for. Where these are so few that receiving from all ranks takes them
+    longer, one that gives every rank an equal part to add, and one of the sums: the same bits.
 
     Args:
         group: of two or more ranks.
@@ -142,18 +166,150 @@ def reduce_scatter_fp8(
 
     Returns:
         (sums, num_bytes): one 1-D tensor for each of this rank's own pieces; and the bytes that this rank handed to the
-        collective, its own share included.
+        collectives, its own share included.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     assert len(pieces) == num_ranks > 1
-    sizes = [block_bytes(num_groups(of_rank)) for of_rank in pieces]
+    groups = [num_groups(_numels(of_rank)) for of_rank in pieces]
     device = next((piece.device for of_rank in pieces for piece in of_rank), torch.device("cpu"))
+    exchange = _to_all if is_balanced(groups, dtype) else _to_owners
+    sums, num_bytes = exchange(group, pieces, groups, dtype, factor, device)
+    return _slices(sums, _numels(pieces[rank])), num_bytes
+
+
+def is_balanced(groups: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether `reduce_scatter_fp8` gives every rank an equal part to add.
+
+    By what the busiest rank receives; and where pieces are for many ranks, for each would be packed by itself.
+
+    Args:
+        groups: for each rank, those that it keeps.
+        dtype: of the sums.
+    """
+    if sum(count > 0 for count in groups) > _MANY:
+        return True
+    others, most = len(groups) - 1, max(groups)
+    sums = most * GROUP * dtype.itemsize * others // len(groups)
+    return others * block_bytes(_equal_part(groups)) + sums < _WORTH_A_COLLECTIVE * others * block_bytes(most)
+
+
+def _equal_part(groups: Sequence[int]) -> int:
+    return -(-sum(groups) // len(groups))
+
+
+def _to_owners(
+    group: dist.ProcessGroup,
+    pieces: Sequence[Sequence[Tensor]],
+    groups: Sequence[int],
+    dtype: torch.dtype,
+    factor: float,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """Sums [groups, 128] of this rank's pieces, each rank adding its own."""
+    num_ranks, rank = len(pieces), dist.get_rank(group)
+    sizes = [block_bytes(of_rank) for of_rank in groups]
     message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     # Destination by destination, so that what is staged is a share of the gradient and not all of it.
-    for of_rank, block in zip(pieces, message.split(sizes), strict=True):
-        pack(of_rank, block)
-    received = torch.empty(num_ranks * sizes[rank], dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, message, [sizes[rank]] * num_ranks, sizes, group=group)
+    for of_rank, count, block in zip(pieces, groups, message.split(sizes), strict=True):
+        if count:
+            pack(block[None], count, of_rank[0].dtype, partial(_fill_one, of_rank))
+    received = torch.empty(num_ranks, sizes[rank], dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received.view(-1), message, [sizes[rank]] * num_ranks, sizes, group=group)
     num_bytes = message.numel()
     del message
-    return unpack_sum(received.split(sizes[rank]) if sizes[rank] else [], pieces[rank], dtype, factor), num_bytes
+    return unpack_sum(received, groups[rank], dtype, factor), num_bytes
+
+
+def _fill_one(pieces: Sequence[Tensor], staging: Tensor, first: int) -> None:
+    torch._foreach_copy_(_slices(staging, _numels(pieces)), list(pieces))
+
+
+def _to_all(
+    group: dist.ProcessGroup,
+    pieces: Sequence[Sequence[Tensor]],
+    groups: Sequence[int],
+    dtype: torch.dtype,
+    factor: float,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """Sums [groups, 128] of this rank's pieces, each rank adding as many groups of all pieces as any other."""
+    num_ranks, rank = len(pieces), dist.get_rank(group)
+    flat, part = [piece for of_rank in pieces for piece in of_rank], _equal_part(groups)
+    starts = [0, *accumulate(num_groups([piece.numel()]) * GROUP for piece in flat)]
+
+    def fill(staging: Tensor, first: int) -> None:
+        line, begin = staging.view(-1), first * part * GROUP
+        to, end = [], begin + line.numel()
+        source = []
+        for piece, start in zip(flat, starts, strict=False):
+            low, high = max(start, begin), min(start + piece.numel(), end)
+            if low < high:
+                to.append(line[low - begin : high - begin])
+                source.append(piece[low - start : high - start])
+        torch._foreach_copy_(to, source)
+
+    message = torch.empty(num_ranks, block_bytes(part), dtype=torch.uint8, device=device)
+    pack(message, part, flat[0].dtype, fill)
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message, group=group)
+    del message
+    added = unpack_sum(received, part, dtype, factor)
+    ends = [*accumulate(groups)]
+    width = GROUP * dtype.itemsize
+    sent = [width * _overlap(end - of_rank, end, rank * part, part) for of_rank, end in zip(groups, ends, strict=True)]
+    own = (ends[rank] - groups[rank], ends[rank])
+    arriving = [width * _overlap(*own, other * part, part) for other in range(num_ranks)]
+    sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
+    outgoing = added.view(torch.uint8).view(-1)[: sum(sent)]
+    dist.all_to_all_single(sums.view(torch.uint8).view(-1), outgoing, arriving, sent, group=group)
+    return sums, received.numel() + sum(sent)
+
+
+def _overlap(start: int, end: int, other: int, size: int) -> int:
+    """Of `[start, end)` and `[other, other + size)`."""
+    return max(0, min(end, other + size) - max(start, other))
+
+
+def reduce_scatter_fp8_shares(
+    group: dist.ProcessGroup, tensors: Sequence[Tensor], dtype: torch.dtype, factor: float
+) -> tuple[list[Tensor], int]:
+    """`reduce_scatter_fp8` of tensors that are each cut into equal shares, as ZeRO-3 has them, the last ones shorter.
+
+    One all-to-all, in as many launches for hundreds of ranks as for a few.
+
+    Args:
+        group: of two or more ranks.
+        tensors: 1-D, bf16 or float32, one dtype, of the same sizes on all ranks.
+        dtype: of the result.
+        factor: 1 / N for an average.
+
+    Returns:
+        (sums, num_bytes): this rank's share of each tensor; and the bytes that this rank handed to the collective, its
+        own share included.
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    assert num_ranks > 1
+    shares = [-(-tensor.numel() // num_ranks) for tensor in tensors]
+    starts = [0, *accumulate(num_groups([share]) * GROUP for share in shares)]
+    groups = starts[-1] // GROUP
+
+    def fill(staging: Tensor, first: int) -> None:
+        for tensor, share, start in zip(tensors, shares, starts, strict=False):
+            own = tensor[first * share : (first + len(staging)) * share]
+            whole = own.numel() // share if share else 0
+            columns = staging[:, start : start + share]
+            columns[:whole].copy_(own[: whole * share].view(whole, share))
+            if rest := own.numel() - whole * share:
+                columns[whole, :rest].copy_(own[whole * share :])
+
+    sizes = [min(share, max(0, t.numel() - rank * share)) for t, share in zip(tensors, shares, strict=True)]
+    if groups == 0:
+        return [tensor.new_empty(0, dtype=dtype) for tensor in tensors], 0
+    message = torch.empty(num_ranks, block_bytes(groups), dtype=torch.uint8, device=tensors[0].device)
+    pack(message, groups, tensors[0].dtype, fill)
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message, group=group)
+    num_bytes = message.numel()
+    del message
+    sums = unpack_sum(received, groups, dtype, factor)
+    return [sums.view(-1).narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)], num_bytes

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8
+from fp8_ds.comm.reduce_scatter import reduce_scatter_fp8_shares
 from fp8_ds.zero.context import Fp8Context
 
 
@@ -33,13 +33,7 @@ class Fp8ReduceStage3:
             return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # type: ignore[misc]
                 params_to_reduce, communication_data_type
             )
-        pieces: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-        for p in params_to_reduce:
-            grad = p.grad.reshape(-1)
-            share = -(-grad.numel() // num_ranks)
-            for destination, of_rank in enumerate(pieces):
-                start = min(destination * share, grad.numel())
-                of_rank.append(grad.narrow(0, start, min(share, grad.numel() - start)))
-        sums, num_bytes = reduce_scatter_fp8(group, pieces, self.gradient_accumulation_dtype, 1.0 / num_ranks)
+        grads = [p.grad.reshape(-1) for p in params_to_reduce]
+        sums, num_bytes = reduce_scatter_fp8_shares(group, grads, self.gradient_accumulation_dtype, 1.0 / num_ranks)
         self._fp8.counter.reduced += num_bytes
         return sums

@@ -1,6 +1,6 @@
 """One rank of hundreds, in one process: what a rank of 512 sends in a step, counted without the other 511.
 
-    python one_of_many.py WORLD_SIZE RANK CONFIG        # the configuration as JSON; prints the collectives of a step
+    python one_of_many.py WORLD_SIZE RANK CONFIG     # the configuration as JSON; prints what a step calls
 
 The process group answers at once, as if every other rank held what this one holds; where a collective delivers what
 only others have, zeros. So numbers mean nothing here, but which collectives are called, with how many elements, does.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH, LAYERS, VOCABULARY, TOKENS = 256, 4, 512, 64
 STEPS = 3
@@ -101,6 +102,16 @@ class OneOfMany(dist.ProcessGroup):
         return _done([])
 
 
+class Operators(TorchDispatchMode):
+    """Counts them: what a GPU's host would launch, but for views."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
 class Block(nn.Module):
     """Weights of several sizes, none a multiple of what 512 ranks need; a bias; a norm."""
 
@@ -143,10 +154,11 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for _ in range(STEPS):
         calls.clear()
-        engine.backward(engine(torch.randint(VOCABULARY, (TOKENS,))))
-        engine.step()
+        with Operators() as operators:
+            engine.backward(engine(torch.randint(VOCABULARY, (TOKENS,))))
+            engine.step()
     report = engine.fp8_report()
-    print("STEP", json.dumps({"calls": dict(calls), "gathered": report["gathered_bytes"]}))
+    print("STEP", json.dumps({"calls": calls, "operators": operators.number, "gathered": report["gathered_bytes"]}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +11,11 @@ from torch import Tensor
 from fp8_ds.comm import reduce_scatter
 from fp8_ds.comm.reduce_scatter import (
     GROUP,
+    _fill_one,
+    _slices,
     block_bytes,
     dequantize_groups,
+    is_balanced,
     num_groups,
     pack,
     quantize_groups,
@@ -23,14 +28,14 @@ from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
 NUM_RANKS = 8
 
 
-def packed(pieces: list[Tensor]) -> Tensor:
-    block = torch.zeros(block_bytes(num_groups(pieces)), dtype=torch.uint8)
-    pack(pieces, block)
-    return block
-
-
 def reduced(of_ranks: list[list[Tensor]], dtype: torch.dtype = torch.float32, factor: float = 1.0) -> list[Tensor]:
-    return unpack_sum([packed(pieces) for pieces in of_ranks], of_ranks[0], dtype, factor)
+    sizes = [piece.numel() for piece in of_ranks[0]]
+    groups = num_groups(sizes)
+    blocks = torch.zeros(len(of_ranks), block_bytes(groups), dtype=torch.uint8)
+    for block, pieces in zip(blocks, of_ranks, strict=True):
+        if groups:
+            pack(block[None], groups, pieces[0].dtype, partial(_fill_one, pieces))
+    return _slices(unpack_sum(blocks, groups, dtype, factor), sizes)
 
 
 def gradients(family: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> list[Tensor]:
@@ -169,7 +174,7 @@ def test_every_piece_begins_a_group_of_its_own() -> None:
 
 
 def test_no_pieces_are_no_bytes() -> None:
-    assert block_bytes(num_groups([])) == block_bytes(num_groups([torch.zeros(0)])) == 0
+    assert block_bytes(num_groups([])) == block_bytes(num_groups([0])) == 0
     assert reduced([[], []]) == []
     assert [piece.numel() for piece in reduced([[torch.zeros(0)], [torch.zeros(0)]])] == [0]
 
@@ -182,6 +187,20 @@ def test_work_in_chunks_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
         assert_bitwise(piece, expected)
 
 
+def test_ranks_share_the_adding_where_few_keep_the_sums() -> None:
+    def balanced(*numels: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return is_balanced([num_groups([numel]) for numel in numels], dtype)
+
+    bucket = 1 << 22
+    for num_ranks in (2, 3, 4, 8, 16):
+        assert not balanced(*[bucket // num_ranks] * num_ranks)  # already equal
+    assert balanced(*[bucket // 17] * 17)  # as much for each, but in 17 packs
+    assert not balanced(bucket, 0) and not balanced(0, bucket, 0)
+    assert balanced(0, 0, bucket, 0) and not balanced(0, 0, bucket, 0, dtype=torch.float32)
+    assert balanced(*[0] * 7, bucket) and balanced(*[0] * 480, *[bucket // 32] * 32, dtype=torch.float32)
+    assert not balanced(0, 0)
+
+
 def test_a_block_takes_1_01_bytes_an_element_and_blocks_stay_aligned() -> None:
-    assert block_bytes(num_groups([torch.empty(1 << 20)])) / (1 << 20) < 1.008
+    assert block_bytes(num_groups([1 << 20])) / (1 << 20) < 1.008
     assert all(block_bytes(n) % 16 == 0 and block_bytes(n) >= n * (GROUP + 1) for n in range(100))
