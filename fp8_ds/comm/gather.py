@@ -96,10 +96,11 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
                 share[run.numel :].zero_()
         _all_gather(staging, share, group=group)
         others = [run for run in runs if run.rank != rank]
-        torch._foreach_copy_(
-            [buffer[run.start : run.stop] for run in others],
-            [staging.narrow(0, run.rank * largest, run.numel) for run in others],
-        )
+        if others:  # an empty list is an error of torch's
+            torch._foreach_copy_(
+                [buffer[run.start : run.stop] for run in others],
+                [staging.narrow(0, run.rank * largest, run.numel) for run in others],
+            )
     elif method == "broadcast":
         works = [
             dist.broadcast(

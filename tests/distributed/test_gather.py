@@ -92,8 +92,9 @@ def test_equal_shares_take_three_collectives_however_many_own(ranks: Any) -> Non
         assert result["calls"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
 
 
-def test_small_uneven_gather_is_one_padded_collective(ranks: Any) -> None:
-    for result in ranks(3).run(gather, (40, 0, 1), 3, torch.bfloat16, 1000):
+@pytest.mark.parametrize("numels", [(40, 0, 1), (0, 40, 0)])
+def test_small_uneven_gather_is_one_padded_collective(ranks: Any, numels: tuple[int, ...]) -> None:
+    for result in ranks(3).run(gather, numels, 3, torch.bfloat16, 1000):
         assert result["right"] and result["method"] == "padded"
         assert result["returned"] == result["seen"] == 3 * 40 * 2
 
