@@ -56,19 +56,21 @@ def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Args:
         m: float32 [num_groups, 128], finite; zeros where a group is not full.
         noise: int32 [num_groups, 128], random in [0, 2**NOISE_BITS): rounds stochastically, but to nearest within a
-            32nd of a code and below 2**-14 of the group's largest. None: to nearest even. Numbers that E4M3 has,
-            the group's largest among them, stay what they are.
+            32nd of a code; subnormals too: to nearest, what is far below the group's largest would never fade. None: to
+            nearest even. Numbers that E4M3 has, the group's largest among them, stay what they are.
 
     Returns:
         (codes, scale_inv): uint8 [num_groups, 128]; float32 [num_groups], multiply to leave.
     """
     scale_inv = group_scale_inv(m.abs().amax(1), E4M3.max)
     scaled = m * _group_scale(scale_inv)[:, None]
-    if noise is not None:  # from 1/32 to 31/32 of a code, then cut: what is left E4M3 has, subnormals excepted
-        scaled = ((scaled.view(torch.int32) + (noise * 240 + 0x8078)) & ~0xFFFFF).view(torch.float32)
     assert E4M3.dtype is not None
-    codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
-    return codes.view(torch.uint8), scale_inv
+    if noise is None:
+        codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+        return codes.view(torch.uint8), scale_inv
+    # E4M3's bits are those of a float32 whose exponent is less by 120: add 1/32 to 31/32 of a code there, then cut.
+    rounded = (scaled * 2.0**-120).view(torch.int32) + (noise * 240 + 0x8078)
+    return (((rounded >> 20) & 0x7F) | ((rounded >> 24) & 0x80)).to(torch.uint8), scale_inv
 
 
 def dequantize_m(codes: Tensor, scale_inv: Tensor) -> Tensor:

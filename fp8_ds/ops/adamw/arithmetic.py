@@ -99,6 +99,7 @@ def old_v(code, factor, PTX: tl.constexpr):
 @triton.jit
 def encode_moments(m, root, random, PACKED: tl.constexpr):
     """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread."""
+    m = m * DOWN
     root = root * DOWN
     if PACKED:
         m_code, root_code = tl.inline_asm_elementwise(
@@ -112,11 +113,8 @@ def encode_moments(m, root, random, PACKED: tl.constexpr):
     else:
         noise = (tl.interleave(random, random >> 16) & 0xFFF0).to(tl.int32) | 8
         root_code = ((root.to(tl.int32, bitcast=True) + noise * 8) >> 19).to(tl.uint8)
-        # By integers: Triton's interpreter casts to FP8 without carries into the exponent.
-        m = ((m.to(tl.int32, bitcast=True) + (noise * 15 + 0x8000)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        bits = (m * DOWN).to(tl.int32, bitcast=True)
-        mag = bits & 0x7FFFFFFF
-        m_code = (((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        rounded = m.to(tl.int32, bitcast=True) + (noise * 15 + 0x8000)
+        m_code = (((rounded >> 20) & 0x7F) | ((rounded >> 24) & 0x80)).to(tl.uint8)
     return m_code, root_code
 
 

@@ -61,7 +61,6 @@ cvt.f32.f16 $3, h3;
 ENCODE_MOMENTS = _operands(
     """{
 .reg .b32 n<4>, t<4>, a, b;
-.reg .b16 low, high;
 lop3.b32 a, $10, 0xfff0fff0, 0x00080008, 0xea;
 lop3.b32 b, $12, 0xfff0fff0, 0x00080008, 0xea;
 and.b32 n0, a, 0xffff;
@@ -77,17 +76,23 @@ shr.u32 a, a, 3;
 shr.u32 b, b, 3;
 prmt.b32 $1, a, b, 0x6420;
 """
-    + _each("mad.lo.u32 t#, n#, 15, %m#;\nadd.u32 t#, t#, 0x8000;\nand.b32 t#, t#, 0xfff00000;")
+    + _each("mad.lo.u32 t#, n#, 15, %m#;\nadd.u32 t#, t#, 0x8000;")
     + """
-cvt.rn.satfinite.e4m3x2.f32 low, t1, t0;
-cvt.rn.satfinite.e4m3x2.f32 high, t3, t2;
-mov.b32 $0, {low, high};
+prmt.b32 a, t0, t1, 0x7632;
+prmt.b32 b, t2, t3, 0x7632;
+shr.u32 n0, a, 4;
+shr.u32 n1, a, 8;
+shr.u32 n2, b, 4;
+shr.u32 n3, b, 8;
+lop3.b32 a, n0, n1, 0x00800080, 0xd8;
+lop3.b32 b, n2, n3, 0x00800080, 0xd8;
+prmt.b32 $0, a, b, 0x6420;
 }""",
     m=2,
     root=6,
 )
-"""Codes of m and of the root over 2**120, by the same random bits: elements 0 and 1 take the upper 12 bits of the low
-and of the high half of one word, 2 and 3 of another. Outputs are written while inputs are still read."""
+"""Codes of m and of the root, both over 2**120, by the same random bits: elements 0 and 1 take the upper 12 bits of the
+low and of the high half of one word, 2 and 3 of another. Outputs are written while inputs are still read."""
 
 DECODE_E4M11 = """{
 .reg .b32 a, b, c, t<4>;

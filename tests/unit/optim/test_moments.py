@@ -6,6 +6,7 @@ import torch
 from fp8_ds.formats import E4M3, E4M4
 from fp8_ds.optim.moments import (
     GROUP,
+    NOISE_BITS,
     TINY,
     TINY_ROOT,
     dequantize_m,
@@ -17,6 +18,7 @@ from fp8_ds.optim.moments import (
     quantize_root,
     to_groups,
 )
+from fp8_ds.optim.rounding import moment_noise
 from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales
 
 ROOT_TABLE = torch.cat(
@@ -154,6 +156,22 @@ def test_an_element_far_below_its_groups_largest_becomes_subnormal_then_zero():
     codes, scale_inv = quantize_root(group)
     assert scale_inv.tolist() == [1.0]
     assert codes[0, : len(sizes)].tolist() == [255, 16, 1, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.95])
+def test_a_first_moment_without_gradients_fades_to_zero_however_large_its_neighbours_are(beta1):
+    """Far below the group's largest, too, where a step takes less than half a code."""
+    m = torch.zeros(1, GROUP)
+    m[0, 0], m[0, 1:121] = 448.0, (torch.arange(120) % 15 + 1) * 2.0**-9
+    m[0, 61:121] *= -1
+    first, sizes = m.clone(), []
+    for step in range(1, 301):
+        m = torch.cat([m[:, :1], m[:, 1:] * beta1], dim=1)
+        bits = moment_noise(0, step, 7, 0, GROUP, NOISE_BITS, m.device).view(1, GROUP)
+        m = dequantize_m(*quantize_m(m, bits))
+        sizes.append(float(m[0, 1:].abs().sum() / first[0, 1:].abs().sum()))
+    assert sizes[9] == pytest.approx(beta1**10, abs=0.05)
+    assert not m[0, 1:].any() and m[0, 0] == 448
 
 
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000])
