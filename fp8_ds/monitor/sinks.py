@@ -112,7 +112,7 @@ class JsonLines:
         with self.path.open("ab", buffering=0) as file:  # unbuffered: what fails fails here
             size = os.fstat(file.fileno()).st_size
             try:
-                _write_all(file, line.encode())
+                _write_all(file, (_end_of_line(self.path) + line).encode())
             except OSError:
                 with suppress(OSError):
                     file.truncate(size)  # half a line would make the whole file unreadable
@@ -176,6 +176,17 @@ def _group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _end_of_line(path: Path) -> str:
+    """What ends half a line, which a run that was killed has left: the report after it would be lost with it."""
+    if not path.is_file():  # a pipe or a device
+        return ""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return ""
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
 
 
 def _write_all(file: FileIO, content: bytes) -> None:

@@ -417,3 +417,19 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_lines_before_it(tmp_pat
     assert sink.path.read_bytes() == before
     sink(report(30))
     assert [one["step"] for one in read_reports(sink.path)] == [10, 30]
+
+
+def test_half_a_line_of_a_run_that_was_killed_takes_no_report_with_it(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "health.jsonl")
+    sink(report(10))
+    sink(report(20))
+    sink.path.write_bytes(sink.path.read_bytes()[:-30])
+    resumed = JsonLines(sink.path)
+    resumed(report(20))
+    resumed(report(30))
+    whole, half, *others = sink.path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (whole, *others)] == [10, 20, 30]
+    with pytest.raises(ConfigError, match=r"health\.jsonl:2: .* may have left half a line"):
+        read_reports(sink.path)
+    sink.path.write_text("\n".join([whole, *others]))
+    assert [one["step"] for one in read_reports(sink.path)] == [10, 20, 30] and half
