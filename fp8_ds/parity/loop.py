@@ -180,7 +180,7 @@ def train(
         seconds += time.perf_counter() - mark
         value = f"{trainer.evaluate():.6f}" if step in length.evaluations else ""
         lines.append(f"{step},{step * length.tokens_per_step},{seconds:.2f},{mean:.6f},{value}")
-        _write(part, lines, ranks)
+        _append(part, lines[-1], ranks)
         if not math.isfinite(mean):
             raise NumericsError(f"train_loss: expected a finite loss, got {mean} at step {step}. This arm diverged.")
         if ends:
@@ -202,6 +202,12 @@ def train(
 def _write(path: Path, lines: list[str], ranks: Ranks) -> None:
     if ranks.writes:
         path.write_text("\n".join(lines) + "\n")
+
+
+def _append(path: Path, line: str, ranks: Ranks) -> None:
+    if ranks.writes:
+        with path.open("a") as file:
+            file.write(line + "\n")
 
 
 def device_ranks(device: torch.device) -> Ranks:

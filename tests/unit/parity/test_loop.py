@@ -123,3 +123,18 @@ def test_other_ranks_stop_where_one_does_and_write_nothing(tmp_path: Path) -> No
 def test_a_run_can_end_early(tmp_path: Path) -> None:
     assert train(Fake(), LENGTH, tmp_path / "a.csv", after_step=lambda step: step == 12) is not None
     assert columns(tmp_path / "a.csv")[-1][0] == "12"
+
+
+def test_a_line_of_the_log_takes_no_longer_the_more_there_are_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    whole = Path.write_text
+
+    def write_text(path: Path, text: str) -> int:
+        written.append(path.name)
+        return whole(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    train(Fake(), Length(steps=2000, tokens_per_step=100, log_every=1), tmp_path / "run.csv")
+    assert len(columns(tmp_path / "run.csv")) == 2002 and written == ["run.part"]
