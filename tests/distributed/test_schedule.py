@@ -353,6 +353,28 @@ def test_the_order_of_the_names_is_no_difference(ranks: Any) -> None:
     assert ranks(2).run(in_another_order) == [["blocks.0.up", "blocks.2.down"]] * 2
 
 
+def after_evaluating_in_bf16(which: str) -> list[str]:
+    """What is in bf16 after an evaluation of docs/schedule.md; one layer is there for a reason of its own."""
+    engine = training.build(training.ds_config(2, {}))
+    precision = engine.fp8.precision
+    engine.set_layer_precision("blocks.1.up", "bf16")
+    names: Any = "" if which == "all" else [name for name in precision.names if name not in precision.in_bf16]
+    engine.set_layer_precision(names, "bf16")
+    within = sorted(precision.in_bf16)
+    engine.set_layer_precision(names, "schedule")
+    assert within == sorted(precision.names)
+    after = sorted(precision.in_bf16)
+    training.destroy(engine)
+    return after
+
+
+@pytest.mark.parametrize(("which", "after"), [("all", []), ("others", ["blocks.1.up"])])
+def test_an_evaluation_in_bf16_keeps_what_was_in_bf16_before_if_it_names_the_others(
+    ranks: Any, which: str, after: list[str]
+) -> None:
+    assert ranks(2).run(after_evaluating_in_bf16, which) == [after] * 2
+
+
 @pytest.mark.parametrize(
     ("case", "fragment"),
     [
