@@ -48,11 +48,25 @@ STEPS = (
     Step(
         "tests-unseen",
         _tests(
-            "-n 6 -k 'test_observe_gpu or test_conv1d_gpu or test_doctor_gpu or test_monitor_gpu or test_schedule_gpu "
-            "or sampled'"
+            "-n 6 -k 'test_adamw_gpu or test_long_gpu or test_schedule_gpu or test_monitor_gpu or test_fused_gpu or "
+            "test_states_gpu'"
         ),
-        150,
-        "issue 8 A to D: tests written or repaired on 2026-11-25, which no GPU has run since",
+        300,
+        "issue 4, 8: the moments' codes of 2026-11-26, which no GPU has run since, and what was cut off that day",
+    ),
+    Step(
+        "tests-unseen-2gpus",
+        "{python} -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_many_owners_gpu.py "
+        "tests/gpu/test_dataflow_gpu.py -k 'leaves or balanced or added'",
+        120,
+        "gathers and reductions of many owners, and waits of the host with leaves, over NCCL",
+        gpus=2,
+    ),
+    Step(
+        "optimizer-step",
+        "{python} benchmarks/optimizer_step.py --out {out}/optimizer-step.json",
+        60,
+        "issue 4 C: the update with the moments' codes of 2026-11-26: up to 3 % more than before is predicted",
     ),
     Step(
         "doctor",
@@ -223,13 +237,6 @@ STEPS = (
         ),
         330,
         "issue 4 H 2: where 8 layers of 8B spend their time; host waits beside stock's",
-        gpus=2,
-    ),
-    Step(
-        "tests-dataflow",
-        "{python} -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_dataflow_gpu.py -k leaves",
-        120,
-        "issue 4 C: leaves with a prefetch smaller than a layer change no bit, over NCCL; never run yet",
         gpus=2,
     ),
     Step(
