@@ -48,7 +48,8 @@ def refuse_offload(name: str) -> UnsupportedError:
 class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
     """Megatron's optimizer for bf16 without sharding, with FP8 moments.
 
-    With split masters its attribute `fp32_from_float16_groups` holds no parameters.
+    With split masters its attribute `fp32_from_float16_groups` holds the weights themselves: main, which saves pairs of
+    a weight and its main parameter, finds one for each.
     """
 
     optimizer: MegatronFp8AdamW
@@ -61,7 +62,7 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
             groups = [group["params"] for group in optimizer.param_groups]
             self.float16_groups = [[p for p in group if p.dtype == torch.bfloat16] for group in groups]
             self.fp32_from_fp32_groups = [[p for p in group if p.dtype == torch.float32] for group in groups]
-            self.fp32_from_float16_groups: list[list[Tensor]] = [[] for _ in groups]
+            self.fp32_from_float16_groups = self.float16_groups
             self.is_stub_optimizer = False
         if self.is_stub_optimizer:
             return
@@ -110,7 +111,7 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # stock code copies masters into fp32_from_float16_groups: none
+        super().load_state_dict(state_dict)  # stock code copies masters into fp32_from_float16_groups: rounded
         if not self.optimizer.is_split:
             return
         masters = state_dict["fp32_from_fp16_params" if "fp32_from_fp16_params" in state_dict else "fp32_from_fp16"]

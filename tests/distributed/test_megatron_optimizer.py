@@ -443,6 +443,23 @@ def count_apart(training: mt.Training) -> None:
             state["step"] = steps[0].clone()
 
 
+def partners() -> list[tuple[bool, bool]]:
+    """Of each weight, as main's `sharded_state_dict` of the plain optimizer pairs them, which takes no weight without:
+    whether what it is paired with is one that Adam updates, and has its shape.
+    """
+    with run(bf16(False), SPLIT) as training:
+        (one,) = training.optimizer.chained_optimizers
+        updated = {id(p) for p in one.get_parameters()}
+        groups = zip(one.float16_groups, one.fp32_from_float16_groups, strict=True)
+        pairs = [pair for weights, mains in groups for pair in zip(weights, mains, strict=True)]
+        return [(id(main) in updated, main.shape == p.shape) for p, main in pairs]
+
+
+def test_the_plain_optimizer_has_a_partner_for_every_weight_it_saves(ranks: Any) -> None:
+    pairs = ranks(1).run(partners)[0]
+    assert pairs and all(pair == (True, True) for pair in pairs)
+
+
 @pytest.mark.parametrize(
     ("distributed", "form", "world_size", "master"),
     [
