@@ -108,6 +108,11 @@ def from_arguments(args: Any) -> OptimizerStates | None:
             "Masters begin as what Transformer Engine keeps when it makes a weight, before Megatron draws it on the "
             "CPU: turn one of them off."
         )
+    if gathers_fp8 and getattr(args, "log_params_norm", False):
+        raise UnsupportedError(
+            "--log-params-norm: expected off with --fp8-param-gather and --fp8-optimizer-states, got on. Megatron "
+            "takes it of masters of their own, which FP8 weights do not have here: turn one of them off."
+        )
     if getattr(args, "optimizer", "adam") != "adam":
         raise UnsupportedError(
             f"--optimizer: expected adam with --fp8-optimizer-states, got {args.optimizer}. Use adam."

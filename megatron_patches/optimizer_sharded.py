@@ -45,10 +45,16 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
     ) -> Any:
-        """Stock; a shard of FP8 bytes, for which stock code has no tensor, gets one that holds its gradient only."""
+        """Stock; a shard of FP8 bytes, for which stock code has no tensor, gets one that holds its gradient only.
+
+        With split masters a bf16 weight's own shard is its `main_param`, of which --log-params-norm takes the norm.
+        """
         groups = super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
         low, _, low_shards, fp32_shards, _ = groups
         for params, shards, others, group in zip(low, low_shards, fp32_shards, opt_group_ranges, strict=True):
+            for p, shard in zip(params, shards, strict=True):
+                if p.main_param is None and shard is not None:
+                    p.main_param = shard
             if all(shard is not None for shard in shards):
                 continue
             for i, (p, shard) in enumerate(zip(params, shards, strict=True)):

@@ -593,6 +593,26 @@ def test_weights_loaded_without_states_are_their_own_masters(ranks: Any) -> None
         assert (value == 0.125).all(), name
 
 
+# --- what Megatron's training code reads ---
+
+
+def params_norms() -> tuple[float, float]:
+    """As --log-params-norm takes it, of the shards in `main_param`; and of the weights."""
+    with run(bf16(True), SPLIT) as training:
+        steps(training, 2)
+        params = list(training.module.parameters())
+        assert all(p.main_param_sharded for p in params)
+        squares = [p.main_param.float().square().sum() for p in params if p.main_param is not None]
+        total = torch.stack([torch.zeros(()), *squares]).sum()
+        dist.all_reduce(total)
+        return float(total.sqrt()), float(torch.cat([p.detach().float().view(-1) for p in params]).norm())
+
+
+def test_the_norm_of_parameters_is_that_of_the_weights(ranks: Any) -> None:
+    for logged, own in ranks(2).run(params_norms):
+        assert logged == pytest.approx(own, rel=1e-5)
+
+
 # --- undo ---
 
 

@@ -29,7 +29,8 @@ def test_master_follows_from_how_weights_are_stored() -> None:
     gathers.fp8_drop_transposes = True
     assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7, drop_transposes=True)
     assert optimizer.from_arguments(arguments(fp8_master="fp32")) == OptimizerStates("fp32", 7)
-    assert optimizer.from_arguments(arguments(use_cpu_initialization=True)) == OptimizerStates("bf16_8", 7)
+    for name in ("use_cpu_initialization", "log_params_norm"):
+        assert optimizer.from_arguments(arguments(**{name: True})) == OptimizerStates("bf16_8", 7)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,11 @@ def test_master_follows_from_how_weights_are_stored() -> None:
             {"fp8_param_gather": True, "fp8_recipe": "tensorwise", "use_cpu_initialization": True},
             UnsupportedError,
             "--use-cpu-initialization: expected off with --fp8-param-gather",
+        ),
+        (
+            {"fp8_param_gather": True, "fp8_recipe": "tensorwise", "log_params_norm": True},
+            UnsupportedError,
+            "--log-params-norm: expected off with --fp8-param-gather",
         ),
         ({"fp8_drop_transposes": True}, ConfigError, "--fp8-drop-transposes: expected --fp8-param-gather and"),
         (
