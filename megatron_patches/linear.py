@@ -173,8 +173,11 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it is left to the caller), as Megatron's; grad_output arrives in FP8 where it is sent."""
-        if self.tp_rule is None or self.tp is None:
+        """(output, bias if it is left to the caller), as Megatron's; grad_output arrives, and sums leave, in FP8 where
+        they are sent so."""
+        if self.fp8_recipe is None or self.tp is None:
+            return super().forward(input_)
+        if self.tp_rule is None and self.tp.config.reduce_scatter == "bf16":
             return super().forward(input_)
         self._begin_forward()
         x = Fp8Linear.checked(input_, self.weight)
