@@ -115,7 +115,8 @@ class MegatronFp8Linear:
     def _fp8_text(self) -> str:
         if self.fp8_recipe is None:
             return f"bf16 ({self.bf16_reason})"
-        gather = ", gather=fp8" if self.tp_rule is not None else ""
+        gathers = self.tp_rule is not None and not cast(Any, self).explicit_expert_comm
+        gather = ", gather=fp8" if gathers else ""
         recipe = self.fp8_recipe
         return f"fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
 
@@ -175,7 +176,8 @@ class Fp8RowParallelLinear(MegatronFp8Linear, RowParallelLinear):
     def forward(self, input_: Tensor) -> Any:
         """(output, bias if it is left to the caller), as Megatron's; grad_output arrives, and sums leave, in FP8 where
         they are sent so."""
-        if self.fp8_recipe is None or self.tp is None:
+        # Megatron sets it after it has built a layer, too: --moe-shared-expert-overlap sends on a stream of its own.
+        if self.fp8_recipe is None or self.tp is None or self.explicit_expert_comm:
             return super().forward(input_)
         if self.tp_rule is None and self.tp.config.reduce_scatter == "bf16":
             return super().forward(input_)

@@ -277,6 +277,25 @@ def test_experts_are_in_fp8(ranks: Ranks, parallel: dict[str, Any]) -> None:
             assert sqnr_db(grad, fp8["gradients"][parameter]) > 8, parameter
 
 
+def test_shared_experts_that_overlap_send_as_megatron_says(ranks: Ranks) -> None:
+    """--moe-shared-expert-overlap takes their sums from their linears, once these are built."""
+    moe = {
+        "num_moe_experts": 2,
+        "moe_ffn_hidden_size": 64,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_shared_expert_overlap": True,
+    }
+    layout = Layout(config=moe, tp=2, sp=True)
+    fp8 = ranks(2).run(moe_gradients, layout)[0]
+    stock = ranks(2).run(moe_gradients, of_stock(layout))[0]
+    assert fp8["products"] == 3 * (4 + 2 * 2) * mt.NUM_LAYERS * mt.NUM_MICRO
+    shared = [parameter for parameter in stock["gradients"] if "shared_experts" in parameter]
+    assert len(shared) == 2 * mt.NUM_LAYERS
+    for parameter in shared:
+        assert sqnr_db(stock["gradients"][parameter], fp8["gradients"][parameter]) > 8, parameter
+
+
 def test_a_recipe_that_cannot_travel_in_fp8_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"Add --fp8-tp-gather bf16"):
         ranks(2).run(mt.train, Layout(tp=2, sp=True, recipe="rowwise_with_gw_hp"))
