@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import log_single_rank
+from packaging.version import Version
 
 from fp8_ds.attention import BACKENDS
 from fp8_ds.errors import ConfigError, UnsupportedError
@@ -36,6 +37,8 @@ from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import Fp8Settings, settings_of
 from megatron_patches.registry import LayerRegistry
 from megatron_patches.weights import StepWeights
+
+_PREDICTS_BESIDE_SPEC = Version("0.17")
 
 
 class RegisteredLayer(StepWeights):
@@ -320,15 +323,18 @@ def _refuse_bf16_alone(config: Any) -> None:
 
 
 def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
-    """On rank 0, where a setting of the model takes all layers from the backend that was asked for."""
+    """On rank 0, where a setting of the model takes layers from the backend that was asked for."""
     reason = left_to_stock(config)
+    text = ""
     if reason:
-        log_single_rank(
-            logging.getLogger(__name__),
-            logging.WARNING,
-            f"attention backend {attention.backend}: all layers keep Megatron's own attention ({reason}). Turn that "
-            "off (--attention-dropout 0 for dropout, whose default is 0.1), or leave the backend out.",
+        text = (
+            f"all layers keep Megatron's own attention ({reason}). Turn that off (--attention-dropout 0 for dropout, "
+            "whose default is 0.1), or leave the backend out."
         )
+    elif getattr(config, "mtp_num_layers", None):
+        text = "layers of multi-token prediction keep Megatron's own attention, which builds them without a layer spec."
+    if text:
+        log_single_rank(logging.getLogger(__name__), logging.WARNING, f"attention backend {attention.backend}: {text}")
 
 
 class LaterSpec:
@@ -368,6 +374,12 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
         raise UnsupportedError(
             f"--mtp-num-layers: expected none with FP8 layers without Transformer Engine, got {args.mtp_num_layers}. "
             "Their linears would stay bf16: remove it."
+        )
+    if getattr(args, "mtp_num_layers", None) and compat.version() < _PREDICTS_BESIDE_SPEC:
+        raise UnsupportedError(
+            f"--mtp-num-layers: expected none with a layer spec in Megatron {compat.version()}, got "
+            f'{args.mtp_num_layers}. Its gpt_builders.py builds such layers only without one ("use_te" has no value): '
+            "leave out --spec and --fp8-attention-backend, or check out core_v0.19.0."
         )
     backend = backend or getattr(args, "fp8_attention_backend", None)
     check_masks(args, backend)

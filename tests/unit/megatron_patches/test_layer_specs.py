@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from packaging.version import Version
 
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, layer_specs
@@ -231,6 +232,13 @@ def test_a_backend_that_no_layer_gets_is_said(
         assert "--attention-dropout 0" in said[0]
 
 
+def test_layers_of_multi_token_prediction_are_said_to_keep_their_attention(caplog: pytest.LogCaptureFixture) -> None:
+    values = {"attention_dropout": 0.0, "mtp_num_layers": 1}
+    layer_spec(config(**values), use_transformer_engine=False, attention=AttentionSettings("fa3_fp8"))
+    (said,) = [record.getMessage() for record in caplog.records if record.name == layer_specs.__name__]
+    assert "fa3_fp8: layers of multi-token prediction keep Megatron's own attention" in said
+
+
 @pytest.fixture
 def stock_script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Its arguments, with --spec megatron_patches.layer_specs gpt_sdpa."""
@@ -261,6 +269,22 @@ def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleName
         layer_specs._objects()
     args.reset_attention_mask = False
     assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
+
+
+@pytest.mark.parametrize(("version", "builds"), [("0.16.1", False), ("0.19.1", True)])
+def test_multi_token_prediction_is_refused_where_megatron_cannot_build_it_beside_a_spec(
+    stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str, builds: bool
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: Version(version))
+    monkeypatch.setattr(layer_specs.patches, "check", lambda *parts: None)
+    stock_script.mtp_num_layers = 1
+    if builds:
+        assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"--mtp-num-layers: expected none with a layer spec in Megatron 0\.16\.1"
+    ):
+        layer_specs._objects()
 
 
 def test_the_name_and_the_flag_say_which_attention(stock_script: SimpleNamespace) -> None:
