@@ -289,7 +289,7 @@ def registry_of_model(chunks: Iterable[Any]) -> LayerRegistry:
 
 
 class HealthLog:
-    """Health beside Megatron's own log, of the one model that a process trains: two wrappers for patches.apply."""
+    """Health beside Megatron's own log, of the model that a process set up last: two wrappers for patches.apply."""
 
     def __init__(self) -> None:
         self._registry: Any = None
@@ -300,6 +300,7 @@ class HealthLog:
         """Of `setup_model_and_optimizer`: the layers are known from then on."""
 
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            self._health = None  # after --inprocess-restart it is of a model and of groups that are gone
             result = stock(*args, **kwargs)
             from megatron.training import global_vars
 

@@ -226,6 +226,9 @@ def test_a_model_of_megatrons_own_spec_is_found(
     (registry,) = made
     assert registry.fp8 is None and registry.layers() == [model[0], model[2]]
     assert megatron_training.printed == [" [fp8] 2 layers", " [fp8] iteration        2 | all is well"]
+    log.wrap_setup_model(lambda: ([model[:1]], "optimizer", "scheduler"))()  # again, as by --inprocess-restart
+    logged({}, {}, 0.1, 3)
+    assert len(made) == 2 and made[1].layers() == [model[0]], "health is of the model that is trained"
 
 
 class Fake:
