@@ -183,19 +183,21 @@ def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) ->
         raise UnsupportedError(
             f"--main-params-dtype: expected it left out {beside}, got {config.main_params_dtype}. Use --fp8-master."
         )
-    _refuse_parameters([p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad], config, states)
+    _refuse_parameters(model_chunks, config, states)
 
 
-def _refuse_parameters(params: Sequence[Any], config: Any, states: OptimizerStates) -> None:
+def _refuse_parameters(model_chunks: Sequence[Any], config: Any, states: OptimizerStates) -> None:
     from megatron.core.fp8_utils import is_float8tensor
 
+    params = [p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad]
     num_fp8 = sum(map(is_float8tensor, params))
     if num_fp8 and not states.is_fp8:
         raise ConfigError(
             f"--fp8-master: expected e4m19 or e4m11 where weights are stored in FP8, got {states.master} and {num_fp8} "
             "of them. Change it, or leave out --fp8-param-gather."
         )
-    if states.is_fp8 and not num_fp8:
+    # A stage may have layers of --first-last-layers-bf16 alone, where others have FP8 weights.
+    if states.is_fp8 and not num_fp8 and not all(chunk.config.fp8_param for chunk in model_chunks):
         raise ConfigError(
             f"--fp8-master: expected bf16_8 or fp32 where no weight is stored in FP8, got {states.master}. FP8 weights "
             "need Transformer Engine and --fp8-param-gather."

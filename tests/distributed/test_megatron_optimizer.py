@@ -353,7 +353,7 @@ def save(training: mt.Training, path: Path, form: str) -> None:
 
 
 def _sharded(training: mt.Training, form: str, is_loading: bool) -> dict[str, Any]:
-    metadata = FORMATS[form]
+    metadata = dict(FORMATS[form])  # Megatron writes its group into it
     model = getattr(training.module, "module", training.module).sharded_state_dict(metadata=metadata)
     return {
         "model": model,

@@ -293,6 +293,40 @@ def test_losses_and_norms_of_parallel_models_follow_stock(ranks: Any, layout: mt
     assert [one[1] for one in ours] == pytest.approx([norm, norm], rel=1e-5)
 
 
+def losses_and_bytes(layout: mt.Layout, path: str) -> dict[str, Any]:
+    """Of a model whose first stage is as --first-last-layers-bf16 leaves it; saved, and loaded again."""
+    from megatron.core import parallel_state
+
+    def make(drawn: Tensor) -> nn.Parameter:
+        return nn.Parameter(drawn) if parallel_state.is_pipeline_first_stage() else STAND_IN.make(drawn)
+
+    def build(layout: mt.Layout) -> nn.Module:
+        module = drawn_build(layout)
+        module.config.fp8_param = True  # in the constructor it asks for Transformer Engine
+        return module
+
+    engine = SimpleNamespace(**{**vars(STAND_IN), "make": make})
+    drawn_build = stock_build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "stock_build", build)
+        with run(layout, "e4m19", engine) as training:
+            losses, before = base.steps(training, 4), base.local_bytes(training)
+            base.save(training, Path(path), "dp_reshardable")
+            num = len(fp8_weights(training))
+        with run(layout, "e4m19", engine) as training:
+            base.load(training, Path(path), "dp_reshardable")
+            base.assert_same(base.local_bytes(training), before)
+    return {"losses": losses, "num": num}
+
+
+def test_a_stage_of_bf16_layers_alone_trains_beside_one_with_fp8_weights(ranks: Any, tmp_path: Path) -> None:
+    layout = base.bf16(True, pp=2)
+    first, last = ranks(2).run(losses_and_bytes, layout, str(tmp_path))
+    stock = ranks(2).run(losses_and_norm, layout, None)[-1][0]
+    assert (first["num"], last["num"]) == (0, 4)
+    assert 0 < base.largest_difference(last["losses"], stock) <= base.allowed(ranks, 2)
+
+
 def clipped(master: str | None) -> tuple[list[float], dict[str, Tensor]]:
     """Norms of two updates, the second far above --clip-grad, and by how much that one moves the masters."""
     with run(base.bf16(True), master) if master else base.run(base.bf16(True), None) as training:

@@ -89,6 +89,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
         self.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
+        self.config = SimpleNamespace(fp8_param=False)
 
 
 def config(**values: Any) -> SimpleNamespace:
