@@ -265,11 +265,13 @@ class Health:
 
 
 def find_registry(args: Any) -> Any:
-    """Of the spec that Megatron has built its layers from; None: it is none of ours."""
+    """Of the spec that Megatron has built its layers from; None: it is none of ours. A pipeline stage without layers
+    has an empty one: it takes part in reports.
+    """
     specs = sys.modules.get("megatron_patches.layer_specs")
     if specs is None or args.spec is None or args.spec[0] != specs.__name__:
         return None
-    return specs.registry_of(vars(specs)[args.spec[1]])
+    return specs.registry_of(vars(specs)[args.spec[1]]) or LayerRegistry()
 
 
 def registry_of_model(chunks: Iterable[Any]) -> LayerRegistry:

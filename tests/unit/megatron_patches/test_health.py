@@ -18,6 +18,7 @@ from megatron_patches import health
 from megatron_patches.attention import AttentionSettings, MegatronFp8Attention
 from megatron_patches.health import Products, products_of
 from megatron_patches.linear import Fp8RowParallelLinear
+from megatron_patches.registry import LayerRegistry
 
 SEQUENCE, HEADS, CHANNELS = 32, 4, 16
 
@@ -229,6 +230,24 @@ def test_a_model_of_megatrons_own_spec_is_found(
     log.wrap_setup_model(lambda: ([model[:1]], "optimizer", "scheduler"))()  # again, as by --inprocess-restart
     logged({}, {}, 0.1, 3)
     assert len(made) == 2 and made[1].layers() == [model[0]], "health is of the model that is trained"
+
+
+def test_a_stage_without_layers_takes_part_in_reports(
+    megatron_training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each stage has a spec of its own, as dense layers among experts have, one may be of no layers."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megatron_patches import layer_specs
+
+    empty = layer_specs.with_registry(TransformerBlockSubmodules(layer_specs=[]), LayerRegistry())
+    monkeypatch.setitem(vars(layer_specs), "gpt", empty)
+    megatron_training.args.spec = [layer_specs.__name__, "gpt"]
+    monkeypatch.setattr(health, "Health", lambda registry, args, weights: Fake())
+    log = health.HealthLog()
+    log.wrap_setup_model(lambda: ([nn.Linear(1, 1)], "optimizer", "scheduler"))()
+    log.wrap_training_log(training_log)({}, {}, 0.1, 2)
+    assert megatron_training.printed[-1] == " [fp8] iteration        2 | all is well"
 
 
 class Fake:
