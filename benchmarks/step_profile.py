@@ -6,6 +6,7 @@ and device (`summarize_host`), which says who launched a kernel and how often th
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -14,7 +15,7 @@ from typing import Any
 
 import step_times
 
-TOP = 40
+TOP, TOP_GAPS = 40, 12
 FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpose"
 ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
 CLASSES = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
@@ -65,6 +66,25 @@ def union_ms(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in merged(intervals)) / 1e3
 
 
+def idle_gaps(device: Sequence[Mapping[str, Any]], num_steps: int) -> list[list[Any]]:
+    """Where nothing runs: [what ran before, what runs after, ms a step, times a step], the longest in all first.
+
+    Args:
+        device: events of kernels, copies and fills, of all streams.
+    """
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    count: Counter[tuple[str, str]] = Counter()
+    end, before = math.inf, ""
+    for event in sorted(device, key=lambda one: one["ts"]):
+        if event["ts"] > end:
+            spent[before, event["name"]] += (event["ts"] - end) / 1e3
+            count[before, event["name"]] += 1
+        if not before or event["ts"] + event["dur"] > end:
+            end, before = event["ts"] + event["dur"], event["name"]
+    longest = sorted(spent, key=lambda pair: -spent[pair])[:TOP_GAPS]
+    return [[*pair, round(spent[pair] / num_steps, 4), round(count[pair] / num_steps, 2)] for pair in longest]
+
+
 def _on_device(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     return [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
@@ -78,7 +98,8 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
 
     Returns:
         `busy_ms`: with at least one kernel; `span_ms`: first start to last end, divided; `classes_ms` (a sum: streams
-        that overlap make it exceed `busy_ms`); `kernels`: the top 40 as [name, class, ms, count]; `num_kernels`.
+        that overlap make it exceed `busy_ms`); `kernels`: the top 40 as [name, class, ms, count]; `num_kernels`;
+        `gaps`: see `idle_gaps`.
     """
     device = _on_device(events)
     spent: dict[str, float] = defaultdict(float)
@@ -101,6 +122,7 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
             [name, kernel_class(name), round(spent[name] / num_steps, 4), round(count[name] / num_steps, 2)]
             for name in top
         ],
+        "gaps": idle_gaps(device, num_steps),
     }
 
 
@@ -230,4 +252,9 @@ def table(arm: str, result: Mapping[str, Any]) -> str:
     lines += ["", "| kernel | class | ms per step | count |", "|---|---|---|---|"]
     for name, kind, ms, count in device["kernels"]:
         lines.append(f"| `{name[:100].replace('|', '/')}` | {kind} | {ms:.3f} | {count:g} |")
+    if device.get("gaps"):
+        lines += ["", "| idle after | before | ms per step | count |", "|---|---|---|---|"]
+    for before, after, ms, count in device.get("gaps", []):
+        first, second = (name[:60].replace("|", "/") for name in (before, after))
+        lines.append(f"| `{first}` | `{second}` | {ms:.3f} | {count:g} |")
     return "\n".join(lines) + "\n"

@@ -370,6 +370,26 @@ def test_idle_time_is_what_no_kernel_of_any_stream_covers(bench: Any) -> None:
     assert sorted(found["kernels"])[0] == ["Memcpy DtoD (Device -> Device)", "memcpy", 0.5, 0.5]
 
 
+def test_a_gap_lies_between_the_kernel_that_ended_last_and_the_next_on_any_stream(bench: Any) -> None:
+    profile = bench("step_profile")
+    events = [
+        event("kernel", "long", 0, 1000),
+        event("kernel", "short", 100, 200),  # beside it
+        event("kernel", "next", 1500, 100),
+        event("kernel", "long", 1600, 400),
+        event("kernel", "next", 3000, 100),
+        event("kernel", "last", 3050, 100),
+    ]
+    assert profile.summarize_device(events[::-1], num_steps=2)["gaps"] == [["long", "next", 0.75, 1.0]]
+    host = {"waits": {phase: {} for phase in profile.PHASES}, "cpu_ops": 0}
+    host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
+    device = profile.summarize_device(events, num_steps=2)
+    result = {"step_ms": 2.0, "device": device, "host": host, "dispatches_per_linear": None}
+    assert "| `long` | `next` | 0.750 | 1 |" in profile.table("an arm", result)
+    del device["gaps"]  # as results of before 2026-11-26 are
+    assert "idle after" not in profile.table("an arm", result)
+
+
 def host_events() -> list[dict[str, Any]]:
     node = "autograd::engine::evaluate_function: "
     launches = [
