@@ -24,18 +24,13 @@ _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _SHARED = f"{_GPT_PARITY} --study recipes --regimes 3"
 """Seeds 41 to 43 start from first weights that travel (docs/parity-plans.md), so stock's runs are those of any arm."""
-_SHARED_RESULTS = "benchmarks/results/2026-11-26-gpt-parity-recipes.csv"
-"""Where stock's runs of those seeds are."""
+_SHARED_RESULTS = '"$(ls benchmarks/results/*-gpt-parity-recipes.csv | tail -n 1)"'
+"""Where stock's runs of those seeds are: the newest file has them all."""
 _SHARED_ARMS = (
-    ("e4m11-e4m3-fast-input-last-attention", 600),
-    ("rowwise", 720),
-    ("e4m11", 600),
-    ("gw_hp", 650),
-    ("delayed", 600),
-    ("e4m19", 600),
-    ("fp32-master", 600),
-    ("blockwise", 850),
-    ("fp8", 600),
+    ("last-attention", "e4m11-e4m3-fast-input-last-attention", 610),
+    ("recipes", "rowwise gw_hp delayed", 720),
+    ("states", "e4m11 e4m19 fp32-master fp8", 610),
+    ("blockwise", "blockwise", 850),
 )
 """What has no three pairs of 201 M tokens yet, and the seconds that a run of it may take."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
@@ -170,14 +165,13 @@ PARITY_STEPS = (
     ),
     *(
         Step(
-            f"parity-201m-shared-{arm}",
-            f"{_SHARED} --seeds 41 42 43 --arms stock {arm} --estimate {estimate} --resume-from {_SHARED_RESULTS}",
-            60 + 2 * estimate,
-            f"issue 8 E: {arm} beside stock's runs of those seeds, as many as fit, two in "
-            f"this time; text 60, then {estimate} s each, "
-            "stock's third among them. First weights must be in the cache",
+            f"parity-201m-shared-{name}",
+            f"{_SHARED} --seeds 41 42 43 --arms stock {arms} --estimate {estimate} --resume-from {_SHARED_RESULTS}",
+            1600,
+            f"issue 8 E: {arms} beside stock's runs of those seeds, as many as fit; text 60, then {estimate} s each, "
+            "stock's third among them. First weights must be in the cache, and nothing else may run in it",
         )
-        for arm, estimate in _SHARED_ARMS
+        for name, arms, estimate in _SHARED_ARMS
     ),
     Step(
         "parity-parts-first",

@@ -74,7 +74,8 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
     Args:
         group: process group; `Run.rank` counts within it.
         buffer: 1-D, any dtype the backend moves (FP8 as uint8: gloo has no float8).
-        runs: non-empty runs in rank order, not overlapping; the same on all ranks.
+        runs: non-empty runs in rank order, not overlapping; the same on all ranks. What lies between two is padding:
+            with many owners it becomes what the first one's owner has there.
         free_bytes: see `gather_method`.
 
     Returns:

@@ -159,8 +159,8 @@ def reduce_scatter_fp8(
 
     Args:
         group: of two or more ranks.
-        pieces: `pieces[rank]` goes to that rank: 1-D slices of this rank's gradient, bf16 or float32, of the same
-            sizes on all ranks; lists and slices may be empty.
+        pieces: `pieces[rank]` goes to that rank: 1-D slices of this rank's gradient, all bf16 or all float32, of the
+            same sizes on all ranks; lists and slices may be empty.
         dtype: of the result.
         factor: 1 / N for an average.
 
@@ -246,14 +246,17 @@ def _to_all(
             if low < high:
                 to.append(line[low - begin : high - begin])
                 source.append(piece[low - start : high - start])
-        torch._foreach_copy_(to, source)
+        if to:  # a chunk may lie behind the last piece, and an empty list is an error of torch's
+            torch._foreach_copy_(to, source)
 
     message = torch.empty(num_ranks, block_bytes(part), dtype=torch.uint8, device=device)
     pack(message, part, flat[0].dtype, fill)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message, group=group)
+    num_bytes = message.numel()
     del message
     added = unpack_sum(received, part, dtype, factor)
+    del received
     ends = [*accumulate(groups)]
     width = GROUP * dtype.itemsize
     sent = [width * _overlap(end - of_rank, end, rank * part, part) for of_rank, end in zip(groups, ends, strict=True)]
@@ -262,7 +265,7 @@ def _to_all(
     sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
     outgoing = added.view(torch.uint8).view(-1)[: sum(sent)]
     dist.all_to_all_single(sums.view(torch.uint8).view(-1), outgoing, arriving, sent, group=group)
-    return sums, received.numel() + sum(sent)
+    return sums, num_bytes + sum(sent)
 
 
 def _overlap(start: int, end: int, other: int, size: int) -> int:

@@ -44,12 +44,15 @@ def pieces_of(owner: int, world: int) -> list[list[Tensor]]:
     return [[flat.narrow(0, 7 * i, n) * 10.0 ** (-3 * i) for i, n in enumerate(sizes)] for sizes in SIZES[:world]]
 
 
-def exchange(owners: list[int], balanced: bool, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], int, int]:
+def exchange(
+    owners: list[int], balanced: bool, dtype: torch.dtype = torch.float32, chunk: int = 1 << 16
+) -> tuple[list[Tensor], int, int]:
     """(sums, bytes, all-to-alls) of this rank, which brings what belongs to `owners[rank]`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = pieces_of(owners[rank], world)
     with pytest.MonkeyPatch.context() as patch, count_collectives() as count:
         patch.setattr(module, "is_balanced", lambda *_: balanced)
+        patch.setattr(module, "_CHUNK_GROUPS", chunk)
         sums, num_bytes = reduce_scatter_fp8(dist.group.WORLD, mine, dtype, 1 / world)
     assert count.calls.total() == count.calls["all_to_all"]
     return sums, num_bytes, count.calls["all_to_all"]
@@ -73,6 +76,7 @@ def test_all_to_alls_carry_uneven_and_empty_pieces(ranks: Any, world_size: int, 
     results = ranks(world_size).run(exchange, owners, balanced)
     swapped = ranks(world_size).run(exchange, owners[::-1], balanced)
     in_bf16 = ranks(world_size).run(exchange, owners, balanced, torch.bfloat16)
+    in_chunks = [ranks(world_size).run(exchange, owners, balanced, torch.float32, chunk) for chunk in (1, 4, 7)]
     groups = [num_groups(sizes) for sizes in SIZES[:world_size]]
     part = -(-sum(groups) // world_size)
     for rank, (sums, num_bytes, num_calls) in enumerate(results):
@@ -88,6 +92,24 @@ def test_all_to_alls_carry_uneven_and_empty_pieces(ranks: Any, world_size: int, 
             assert_bitwise(piece, same)
             assert_bitwise(swapped[rank][0][k], same)  # whichever rank held what
             assert_bitwise(in_bf16[rank][0][k], same.bfloat16())
+            for chunked in in_chunks:
+                assert_bitwise(chunked[rank][0][k], same)
+
+
+def test_a_chunk_may_lie_behind_the_last_piece(ranks: Any) -> None:
+    """9 groups over 4 ranks: 3 for each to add, none for the last."""
+    for rank, sums in enumerate(ranks(4).run(one_owner, 9 * GROUP)):
+        assert sums == ([4.0] if rank == 0 else [])
+
+
+def one_owner(numel: int) -> list[float]:
+    """What different sums this rank gets of ones that are all for rank 0."""
+    pieces = [[torch.ones(numel)], [], [], []]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK_GROUPS", 3)
+        patch.setattr(module, "is_balanced", lambda *_: True)
+        sums, _ = reduce_scatter_fp8(dist.group.WORLD, pieces, torch.bfloat16, 1.0)
+    return sorted({float(value) for piece in sums for value in piece})
 
 
 def shares(numels: list[int], chunk: int) -> tuple[list[Tensor], list[Tensor], int]:

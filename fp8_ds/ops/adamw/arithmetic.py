@@ -98,7 +98,10 @@ def old_v(code, factor, PTX: tl.constexpr):
 
 @triton.jit
 def encode_moments(m, root, random, PACKED: tl.constexpr):
-    """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread."""
+    """Codes of m and root, scaled. `random`: 32 bits for each pair. PACKED: where neighbours are in one thread.
+
+    m is finite, as it is where steps with an infinite or NaN gradient are skipped: of a NaN nothing can be said here.
+    """
     m = m * DOWN
     root = root * DOWN
     if PACKED:
