@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.equal_parts import equal_parts
 from fp8_ds.zero.layout import Run
 
 # torch >= 2.12 renamed it; torch 2.11 has the old name only.
@@ -124,34 +125,27 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Ru
     num_ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), buffer.element_size()
     first = runs[0].start * size
     whole = buffer.view(torch.uint8)[first : runs[-1].stop * size]
+    owned = [range(0)] * num_ranks
     ends = [run.start * size - first for run in runs[1:]] + [whole.numel()]
-    starts = [0, *ends[:-1]]
+    for run, end in zip(runs, ends, strict=True):
+        owned[run.rank] = range(run.start * size - first, end)
+    own = owned[rank]
     share = _balanced_share(whole.numel(), num_ranks)
     body = share * num_ranks
-    own = [(start, end) for run, start, end in zip(runs, starts, ends, strict=True) if run.rank == rank]
-    own_start, own_end = own[0] if own else (0, 0)
     if share:
-        sent, received = [0] * num_ranks, [0] * num_ranks
-        for to in range(own_start // share, min(num_ranks, -(-own_end // share))):
-            sent[to] = _overlap(own_start, own_end, to * share, (to + 1) * share)
-        for run, start, end in zip(runs, starts, ends, strict=True):
-            received[run.rank] = _overlap(start, end, rank * share, (rank + 1) * share)
+        received, sent = equal_parts(owned, share, rank)
         arrived = whole.new_empty(share)
-        dist.all_to_all_single(arrived, whole.narrow(0, min(own_start, body), sum(sent)), received, sent, group=group)
+        dist.all_to_all_single(arrived, whole.narrow(0, min(own.start, body), sum(sent)), received, sent, group=group)
         mine = whole.narrow(0, rank * share, share)
         mine.copy_(arrived)
         _all_gather(whole[:body], mine, group=group)
     if body < whole.numel():
         rest = torch.zeros_like(whole[body:])
-        if own_end > body:
-            part = slice(max(own_start, body), own_end)
+        if own.stop > body:
+            part = slice(max(own.start, body), own.stop)
             rest[part.start - body : part.stop - body].copy_(whole[part])
         dist.all_reduce(rest, group=group)  # each byte comes from one owner, and zeros from all others
         whole[body:].copy_(rest)
-
-
-def _overlap(start: int, end: int, other_start: int, other_end: int) -> int:
-    return max(0, min(end, other_end) - max(start, other_start))
 
 
 def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_ds.comm.equal_parts import equal_parts
 from fp8_ds.formats import E4M3
 
 GROUP = 128
@@ -88,11 +89,13 @@ def _views(blocks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 def _slices(groups: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The elements of pieces of these sizes in [num_groups, 128], where each begins a group."""
-    flat, start, found = groups.view(-1), 0, []
-    for size in sizes:
-        found.append(flat.narrow(0, start, size))
-        start += num_groups([size]) * GROUP
-    return found
+    flat = groups.view(-1)
+    return [flat.narrow(0, start, size) for start, size in zip(_starts(sizes), sizes, strict=False)]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Elements before each piece where each begins a group, and before what follows the last one."""
+    return [0, *accumulate(num_groups([size]) * GROUP for size in sizes)]
 
 
 def _numels(pieces: Sequence[Tensor]) -> list[int]:
@@ -233,9 +236,9 @@ def _to_all(
     device: torch.device,
 ) -> tuple[Tensor, int]:
     """Sums [groups, 128] of this rank's pieces, each rank adding as many groups of all pieces as any other."""
-    num_ranks, rank = len(pieces), dist.get_rank(group)
+    rank = dist.get_rank(group)
     flat, part = [piece for of_rank in pieces for piece in of_rank], _equal_part(groups)
-    starts = [0, *accumulate(num_groups([piece.numel()]) * GROUP for piece in flat)]
+    starts = _starts(_numels(flat))
 
     def fill(staging: Tensor, first: int) -> None:
         line, begin = staging.view(-1), first * part * GROUP
@@ -249,28 +252,41 @@ def _to_all(
         if to:  # a chunk may lie behind the last piece, and an empty list is an error of torch's
             torch._foreach_copy_(to, source)
 
-    message = torch.empty(num_ranks, block_bytes(part), dtype=torch.uint8, device=device)
-    pack(message, part, flat[0].dtype, fill)
+    added, num_bytes = _add_equal_blocks(group, part, flat[0].dtype, fill, dtype, factor, device)
+    ends = [*accumulate(groups)]
+    owned = [range(end - of_rank, end) for of_rank, end in zip(groups, ends, strict=True)]
+    to_owners, from_all = (
+        [GROUP * dtype.itemsize * count for count in counts] for counts in equal_parts(owned, part, rank)
+    )
+    sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
+    outgoing = added.view(torch.uint8).view(-1)[: sum(to_owners)]
+    dist.all_to_all_single(sums.view(torch.uint8).view(-1), outgoing, from_all, to_owners, group=group)
+    return sums, num_bytes + outgoing.numel()
+
+
+def _add_equal_blocks(
+    group: dist.ProcessGroup,
+    groups: int,
+    dtype: torch.dtype,
+    fill: Callable[[Tensor, int], None],
+    sum_dtype: torch.dtype,
+    factor: float,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """Sums [groups, 128] of what `fill` brings for this rank on all ranks, by one all-to-all; and the bytes sent.
+
+    Args:
+        groups: for each rank, at least one.
+        dtype: of what is brought. See `pack`.
+        sum_dtype: of the sums.
+    """
+    message = torch.empty(dist.get_world_size(group), block_bytes(groups), dtype=torch.uint8, device=device)
+    pack(message, groups, dtype, fill)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message, group=group)
     num_bytes = message.numel()
     del message
-    added = unpack_sum(received, part, dtype, factor)
-    del received
-    ends = [*accumulate(groups)]
-    width = GROUP * dtype.itemsize
-    sent = [width * _overlap(end - of_rank, end, rank * part, part) for of_rank, end in zip(groups, ends, strict=True)]
-    own = (ends[rank] - groups[rank], ends[rank])
-    arriving = [width * _overlap(*own, other * part, part) for other in range(num_ranks)]
-    sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
-    outgoing = added.view(torch.uint8).view(-1)[: sum(sent)]
-    dist.all_to_all_single(sums.view(torch.uint8).view(-1), outgoing, arriving, sent, group=group)
-    return sums, num_bytes + sum(sent)
-
-
-def _overlap(start: int, end: int, other: int, size: int) -> int:
-    """Of `[start, end)` and `[other, other + size)`."""
-    return max(0, min(end, other + size) - max(start, other))
+    return unpack_sum(received, groups, sum_dtype, factor), num_bytes
 
 
 def reduce_scatter_fp8_shares(
@@ -293,7 +309,7 @@ def reduce_scatter_fp8_shares(
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     assert num_ranks > 1
     shares = [-(-tensor.numel() // num_ranks) for tensor in tensors]
-    starts = [0, *accumulate(num_groups([share]) * GROUP for share in shares)]
+    starts = _starts(shares)
     groups = starts[-1] // GROUP
 
     def fill(staging: Tensor, first: int) -> None:
@@ -308,11 +324,5 @@ def reduce_scatter_fp8_shares(
     sizes = [min(share, max(0, t.numel() - rank * share)) for t, share in zip(tensors, shares, strict=True)]
     if groups == 0:
         return [tensor.new_empty(0, dtype=dtype) for tensor in tensors], 0
-    message = torch.empty(num_ranks, block_bytes(groups), dtype=torch.uint8, device=tensors[0].device)
-    pack(message, groups, tensors[0].dtype, fill)
-    received = torch.empty_like(message)
-    dist.all_to_all_single(received, message, group=group)
-    num_bytes = message.numel()
-    del message
-    sums = unpack_sum(received, groups, dtype, factor)
+    sums, num_bytes = _add_equal_blocks(group, groups, tensors[0].dtype, fill, dtype, factor, tensors[0].device)
     return [sums.view(-1).narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)], num_bytes
