@@ -274,7 +274,14 @@ SEAMS = (
         f"{_Z3}._{_Z3}__avg_scatter_grads",
         ("self", "params_to_reduce", "communication_data_type"),
         "override",
-        "gradients reduced in FP8",
+        "gradients reduced in FP8; in bf16 cut by the next row's",
+    ),
+    Seam(
+        _S3,
+        "reduce_scatter_coalesced",
+        ("tensors", "group"),
+        "swap",
+        "gradients cut for all ranks in one launch, same bits, during one call of the row above",
     ),
     Seam(
         _S3,

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
+from fp8_ds.comm.equal_shares import reduce_scatter_shares
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.fetch import InFlight
@@ -196,6 +198,16 @@ class Fp8ZeroStage3:
             self._fp8_drop_flat()
 
     # --- what the host calls ---
+
+    # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, *args: Any) -> list[Tensor]:
+        """Stock's, which cuts gradients for all ranks by the `reduce_scatter_coalesced` of its module: by ours."""
+        stock = ds_stage3.reduce_scatter_coalesced
+        ds_stage3.reduce_scatter_coalesced = reduce_scatter_shares
+        try:
+            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(*args)  # type: ignore[misc]
+        finally:
+            ds_stage3.reduce_scatter_coalesced = stock
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> list[Tensor]:
         """As stock, but what the micro-batches before did not use starts from zero, where stock code adds to the

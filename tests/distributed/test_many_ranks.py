@@ -71,9 +71,8 @@ def test_a_step_of_512_ranks_has_the_collectives_of_one_of_few(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_fp8_reduce_scatters_of_512_ranks_launch_no_more_than_bf16s(
-    cpu_environment: dict[str, str], stage: int
-) -> None:
-    """Packed and added rank by rank it was three times as many."""
+def test_gradients_of_512_ranks_are_cut_in_few_launches(cpu_environment: dict[str, str], stage: int) -> None:
+    """ZeRO-3 of stock has 19,307 here, and FP8 ones had 50,722, packed and added rank by rank."""
     bf16, fp8 = (step_of(cpu_environment, 512, 0, stage, BLOCKS[name]) for name in ("fp32", "reduce-scatter"))
+    assert 1000 < bf16["operators"] < 3000
     assert 1000 < fp8["operators"] < 1.1 * bf16["operators"]

@@ -1,4 +1,4 @@
-"""end_to_end.py, step_profile.py and gather.py on CPU: names, budgets, sums and verdicts; and every mode runs."""
+"""end_to_end.py, step_profile.py, gather.py, cut_gradients.py on CPU: names, budgets, sums; and every mode runs."""
 
 from __future__ import annotations
 
@@ -822,3 +822,14 @@ def test_gather_measures_both_dtypes_and_writes_residuals(run_main: Callable[...
     assert layer["bf16, one buffer"] == 2 * weights
     assert layer["bf16, ZeRO-3's own"] == 2 * weights and layer["fp8, ZeRO-3's own"] == weights
     assert output.count(" % |") == len(run["sweep"]) + 2 and "Nodes of 8 GPUs, 400 Gb/s a node" in output
+
+
+# --- cut_gradients.py ---
+
+
+def test_gradients_are_cut_both_ways(run_main: Callable[..., str], tmp_path: Path) -> None:
+    run_main("cut_gradients", "--scale", 65536, "--ranks", 3, 4, "--out", tmp_path)
+    (path,) = tmp_path.glob("*-cut-gradients.json")
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["ranks"] for run in runs] == [3, 4]
+    assert all(0 < run[way]["host_ms"] <= run[way]["ms"] for run in runs for way in ("stock", "ours"))
