@@ -230,7 +230,8 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     def gather() -> int:
         params[0].all_gather_coalesced(params).wait()
         num_bytes = sum(num_bytes_of(p) for p in params)
-        params[0].partition(params)
+        for p in params:
+            p.partition()
         return num_bytes
 
     def num_bytes_of(p: Any) -> int:
@@ -253,9 +254,12 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     quantizer = WeightQuantizer(dist.group.WORLD, shapes, OF_RECIPE["tensorwise"], device, None, counter)
     module.ds_inflight_param_registry = {}  # the coordinator's, of which there is none here
     shards = Fp8Shards(quantizer, counter, InFlight(module))
-    for number, p in enumerate(params):
+    sent = torch.cat([p.ds_tensor.data for p in params]).to(
+        E4M3.torch_dtype
+    )  # one behind the other, as a step has them
+    for number, (p, shard) in enumerate(zip(params, sent.split([p.ds_tensor.numel() for p in params]), strict=True)):
         weight = ShardedWeight(str(number), p, number, quantizer)
-        weight.shard = p.ds_tensor.data.to(E4M3.torch_dtype)
+        weight.shard = shard
         shards.add(weight)
         ZeroParamHooks(p, shards)
     check(lambda p: p._fp8.data)
