@@ -108,9 +108,9 @@ PIECES = {
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled+fused+precise+cudagraphs+linear.fast_accumulation=output_and_grad_input",
-            "torchao-tensorwise-adamwfp8-compiled",
             "ours-e4m11-compiled+fused+kept=last-attention+cudagraphs+linear.fast_accumulation=output_and_grad_input",
+            "torchao-tensorwise-adamwfp8-compiled",
+            "ours-e4m11-compiled+fused+precise+cudagraphs+linear.fast_accumulation=output_and_grad_input",
             "ours-e4m11-compiled+fused+kept=last-attention+cudagraphs+fast",
             "ours-fp32-compiled+fused+precise+cudagraphs",
         ),

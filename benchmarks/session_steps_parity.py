@@ -22,17 +22,15 @@ def _parity(more: str, regimes: str = "3 2", seeds: str = "3 4 5", arms: str = _
 _EMULATED = " ".join(EMULATED)
 _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
-_SHARED = f"{_GPT_PARITY} --study recipes --regimes 3"
-"""Seeds 41 to 43 start from first weights that travel (docs/parity-plans.md), so stock's runs are those of any arm."""
-_SHARED_RESULTS = '"$(ls benchmarks/results/*-gpt-parity-recipes.csv | tail -n 1)"'
-"""Where stock's runs of those seeds are: the newest file has them all."""
-_SHARED_ARMS = (
-    ("last-attention", "e4m11-e4m3-fast-input-last-attention", 610),
-    ("recipes", "rowwise gw_hp delayed", 720),
-    ("states", "e4m11 e4m19 fp32-master fp8", 610),
-    ("blockwise", "blockwise", 850),
-)
-"""What has no three pairs of 201 M tokens yet, and the seconds that a run of it may take."""
+_LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
+_HALVES = {
+    44: (("stock", _LAST_ATTENTION), ("blockwise",)),
+    45: (("stock", _LAST_ATTENTION), ("delayed", "e4m11")),
+    46: (("stock", _LAST_ATTENTION), ("rowwise", "gw_hp")),
+}
+"""By seed, what each of two GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet."""
+_SECONDS = {"stock": 580, "rowwise": 720, "gw_hp": 620, "blockwise": 850}
+"""Of a run on an H100, where it is not 580."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
 _FIRST_ESTIMATE = "--estimate 200"
 """Of first weights: with that of a whole run their step's own time would not let them begin."""
@@ -156,22 +154,22 @@ PARITY_STEPS = (
         for arm, estimate in (("e4m11", 590), ("rowwise", 750))
     ),
     Step(
-        "parity-201m-shared",
-        f"{_SHARED} --seeds 41 42 --arms stock e4m11-ends-e4m3-fast-input --estimate 620",
-        1260,
-        "issue 8 E: the headline's recipe with its FP8 states, seeds 41 and 42; 600 s a run, two at a time",
-        gpus=2,
-        after="parity-201m-first",
+        "parity-201m-weights",
+        f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --only-first-weights {_FIRST_ESTIMATE}",
+        270,
+        "issue 8 E: text and first weights of the next ones, on one GPU: 60 and 207 s on an H100",
     ),
     *(
         Step(
-            f"parity-201m-shared-{name}",
-            f"{_SHARED} --seeds 41 42 43 --arms stock {arms} --estimate {estimate} --resume-from {_SHARED_RESULTS}",
-            1600,
-            f"issue 8 E: {arms} beside stock's runs of those seeds, as many as fit; text 60, then {estimate} s each, "
-            "stock's third among them. First weights must be in the cache, and nothing else may run in it",
+            f"parity-201m-{seed}-{half}",
+            f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {' '.join(arms)} "
+            f"--estimate {max(_SECONDS.get(arm, 580) for arm in arms)}",
+            sum(_SECONDS.get(arm, 580) for arm in arms),
+            f"issue 8 E: {' and '.join(arms)}, seed {seed}; the other half on another GPU beside it",
+            after="parity-201m-weights",
         )
-        for name, arms, estimate in _SHARED_ARMS
+        for seed, halves in _HALVES.items()
+        for half, arms in zip("ab", halves, strict=True)
     ),
     Step(
         "parity-parts-first",
