@@ -34,7 +34,8 @@ def keep_out_of_graphs() -> None:
     """torch.compile calls Liger's kernel and traces nothing of it: the graph breaks there, numbers are those of eager.
 
     Its host code reads a count back and loops over chunks of tokens; traced (torch 2.13, liger-kernel 0.8.5) it is
-    compiled in pieces.
+    compiled in pieces. What Liger's callers see is a traced function that calls one that is not: they ask for its
+    signature in the graph, which torch 2.14 breaks again for a function that it does not trace.
     """
     functional = importlib.import_module(_FUNCTIONAL)
     stock = getattr(functional, _LOSS)
@@ -43,7 +44,7 @@ def keep_out_of_graphs() -> None:
     signature = inspect.signature(stock)
     chunk_mem_consts: Any = WeakIdKeyDictionary()
 
-    @functools.wraps(stock)  # with its signature: Liger's callers hand over what is in it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def loss(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         weight = given.arguments.get("weight")
@@ -52,7 +53,11 @@ def keep_out_of_graphs() -> None:
         given.arguments[_CHUNK] = chunk_mem_consts[weight]
         return stock(*given.args, **given.kwargs)
 
-    called: Any = torch.compiler.disable(loss)
+    @functools.wraps(stock)  # with its signature: Liger's callers hand over what is in it
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return loss(*args, **kwargs)
+
+    called: Any = traced
     called.fp8_ds_stock = stock
     called.fp8_ds_chunk_mem_consts = chunk_mem_consts
     RECORD.set(functional, _LOSS, called)
