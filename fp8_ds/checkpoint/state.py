@@ -51,13 +51,16 @@ def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return {} if master == "fp32" else dict(state["scale_inv"])
 
 
-def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
-    """Take histories over from `state`; say what differs. Works for any world size: all of it is global.
+def restore_state(
+    context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None], *, module_only: bool = False
+) -> None:
+    """Take over what `state` says; say what differs. Works for any world size: all of it is global.
 
     Args:
         context: of the engine that has just loaded its masters.
         state: from `save_state`, or None if the checkpoint was written without FP8.
         say: called with a line for rank 0.
+        module_only: the weights are another run's: histories start anew, and all else is this run's own.
 
     Raises:
         ConfigError: the state is of an unknown version.
@@ -84,6 +87,10 @@ def restore_state(context: Fp8Context, state: Mapping[str, Any] | None, say: Cal
             f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
             f"{_how_to_keep(plan, state['config'], context.plan, context.config.linear)}"
         )
+    if module_only:
+        if context.history is not None:
+            context.history.forget()
+        return
     if context.precision is not None:
         context.precision.load_state_dict(state.get("precision"))
     if context.release is not None and state.get("release") is not None:

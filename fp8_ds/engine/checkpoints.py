@@ -165,22 +165,24 @@ class Fp8Checkpoints:
         if self.fp8 is None:
             path, client_state = load()
             if self._fp8_unused is not None and client_state is not None:
-                restore_state(self._fp8_unused, client_state.pop(CHECKPOINT_KEY, None), say)
+                state = client_state.pop(CHECKPOINT_KEY, None)
+                restore_state(self._fp8_unused, state, say, module_only=load_module_only)
             return path, client_state
         with self.optimizer.fp8_dense() as scales:  # masters are stored with the scales they were saved with
             path, client_state = load()
             state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
-            scales.update(split_master_scales(state))
+            if not load_module_only:
+                scales.update(split_master_scales(state))
             if client_state is not None:
                 self._fp8_following.widen_states_if_due()
         if client_state is not None:
             start_count_anew(self.fp8)
-            restore_state(self.fp8, state, say)
+            restore_state(self.fp8, state, say, module_only=load_module_only)
             if self.fp8.release is not None:
                 self.fp8.release.restart()
-            if isinstance(self.optimizer, Fp8States):
+            if isinstance(self.optimizer, Fp8States) and not load_module_only:
                 self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
-            self._fp8_following.resume((state or {}).get(_FOLLOWING_KEY))
+            self._fp8_following.resume(None if load_module_only else (state or {}).get(_FOLLOWING_KEY))
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -94,6 +94,39 @@ def test_histories_that_a_checkpoint_does_not_have_start_anew(
         assert of_trained == of_new
 
 
+def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]]:
+    """What two runs have of their own after a module-only load, before their first step and after it, and two steps."""
+    optimizer = {"states": "fp8", "master": master, "release": True, "release_clipping": "per_tensor"}
+    fp8 = {**base.DELAYED, "optimizer": optimizer, "guard": {"action": "bf16", "return_after": 500}}
+    writer = base.build(stage, fp8)
+    training.train(writer, 3)
+    writer.set_layer_precision(["blocks.0.up"], "bf16")
+    writer._fp8_following._send_to_bf16(["blocks.1.up"])
+    writer.save_checkpoint(folder)
+    training.destroy(writer)
+    found = []
+    for steps in (0, 1):
+        reader = base.build(stage, fp8, seed=1)
+        reader.set_layer_precision(["blocks.1.down"], "bf16")
+        training.train(reader, steps)
+        reader.load_checkpoint(folder, load_module_only=True)
+        updates = reader.fp8.history.num_updates
+        training.train(reader, 2, first_step=steps)
+        precision = reader.fp8.precision
+        found.append((updates, int(reader.fp8.release.num_steps) - steps, precision.in_bf16, precision.state_dict()))
+        training.destroy(reader)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "fp32")])
+def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
+    ranks: Any, tmp_path: Path, stage: int, master: str
+) -> None:
+    down = {"overrides": {"blocks.1.down": "bf16"}, "stays": {}, "in_bf16": ["blocks.1.down"]}
+    for found in ranks(2).run(of_another_run, str(tmp_path), stage, master):
+        assert found == [(0, 2, {"blocks.1.down"}, down)] * 2
+
+
 def our_state(folder: str, stage: int) -> None:
     import torch.distributed as dist
 
