@@ -249,6 +249,7 @@ SEAMS = (
         "FP8 states: quantises",
     ),
     Seam(_S3, f"{_Z3}._pre_step", ("self",), "override", "no stale gradients; begins a step"),
+    Seam(_S3, f"{_Z3}.zero_grad", ("self", "set_to_none"), "override", "no stale gradients of dropped micro-batches"),
     Seam(_S3, f"{_Z3}._partition_all_parameters", ("self",), "rely", "FP8 states: releases weights before a step"),
     Seam(_S3, f"{_Z3}.step", ("self", "closure"), "override", "histories of a skipped step; FP8 states: replaced"),
     Seam(

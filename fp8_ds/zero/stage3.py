@@ -230,6 +230,11 @@ class Fp8ZeroStage3:
         self._fp8_has_gradient.clear()
         super()._pre_step()  # type: ignore[misc]
 
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock; micro-batches that a user drops in the middle of a step have used nothing."""
+        self._fp8_has_gradient.clear()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
     def _fp8_gradient_buffer(self: Any, p: Any) -> Tensor:
         """Where stock code adds up this rank's gradients of `p`."""
         buffer: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[p.ds_id]

@@ -40,3 +40,26 @@ def test_stage_3_steps_as_stage_2_does(ranks: Any, fp8: dict[str, Any], accumula
     assert norms == pytest.approx(other_norms, rel=1e-3)
     for name, master in masters.items():
         assert float((master - other_masters[name]).abs().mean()) < 5e-4, name
+
+
+def dropped(fp8: dict[str, Any]) -> bool:
+    """Whether the second block has moved in a step whose only micro-batch that used it was dropped by `zero_grad`."""
+    params = {"lr": 3e-3, "weight_decay": 0.0, "torch_adam": True}
+    optimizer = {"type": "AdamW", "params": params}
+    engine = training.build(training.ds_config(3, fp8, gradient_accumulation_steps=2, optimizer=optimizer))
+    block, before = engine.module.blocks[1], training.full_masters(engine)
+    for micro_batch, batch in enumerate(training.micro_batches(0, 4)[dist.get_rank() :: 2]):
+        if micro_batch == 1:
+            engine.optimizer.zero_grad()
+            block.forward = lambda x: x
+        engine.backward(engine(batch))
+        engine.step()
+    after = training.full_masters(engine)
+    training.destroy(engine)
+    assert not bool((before["lm_head.weight"] == after["lm_head.weight"]).all())
+    return any(bool((before[name] != after[name]).any()) for name in before if name.startswith("blocks.1."))
+
+
+@pytest.mark.parametrize("fp8", [{}, SPLIT], ids=["fp32", "e4m19"])
+def test_a_gradient_that_zero_grad_dropped_moves_nothing(ranks: Any, fp8: dict[str, Any]) -> None:
+    assert ranks(2).run(dropped, fp8) == [False, False]
