@@ -20,6 +20,9 @@ PREFIX = "fp8_ds_"
 _KEY = "fp8.attention.backend"
 _OTHER_MASKS = ("or_mask", "chunked")
 """Parts of the names of transformers' mask functions that causal, window and packing do not say."""
+_REFUSED = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
+"""What transformers' models hand to some attention functions, and ours would leave out."""
+_UNSAID: Any = object()
 
 
 def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
@@ -186,20 +189,24 @@ class RegisteredAttention:
         *,
         dropout: float = 0.0,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        sliding_window: int | None = _UNSAID,
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        for name in ("softcap", "s_aux", "cache"):
+        for name in _REFUSED:
             if kwargs.get(name) is not None:
                 raise UnsupportedError(f"{name}: expected none with {_KEY}, got one. Remove the key for this model.")
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        indices, packing = self._pack(q, k, attention_mask, kwargs)
+        if sliding_window is _UNSAID:
+            _refuse_window_of_mask(module, k.shape[1])
+            sliding_window = None
+        window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+        sees_all = not causal and window is None
+        (indices, indices_k), packing = self._pack(q, k, attention_mask, kwargs, masks_keys=sees_all)
         shape = q.shape
         if packing is not None:
-            q, k, v = (x.flatten(0, 1) if indices is None else x.flatten(0, 1)[indices] for x in (q, k, v))
+            q, k, v = (_packed(x, at) for x, at in ((q, indices), (k, indices_k), (v, indices_k)))
         out = attention(
             q,
             k,
@@ -218,37 +225,83 @@ class RegisteredAttention:
         return (out if packing is None else out.unflatten(0, shape[:2])), None
 
     def _pack(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-    ) -> tuple[Tensor | None, Packing | None]:
-        """(tokens that are not padding, None for all; how they are packed, None if they are not)."""
+        self, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any], *, masks_keys: bool
+    ) -> tuple[_Tokens, Packing | None]:
+        """(tokens that are not padding; how they are packed, None if they are not).
+
+        Args:
+            masks_keys: every query sees every key that `mask` leaves. The queries may be other tokens then, as in
+                cross-attention, whose lengths do not tell, and none of them is taken for padding.
+        """
         if mask is not None:
-            return _unpadded(q, k, mask)
+            return _keys_unpadded(q, k, mask) if masks_keys else _unpadded(q, k, mask)
         ends, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         if ends is not None and longest is not None:
             ends_k, longest_k = kwargs.get("cu_seq_lens_k", ends), kwargs.get("max_length_k", longest)
-            return None, Packing(ends.int(), ends_k.int(), int(longest), int(longest_k))
+            return _ALL, Packing(ends.int(), ends_k.int(), int(longest), int(longest_k))
         positions = kwargs.get("position_ids")
         if positions is None or positions.dim() != 2 or q.shape[1] != k.shape[1] or positions.shape[1] != q.shape[1]:
-            return None, None
+            return _ALL, None
         if torch.compiler.is_compiling():
             one_sequence = (positions.diff(dim=1) == 1).all()
             torch._assert_async(one_sequence, "packed sequences in a graph: give the model cu_seq_lens_q and its like")
-            return None, None
+            return _ALL, None
         if self._last[0]() is not positions:
             self._last = weakref.ref(positions), _packing_of(positions.expand(q.shape[0], -1))
-        return None, self._last[1]
+        return _ALL, self._last[1]
 
 
-def _unpadded(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Packing]:
+_Tokens = tuple[Tensor | None, Tensor | None]
+"""Indices of queries and of keys in a flattened batch; None: all of them."""
+_ALL: _Tokens = (None, None)
+
+
+def _packed(x: Tensor, indices: Tensor | None) -> Tensor:
+    """[tokens, heads, dim] of [batch, sequence, heads, dim]."""
+    return x.flatten(0, 1) if indices is None else x.flatten(0, 1)[indices]
+
+
+def _refuse_window_of_mask(module: nn.Module, num_keys: int) -> None:
+    """Nothing happens unless the module's configuration has a window shorter than that: a module that does not hand it
+    to its attention function has it in the mask alone."""
+    config = getattr(module, "config", None)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    is_whole = kinds is not None and index is not None and kinds[index] == "full_attention"
+    if isinstance(window, int) and window < num_keys and not is_whole:
+        raise UnsupportedError(
+            f"sliding_window: expected it as an argument with {_KEY}, got none from {type(module).__name__}, whose "
+            f"configuration has one of {window} keys. Remove the key, or the window."
+        )
+
+
+def _ends_of(mask: Tensor) -> tuple[Tensor, int]:
+    """Where what `mask` leaves of each row ends once it is packed; the longest row."""
+    lengths = mask.sum(1, dtype=torch.int32)
+    return nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
+
+
+def _unpadded(q: Tensor, k: Tensor, mask: Tensor) -> tuple[_Tokens, Packing]:
     if mask.dim() != 2 or mask.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
         raise UnsupportedError(
             f"attention mask: expected [batch, sequence] = {tuple(q.shape[:2])} with {_KEY}, got {tuple(mask.shape)} "
             f"and {k.shape[1]} keys. Masks of another shape, and padded batches in generation, are for the model's own "
             "attention: remove the key."
         )
-    lengths = mask.sum(1, dtype=torch.int32)
-    ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return mask.flatten().nonzero()[:, 0], Packing.of(ends, int(lengths.max()))
+    indices = mask.flatten().nonzero()[:, 0]
+    return (indices, indices), Packing.of(*_ends_of(mask))
+
+
+def _keys_unpadded(q: Tensor, k: Tensor, mask: Tensor) -> tuple[_Tokens, Packing]:
+    if mask.shape != k.shape[:2]:
+        raise UnsupportedError(
+            f"attention mask: expected [batch, keys] = {tuple(k.shape[:2])} with {_KEY}, got {tuple(mask.shape)}. "
+            "Masks of another shape are for the model's own attention: remove the key."
+        )
+    batch, length = q.shape[:2]
+    ends_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    ends_k, longest = _ends_of(mask)
+    return (None, mask.flatten().nonzero()[:, 0]), Packing(ends_q, ends_k, length, longest)
 
 
 def _packing_of(positions: Tensor) -> Packing | None:

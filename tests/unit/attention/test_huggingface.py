@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BartConfig,
+    BartModel,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -16,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -124,6 +128,37 @@ def test_encoders_see_both_sides() -> None:
     torch.testing.assert_close(model(input_ids=TOKENS).last_hidden_state, stock, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [24, 9])
+def test_a_decoder_as_long_as_its_padded_encoder_keeps_all_its_queries(length: int) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "dropout": 0.0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    torch.manual_seed(0)
+    model = BartModel(BartConfig(**sizes, **heads, attn_implementation="eager"))
+    mask = torch.ones_like(TOKENS)
+    mask[0, 15:] = mask[1, :4] = 0
+
+    def outputs() -> list[Tensor]:
+        model.zero_grad()
+        found = model(input_ids=TOKENS, attention_mask=mask, decoder_input_ids=TOKENS.flip(0)[:, :length])
+        found.last_hidden_state[..., 0].sum().backward()
+        return [found.last_hidden_state.detach(), model.decoder.layers[0].encoder_attn.q_proj.weight.grad.clone()]
+
+    stock = outputs()
+    use_backend(model, "sdpa", hadamard=False)
+    for ours, theirs in zip(outputs(), stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    use_backend(model, "fa3_fp8_emulated", hadamard=False)
+    assert sqnr_db(stock[0], outputs()[0]) > 30
+
+
+def test_a_window_that_only_the_mask_has_is_refused_where_it_hides_keys() -> None:
+    model = PhimoeForCausalLM(PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=20))
+    use_backend(model, "sdpa", hadamard=False)
+    model(input_ids=TOKENS[:, :20], use_cache=False)
+    with pytest.raises(UnsupportedError, match=r"sliding_window: expected it as an argument .* one of 20 keys"):
+        model(input_ids=TOKENS, use_cache=False)
+
+
 def test_the_line_names_what_runs() -> None:
     assert describe_attention(llama("sdpa"), CPU) == "fp8: attention: sdpa"
     rotated = describe_attention(llama("fa3_fp8_emulated", hadamard=True), CPU)
@@ -163,6 +198,8 @@ def test_what_it_does_not_do_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="softcap: expected none"):
         x = torch.randn(1, 2, 4, 16)
         RegisteredAttention("sdpa", False)(nn.Module(), x, x, x, None, softcap=30.0)
+    with pytest.raises(UnsupportedError, match="sinks: expected none"):
+        RegisteredAttention("sdpa", False)(nn.Module(), x, x, x, None, sinks=x)
     model = llama("sdpa")
     with pytest.raises(UnsupportedError, match="attention mask: expected causal"):
         create_causal_mask(
