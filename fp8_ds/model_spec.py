@@ -190,7 +190,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         path /= "config.json"
     if path.is_file() or path.suffix == ".json":
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
         except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(f"model: expected JSON in {path}, got {error}. Name a config.json.") from error
         if not isinstance(config, Mapping) or "model_type" not in config:
@@ -211,6 +211,12 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
         f"model: expected a config.json, its folder, module:function or one of {', '.join(FAMILIES)}, "
         f"got {text!r}. Nothing is downloaded: save the model's configuration with save_pretrained and name its folder."
     )
+
+
+def _plain(entry: dict[str, Any]) -> Any:
+    """An object of JSON; where transformers 5 writes infinity or NaN as one, as in Mamba 2's `time_step_limit`, that
+    float."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def _function(module: str, name: str) -> Callable[[], nn.Module]:

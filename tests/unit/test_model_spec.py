@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,15 @@ def test_a_class_with_an_attention_of_its_own_is_built_with_it() -> None:
     """GPT-Neo looks into a table of its own, in which the rehearsal's function is not."""
     model = ModelSpec("neo", {"model_type": "gpt_neo", **NEO}).build()
     assert type(model).__name__ == "GPTNeoForCausalLM" and next(model.parameters()).is_meta
+
+
+def test_floats_that_transformers_writes_as_objects_are_read(tmp_path: Path) -> None:
+    """`save_pretrained` of transformers 5 does with Mamba 2, and hybrids with such layers."""
+    infinity = {"__float__": "Infinity"}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+    config = {"model_type": "mamba2", "time_step_limit": [0.0, infinity], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(str(tmp_path)).build().config.time_step_limit[1] == float("inf")
 
 
 def test_an_error_that_lists_every_class_is_cut() -> None:
