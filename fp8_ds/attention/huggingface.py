@@ -177,7 +177,7 @@ class RegisteredAttention:
     def __init__(self, backend: Backend, hadamard: bool) -> None:
         self.backend: Backend = backend
         self.hadamard = hadamard
-        self._last: tuple[Callable[[], Tensor | None], Packing | None] = (lambda: None, None)
+        self._last: tuple[Callable[[], Tensor | None], tuple[int, int], Packing | None] = (lambda: None, (0, 0), None)
 
     def __call__(
         self,
@@ -246,9 +246,11 @@ class RegisteredAttention:
             one_sequence = (positions.diff(dim=1) == 1).all()
             torch._assert_async(one_sequence, "packed sequences in a graph: give the model cu_seq_lens_q and its like")
             return _ALL, None
-        if self._last[0]() is not positions:
-            self._last = weakref.ref(positions), _packing_of(positions.expand(q.shape[0], -1))
-        return _ALL, self._last[1]
+        # A buffer may be filled anew for each batch, and serve batches of other sizes.
+        state = (0 if positions.is_inference() else positions._version), len(q)
+        if self._last[0]() is not positions or self._last[1] != state:
+            self._last = weakref.ref(positions), state, _packing_of(positions.expand(len(q), -1))
+        return _ALL, self._last[2]
 
 
 _Tokens = tuple[Tensor | None, Tensor | None]

@@ -175,6 +175,18 @@ def test_positions_are_read_on_the_host_once_a_batch(monkeypatch: pytest.MonkeyP
     assert len(calls) == 2
 
 
+def test_a_buffer_of_positions_is_read_again_once_it_is_filled_anew() -> None:
+    model, positions = llama("sdpa"), torch.arange(24)[None]
+    whole = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
+    positions[0, 10:] -= 10
+    packed = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
+    again = model(input_ids=TOKENS[:1], position_ids=positions.clone(), use_cache=False).logits
+    torch.testing.assert_close(packed, again, rtol=0, atol=0)
+    assert not torch.allclose(packed, whole)
+    both = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(both[:1], packed, rtol=1e-5, atol=1e-6)
+
+
 def test_a_graph_that_meets_packed_positions_stops() -> None:
     """It cannot look at them on the host, and must not attend across sequences."""
     function = RegisteredAttention("sdpa", False)
