@@ -143,17 +143,45 @@ def padding_mask(
     """In place of transformers' mask: None without padding, else bool [batch, sequence], true where a token is.
 
     Raises:
-        UnsupportedError: the model's mask is not causal, a window or packing.
+        UnsupportedError: the model's mask is not causal, a window or packing; or keys lie behind its last query.
     """
-    other = [name for name in _names_of(mask_function) if any(part in name for part in _OTHER_MASKS)]
+    names = list(_names_of(mask_function))
+    other = [name for name in names if any(part in name for part in _OTHER_MASKS)]
     if use_vmap or other:
         raise UnsupportedError(
             f"attention mask: expected causal, a window or packed sequences with {_KEY}, got "
             f"{other[0] if other else 'a mask function of the model'}. Remove the key."
         )
+    if any("causal" in name for name in names):
+        _refuse_keys_behind(**kwargs)
     if attention_mask is None or attention_mask.all():
         return None
     return attention_mask.bool()
+
+
+def _refuse_keys_behind(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    q_length: int | None = None,
+    q_offset: int | Tensor | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """Nothing happens if the last query is level with the last key, as `attention` takes it.
+
+    Args: as transformers hands them to whatever makes its masks; older versions have `cache_position` in place of
+        `q_length` and `q_offset`. Without a cache nothing is read on the device.
+    """
+    if cache_position is not None:
+        q_length, q_offset = len(cache_position), cache_position[0]
+    if q_length is None:
+        return
+    if kv_length > q_length and kv_offset + kv_length > int(q_offset or 0) + q_length:
+        raise UnsupportedError(
+            f"cache: expected one that grows with {_KEY}, got {kv_length} places for fewer tokens, as in a static "
+            "cache. Take transformers' default cache, or remove the key."
+        )
 
 
 def _names_of(function: Any) -> Iterator[str]:

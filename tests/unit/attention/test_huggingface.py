@@ -128,6 +128,16 @@ def test_encoders_see_both_sides() -> None:
     torch.testing.assert_close(model(input_ids=TOKENS).last_hidden_state, stock, rtol=1e-4, atol=1e-5)
 
 
+def test_a_cache_with_places_for_tokens_to_come_is_refused() -> None:
+    """Without padding there is no mask, and its empty places would be keys like any other."""
+    model = llama("sdpa").eval()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones(2, 8)}
+    stock, ours = (one.generate(TOKENS[:, :8], **options) for one in (llama().eval(), model))
+    assert torch.equal(ours, stock)
+    with pytest.raises(UnsupportedError, match="cache: expected one that grows"):
+        model.generate(TOKENS[:, :8], cache_implementation="static", **options)
+
+
 @pytest.mark.parametrize("length", [24, 9])
 def test_a_decoder_as_long_as_its_padded_encoder_keeps_all_its_queries(length: int) -> None:
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "dropout": 0.0}
