@@ -104,8 +104,14 @@ def _master(shard: AdamShard, first: int, count: int, padded: slice, scale_inv: 
     hi = shard.hi[first : first + count]
     if shard.lo is None:
         return hi
-    scale = scale_inv[shard.scale_index] if shard.fmt.is_fp8 and scale_inv is not None else None
-    return decode(hi, shard.lo[padded], shard.fmt, scale)
+    return decode(hi, shard.lo[padded].to(hi.device), shard.fmt, _scale_of(shard, scale_inv))
+
+
+def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
+    """Of its master, where the high part is: either may have been moved (`offload_states`)."""
+    if not shard.fmt.is_fp8 or scale_inv is None:
+        return None
+    return scale_inv[shard.scale_index].to(shard.hi.device)
 
 
 @torch.no_grad()
@@ -135,8 +141,7 @@ def _write_master(
     if shard.lo is None:
         hi_out.copy_(value)
         return
-    scale = scale_inv[shard.scale_index] if shard.fmt.is_fp8 and scale_inv is not None else None
-    hi, lo = encode(value, shard.fmt, scale)
+    hi, lo = encode(value, shard.fmt, _scale_of(shard, scale_inv))
     hi_out.copy_(hi)
     shard.lo[padded] = lo
 

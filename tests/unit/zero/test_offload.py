@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.masters import E4M11
-from fp8_ds.optim.states import Flat, Piece, allocate_lo
+from fp8_ds.optim.states import Flat, Piece, allocate_lo, read_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.offload import offload_adam, reload_adam
 
@@ -38,3 +38,10 @@ def test_addresses_are_forgotten_when_states_leave_and_when_they_come_back(kind:
     step()  # on a CPU it never left
     reload_adam(zero)
     assert len(core._prepared) == 0
+
+
+def test_a_master_whose_low_part_is_elsewhere_is_read_where_the_high_part_is() -> None:
+    """As in a save while states are offloaded. "meta" stands in for a GPU, which refuses tensors of two devices too."""
+    shard = AdamShard("weight", 200, 0, 0, 0, 0, E4M11, torch.zeros(200, dtype=torch.uint8, device="meta"))
+    allocate_lo(shard, torch.device("cpu"))
+    read_dense(shard, None, torch.empty(200, device="meta"), torch.ones(1))
