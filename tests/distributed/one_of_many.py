@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH, LAYERS, VOCABULARY, TOKENS = 256, 4, 512, 64
@@ -144,7 +143,7 @@ def main() -> None:
     world_size, rank, config = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     dist.Backend.register_backend("one_of_many", lambda _, r, size, __: OneOfMany(r, size), devices=["cpu"])
-    dist.init_process_group("one_of_many", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("one_of_many", store=dist.HashStore(), rank=rank, world_size=world_size)
     import deepspeed
 
     import fp8_ds  # noqa: F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,15 +129,11 @@ def test_graphs_are_replayed_where_this_device_has_a_manager_of_them(monkeypatch
     import torch._inductor.cudagraph_trees as trees
 
     assert not graphs.are_replayed(), "no CUDA here"
-    asked = []
-
-    class Container:
-        tree_manager = manager
-
-    monkeypatch.setattr(trees, "get_container", lambda index: asked.append(index) or Container)
+    containers = trees.get_obj(trees.local, "tree_manager_containers")
+    monkeypatch.setitem(containers, 2, SimpleNamespace(tree_manager=object()))
+    monkeypatch.setitem(containers, 3, SimpleNamespace(tree_manager=manager))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert graphs.are_replayed() == (manager is not None)
-    assert asked == [3]
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
     assert not graphs.are_replayed(), "and it is not imported for the question"

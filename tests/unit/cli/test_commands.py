@@ -493,7 +493,7 @@ def test_doctor_with_a_configuration_has_one_answer(tmp_path: Path) -> None:
     assert "FP8 would be " in with_config and not any(text in with_config for text in of_the_machine)
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.11.0+cu130", "ok"), ("2.13.0+cpu", "ok"), ("2.14.1", "warning")])
+@pytest.mark.parametrize(("version", "status"), [("2.11.0+cu130", "ok"), ("2.14.1", "ok"), ("2.15.0", "warning")])
 def test_doctor_says_which_torch_is_tested(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr("torch.__version__", version)
     found = next(check for check in diagnosis.checks() if check.name == "torch")
