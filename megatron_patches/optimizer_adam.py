@@ -53,6 +53,8 @@ class MegatronFp8AdamW(Fp8AdamW):
         self.master = master
         self.is_sharded = False
         super().__init__(params, lr, betas, eps, weight_decay, decoupled=adam_w_mode, seed=seed, check_finite=False)
+        for group in self.param_groups:
+            group["bias_correction"] = True  # FusedAdam reads it in each step, from the groups that it has loaded
 
     @property
     def is_split(self) -> bool:

@@ -155,3 +155,17 @@ def test_precision_aware_needs_no_transformer_engine() -> None:
         setattr(made, name, values.get(name, field.default))
     check(made)
     assert {name: getattr(made, name) for name in values} == values
+
+
+def test_saved_groups_have_what_fused_adam_reads_of_loaded_ones() -> None:
+    """torch's load_state_dict leaves nothing of the groups that were there; `step` of Transformer Engine 2.11's
+    optimizers/fused_adam.py and of Apex's raises KeyError for what is missing.
+    """
+    from megatron_patches.optimizer_adam import MegatronFp8AdamW
+
+    ours = MegatronFp8AdamW([nn.Parameter(torch.ones(4))], betas=(0.8, 0.9), weight_decay=0.1)
+    stock = torch.optim.Adam([nn.Parameter(torch.ones(4))])
+    stock.load_state_dict(ours.state_dict())
+    (group,) = stock.param_groups
+    read = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "bias_correction")}
+    assert read == {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
