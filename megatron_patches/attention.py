@@ -81,7 +81,7 @@ class MegatronFp8Attention:
         elif is_first_last_bf16_layer(config, layer_number - 1):
             self._set_backend(_BF16_OF.get(fp8_attention.backend, fp8_attention.backend), False)
         if self.fp8_attention is not None:
-            require_backend(self.fp8_attention.backend, _device())
+            require_backend(self.fp8_attention.backend, current_device())
 
     def finish_init(self, quant_config: Any) -> None:
         """Megatron's hook of --te-precision-config-file: a payload may name this layer's backend, or "stock".
@@ -99,7 +99,7 @@ class MegatronFp8Attention:
             self.fp8_attention, self.stock_reason = None, "--te-precision-config-file"
             return
         self._set_backend(backend, self.fp8_attention.hadamard and backend in _BF16_OF)
-        require_backend(backend, _device())
+        require_backend(backend, current_device())
 
     def _set_backend(self, backend: Backend, hadamard: bool) -> None:
         self.fp8_attention = AttentionSettings(backend, hadamard)
@@ -184,7 +184,7 @@ class MegatronFp8Attention:
         return ", ".join(part for part in (super().extra_repr(), text) if part)  # type: ignore[misc]
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

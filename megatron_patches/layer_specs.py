@@ -27,14 +27,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import log_single_rank
 from packaging.version import Version
 
-from fp8_ds.attention import BACKENDS
+from fp8_ds.attention import BACKENDS, require_backend
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, patches
 from megatron_patches.arguments import check_masks, check_recipe, settings_from
-from megatron_patches.attention import AttentionSettings, attention_class, left_to_stock
-from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
+from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_stock
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear, gather_rule
 from megatron_patches.norm import SequenceParallelNorm
-from megatron_patches.recipes import Fp8Settings, settings_of
+from megatron_patches.recipes import Fp8Settings, refuse, settings_of
 from megatron_patches.registry import LayerRegistry
 from megatron_patches.weights import StepWeights
 
@@ -286,6 +286,7 @@ def layer_spec(
         if fp8 is None and config.fp8:
             fp8 = settings_of(config)
         if fp8 is not None:
+            _refuse_everywhere(config, fp8)
             spec = with_fp8_linears(spec, fp8)
     if fp8 is not None or config.fp8:
         _refuse_bf16_alone(config)
@@ -309,6 +310,13 @@ def _require_engine(fp8: Fp8Settings | None) -> None:
             f"--transformer-impl: expected Transformer Engine, got none ({engine.detail}). Install it, or pass "
             "--transformer-impl local, with which FP8 linears are those of fp8_ds."
         )
+
+
+def _refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
+    """What linears refuse when they are built, for a pipeline stage that has none: others would wait for it."""
+    refuse(config)
+    if config.sequence_parallel and config.tensor_model_parallel_size > 1 and not config.multi_latent_attention:
+        gather_rule(fp8, fp8.recipe(), None)
 
 
 def _refuse_bf16_alone(config: Any) -> None:
@@ -388,6 +396,9 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
     if backend is not None:
         attention = AttentionSettings(cast(Any, backend), getattr(args, "fp8_attention_hadamard", False))
     config = core_transformer_config_from_args(args)
+    has_device = parallel_state.model_parallel_is_initialized()  # Megatron has chosen this rank's by then
+    if attention is not None and has_device and not left_to_stock(config):
+        require_backend(attention.backend, current_device())  # on pipeline stages without layers, too
     options: dict[str, Any] = {"use_transformer_engine": not local, "fp8": fp8, "attention": attention}
     if _alternates(config) and not parallel_state.model_parallel_is_initialized():
         return LaterSpec(**options)

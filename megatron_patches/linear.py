@@ -28,6 +28,23 @@ from megatron_patches.recipes import Fp8Settings, refuse, settings_of
 from megatron_patches.weights import StepWeight
 
 
+def gather_rule(fp8: Fp8Settings, recipe: Recipe, group: Any) -> Rule | None:
+    """How operands travel in FP8 under sequence parallelism; None: --fp8-tp-gather bf16.
+
+    Raises:
+        ConfigError: the recipe has no such way.
+    """
+    if fp8.tensor_parallel.gather == "bf16":
+        return None
+    try:
+        return rule_of(recipe, group, shares_scales=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--fp8-tp-gather: expected bf16 with --fp8-recipe {recipe.name} and --sequence-parallel, got fp8. Add "
+            "--fp8-tp-gather bf16, or set another recipe."
+        ) from error
+
+
 class MegatronFp8Linear:
     """Mix-in before a class of Megatron's; arguments are Megatron's.
 
@@ -62,14 +79,8 @@ class MegatronFp8Linear:
         if layer.explicit_expert_comm or layer.tp_group is None or layer.tp_group.size() == 1:
             return
         self.tp = self.fp8_settings.context(layer.tp_group, layer.sequence_parallel)
-        if layer.sequence_parallel and self.tp.config.gather == "fp8":
-            try:
-                self.tp_rule = rule_of(self.fp8_recipe, layer.tp_group, shares_scales=False)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"--fp8-tp-gather: expected bf16 with --fp8-recipe {self.fp8_recipe.name} and --sequence-parallel, "
-                    "got fp8. Add --fp8-tp-gather bf16, or set another recipe."
-                ) from error
+        if layer.sequence_parallel:
+            self.tp_rule = gather_rule(self.fp8_settings, self.fp8_recipe, layer.tp_group)
 
     def finish_init(self, quant_config: Any) -> None:
         """Megatron's hook of --te-precision-config-file.

@@ -212,6 +212,27 @@ def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    ("recipe", "values", "message"),
+    [
+        ("tensorwise", {"fp8_wgrad": False}, "--no-fp8-wgrad: expected fp8_wgrad=True"),
+        (
+            "rowwise_with_gw_hp",
+            {"sequence_parallel": True, "tensor_model_parallel_size": 2},
+            "--fp8-tp-gather: expected bf16 with --fp8-recipe rowwise_with_gw_hp",
+        ),
+    ],
+)
+def test_what_linears_refuse_is_refused_by_a_stage_without_layers(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, values: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(layer_specs, "stock_layer_spec", lambda *args, **kwargs: TransformerBlockSubmodules([], None))
+    options: dict[str, Any] = {"use_transformer_engine": False, "fp8": settings("hybrid", recipe)}
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        layer_spec(config(**values), **options)
+    layer_spec(config(), **options)
+
+
+@pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"attention_dropout": 0.1}, "attention dropout 0.1"),
@@ -293,6 +314,19 @@ def test_the_name_and_the_flag_say_which_attention(stock_script: SimpleNamespace
         spec = layer_specs._objects()[name]
         settings = spec.submodules.self_attention.submodules.core_attention.params["fp8_attention"]
         assert settings == AttentionSettings(backend, backend != "sdpa")
+
+
+def test_a_backend_that_is_not_there_is_refused_before_layers_are_built(
+    stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline stage may have none."""
+    stock_script.spec[1] = "gpt_cudnn"
+    monkeypatch.setattr(layer_specs.parallel_state, "model_parallel_is_initialized", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"backend cudnn: expected a CUDA device, got cpu"):
+        layer_specs._objects()
+    dropout = SimpleNamespace(core_transformer_config_from_args=lambda args: config(attention_dropout=0.1))
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", dropout)
+    assert registry_of(layer_specs._objects()["gpt_cudnn"]) is not None
 
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
