@@ -65,7 +65,8 @@ class EngineObservers:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Layers are counted from here on; weights now.
+        """Layers are counted from here on; a weight when its layer first reads it: until then it may be on its way
+        from other ranks (--overlap-param-gather).
 
         Raises:
             RuntimeError: they are already.
@@ -73,7 +74,7 @@ class EngineObservers:
         if self._handles:
             raise RuntimeError("observers: expected none attached, got some. Call detach first.")
         for linear in self._linears:
-            linear.see_weight()
+            linear.has_seen_weight = False
             self._handles.append(linear.module.register_forward_pre_hook(linear.before))
             self._handles.append(linear.module.register_forward_hook(linear.after))
 
@@ -86,11 +87,15 @@ class EngineObservers:
 class _Linear:
     """One of them, and what its tensors are counted into."""
 
+    has_seen_weight = False
+
     def __init__(self, module: Any, recipe: str, grad_format: Float8Format, counts: tuple[Tensor, ...]) -> None:
         self.module, self.recipe, self.grad_format = module, recipe, grad_format
         self.of_input, self.of_weight, self.of_grad = counts
 
     def before(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        if not self.has_seen_weight:
+            self._see_weight()
         with torch.no_grad():
             self._see(_normed(module, inputs[0].detach()), E4M3, self.of_input, (1, BLOCK), "scaling_fwd", _INPUT)
 
@@ -103,7 +108,8 @@ class _Linear:
         with torch.no_grad():
             self._see(grad.detach(), self.grad_format, self.of_grad, (1, BLOCK), "scaling_bwd", 0)
 
-    def see_weight(self) -> None:
+    def _see_weight(self) -> None:
+        self.has_seen_weight = True
         weight = self.module.weight
         with torch.no_grad():
             codes, scale_inv = getattr(weight, "_data", None), getattr(weight, "_scale_inv", None)

@@ -137,6 +137,15 @@ def test_a_weight_in_fp8_is_counted_as_it_is() -> None:
     assert found["weight"].amax == pytest.approx(2 * float(weight.abs().max()), rel=1e-6)
 
 
+def test_a_weight_is_counted_when_it_is_there() -> None:
+    """As Megatron's hooks wait for it before the layer's forward under --overlap-param-gather."""
+    x, weight, grad = operands()
+    module, known = engine_linear(torch.zeros_like(weight)), table()
+    module.register_forward_pre_hook(lambda *_: setattr(module.weight, "data", weight.clone()))
+    found = counted(module, EngineObservers({"0": module}, known, "tensorwise", "hybrid"), known, x, grad)
+    assert found["weight"].amax == pytest.approx(float(weight.abs().max()), rel=1e-6)
+
+
 def test_nothing_is_left_behind() -> None:
     x, weight, grad = operands()
     module, known = engine_linear(weight), table()
