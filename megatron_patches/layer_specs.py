@@ -278,11 +278,8 @@ def layer_spec(
     if not use_transformer_engine:
         if config.sequence_parallel:
             spec = with_sequence_parallel_norms(spec)
-        if config.fp8 and config.recompute_granularity == "full":
-            raise UnsupportedError(
-                "--recompute-granularity: expected selective or none with --fp8-format and without Transformer Engine, "
-                "got full. Megatron recomputes FP8 layers by it: use `-m megatron_patches.pretrain_gpt`, which can."
-            )
+        if config.fp8:
+            _refuse_recomputation(config)
         if fp8 is None and config.fp8:
             fp8 = settings_of(config)
         if fp8 is not None:
@@ -309,6 +306,20 @@ def _require_engine(fp8: Fp8Settings | None) -> None:
         raise UnsupportedError(
             f"--transformer-impl: expected Transformer Engine, got none ({engine.detail}). Install it, or pass "
             "--transformer-impl local, with which FP8 linears are those of fp8_ds."
+        )
+
+
+def _refuse_recomputation(config: Any) -> None:
+    """Megatron recomputes all but attention's core by Transformer Engine where its own configuration says FP8."""
+    granularity = config.recompute_granularity
+    others = sorted(set(config.recompute_modules or ()) - {"core_attn"}) if granularity == "selective" else []
+    flag, expected, got = "--recompute-granularity", "selective or none", granularity
+    if others:
+        flag, expected, got = "--recompute-modules", "core_attn alone", " ".join(others)
+    if others or granularity == "full":
+        raise UnsupportedError(
+            f"{flag}: expected {expected} with --fp8-format and without Transformer Engine, got {got}. Megatron "
+            "recomputes FP8 layers by it: use `-m megatron_patches.pretrain_gpt`, which can."
         )
 
 

@@ -206,9 +206,30 @@ def test_fp8_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPat
         layer_spec(fp8, use_transformer_engine=True)
     with pytest.raises(ConfigError, match=r"--fp8-recipe: expected one of Megatron's"):
         layer_spec(config(), use_transformer_engine=True, fp8=FP8)
-    with pytest.raises(UnsupportedError, match=r"--recompute-granularity: .* got full"):
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        layer_spec(config(fp8="hybrid", fp8_recipe="tensorwise", **recompute), use_transformer_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            "--recompute-granularity: expected selective or none .* got full",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+            "--recompute-modules: expected core_attn alone .* got mlp",
+        ),
+        ({"recompute_granularity": "selective"}, None),
+    ],
+)
+def test_what_megatron_recomputes_by_transformer_engine_is_refused(values: dict[str, Any], message: str | None) -> None:
+    layer_spec(config(**values), use_transformer_engine=False, fp8=FP8)  # the wrapper's: no FP8 in Megatron's own
+    of_stock_script = config(fp8="hybrid", fp8_recipe="tensorwise", **values)
+    if message is None:
+        layer_spec(of_stock_script, use_transformer_engine=False)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        layer_spec(of_stock_script, use_transformer_engine=False)
 
 
 @pytest.mark.parametrize(
