@@ -26,6 +26,7 @@ from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 INDEX = "model.safetensors.index.json"
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
+_WIDTH = 60
 
 
 INSTALL = "pip install safetensors"
@@ -89,15 +90,8 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     index = source / INDEX
-    try:
-        listed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(
-            f'{index}: expected JSON with "weight_map", got {error!r}. Copy the model again.'
-        ) from error
+    listed = _files_by_tensor(index) if index.is_file() else {}
     missing, seen = set(listed), set()
-    for name in listed.values():
-        _refuse_path(name, index)
     for path in sorted({source / name for name in listed.values()} or source.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -120,6 +114,23 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
             f"{index}: expected tensors that the files hold, got {len(missing)} that they do not, {min(missing)} among "
             "them. Copy the model again."
         )
+
+
+def _files_by_tensor(index: Path) -> dict[str, str]:
+    """Names of tensors and of the files that they are in."""
+    try:
+        content = json.loads(index.read_text())
+    except ValueError as error:
+        content = error
+    listed = content.get("weight_map") if isinstance(content, dict) else content
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise CheckpointError(
+            f'{index}: expected JSON with "weight_map", names of files by names of tensors, got '
+            f"{str(listed)[:_WIDTH]}. Copy the model again."
+        )
+    for name in listed.values():
+        _refuse_path(name, index)
+    return listed
 
 
 def _refuse_path(name: str, file: Path) -> None:

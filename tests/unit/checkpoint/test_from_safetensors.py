@@ -84,8 +84,8 @@ def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
     assert convert(source, tmp_path / "out", "universal", stage=2).num_tensors == 3 * len(WEIGHTS)
 
 
-def unreadable(folder: Path) -> Path:
-    (write(folder, one=WEIGHTS) / "model.safetensors.index.json").write_text("{")
+def with_index(folder: Path, text: str) -> Path:
+    (write(folder, one=WEIGHTS) / "model.safetensors.index.json").write_text(text)
     return folder
 
 
@@ -101,7 +101,11 @@ REFUSED: list[tuple[Any, type[Fp8DsError], str]] = [
     (lambda f: write(f, one={"w": torch.ones(2).to(torch.float8_e4m3fn)}), UnsupportedError, "got w in torch.float8"),
     (lambda f: write(f, one={"ids": torch.arange(3)}), ConfigError, "expected weights in .*, got none"),
     (cut, CheckpointError, "got a damaged file"),
-    (unreadable, CheckpointError, 'index.json: expected JSON with "weight_map"'),
+    (lambda f: with_index(f, "{"), CheckpointError, 'index.json: expected JSON with "weight_map"'),
+    (lambda f: with_index(f, "{}"), CheckpointError, 'index.json: expected JSON with "weight_map".* got None'),
+    (lambda f: with_index(f, "[1]"), CheckpointError, r'index.json: expected JSON with "weight_map".* got \[1\]'),
+    (lambda f: with_index(f, '{"weight_map": ["a"]}'), CheckpointError, r"by names of tensors, got \['a'\]"),
+    (lambda f: with_index(f, '{"weight_map": {"a": 1}}'), CheckpointError, "by names of tensors, got {'a': 1}"),
     (lambda f: write(f, one={"../../outside": torch.ones(2)}), CheckpointError, r"without a path, got '../../outside'"),
     (lambda f: write(f, one={str(f.parent / "a"): torch.ones(2)}), CheckpointError, "without a path, got"),
     (lambda f: write(f, one={"..": torch.ones(2)}), CheckpointError, r"without a path, got '\.\.'"),
