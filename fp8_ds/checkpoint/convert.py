@@ -26,7 +26,7 @@ from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_struct
 from fp8_ds.checkpoint.from_safetensors import INDEX, refuse_without_safetensors, write_universal
 from fp8_ds.checkpoint.manifest import beside
 from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
-from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
 
@@ -292,6 +292,21 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
 # --- writing ---
 
 
+@contextlib.contextmanager
+def _as_file_errors(out: Path) -> Iterator[None]:
+    """What torch and safetensors raise where a file cannot be written, as on a full disk, is an OSError.
+
+    Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
+    """
+    try:
+        yield
+    except Exception as error:
+        of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
+        if isinstance(error, Fp8DsError) or not of_a_file:
+            raise
+        raise OSError(f"{out}: not written ({error})") from error
+
+
 def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: Path | None) -> Converted:
     from safetensors.torch import save_file
 
@@ -303,7 +318,8 @@ def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: 
     def flush() -> None:
         out.mkdir(parents=True, exist_ok=True)
         path = out / f"shard-{len(shards)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
+        with _as_file_errors(path):
+            save_file(shard, path, metadata={"format": "pt"})
         shards.append(path)
         shard.clear()
 
@@ -364,20 +380,21 @@ def _to_universal(
     staging = work / out.name
     shutil.rmtree(work, ignore_errors=True)  # of a conversion that was killed
     try:
-        if kind == "universal":
-            refuse_damage(source)
-            if not trust_pickle:
-                _refuse_code(source)
-            shutil.copytree(source, staging)
-        elif kind == "safetensors":
-            assert stage is not None
-            write_universal(source, staging, stage)
-        else:
-            _run_stock(source, tag, staging, trust_pickle)
-        if stage is not None:
-            rewrite_universal(staging, out, stage, trust_pickle)
-        adopt(staging, trust_pickle)
-        sizes = _sizes(staging, trust_pickle)
+        with _as_file_errors(out):
+            if kind == "universal":
+                refuse_damage(source)
+                if not trust_pickle:
+                    _refuse_code(source)
+                shutil.copytree(source, staging)
+            elif kind == "safetensors":
+                assert stage is not None
+                write_universal(source, staging, stage)
+            else:
+                _run_stock(source, tag, staging, trust_pickle)
+            if stage is not None:
+                rewrite_universal(staging, out, stage, trust_pickle)
+            adopt(staging, trust_pickle)
+            sizes = _sizes(staging, trust_pickle)
         staging.rename(out)
         manifests.sync_folder(out.parent)
         latest = out.parent / folders.LATEST_UNIVERSAL if (work / folders.LATEST_UNIVERSAL).is_file() else None

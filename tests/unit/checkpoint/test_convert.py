@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,29 @@ def test_a_file_in_a_folders_place_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "model.safetensors"), "out", "--to", "universal"])
     assert result.exit_code == 3 and "A file, not the folder that it is in" in result.output
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """A longer one cannot be written, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.ones(1 << 16)}, tmp_path / "model/model.safetensors")
+    convert(tmp_path / "model", tmp_path / "whole", "universal", stage=2)
+    commands = [("model", "--to", "universal", "--stage", "2"), ("whole", "--to", "universal", "--stage", "3")]
+    for source, *more in [*commands, ("whole", "--to", "safetensors")]:
+        with files_of_at_most(1 << 15):
+            result = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / "out"), *more])
+        assert result.exit_code == 3, result.stderr
+        assert "out" in result.stderr and "Traceback" not in result.stderr
+        assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
