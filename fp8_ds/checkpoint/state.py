@@ -51,6 +51,12 @@ def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return {} if master == "fp32" else dict(state["scale_inv"])
 
 
+def followed_lr(state: Mapping[str, Any] | None) -> float | None:
+    """The learning rate by which the layers of the next step were chosen; None: by none, or it is not known."""
+    lr: float | None = ((state or {}).get("precision") or {}).get("lr")
+    return lr
+
+
 def restore_state(
     context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None], *, module_only: bool = False
 ) -> None:

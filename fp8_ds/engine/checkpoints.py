@@ -14,7 +14,7 @@ from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, restore_state, save_state, split_master_scales
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, followed_lr, restore_state, save_state, split_master_scales
 from fp8_ds.engine.checking import check_whole
 from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.engine.following import Following
@@ -182,7 +182,9 @@ class Fp8Checkpoints:
                 self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States) and not load_module_only:
                 self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
-            self._fp8_following.resume(None if load_module_only else (state or {}).get(_FOLLOWING_KEY))
+            goes_on = load_optimizer_states and load_lr_scheduler_states and not load_module_only
+            following = None if load_module_only else (state or {}).get(_FOLLOWING_KEY)
+            self._fp8_following.resume(following, followed_lr(state) if goes_on else None)
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

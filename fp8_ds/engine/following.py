@@ -106,15 +106,17 @@ class Following:
         self._update_precision()
         return layers
 
-    def resume(self, state: Mapping[str, Any] | None) -> None:
+    def resume(self, state: Mapping[str, Any] | None, lr: float | None = None) -> None:
         """A checkpoint has been loaded, precision and step count with it: go on from there. Collective.
 
         Args:
             state: from `state_dict`; None: the checkpoint has none.
+            lr: by which the run that saved had chosen the layers of the next step: a scheduler that is stepped after
+                the engine has set another since. None: the optimizer's.
         """
         self.has_graph = False
         self._first_micro_step = self._engine.micro_steps
-        self._update_precision()
+        self._update_precision(lr)
         self._calls = self._that_follow()
         if self.health is not None:
             self.health.load_state_dict(state, self._engine.global_steps)
@@ -130,9 +132,10 @@ class Following:
             self.health.monitor.flush()
         self.precision.close()
 
-    def _update_precision(self) -> None:
+    def _update_precision(self, lr: float | None = None) -> None:
         asks = self.precision.schedule.below_lr is not None  # else a learning rate on the device is not waited for
-        lr = max(float(lr) for lr in self._engine.get_lr()) if asks else math.inf
+        if lr is None:
+            lr = max(float(lr) for lr in self._engine.get_lr()) if asks else math.inf
         self.precision.update(self._engine.global_steps, lr)
 
     def _send_to_bf16(self, names: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ class LayerPrecision:
     Attributes:
         in_bf16: layers that compute in bf16 now.
         ended_in_bf16: those that did in the step that has ended, for what follows it.
+        followed_lr: the learning rate by which they were chosen; None without `bf16_below_lr`.
 
     Raises:
         ConfigError: the block names what is not there.
@@ -74,6 +75,7 @@ class LayerPrecision:
         self.stays = stays
         self.in_bf16: frozenset[str] = frozenset()
         self.ended_in_bf16: frozenset[str] = frozenset()
+        self.followed_lr: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ class LayerPrecision:
             lr: of this rank; rank 0's decides, on all ranks. Read with `bf16_below_lr` only, and collective then.
         """
         if self._lr is not None:
-            lr = self._lr.agree(lr)
+            lr = self.followed_lr = self._lr.agree(lr)
         overrides: dict[str, Precision] = {**self.overrides, **dict.fromkeys(self.stays.running, "bf16")}
         wanted = self.schedule.in_bf16(self.names, step, lr, overrides)
         if wanted == self.in_bf16:
@@ -203,9 +205,10 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: overrides and stays, the same on all ranks, and, for a reader, this rank's layers in bf16."""
-        stays = self.stays.state_dict()
-        return {"overrides": dict(self.overrides), "stays": stays, "in_bf16": sorted(self.in_bf16)}
+        """Builtin types: overrides, stays and the learning rate, the same on all ranks, and, for a reader, this rank's
+        layers in bf16."""
+        state = {"overrides": dict(self.overrides), "stays": self.stays.state_dict(), "lr": self.followed_lr}
+        return {**state, "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Overrides and stays of the checkpoint, of other stages' layers too; `update` makes it so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,6 +268,36 @@ def test_layers_follow_the_learning_rate(ranks: Any) -> None:
     for counts in ranks(2).run(below_lr, 2):
         assert [num == 6 for _, num in counts] == [low for low, _ in counts]
         assert len({low for low, _ in counts}) == 2
+
+
+def resumed_below_lr(stage: int, directory: str) -> list[list[tuple[int, float]]]:
+    """(layers in bf16, loss) of the steps after a save, in the run that saved and in one that has loaded it. The
+    learning rate of the next step is set after `engine.step()`, as Trainer does."""
+
+    def steps(engine: Any, first: int, last: int) -> list[tuple[int, float]]:
+        found = []
+        for step in range(first, last):
+            found.append((len(engine.fp8.precision.in_bf16), *training.train(engine, 1, step)))
+            engine.optimizer.param_groups[0]["lr"] = 3e-3 if step < 1 else 5e-4
+        return found
+
+    config = training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}})
+    engine = training.build(config)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(directory, tag="second")
+    both = [steps(engine, 2, 4)]
+    training.destroy(engine)
+    engine = training.build(config, seed=1)
+    engine.load_checkpoint(directory, tag="second")
+    both.append(steps(engine, 2, 4))
+    training.destroy(engine)
+    return both
+
+
+def test_a_resume_where_the_learning_rate_is_set_after_the_step_is_exact(ranks: Any, tmp_path: Path) -> None:
+    for before, after in ranks(2).run(resumed_below_lr, 2, str(tmp_path)):
+        assert before == after
+        assert [count for count, _ in before] == [0, 6]
 
 
 def differing(stage: int) -> dict[str, Any]:
