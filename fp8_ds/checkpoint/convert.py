@@ -308,6 +308,7 @@ def _as_file_errors(out: Path) -> Iterator[None]:
 
 
 def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: Path | None) -> Converted:
+    """Safetensors; killed on the way, `out` has none, or an index of some that are missing."""
     from safetensors.torch import save_file
 
     place: dict[str, str] = {}
@@ -317,7 +318,7 @@ def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: 
 
     def flush() -> None:
         out.mkdir(parents=True, exist_ok=True)
-        path = out / f"shard-{len(shards)}.safetensors"
+        path = out / f"shard-{len(shards)}{folders.INCOMPLETE}"
         with _as_file_errors(path):
             save_file(shard, path, metadata={"format": "pt"})
         shards.append(path)
@@ -335,13 +336,13 @@ def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: 
     if shard:
         flush()
     names = _names(len(shards))
-    for path, name in zip(shards, names, strict=True):
-        path.rename(out / name)
     files = list(names)
     if len(names) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": {k: names[int(v)] for k, v in place.items()}}
         (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
         files.append(INDEX)
+    for path, name in zip(shards, names, strict=True):
+        path.rename(out / name)
     files += _copy_model_files(model, out)
     return Converted(kind, "safetensors", tuple(files), len(place), num_bytes)
 

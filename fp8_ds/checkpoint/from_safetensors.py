@@ -130,6 +130,9 @@ def _files_by_tensor(index: Path) -> dict[str, str]:
         )
     for name in listed.values():
         _refuse_path(name, index)
+    absent = sorted(name for name in set(listed.values()) if not (index.parent / name).is_file())
+    if absent:
+        raise CheckpointError(f"{index}: expected the files that it lists, got none of {absent[:3]}. Copy them again.")
     return listed
 
 

@@ -114,3 +114,29 @@ def test_a_file_that_cannot_be_written_is_an_error_of_files(tmp_path: Path) -> N
         assert result.exit_code == 3, result.stderr
         assert "out" in result.stderr and "Traceback" not in result.stderr
         assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """At the first of three shards, and between their last names."""
+    from fp8_ds.checkpoint import convert as module
+
+    tensors = ((str(number), torch.ones(4)) for number in range(3))
+    monkeypatch.setattr(module, "_SHARD_BYTES", 16)
+    named: list[Path] = []
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        named.append(target)
+        if len(named) > at:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        module._write("universal", tensors, tmp_path / "out", None)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == at
+    with pytest.raises((CheckpointError, ConfigError)):
+        convert(tmp_path / "out", tmp_path / "again", "universal", stage=2)
