@@ -122,7 +122,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
 def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
-    down = {"overrides": {"blocks.1.down": "bf16"}, "stays": {}, "in_bf16": ["blocks.1.down"]}
+    down = {"overrides": {"blocks.1.down": "bf16"}, "stays": {}, "lr": None, "in_bf16": ["blocks.1.down"]}
     for found in ranks(2).run(of_another_run, str(tmp_path), stage, master):
         assert found == [(0, 2, {"blocks.1.down"}, down)] * 2
 
