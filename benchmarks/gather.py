@@ -254,9 +254,8 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
     quantizer = WeightQuantizer(dist.group.WORLD, shapes, OF_RECIPE["tensorwise"], device, None, counter)
     module.ds_inflight_param_registry = {}  # the coordinator's, of which there is none here
     shards = Fp8Shards(quantizer, counter, InFlight(module))
-    sent = torch.cat([p.ds_tensor.data for p in params]).to(
-        E4M3.torch_dtype
-    )  # one behind the other, as a step has them
+    # One behind the other, as a step has them.
+    sent = torch.cat([p.ds_tensor.data for p in params]).to(E4M3.torch_dtype)
     for number, (p, shard) in enumerate(zip(params, sent.split([p.ds_tensor.numel() for p in params]), strict=True)):
         weight = ShardedWeight(str(number), p, number, quantizer)
         weight.shard = shard

@@ -23,6 +23,9 @@ _OTHER_MASKS = ("or_mask", "chunked")
 _REFUSED = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 """What transformers' models hand to some attention functions, and ours would leave out."""
 _UNSAID: Any = object()
+_Tokens = tuple[Tensor | None, Tensor | None]
+"""Indices of queries and of keys in a flattened batch; None: all of them."""
+_ALL: _Tokens = (None, None)
 
 
 def use_backend(model: nn.Module, backend: Backend, *, hadamard: bool) -> None:
@@ -279,11 +282,6 @@ class RegisteredAttention:
         if self._last[0]() is not positions or self._last[1] != state:
             self._last = weakref.ref(positions), state, _packing_of(positions.expand(len(q), -1))
         return _ALL, self._last[2]
-
-
-_Tokens = tuple[Tensor | None, Tensor | None]
-"""Indices of queries and of keys in a flattened batch; None: all of them."""
-_ALL: _Tokens = (None, None)
 
 
 def _packed(x: Tensor, indices: Tensor | None) -> Tensor:

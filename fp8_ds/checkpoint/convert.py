@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,14 +22,14 @@ from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
-from fp8_ds.checkpoint.from_safetensors import INDEX, refuse_without_safetensors, write_universal
+from fp8_ds.checkpoint.from_safetensors import refuse_without_safetensors, write_universal
 from fp8_ds.checkpoint.manifest import beside
+from fp8_ds.checkpoint.to_safetensors import as_file_errors, write_safetensors
 from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
-from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
+from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
 Kind = Literal["deepspeed", "universal", "safetensors"]
 
-_SHARD_BYTES = 5 * 10**9
 _NUM_SHOWN = 3
 _CONFIG = "config.json"
 
@@ -139,7 +138,8 @@ def convert(
     if target == "universal":
         return _to_universal(kind, source, out, tag, stage, trust_pickle)
     tensors = _of_universal(source, trust_pickle) if kind == "universal" else _of_deepspeed(source, tag, trust_pickle)
-    return _write(kind, tensors, out, model)
+    files, num_tensors, num_bytes = write_safetensors(tensors, out, model)
+    return Converted(kind, "safetensors", tuple(files), num_tensors, num_bytes)
 
 
 _REFUSED: Mapping[tuple[str, str], str] = {
@@ -289,81 +289,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             yield name, master.reshape(shape).to(torch.bfloat16)
 
 
-# --- writing ---
-
-
-@contextlib.contextmanager
-def _as_file_errors(out: Path) -> Iterator[None]:
-    """What torch and safetensors raise where a file cannot be written, as on a full disk, is an OSError.
-
-    Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
-    """
-    try:
-        yield
-    except Exception as error:
-        of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
-        if isinstance(error, Fp8DsError) or not of_a_file:
-            raise
-        raise OSError(f"{out}: not written ({error})") from error
-
-
-def _write(kind: Kind, tensors: Iterator[tuple[str, Tensor]], out: Path, model: Path | None) -> Converted:
-    """Safetensors; killed on the way, `out` has none, or an index of some that are missing."""
-    from safetensors.torch import save_file
-
-    place: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    shards: list[Path] = []
-    num_bytes = held = 0
-
-    def flush() -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / f"shard-{len(shards)}{folders.INCOMPLETE}"
-        with _as_file_errors(path):
-            save_file(shard, path, metadata={"format": "pt"})
-        shards.append(path)
-        shard.clear()
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shard and held + size > _SHARD_BYTES:
-            flush()
-            held = 0
-        shard[name] = tensor.contiguous()
-        held += size
-        num_bytes += size
-        place[name] = str(len(shards))
-    if shard:
-        flush()
-    names = _names(len(shards))
-    files = list(names)
-    if len(names) > 1:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": {k: names[int(v)] for k, v in place.items()}}
-        (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
-        files.append(INDEX)
-    for path, name in zip(shards, names, strict=True):
-        path.rename(out / name)
-    files += _copy_model_files(model, out)
-    return Converted(kind, "safetensors", tuple(files), len(place), num_bytes)
-
-
-def _names(number: int) -> list[str]:
-    """As transformers names shards."""
-    if number == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05d}-of-{number:05d}.safetensors" for i in range(number)]
-
-
-def _copy_model_files(model: Path | None, out: Path) -> list[str]:
-    """Configurations and tokenizer files; no weights, no index of weights."""
-    if model is None:
-        return []
-    copied = []
-    for file in sorted([*model.glob("*.json"), *model.glob("*.model"), *model.glob("*.txt"), *model.glob("*.jinja")]):
-        if not file.name.endswith(".index.json") and file.name != "trainer_state.json":
-            shutil.copyfile(file, out / file.name)
-            copied.append(file.name)
-    return copied
+# --- to a universal checkpoint ---
 
 
 def _to_universal(
@@ -381,7 +307,7 @@ def _to_universal(
     staging = work / out.name
     shutil.rmtree(work, ignore_errors=True)  # of a conversion that was killed
     try:
-        with _as_file_errors(out):
+        with as_file_errors(out):
             if kind == "universal":
                 refuse_damage(source)
                 if not trust_pickle:

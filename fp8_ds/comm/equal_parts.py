@@ -1,4 +1,5 @@
-"""What goes from ranks that own uneven runs of a whole to ranks that each take an equal part of it, or back."""
+"""What goes from ranks that own uneven runs of a whole to ranks that each take an equal part of it, or back; and equal
+shares of tensors."""
 
 from __future__ import annotations
 
@@ -22,3 +23,9 @@ def equal_parts(owned: Sequence[range], part: int, rank: int) -> tuple[list[int]
 
 def _shared(one: range, other: range) -> int:
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+
+
+def equal_shares(numels: Sequence[int], num_ranks: int, rank: int) -> tuple[list[int], list[int]]:
+    """As ZeRO-3 cuts tensors of so many elements: (each one's share, what this rank has of it, less at the end)."""
+    shares = [-(-numel // num_ranks) for numel in numels]
+    return shares, [max(0, min(share, numel - rank * share)) for numel, share in zip(numels, shares, strict=True)]

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from torch import Tensor
 
+from fp8_ds.comm.equal_parts import equal_shares
+
 
 @torch.no_grad()
 def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -28,7 +30,7 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     if not any(numels):
         return [tensor.view(-1) for tensor in tensors]
     num_ranks, rank = ds_comm.get_world_size(group), ds_comm.get_rank(group)
-    shares = [-(-numel // num_ranks) for numel in numels]
+    shares, sizes = equal_shares(numels, num_ranks, rank)
     if len(tensors) == 1 and numels[0] % num_ranks == 0:
         whole = tensors[0].view(-1)
     else:
@@ -36,5 +38,4 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     whole.div_(num_ranks)
     own = whole.view(num_ranks, -1)[rank]
     ds_comm.reduce_scatter_fn(own, whole, group=group)
-    sizes = [min(share, max(0, numel - rank * share)) for numel, share in zip(numels, shares, strict=True)]
     return [part[:size] for part, size in zip(own.split(shares), sizes, strict=True)]

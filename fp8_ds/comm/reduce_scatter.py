@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.equal_parts import equal_parts
+from fp8_ds.comm.equal_parts import equal_parts, equal_shares
 from fp8_ds.formats import E4M3
 
 GROUP = 128
@@ -308,7 +308,7 @@ def reduce_scatter_fp8_shares(
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     assert num_ranks > 1
-    shares = [-(-tensor.numel() // num_ranks) for tensor in tensors]
+    shares, sizes = equal_shares([tensor.numel() for tensor in tensors], num_ranks, rank)
     starts = _starts(shares)
     groups = starts[-1] // GROUP
 
@@ -321,7 +321,6 @@ def reduce_scatter_fp8_shares(
             if rest := own.numel() - whole * share:
                 columns[whole, :rest].copy_(own[whole * share :])
 
-    sizes = [min(share, max(0, t.numel() - rank * share)) for t, share in zip(tensors, shares, strict=True)]
     if groups == 0:
         return [tensor.new_empty(0, dtype=dtype) for tensor in tensors], 0
     sums, num_bytes = _add_equal_blocks(group, groups, tensors[0].dtype, fill, dtype, factor, tensors[0].device)

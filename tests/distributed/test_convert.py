@@ -14,8 +14,7 @@ import training
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fp8_ds.checkpoint import convert as module
-from fp8_ds.checkpoint import manifest
+from fp8_ds.checkpoint import manifest, to_safetensors
 from fp8_ds.checkpoint.convert import convert, kind_of
 from fp8_ds.checkpoint.manifest import MANIFEST
 from fp8_ds.checkpoint.universal import prepare_universal
@@ -88,7 +87,7 @@ def test_safetensors_are_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: 
 
 def test_shards_have_the_layout_of_transformers(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     masters = ranks(2).run(save, str(tmp_path / "ckpt"), 2, {})[0]
-    monkeypatch.setattr(module, "_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(to_safetensors, "_SHARD_BYTES", 40_000)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "model/model.safetensors.index.json").write_text("{}")

@@ -121,7 +121,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """At the first of three shards, and between their last names."""
-    from fp8_ds.checkpoint import convert as module
+    from fp8_ds.checkpoint import to_safetensors as module
 
     tensors = ((str(number), torch.ones(4)) for number in range(3))
     monkeypatch.setattr(module, "_SHARD_BYTES", 16)
@@ -136,7 +136,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        module._write("universal", tensors, tmp_path / "out", None)
+        module.write_safetensors(tensors, tmp_path / "out", None)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == at
     with pytest.raises((CheckpointError, ConfigError)):
         convert(tmp_path / "out", tmp_path / "again", "universal", stage=2)
