@@ -23,12 +23,15 @@ _EMULATED = " ".join(EMULATED)
 _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
-_HALVES = {
-    44: (("stock", _LAST_ATTENTION), ("blockwise",)),
-    45: (("stock", _LAST_ATTENTION), ("delayed", "e4m11")),
-    46: (("stock", _LAST_ATTENTION), ("rowwise", "gw_hp")),
+_SHARES = {
+    45: (("stock", "rowwise"), ("blockwise", "gw_hp"), ("delayed", "e4m11"), ("e4m19", "fp32-master")),
+    46: (("stock", "rowwise"), ("blockwise", "gw_hp"), ("delayed", "e4m11"), ("e4m19", "fp32-master")),
+    47: (("stock", "e4m11"), ("delayed", "gw_hp"), ("e4m19", "fp32-master")),
 }
-"""By seed, what each of two GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet."""
+"""By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet.
+
+The first share has stock, which all are compared with: with fewer GPUs it and any others still count.
+"""
 _SECONDS = {"stock": 580, "rowwise": 720, "gw_hp": 620, "blockwise": 690}
 """Of a run on an H100, where it is not 580."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
@@ -161,15 +164,15 @@ PARITY_STEPS = (
     ),
     *(
         Step(
-            f"parity-201m-{seed}-{half}",
+            f"parity-201m-{seed}-{letter}",
             f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {' '.join(arms)} "
             f"--estimate {max(_SECONDS.get(arm, 580) for arm in arms)}",
             sum(_SECONDS.get(arm, 580) for arm in arms),
-            f"issue 8 E: {' and '.join(arms)}, seed {seed}; the other half on another GPU beside it",
+            f"issue 8 E: {' and '.join(arms)}, seed {seed}; the other shares on other GPUs beside it",
             after="parity-201m-weights",
         )
-        for seed, halves in _HALVES.items()
-        for half, arms in zip("ab", halves, strict=True)
+        for seed, shares in _SHARES.items()
+        for letter, arms in zip("abcd", shares, strict=False)
     ),
     Step(
         "parity-parts-first",

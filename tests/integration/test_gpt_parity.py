@@ -549,7 +549,7 @@ def test_training_losses_are_compared_step_by_step_over_the_last_tenth_that_both
 def test_the_report_has_every_regime_that_was_run(
     run_main: Callable[..., str], bench: Any, root: Path, tmp_path: Path
 ) -> None:
-    source = root / "benchmarks/results/2026-11-26-gpt-parity-recipes.csv"
+    source = root / "benchmarks/results/2026-11-27-gpt-parity-recipes.csv"
     said = run_main("gpt_parity", "--study", "1b", "--only-report", "--resume-from", source, "--out", tmp_path)
     assert 3 not in bench("parity.studies").STUDIES["1b"].regimes and "## Regime 3: branched off" in said
     assert "| fp8-bf16-last - fp8 | -0.080 | -0.080 |" in said and "| fp8-bf16-last5 - fp8 | -0.056 ± 0.007 |" in said
