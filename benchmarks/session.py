@@ -3,13 +3,14 @@
     python benchmarks/session.py --list
     python benchmarks/session.py --out $OUT --limit 560 layer-table states     # these, in this order
     python benchmarks/session.py --out $OUT --limit 560 --gpus 1               # all for one GPU, the most wanted first
-    setsid nohup python benchmarks/session.py --out FOLDER --limit 1600 parity-first parity-8gpus tests < /dev/null &
+    python benchmarks/session.py --out /tmp/R --limit 1600 --detach parity-first parity-8gpus tests   # the first call
+    python benchmarks/session.py --out /tmp/R --wait 560 --archive $OUT/R.tgz                         # each further one
 
 A step starts, in the order given, as soon as enough of the machine's GPUs are free, and sees only its own: with several
 GPUs steps run side by side. One that waits for GPUs holds back those of the list behind it; one that waits for another
 step (`parity-first` makes what `parity-8gpus` needs, on one GPU) does not. They share the host's cores: say so beside
-timings, and look at the log of a reference arm. The last form outlives a call; the next calls take along what is in
---out, as one archive.
+timings, and look at the log of a reference arm. The last form outlives a call, in a copy of the working tree; the
+next calls bring what is in --out, as one archive.
 
 A step that no longer fits is left out with a line. One takes up to 1.3 times what is predicted, if the call has so much
 left; one that hangs is killed with everything it started, a little later or at the call's end. Results are written to
@@ -36,6 +37,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from session_detached import ENDED, archive, detach, wait
 from session_steps import STEPS, Step
 
 HERE = Path(__file__).resolve().parent
@@ -177,6 +179,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="without steps: those that need so many")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all steps")
     parser.add_argument("--out", type=Path, help="folder for results, logs and session.json")
+    parser.add_argument("--detach", action="store_true", help="run on after this call, in a copy of the working tree")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="start nothing; wait for a detached session")
+    parser.add_argument("--archive", type=Path, metavar="TGZ", help="with --wait: what is in --out, to take along")
     arguments = parser.parse_args()
     if arguments.list:
         for step in STEPS:
@@ -186,8 +191,20 @@ def main() -> None:
         parser.error("--out is needed: nothing else of the machine is kept")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if arguments.wait is not None:
+        wait(out, arguments.wait)
+        if arguments.archive is not None:
+            archive(out, arguments.archive)
+        return
+    if arguments.detach:
+        own = ["--out", str(out), "--limit", str(arguments.limit), "--gpus", str(arguments.gpus), *arguments.steps]
+        print(f"process {detach(own, out)}, {out}")
+        return
     steps = [by_name[name] for name in arguments.steps] or [s for s in STEPS if s.gpus == arguments.gpus]
-    done = run_session(steps, out, arguments.limit, visible_gpus())
+    try:
+        done = run_session(steps, out, arguments.limit, visible_gpus())
+    finally:
+        (out / ENDED).touch()
     print("\n".join(f"{one.name:21} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done))
     raise SystemExit(max((abs(one.status or 0) for one in done), default=0))
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,50 @@ def test_parity_runs_of_two_steps_share_no_files(bench: Any, tmp_path: Path) -> 
     session.run_session(show[:2], tmp_path, 100.0)
     folders = {(tmp_path / f"{step.name}.txt").read_text().strip() for step in show[:2]}
     assert folders == {str(tmp_path / step.name) for step in show[:2]} and len(folders) == 2
+
+
+def test_a_detached_session_runs_on_in_a_copy_of_the_tree(
+    run_main: Any, bench: Any, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a call replaces in the tree meanwhile is nothing to it."""
+    tree, out = tmp_path / "tree", tmp_path / "R"
+    (tree / "benchmarks").mkdir(parents=True)
+    (tree / ".site").mkdir()
+    (tree / ".site" / "carried.py").write_text("")
+    (tree / "benchmarks" / "session.py").write_text(
+        "import os, sys, time, carried\nfrom pathlib import Path\n"
+        "out = Path(sys.argv[2])\n"
+        "while not (out / 'go').exists(): time.sleep(0.05)\n"
+        "import late\n"
+        "(out / 'logs').mkdir(); (out / 'logs' / 'a.txt').write_text('a log')\n"
+        "(out / 'traces').mkdir(); (out / 'traces' / 'large').touch(); (out / 'weights.pt').touch()\n"
+        "print(carried.__file__, Path.cwd() == Path(__file__).parents[1], *sys.argv[3:])\n"
+        "(out / 'session.ended').touch()\n"
+    )
+    (tree / "late.py").write_text("")
+    detached = bench("session_detached")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tree / ".site"), str(tree), "elsewhere"]))
+    detached.detach(["--out", str(out), "--limit", "100"], out, tree)
+    (tree / "late.py").unlink()
+    assert not detached.wait(out, 0.2)
+    (out / "go").touch()
+    shown = run_main("session", "--out", out, "--wait", HANG, "--archive", tmp_path / "R.tgz")
+    assert "ended" in shown and "a log" in shown, shown
+    where, in_copy, *arguments = (out / "session.log").read_text().split()
+    assert not Path(where).is_relative_to(tree) and in_copy == "True" and arguments == ["--limit", "100"]
+    with tarfile.open(tmp_path / "R.tgz") as tar:
+        assert sorted(tar.getnames()) == ["R/go", "R/logs/a.txt", "R/session.ended", "R/session.log"]
+
+
+def test_a_session_that_is_detached_has_its_arguments_and_says_when_it_has_ended(
+    run_main: Any, bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = bench("session")
+    started: list[list[str]] = []
+    monkeypatch.setattr(session, "detach", lambda arguments, out: started.append(list(arguments)) or 1)
+    run_main("session", "--out", tmp_path, "--limit", 900, "--detach", "tests", "gather")
+    assert started == [["--out", str(tmp_path), "--limit", "900.0", "--gpus", "1", "tests", "gather"]]
+    monkeypatch.setattr(session, "run_session", lambda *_: [])
+    with pytest.raises(SystemExit):
+        run_main("session", *started[0])
+    assert bench("session_detached").wait(tmp_path, 0.0)
