@@ -66,6 +66,17 @@ def test_event_file_byte_by_byte_and_one_that_is_being_written(tmp_path: Path) -
     assert list(read_events(path)) == [("loss", 133, 1.5)]
 
 
+def test_of_a_resumed_run_the_last_attempt_counts(tmp_path: Path) -> None:
+    """It died behind its checkpoint of step 4, went on from there, and has not come as far as before."""
+    path = tmp_path / "loss.csv"
+    first, second = [(step, 10 - step) for step in range(1, 9)], [(5, 4.5), (6, 3.5)]
+    path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in first + second))
+    found = read_curve(path)
+    assert (found.steps, found.losses) == ((1, 2, 3, 4, 5, 6), (9.0, 8.0, 7.0, 6.0, 4.5, 3.5))
+    path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in reversed(first)))
+    assert read_curve(path).steps == tuple(range(1, 9))  # rows in another order are no second attempt
+
+
 def test_json_lines_and_trainer_state(tmp_path: Path) -> None:
     rows = [{"step": 2, "loss": 2.0, "eval_loss": 9.0}, {"step": 1, "loss": 3.0}, {"step": 2, "held_out_loss": 8.0}]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
