@@ -35,12 +35,14 @@ def run_interpreted(tests: Sequence[Path], *more: str) -> None:
 
 
 def pytest_configure() -> None:
-    """Half the time of the interpreter, which for every call of a function within a kernel goes through all of
-    `triton.language` to replace what is replaced already, and for every integer sum computes in 64 bits whether it
-    overflows, to say so in debug mode alone.
+    """Less than half the time of the interpreter, which for every call of a function in a kernel goes through all of
+    `triton.language` to replace what is replaced already, for every integer sum computes in 64 bits whether it
+    overflows, to say so in debug mode alone, and for every result makes its type and the tuples of its shape anew.
 
-    Source: `InterpretedFunction.__call__` and `GridExecutor` of triton 3.9, runtime/interpreter.py.
+    Source: `InterpretedFunction.__call__` and `GridExecutor` of triton 3.9, runtime/interpreter.py; `block_type` and
+    `tensor`, language/core.py.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -64,3 +66,30 @@ def pytest_configure() -> None:
 
     interpreter.GridExecutor.__call__ = launch
     interpreter.InterpretedFunction.__call__ = call
+
+    init_type, init_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    np_dtypes: dict[str, Any] = {}
+
+    def new_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
+        if key not in types:
+            init_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            init_tensor(self, handle, type)
+            tensors[type.name] = dict(vars(self))
+        vars(self).update(tensors[type.name], handle=handle)
+
+    def dtype_of(tt_dtype: Any) -> Any:
+        if tt_dtype.name not in np_dtypes:
+            np_dtypes[tt_dtype.name] = np_dtype(tt_dtype)
+        return np_dtypes[tt_dtype.name]
+
+    core.block_type.__init__ = new_type
+    core.tensor.__init__ = new_tensor
+    interpreter._get_np_dtype = dtype_of
