@@ -26,8 +26,11 @@ from typing import Any
 
 from fp8_ds.testing import HANG
 
-IMPORTED_ONCE = ["torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon"]
-"""Modules that the process has from which ranks are forked."""
+IMPORTED_ONCE = [
+    *("torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon", "fp8_ds.engine.engine"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.llama.configuration_llama"),
+]
+"""Modules that the process has from which ranks are forked; what is not installed is passed over."""
 
 
 class RankError(AssertionError):

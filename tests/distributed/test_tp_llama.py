@@ -330,13 +330,10 @@ def test_with_fp8_states_what_is_not_cut_stays_the_same_on_all_ranks(ranks: Any,
     assert len(found) == 2 * LAYERS + 3 and not any(found.values()), found
 
 
-NUM_STEPS = 50
-
-
-@pytest.fixture(scope="module")
-def curves(ranks: Any) -> dict[str, Tensor]:
-    """Losses of 50 steps on the same batches."""
-    return tpar.loss_curves(ranks, trained, NUM_STEPS)
+@pytest.fixture(scope="module", params=[24, pytest.param(50, marks=pytest.mark.slow)])
+def curves(ranks: Any, request: pytest.FixtureRequest) -> dict[str, Tensor]:
+    """Losses of so many steps on the same batches."""
+    return tpar.loss_curves(ranks, trained, request.param)
 
 
 def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_itself(curves: dict[str, Tensor]) -> None:
