@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fp8_ds.counted_run import read_run
 from fp8_ds.errors import UnsupportedError
@@ -126,13 +128,25 @@ def tiny(fp8: dict[str, Any]) -> Footprint:
     return estimate(spec, read_run(config(2, fp8), 1, 2, 128, compiled=True))
 
 
+class Bigrams(nn.Module):
+    """One frame and the linear's: passing over an error, dynamo compiles every frame of a model in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.embed(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 @pytest.mark.parametrize("passed_over", [False, True], ids=["raised", "passed over by dynamo"])
 def test_an_inductor_that_is_another_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, passed_over: bool) -> None:
     """Not by a traceback; nor, where dynamo is told to go on in eager, by eager's number."""
     monkeypatch.delattr("torch._inductor.compile_fx._recursive_post_grad_passes")
     monkeypatch.setattr("torch._dynamo.config.suppress_errors", passed_over)
+    run = read_run(config(2, {"linear": {"filter_fqns": []}}), 1, 2, 128, compiled=True)
     with pytest.raises(UnsupportedError, match=r"^compile: .* got AttributeError: .*_recursive_post_grad_passes"):
-        tiny({})
+        estimate(ModelSpec("bigrams", function=Bigrams), run)
 
 
 @pytest.mark.slow
