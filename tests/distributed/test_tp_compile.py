@@ -23,8 +23,6 @@ from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
 pytestmark = pytest.mark.distributed
 pytest.importorskip("transformers")
 
-NUM_LAYERS = 2
-
 
 def in_products(model: base.Llama) -> base.Llama:
     """With attention as products and a softmax: of SDPA transformers traces another call than it makes in eager, whose
@@ -33,9 +31,11 @@ def in_products(model: base.Llama) -> base.Llama:
     return model
 
 
-def cut_model(recipe: str | None, settings: dict[str, Any], **options: Any) -> tuple[nn.Module, TensorParallel]:
+def cut_model(
+    recipe: str | None, settings: dict[str, Any], num_layers: int, **options: Any
+) -> tuple[nn.Module, TensorParallel]:
     """A Llama over two ranks, in FP8 unless `recipe` is None, its MLPs fused if `settings` say what they keep."""
-    model = in_products(base.llama(torch.bfloat16))
+    model = in_products(base.llama(torch.bfloat16, num_layers=num_layers))
     settings = dict(settings)
     nonlinear = settings.pop("nonlinear", None)
     tp = parallelize(model, LLAMA, tpar.groups(2).tp_group, **options)
@@ -83,8 +83,10 @@ def counting(counts: dict[str, Counter[str]]) -> Any:
     )
 
 
-def as_one_graph(recipe: str | None, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    model, tp = cut_model(recipe, settings, **options)
+def as_one_graph(
+    recipe: str | None, settings: dict[str, Any], options: dict[str, Any], num_layers: int
+) -> dict[str, Any]:
+    model, tp = cut_model(recipe, settings, num_layers, **options)
     eager = [loss_and_gradients(model, model, step) for step in range(2)]
     torch._dynamo.reset()
     counts: dict[str, Counter[str]] = {}
@@ -95,23 +97,29 @@ def as_one_graph(recipe: str | None, settings: dict[str, Any], options: dict[str
 
 
 CASES = [
-    ("tensorwise", {}, {}),
-    pytest.param("rowwise", {}, {}, marks=pytest.mark.slow),
-    pytest.param("blockwise", {}, {}, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {"gather": "bf16"}, {}, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {}, {"sequence_parallel": False}, marks=pytest.mark.slow),
-    pytest.param(None, {}, {}, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {"nonlinear": "fp8"}, {}, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {"nonlinear": "bf16"}, {}, marks=pytest.mark.slow),
+    ("tensorwise", {}, {}, 1),
+    *(
+        pytest.param(*case, 2, marks=pytest.mark.slow)
+        for case in (
+            ("tensorwise", {}, {}),
+            ("rowwise", {}, {}),
+            ("blockwise", {}, {}),
+            ("tensorwise", {"gather": "bf16"}, {}),
+            ("tensorwise", {}, {"sequence_parallel": False}),
+            (None, {}, {}),
+            ("tensorwise", {"nonlinear": "fp8"}, {}),
+            ("tensorwise", {"nonlinear": "bf16"}, {}),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "settings", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("recipe", "settings", "options", "num_layers"), CASES, ids=str)
 def test_a_model_is_one_graph_with_the_bits_and_the_collectives_of_eager(
-    ranks: Any, recipe: str | None, settings: dict[str, Any], options: dict[str, Any]
+    ranks: Any, recipe: str | None, settings: dict[str, Any], options: dict[str, Any], num_layers: int
 ) -> None:
-    blocks = 2 * NUM_LAYERS
-    for result in ranks(2).run(as_one_graph, recipe, settings, options):
+    blocks = 2 * num_layers
+    for result in ranks(2).run(as_one_graph, recipe, settings, options, num_layers):
         for found, expected in zip(result["compiled"], result["eager"], strict=True):
             assert_same(found, expected)
         for counts in result["counts"].values():
@@ -123,9 +131,9 @@ def test_a_model_is_one_graph_with_the_bits_and_the_collectives_of_eager(
             assert result["counts"] == {"forward": each_way, "backward": each_way}
 
 
-def from_the_first_batch(settings: dict[str, Any], differs: bool) -> Any:
+def from_the_first_batch(settings: dict[str, Any], differs: bool, num_layers: int = 1) -> Any:
     """Compiled before any batch. A rank that brings another shape, if `differs`, is an error."""
-    model, tp = cut_model("tensorwise", settings)
+    model, tp = cut_model("tensorwise", settings, num_layers)
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager")
     tokens = training.micro_batches(0, 1)[0]
@@ -140,15 +148,21 @@ def from_the_first_batch(settings: dict[str, Any], differs: bool) -> Any:
     return compiled, [loss_and_gradients(model, model, step) for step in range(3)]
 
 
-SLOW_FALLBACKS = [
-    pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"reduce_scatter": "fp8"}, {"scales": "shared"})
+CHUNKS = {"chunks": 2, "nonlinear": "fp8"}
+FALLBACKS = [
+    (CHUNKS, 1),
+    *(
+        pytest.param(settings, 2, marks=pytest.mark.slow)
+        for settings in (CHUNKS, {}, {"reduce_scatter": "fp8"}, {"scales": "shared"})
+    ),
 ]
-FALLBACKS = [{"chunks": 2, "nonlinear": "fp8"}, *SLOW_FALLBACKS]
 
 
-@pytest.mark.parametrize("settings", FALLBACKS, ids=str)
-def test_compiled_from_the_first_batch_it_has_the_bits_of_eager(ranks: Any, settings: dict[str, Any]) -> None:
-    for compiled, eager in ranks(2).run(from_the_first_batch, settings, False):
+@pytest.mark.parametrize(("settings", "num_layers"), FALLBACKS, ids=str)
+def test_compiled_from_the_first_batch_it_has_the_bits_of_eager(
+    ranks: Any, settings: dict[str, Any], num_layers: int
+) -> None:
+    for compiled, eager in ranks(2).run(from_the_first_batch, settings, False, num_layers):
         for found, expected in zip(compiled, eager, strict=True):
             assert_same(found, expected)
 
