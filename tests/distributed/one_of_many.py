@@ -1,6 +1,6 @@
 """One rank of hundreds, in one process: what a rank of 512 sends in a step, counted without the other 511.
 
-    python one_of_many.py WORLD_SIZE RANK CONFIG     # the configuration as JSON; prints what a step calls
+    python one_of_many.py WORLD_SIZE RANK CONFIG...     # configurations as JSON; prints what a step of each calls
 
 The process group answers at once, as if every other rank held what this one holds; where a collective delivers what
 only others have, zeros. So numbers mean nothing here, but which collectives are called, with how many elements, does.
@@ -140,10 +140,16 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    world_size, rank, config = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    world_size, rank = int(sys.argv[1]), int(sys.argv[2])
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     dist.Backend.register_backend("one_of_many", lambda _, r, size, __: OneOfMany(r, size), devices=["cpu"])
     dist.init_process_group("one_of_many", store=dist.HashStore(), rank=rank, world_size=world_size)
+    for config in sys.argv[3:]:
+        print("STEP", json.dumps(step(json.loads(config))))
+
+
+def step(config: dict[str, Any]) -> dict[str, Any]:
+    """The last step's calls, operators and gathered bytes."""
     import deepspeed
 
     import fp8_ds  # noqa: F401
@@ -157,7 +163,8 @@ def main() -> None:
             engine.backward(engine(torch.randint(VOCABULARY, (TOKENS,))))
             engine.step()
     report = engine.fp8_report()
-    print("STEP", json.dumps({"calls": calls, "operators": operators.number, "gathered": report["gathered_bytes"]}))
+    engine.destroy()
+    return {"calls": dict(calls), "operators": operators.number, "gathered": report["gathered_bytes"]}
 
 
 if __name__ == "__main__":

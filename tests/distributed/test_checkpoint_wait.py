@@ -18,7 +18,7 @@ from fp8_ds.testing.ranks import RankError, RankPool
 pytestmark = pytest.mark.distributed
 
 GROUP_TIMEOUT = 4.0
-SLOW = 2 * GROUP_TIMEOUT
+SLOW = 1.5 * GROUP_TIMEOUT
 
 
 @pytest.fixture(scope="module")
