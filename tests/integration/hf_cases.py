@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.accelerator import get_accelerator
 from hf_trainer_script import Sequences
+from torch.utils.data import Subset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -141,7 +142,7 @@ def resumes(out: Path, stage: int, make: Callable[[], Any], fp8: dict[str, Any],
     def trainer() -> Any:
         torch.manual_seed(0)
         args = arguments(out, stage, fp8, **options, **more)
-        return Trainer(model=make(), args=args, train_dataset=Sequences(), eval_dataset=Sequences())
+        return Trainer(model=make(), args=args, train_dataset=Sequences(), eval_dataset=Subset(Sequences(), range(12)))
 
     first = trainer()
     first.train()
@@ -270,7 +271,7 @@ def models(out: Path, stage: int, only: str | None = None) -> dict[str, Any]:
 def generation(out: Path, stage: int) -> dict[str, Any]:
     """generate() on the trained engine's module: with ZeRO's hooks, and with them removed as TRL does."""
     torch.manual_seed(0)
-    args = arguments(out, stage, max_steps=60, learning_rate=1e-2)
+    args = arguments(out, stage, max_steps=40, learning_rate=1e-2)
     trainer = Trainer(model=llama(), args=args, train_dataset=Sequences())
     trainer.train()
     engine = trainer.deepspeed
