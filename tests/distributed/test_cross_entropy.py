@@ -85,7 +85,7 @@ def kernel_in_torch() -> Iterator[None]:
         functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS = stock
 
 
-def llama(tied: bool) -> Any:
+def llama(tied: bool, num_layers: int = 2) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def llama(tied: bool) -> Any:
             vocab_size=training.VOCABULARY,
             hidden_size=64,
             intermediate_size=192,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
@@ -104,7 +104,11 @@ def llama(tied: bool) -> Any:
 
 
 def run(
-    config: dict[str, Any], tied: bool = False, compiled: bool = False, num_steps: int = NUM_STEPS
+    config: dict[str, Any],
+    tied: bool = False,
+    compiled: bool = False,
+    num_steps: int = NUM_STEPS,
+    num_layers: int = 2,
 ) -> dict[str, Any]:
     """Losses of training, then that of an evaluation, and logits; what was called, gathered and patched for it."""
     import deepspeed
@@ -113,7 +117,7 @@ def run(
     import fp8_ds  # noqa: F401
     from fp8_ds.engine import conversion
 
-    model = llama(tied)
+    model = llama(tied, num_layers)
     said: list[str] = []
     with kernel_in_torch(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "say", said.append)
@@ -178,16 +182,20 @@ def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int
     assert stock[0]["losses"][-1] < 0.9 * stock[0]["losses"][0]
 
 
-@pytest.mark.parametrize(("stage", "compiled"), [(2, True), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "compiled"),
+    [(1, 2, True), (2, 3, False), *(pytest.param(2, stage, True, marks=pytest.mark.slow) for stage in (2, 3))],
+)
 def test_the_loss_is_told_the_size_of_its_chunks_for_this_engines_model_alone(
-    ranks: Any, stage: int, compiled: bool
+    ranks: Any, num_ranks: int, stage: int, compiled: bool
 ) -> None:
-    """Also where ZeRO-3 has changed the head's weight, and a graph hands it over."""
+    """Also where ZeRO-3 has changed the head's weight, and a graph hands it over, on each rank by itself."""
     if not calls_with_chunk_mem_const():
         pytest.skip("this liger-kernel takes no chunk_mem_const")
     chunks = {"activations": {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}}
     for fp8, size in ((chunks, 8), (LIGER, 1)):
-        for one in ranks(2).run(run, training.ds_config(stage, fp8), compiled=compiled, num_steps=3):
+        config = training.ds_config(stage, fp8)
+        for one in ranks(num_ranks).run(run, config, compiled=compiled, num_steps=3, num_layers=1):
             assert one["told"] == [size] * 3
             assert ("chunk_mem_const 8" in one["said"][-1]) is (size == 8)
 
