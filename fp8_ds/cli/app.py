@@ -7,7 +7,8 @@ written or removed, 4 an error that nobody foresaw. docs/cli.md says what "no" i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -84,11 +85,8 @@ def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
 def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Exit with 0 if autoload is on, with 1 if it is not."""
     folder = site_dir or autoload.default_site_dir()
-    with failures(as_json):
-        try:
-            current = autoload.state(folder)
-        except OSError as error:
-            raise _failed(error, folder, as_json) from error
+    with _failures_in(folder, as_json):
+        current = autoload.state(folder)
     _show(current, folder, changed=False, as_json=as_json)
     if current != "on":
         raise typer.Exit(EXIT_NO)
@@ -96,11 +94,8 @@ def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
 
 def _change(action: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> None:
     folder = site_dir or autoload.default_site_dir()
-    with failures(as_json):
-        try:
-            changed = action(folder)
-        except OSError as error:
-            raise _failed(error, folder, as_json) from error
+    with _failures_in(folder, as_json):
+        changed = action(folder)
     _show(autoload.state(folder), folder, changed, as_json)
 
 
@@ -111,6 +106,19 @@ def _show(current: autoload.State, folder: Path, changed: bool, as_json: bool) -
         return
     note = {"on": "", "off": "", "outdated": "; run `fp8-ds autoload on` to renew it"}[current]
     typer.echo(f"autoload is {current}: {file}{note}")
+
+
+@contextmanager
+def _failures_in(folder: Path, as_json: bool) -> Iterator[None]:
+    """As `failures`, and a file error is told of `folder`: after it, for inside standard output is not for answers."""
+    caught: OSError | None = None
+    with failures(as_json):
+        try:
+            yield
+        except OSError as error:
+            caught = error
+    if caught is not None:
+        raise _failed(caught, folder, as_json) from caught
 
 
 def _failed(error: OSError, folder: Path, as_json: bool) -> typer.Exit:

@@ -58,6 +58,8 @@ def test_a_folder_that_cannot_be_written_is_exit_code_3(tmp_path: Path) -> None:
     assert code == 3
     assert str(missing) in str(output["error"])
     assert run("on", "--site-dir", str(missing))[0] == 3
+    answer = CliRunner().invoke(app, ["autoload", "on", "--json", "--site-dir", str(missing)])
+    assert json.loads(answer.stdout) == output and answer.stderr == ""
 
 
 def test_wrong_usage_is_exit_code_2() -> None:
