@@ -53,6 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _ATTENTION = "fp8_ds_rehearsal"
+_READS_ITS_MASK = ("mpt",)
+"""Types whose attention of their own needs the mask that transformers leaves out for one from the registry."""
 _SHOWN = 300
 """Characters of an error of transformers', some of which list all classes that there are."""
 _POSITIONS = re.compile(r"wpe|position_embeddings|embed_positions")
@@ -144,11 +146,14 @@ class ModelSpec:
             config = AutoConfig.for_model(self.config["model_type"], **options)
             config.use_cache = False
             try:
-                return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
             except KeyError as error:
                 if error.args != (_ATTENTION,):
                     raise
-            # Its class does not ask the registry (GPT-Neo, Falcon): what it trains with is its own.
+            else:
+                if config.model_type not in _READS_ITS_MASK:
+                    return model
+            # Its class does not ask the registry (GPT-Neo, Falcon, MPT): what it trains with is its own.
             config._attn_implementation = None
             return AutoModelForCausalLM.from_config(config)
         except Exception as error:  # transformers has no class for what it finds wrong in a configuration

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from fp8_ds.errors import ConfigError
@@ -42,6 +43,14 @@ def test_a_class_with_an_attention_of_its_own_is_built_with_it() -> None:
     """GPT-Neo looks into a table of its own, in which the rehearsal's function is not."""
     model = ModelSpec("neo", {"model_type": "gpt_neo", **NEO}).build()
     assert type(model).__name__ == "GPTNeoForCausalLM" and next(model.parameters()).is_meta
+
+
+def test_a_class_that_reads_its_mask_has_one() -> None:
+    """MPT's attention is its own, and needs the mask that transformers leaves out for one from the registry."""
+    sizes = {"d_model": 64, "n_layers": 1, "n_heads": 4, "max_seq_len": 32, "vocab_size": 97}
+    model = ModelSpec("mpt", {"model_type": "mpt", **sizes}).build()
+    with torch.device("meta"):
+        assert loss_of(model, 2, 4).shape == ()
 
 
 def test_floats_that_transformers_writes_as_objects_are_read(tmp_path: Path) -> None:
