@@ -21,6 +21,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.engine.host_config import Config, block_of, number
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.linears import contexts_of
 
@@ -89,6 +90,26 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
                 f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
                 f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
             )
+
+
+def refuse_autotp_size(config: Config, mpu: Any) -> None:
+    """Nothing happens if AutoTP's groups can be made of the ranks. DeepSpeed makes as many as fit: ranks that are left
+    over stop with an IndexError, for which the others wait, and too few ranks end with a bare AssertionError.
+
+    Args:
+        config: DeepSpeed's, the same on all ranks.
+        mpu: what deepspeed.initialize is given; its groups are taken as they are.
+
+    Raises:
+        ConfigError: `tensor_parallel.autotp_size` does not divide the number of ranks, on every rank.
+    """
+    size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mpu is None and size > 1 and world % size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size: expected a divisor of the number of ranks, {world}, got {size}. Use such a "
+            "one, or other ranks."
+        )
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:

@@ -40,6 +40,9 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     from fp8_ds.engine.fingerprint import agree
 
     agree(mine, arguments)
+    from fp8_ds.engine.cut_models import refuse_autotp_size
+
+    refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
     with _our_engines():
         return stock(*args, **kwargs)
 

@@ -525,9 +525,9 @@ def test_whole_weights_are_bf16_of_the_masters_and_training_goes_on(ranks: Any) 
 # --- what cannot be ---
 
 
-def wrong(stage: int, block: dict[str, Any], by_call: bool) -> str:
+def wrong(stage: int, block: dict[str, Any], by_call: bool, tp_size: int = 2) -> str:
     try:
-        autotp_engine(stage, block, by_call=by_call)
+        autotp_engine(stage, block, tp_size, by_call=by_call)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -553,3 +553,11 @@ def test_what_cannot_take_effect_is_an_error_on_every_rank(
 
     for found in ranks(2).run(wrong, stage, block, by_call):
         assert re.match(expected, found, re.DOTALL), found
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_an_error_on_every_rank(ranks: Any) -> None:
+    """Stock: an IndexError on the ranks that are left over, for which the others wait; here both are in one group."""
+    for found in ranks(2).run(wrong, 2, {}, False, 3):
+        assert found.startswith(
+            "ConfigError: tensor_parallel.autotp_size: expected a divisor of the number of ranks, 2,"
+        )
