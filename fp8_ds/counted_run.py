@@ -125,9 +125,9 @@ def read_run(
 
 def _batch(config: Mapping[str, Any], world_size: int, micro_batch: int | None) -> tuple[int, int]:
     """(sequences of a micro-batch, micro-batches a step); one follows from the other and the batch, as in DeepSpeed."""
-    whole = _number(config.get("train_batch_size"), 0)
-    steps = _number(config.get("gradient_accumulation_steps"), 0)
-    micro = micro_batch or _number(config.get("train_micro_batch_size_per_gpu"), 0)
+    whole = int(_number(config.get("train_batch_size"), 0))  # JSON may write 2.0, which DeepSpeed takes for 2
+    steps = int(_number(config.get("gradient_accumulation_steps"), 0))
+    micro = micro_batch or int(_number(config.get("train_micro_batch_size_per_gpu"), 0))
     if whole and not micro:
         steps = steps or 1
         micro = whole // (steps * world_size)

@@ -337,6 +337,7 @@ def test_a_bf16_shard_that_is_kept_is_counted() -> None:
         ({"train_batch_size": 256, "gradient_accumulation_steps": 8}, None, 8, 8),
         ({"train_batch_size": 256}, None, 64, 1),
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}, None, 4, 8),
+        ({"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 8.0}, None, 4, 8),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 2, 2, 1),
     ],
 )
@@ -345,6 +346,7 @@ def test_micro_batches_follow_from_the_batch_as_in_deepspeed(
 ) -> None:
     run = read_run(config(2, {}) | more, 4, micro_batch, 128)
     assert (run.micro_batch, run.accumulation) == (micro, accumulation)
+    assert type(run.micro_batch) is type(run.accumulation) is int, "sizes of tensors"
 
 
 @pytest.mark.parametrize(
