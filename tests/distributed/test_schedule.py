@@ -233,6 +233,34 @@ def test_compiled_layers_change_as_eager_ones_do(ranks: Any, stage: int, fp8: di
     assert ranks(2).run(compiled, stage, "aot_eager", fp8) == ranks(2).run(compiled, stage, "", fp8)
 
 
+def with_one_layer_after_the_other_in_bf16(compiles: str, limit: int) -> tuple[list[float], int]:
+    """Losses, and the graphs that were made. `compiles`: the "model", its "blocks", or nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = training.build(training.ds_config(2, {}), {"num_blocks": 3, "bias": False})
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        if compiles == "model":
+            engine.compile(backend="eager")
+        elif compiles == "blocks":
+            for block in engine.module.blocks:
+                block.compile(backend="eager")
+        losses = training.train(engine, 1)
+        for step, name in enumerate(["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.1.up"], 1):
+            engine.set_layer_precision("", "schedule")
+            engine.set_layer_precision(name, "bf16")
+            losses += training.train(engine, 1, step)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    training.destroy(engine)
+    torch._dynamo.reset()
+    return losses, graphs
+
+
+def test_a_compiled_model_has_a_graph_for_each_set_of_layers_in_bf16_up_to_torchs_limit(ranks: Any) -> None:
+    eager, _ = ranks(1).run(with_one_layer_after_the_other_in_bf16, "", 8)[0]
+    for compiles, limit, graphs in [("model", 8, 4), ("model", 3, 3), ("blocks", 8, 2)]:
+        assert ranks(1).run(with_one_layer_after_the_other_in_bf16, compiles, limit)[0] == (eager, graphs)
+
+
 def released(stage: int) -> tuple[list[float], list[float]]:
     """Losses with updates during the backward, and with all of them after it; in bf16, then in FP8."""
     both = []
