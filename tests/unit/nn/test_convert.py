@@ -364,3 +364,14 @@ def test_plan_survives_a_weights_only_checkpoint():
     assert Plan.from_state(torch.load(file, weights_only=True)) == plan
     with pytest.raises(ConfigError, match="version"):
         Plan.from_state({"version": 99, "layers": []})
+
+
+def test_falcons_linears_stay_in_bf16_until_they_are_torchs_as_the_page_on_models_says() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.FalconForCausalLM(shape).bfloat16()
+    with pytest.raises(ConfigError, match="a FalconLinear, not exactly"):
+        make_plan(model, LinearConfig())
+    for m in model.modules():
+        m.__class__ = nn.Linear if type(m).__name__ == "FalconLinear" else m.__class__
+    assert make_plan(model, LinearConfig()).num_converted == 4
