@@ -102,9 +102,11 @@ def rewrite_universal(folder: Path, name: Path, stage: int, trust_pickle: bool) 
         )
     names = {file.name.removeprefix(_STAGE3_PREFIX) for file in files}
     if len(names) > 1:
+        if all(file.name.startswith(_STAGE3_PREFIX) == (stage == 3) for file in files):
+            return  # the stage that wrote it, or stages 1 and 2, which read each other's
         raise UnsupportedError(
-            f"universal checkpoint: expected one tensor-parallel rank, got {len(names)}. "
-            "Load it with the ZeRO stage that wrote it."
+            "universal checkpoint: expected one tensor-parallel rank, to go from stage 3 to another or back, got "
+            f"{len(names)}. Name the stage that wrote it."
         )
     file_name = names.pop()
     for target in (folder / file_name, folder / f"{_STAGE3_PREFIX}{file_name}"):

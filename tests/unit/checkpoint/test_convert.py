@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fp8_ds.checkpoint import manifest as m
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.checkpoint.universal import rewrite_universal
 from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -140,3 +141,19 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == at
     with pytest.raises((CheckpointError, ConfigError)):
         convert(tmp_path / "out", tmp_path / "again", "universal", stage=2)
+
+
+@pytest.mark.parametrize(("prefix", "stages", "other"), [("", (1, 2), 3), ("zero_pp_rank_0_", (3,), 2)])
+def test_model_files_of_tensor_parallel_ranks_stay_where_the_stage_reads_them(
+    tmp_path: Path, prefix: str, stages: tuple[int, ...], other: int
+) -> None:
+    """The way that a refused load at another tensor-parallel size names, `--stage` and all."""
+    (tmp_path / GLOBAL_STATE).parent.mkdir()
+    for name in (f"{prefix}mp_rank_00_model_states.pt", f"{prefix}mp_rank_01_model_states.pt", GLOBAL_STATE):
+        torch.save({}, tmp_path / name)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
+    for stage in stages:
+        rewrite_universal(tmp_path, tmp_path, stage, trust_pickle=False)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pt")} == before
+    with pytest.raises(UnsupportedError, match=r"expected one tensor-parallel rank, .* got 2\. Name the stage"):
+        rewrite_universal(tmp_path, tmp_path, other, trust_pickle=False)
