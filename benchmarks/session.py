@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="start nothing; wait for a detached session")
     parser.add_argument("--archive", type=Path, metavar="TGZ", help="with --wait: what is in --out, to take along")
     arguments = parser.parse_args()
+    if arguments.archive is not None and arguments.wait is None:
+        parser.error("--archive goes with --wait")
     if arguments.list:
         for step in STEPS:
             print(f"{step.name:21} {step.gpus} GPU {step.seconds:5.0f} s  {step.why}")
@@ -203,9 +205,10 @@ def main() -> None:
     steps = [by_name[name] for name in arguments.steps] or [s for s in STEPS if s.gpus == arguments.gpus]
     try:
         done = run_session(steps, out, arguments.limit, visible_gpus())
+        lines = (f"{one.name:21} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done)
+        print("\n".join(lines), flush=True)
     finally:
-        (out / ENDED).touch()
-    print("\n".join(f"{one.name:21} {one.seconds:6.0f} s  {one.note or f'exit {one.status}'}" for one in done))
+        (out / ENDED).touch()  # after what a waiting call shows
     raise SystemExit(max((abs(one.status or 0) for one in done), default=0))
 
 

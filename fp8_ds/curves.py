@@ -9,9 +9,11 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8_ds.errors import ConfigError
+
+Logged = TypeVar("Logged")
 
 _STEP_NAMES = ("step", "global_step", "iteration", "steps")
 _LOSS = "loss"
@@ -75,24 +77,24 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     if not rows:
         raise ConfigError(f"{path}: expected losses, got a file without values. Was the run still starting?")
     name = column or _loss_name(path, rows)
-    points = _last_attempt((step, _number(row[name], path)) for step, row in rows if row.get(name) not in ("", None))
+    points = last_attempt((step, _number(row[name], path)) for step, row in rows if row.get(name) not in ("", None))
     if not points:
         raise ConfigError(f"--column: expected a column of {path}, got {name!r}. {_columns(rows)}")
     steps = tuple(sorted(points))
     return Curve(str(path), steps, tuple(points[step] for step in steps))
 
 
-def _last_attempt(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """Losses by step. A step that comes again is that of a run which was resumed: what came after it before is gone."""
-    points: dict[int, float] = {}
+def last_attempt(pairs: Iterable[tuple[int, Logged]]) -> dict[int, Logged]:
+    """By step. A step that comes again is that of a run which was resumed: what came after it before is gone."""
+    found: dict[int, Logged] = {}
     newest = -1
-    for step, loss in pairs:
-        if step in points and step < newest:
-            points = {before: value for before, value in points.items() if before < step}
+    for step, logged in pairs:
+        if step in found and step < newest:
+            found = {before: value for before, value in found.items() if before < step}
             newest = step
-        points[step] = loss
+        found[step] = logged
         newest = max(newest, step)
-    return points
+    return found
 
 
 def _columns(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str:

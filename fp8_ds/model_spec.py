@@ -146,13 +146,11 @@ class ModelSpec:
             config = AutoConfig.for_model(self.config["model_type"], **options)
             config.use_cache = False
             try:
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+                if config.model_type not in _READS_ITS_MASK:
+                    return AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
             except KeyError as error:
                 if error.args != (_ATTENTION,):
                     raise
-            else:
-                if config.model_type not in _READS_ITS_MASK:
-                    return model
             # Its class does not ask the registry (GPT-Neo, Falcon, MPT): what it trains with is its own.
             config._attn_implementation = None
             return AutoModelForCausalLM.from_config(config)

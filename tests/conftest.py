@@ -4,12 +4,10 @@ it, and which tests share a process."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,31 +118,6 @@ def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[...
         failed = [output[-6000:] for process, output in zip(started, outputs, strict=True) if process.returncode]
         assert not failed, "\n".join(failed)
         return "\n".join(outputs)
-
-    return run
-
-
-@pytest.fixture
-def fork_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[..., str]:
-    """As `start_ranks`, but they are forked once these modules are imported: fork_ranks(modules, script, *arguments)"""
-
-    def run(modules: list[str], script: Path, *arguments: object, ranks: int = 2, timeout: float = HANG) -> str:
-        port = free_port()
-        env = {**cpu_environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        command = [sys.executable, str(ROOT / "tests/forked_ranks.py"), ",".join(modules), str(script)]
-        command += map(str, arguments)
-        process = subprocess.Popen(
-            command, stdout=-1, stderr=-2, text=True, env=env, cwd=tmp_path, start_new_session=True
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        finally:
-            with suppress(ProcessLookupError):  # its ranks, too
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            remove_shared_memory(port)
-        assert process.returncode == 0, output[-6000:]
-        return output
 
     return run
 

@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8_ds.curves import last_attempt
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.statistics import KINDS
 
@@ -27,25 +28,26 @@ _NOT_FINITE = "red"
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """The reports of a file, by step; a resumed run repeats steps, and the last of each counts.
+    """The reports of a file, by step; of a resumed run, which repeats steps, those of the last attempt.
 
     Raises:
         ConfigError: a line is no report, or there is none.
         OSError: the file cannot be read.
     """
-    reports: dict[int, dict[str, Any]] = {}
+    found: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             report = json.loads(line)
             _check_layers(report["layers"])
-            reports[int(report["step"])] = report
+            found.append((int(report["step"]), report))
         except (ValueError, KeyError, TypeError, OverflowError) as error:  # a step may be 1e400
             raise ConfigError(
                 f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file; '
                 "a run that was killed may have left half a line."
             ) from error
+    reports = last_attempt(found)
     if not reports:
         raise ConfigError(
             f"{path}: expected at least one report, got none. Train for monitor.every steps and one more."

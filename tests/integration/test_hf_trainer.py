@@ -45,16 +45,12 @@ SLOW += ("lora_experts:2", "lora_experts:3")
 SLOW += ("models:2", "models:3", "generation:2", "pretrained:2")
 
 
-IMPORTED_ONCE = ["torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon", "transformers.trainer", "peft"]
-"""What every rank would import, 8 s of CPU; hf_cases.py and fp8_ds not among it."""
-
-
 @pytest.fixture
-def run_cases(fork_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+def run_cases(start_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
     """run_cases(case, ..., ranks=2): what each of hf_cases.py's cases found, on all ranks; one start of them."""
 
     def run(*cases: str, ranks: int = 2) -> dict[str, list[dict[str, Any]]]:
-        fork_ranks(IMPORTED_ONCE, Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, ranks=ranks)
+        start_ranks(Path(__file__).with_name("hf_cases.py"), tmp_path, *cases, ranks=ranks)
         names = {case: case.replace(":", "-") for case in cases}
         return {
             case: [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]

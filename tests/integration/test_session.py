@@ -213,4 +213,7 @@ def test_a_session_that_is_detached_has_its_arguments_and_says_when_it_has_ended
     monkeypatch.setattr(session, "run_session", lambda *_: [])
     with pytest.raises(SystemExit):
         run_main("session", *started[0])
+    with pytest.raises(SystemExit) as wrong:
+        run_main("session", "--out", tmp_path, "--archive", tmp_path / "R.tgz")
+    assert wrong.value.code == 2
     assert bench("session_detached").wait(tmp_path, 0.0)

@@ -216,10 +216,10 @@ def report(step: int, underflow: float = 0.25) -> Report:
 
 def test_json_lines_are_json_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "new" / "health.jsonl")
-    for one in (report(10), report(20), report(20, 0.5)):
+    for one in (report(10), report(20), report(30), report(20, 0.5)):  # the first attempt came further
         sink(one)
     lines = [json.loads(line, parse_constant=pytest.fail) for line in sink.path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 20]
+    assert [line["step"] for line in lines] == [10, 20, 30, 20]
     assert lines[0]["layers"]["a.up"]["weight"] == {
         "amax": 2.0,
         "scale": None,
