@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,17 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8_ds.device import uses_cuda
-from fp8_ds.launcher import which_gpus
+from fp8_ds.launcher import free_port, which_gpus
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ARMS = {"bf16": "ds_zero3_bf16", "fp8": "ds_zero3_fp8"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def train_once(arm: str, seed: int, args: argparse.Namespace) -> tuple[list[float], float]:

@@ -77,7 +77,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -94,7 +93,7 @@ from end_to_end_pieces import PIECES, Piece, Timing, predicted_seconds
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 
 from fp8_ds.device import num_gpus, uses_cuda
-from fp8_ds.launcher import which_gpus
+from fp8_ds.launcher import free_port, which_gpus
 from fp8_ds.testing.processes import ENDED, run_or_end
 
 HERE = Path(__file__).resolve().parent
@@ -144,9 +143,7 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
         limit: seconds after which all its processes are ended.
         log: to which all output is appended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         spec_path, out, output = (Path(folder, name) for name in ("spec.json", "out.json", "output"))

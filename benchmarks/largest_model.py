@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.device import uses_cuda
+from fp8_ds.launcher import free_port
 
 HERE = Path(__file__).parent
 HEAD_DIM = 128
@@ -254,11 +254,8 @@ def run_try(args: argparse.Namespace, arm: str, size: str, log: Path) -> dict[st
     log.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", arm, f"--size={size}", f"--log={log}"]
     command += [f"--{key}={getattr(args, key)}" for key in ("seq", "vocab", "steps")]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(port), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     if not uses_cuda():
         env["DS_ACCELERATOR"] = "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from results_io import ROOT
-
-
-def _free_port() -> int:
-    """Of this host; nothing listens on it now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
@@ -31,7 +23,10 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         mp.ProcessRaisedException: `work` raised on a rank; with its traceback.
         mp.ProcessExitedException: a rank's process ended before `work` did.
     """
-    mp.spawn(_run_rank, (num_ranks, _free_port(), work, args), nprocs=num_ranks)
+    sys.path.insert(0, str(ROOT))
+    from fp8_ds.launcher import free_port
+
+    mp.spawn(_run_rank, (num_ranks, free_port(), work, args), nprocs=num_ranks)
 
 
 def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:

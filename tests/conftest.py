@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from fp8_ds.build_locks import remove_abandoned
+from fp8_ds.launcher import free_port
 from fp8_ds.testing import HANG
-from fp8_ds.testing.ranks import free_port
 
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":

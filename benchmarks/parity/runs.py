@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from results_io import without_folders
 
 from fp8_ds.device import num_gpus, uses_cuda
+from fp8_ds.launcher import free_port
 from parity.arms import TRUNKS
 from parity.studies import Job, work_list
 from parity.worker import CODE, IDENTITY, code_digest, file_digest, identity_of
@@ -278,11 +278,8 @@ class Scheduler:
         return [*command, *(["--compile"] if args.compile else [])]
 
     def _start(self, job: Job, slot: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(port)
+        env["MASTER_PORT"] = str(free_port())
         paths = [str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if uses_cuda():

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from rich.table import Table
 
 from fp8_ds.build_locks import build_root, remove_abandoned
 from fp8_ds.device import num_gpus, uses_cuda
-from fp8_ds.launcher import which_gpus
+from fp8_ds.launcher import free_port, which_gpus
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -76,12 +75,6 @@ def bf16_is_emulated() -> bool:
         seconds[dtype] = min(b - a for a, b in pairwise(begins))
     torch.set_num_threads(num_threads)
     return seconds[torch.bfloat16] > 5 * seconds[torch.float32]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(name: str, args: argparse.Namespace, ranks: int) -> Result:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from fp8_ds import comparison
 from fp8_ds.comparison import Group, Result, Stepwise
 from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.launcher import which_gpus
+from fp8_ds.launcher import free_port, which_gpus
 from fp8_ds.parity.arms import BASE, seeded
 from fp8_ds.parity.loop import FIELDS
 from fp8_ds.statistics import Paired
@@ -305,14 +304,11 @@ class Study:
 
 def launcher(gpus: int, spec: str) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a run: the deepspeed launcher, or for one rank a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     module, env = "fp8_ds.parity.worker", dict(os.environ)
     # A model named module:function is looked for in the current folder, as the other commands do.
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH")])])
     if gpus == 1:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        return [sys.executable, "-m", module, spec], {**env, **alone, "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(gpus), "--master_port", str(port)]
+        return [sys.executable, "-m", module, spec], {**env, **alone, "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(gpus), "--master_port", str(free_port())]
     return [*command, "--module", module, spec], env

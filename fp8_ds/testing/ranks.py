@@ -12,7 +12,6 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fp8_ds.launcher import free_port
 from fp8_ds.testing import HANG
 
 IMPORTED_ONCE = [
@@ -47,13 +47,6 @@ def _load(path: str) -> ModuleType:
         sys.path.insert(0, str(Path(path).parent))
         spec.loader.exec_module(module)
     return sys.modules[name]
-
-
-def free_port() -> int:
-    """One that nobody listened at a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank_main(

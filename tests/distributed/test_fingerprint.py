@@ -11,7 +11,8 @@ import pytest
 import training
 from torch import nn
 
-from fp8_ds.testing.ranks import IMPORTED_ONCE, RankPool, free_port
+from fp8_ds.launcher import free_port
+from fp8_ds.testing.ranks import IMPORTED_ONCE, RankPool
 
 pytestmark = pytest.mark.distributed
 

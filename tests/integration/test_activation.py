@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fp8_ds.launcher import free_port
 from fp8_ds.testing import HANG
 
 CONFIG: dict[str, Any] = {
@@ -146,11 +146,8 @@ def child_untouched_and_config_ways() -> None:
 
 
 def child(function: Callable[[], None], folder: Path, env: dict[str, str], site_dir: Path | None = None) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env.update(MASTER_PORT=str(port), CHILD_FOLDER=str(folder))
+    env.update(MASTER_PORT=str(free_port()), CHILD_FOLDER=str(folder))
     start = f"import site; site.addsitedir({str(site_dir)!r}); " if site_dir else ""
     code = f"{start}import sys, runpy; runpy.run_path({__file__!r})[{function.__name__!r}]()"
     result = subprocess.run(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fp8_ds.curves import read_curve
+from fp8_ds.launcher import free_port
 from fp8_ds.testing import HANG
-from fp8_ds.testing.ranks import free_port
 
 Launch = Callable[..., str]
 TINY = ("--size", "tiny", "--seq-len", "64", "--held-out-batches", "1")
