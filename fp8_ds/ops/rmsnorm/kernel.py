@@ -19,7 +19,6 @@ from fp8_ds.ops._producer_device import (
 from fp8_ds.ops.rmsnorm import reference
 
 _LANES = tl.constexpr(reference.PARTIAL_LANES)
-_MAX_PARTIALS = tl.constexpr(reference.MAX_PARTIALS)
 
 
 @triton.jit
@@ -224,13 +223,13 @@ def rmsnorm_backward_kernel(
 
 
 @triton.jit
-def sum_partials_kernel(partial, total, num_partials, num_cols, COLS: tl.constexpr):
-    """`reference.sum_partials` of up to MAX_PARTIALS; all of a lane are on their way before the first is added."""
+def sum_partials_kernel(partial, total, num_partials, num_cols, STEPS: tl.constexpr, COLS: tl.constexpr):
+    """`reference.sum_partials`, STEPS in each lane; all of a lane are on their way before the first is added."""
     lanes = tl.arange(0, _LANES)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     mask = cols < num_cols
     sums = tl.zeros([_LANES, COLS], tl.float32)
-    for step in tl.static_range(_MAX_PARTIALS // _LANES):
+    for step in tl.static_range(STEPS):
         rows = step * _LANES + lanes
         at = partial + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
         sums = sums + tl.load(at, (rows < num_partials)[:, None] & mask[None, :], 0.0)

@@ -8,13 +8,16 @@ from torch import Tensor
 from fp8_ds.ops._producer import SlotTensors, quantize_by
 
 MIN_ROWS_PER_PARTIAL = 16
-MAX_PARTIALS = 512
+MAX_PARTIALS, MAX_PARTIAL_NUMBERS = 512, 2**20
+"""Of long sums, and of rows so wide that these would be too many to write and read back: 4 MiB. 128 at least."""
 PARTIAL_LANES = 128
 
 
-def rows_per_partial(num_rows: int) -> int:
+def rows_per_partial(num_rows: int, num_cols: int) -> int:
     """Consecutive rows whose shares of grad_weight are added one after another; a function of the shape alone."""
-    return max(MIN_ROWS_PER_PARTIAL, -(-num_rows // MAX_PARTIALS))
+    width = 1 << max(num_cols - 1, 0).bit_length()
+    most = min(max(MAX_PARTIAL_NUMBERS // width, PARTIAL_LANES), MAX_PARTIALS)
+    return max(MIN_ROWS_PER_PARTIAL, -(-num_rows // most))
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ def sum_rows(x: Tensor) -> Tensor:
 
 def partial_sums(x: Tensor) -> Tensor:
     """`rows_per_partial` rows added one after another from zero in float32, [T, C] to [P, C]."""
-    rows = rows_per_partial(x.shape[0])
+    rows = rows_per_partial(*x.shape)
     return _sum_in_order(_pad_rows(x, rows).unflatten(0, (-1, rows)).transpose(0, 1))
 
 

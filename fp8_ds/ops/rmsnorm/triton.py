@@ -12,7 +12,7 @@ from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch, num_processors
 from fp8_ds.ops._producer import SlotTensors, empty_output
 from fp8_ds.ops.rmsnorm.kernel import rmsnorm_backward_kernel, rmsnorm_kernel, rmsnorm_rows_kernel, sum_partials_kernel
-from fp8_ds.ops.rmsnorm.reference import rows_per_partial
+from fp8_ds.ops.rmsnorm.reference import PARTIAL_LANES, rows_per_partial
 from fp8_ds.ops.transpose.triton import runs_ptx
 
 _PER_THREAD, _PER_THREAD_BACKWARD = 32, 16
@@ -21,7 +21,7 @@ _AHEAD_WARPS, _BACKWARD_WARPS = 16, 16
 are on their way to it while as much is worked on (benchmarks/results/2026-11-26-kernels-trial.md and, backward,
 -second.md). Rows of more than 16384, no model's, spill."""
 _SUM_COLS = 8
-"""Of 512 partial sums: 16 KiB a program, and a program for each multiprocessor from some 1000 columns on."""
+"""Of up to 512 partial sums: 16 KiB a program, and a program for each multiprocessor from some 1000 columns on."""
 
 
 def _block(num_cols: int) -> int:
@@ -102,7 +102,7 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(grad_x, grad_weight)."""
     num_rows, num_cols = x.shape
-    rows = rows_per_partial(num_rows)
+    rows = rows_per_partial(num_rows, num_cols)
     num_partials = ceil_div(num_rows, rows)
     grad_x = torch.empty(num_rows, num_cols, dtype=x.dtype, device=x.device)
     partial = torch.empty(num_partials, num_cols, dtype=torch.float32, device=x.device)
@@ -139,6 +139,7 @@ def rmsnorm_backward(
         grad_weight,
         num_partials,
         num_cols,
+        STEPS=ceil_div(num_partials, PARTIAL_LANES),
         COLS=_SUM_COLS,
         num_warps=4,
         enable_fp_fusion=False,

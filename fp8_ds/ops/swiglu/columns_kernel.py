@@ -44,7 +44,8 @@ def _scale(scale, scale_inv, amax, MODE: tl.constexpr, FP8_MAX: tl.constexpr):
     """Given, or from the amax of all, whose inverse the first program stores."""
     if MODE == FROM_AMAX:
         factor, inverse = scale_from_amax(magnitude(tl.load(amax)), FP8_MAX)
-        tl.store(scale_inv, inverse, tl.program_id(0) == 0)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, inverse)
     else:
         factor = tl.load(scale)
     return factor
@@ -103,6 +104,19 @@ def _product(
 
 
 @triton.jit
+def _kept_rows(
+    codes, scale_inv, NUMBER: tl.constexpr, rows, cols, stride, scale_stride, mask, left, EVEN: tl.constexpr
+):  # fmt: skip
+    """The tile's tensor NUMBER of codes, and its rows' scales; `left` of the tile's rows exist.
+
+    The number goes into the pointer, which all threads have alike: as a part of `rows` it is worked out by each.
+    """
+    at = scale_inv + NUMBER * scale_stride + rows * scale_stride
+    inverse = tl.load(at) if EVEN else tl.load(at, rows + NUMBER < left, 0.0)
+    return load_rows(codes + NUMBER * stride, rows, cols, stride, mask, EVEN), inverse
+
+
+@triton.jit
 def _product_of_kept(gate, gate_inverse, up, up_inverse, TWICE: tl.constexpr, PTX: tl.constexpr):
     """bf16 of one of a tile's four tensors of codes, with a scale for each row."""
     g = to_bf16(decode(gate, True, PTX) * gate_inverse[:, None], PTX)
@@ -126,31 +140,21 @@ def swiglu_columns_kernel(
     up += row * up_stride + first_col
     factor = 1.0
     if KEPT:
-        g0 = load_rows(gate, rows, cols, gate_stride, mask0, EVEN)
-        u0 = load_rows(up, rows, cols, up_stride, mask0, EVEN)
-        g1 = load_rows(gate, rows + 1, cols, gate_stride, mask1, EVEN)
-        u1 = load_rows(up, rows + 1, cols, up_stride, mask1, EVEN)
-        g2 = load_rows(gate, rows + 2, cols, gate_stride, mask2, EVEN)
-        u2 = load_rows(up, rows + 2, cols, up_stride, mask2, EVEN)
-        g3 = load_rows(gate, rows + 3, cols, gate_stride, mask3, EVEN)
-        u3 = load_rows(up, rows + 3, cols, up_stride, mask3, EVEN)
+        left = num_rows - first_row
+        gate_kept += row * kept_stride + first_col // _COLS * kept_group_stride
+        up_kept += row * kept_stride + first_col // _COLS * kept_group_stride
+        g0, s0 = _kept_rows(gate, gate_kept, 0, rows, cols, gate_stride, kept_stride, mask0, left, EVEN)
+        u0, v0 = _kept_rows(up, up_kept, 0, rows, cols, up_stride, kept_stride, mask0, left, EVEN)
+        g1, s1 = _kept_rows(gate, gate_kept, 1, rows, cols, gate_stride, kept_stride, mask1, left, EVEN)
+        u1, v1 = _kept_rows(up, up_kept, 1, rows, cols, up_stride, kept_stride, mask1, left, EVEN)
+        g2, s2 = _kept_rows(gate, gate_kept, 2, rows, cols, gate_stride, kept_stride, mask2, left, EVEN)
+        u2, v2 = _kept_rows(up, up_kept, 2, rows, cols, up_stride, kept_stride, mask2, left, EVEN)
+        g3, s3 = _kept_rows(gate, gate_kept, 3, rows, cols, gate_stride, kept_stride, mask3, left, EVEN)
+        u3, v3 = _kept_rows(up, up_kept, 3, rows, cols, up_stride, kept_stride, mask3, left, EVEN)
         if MODE != AMAX:
             factor = _scale(scale, scale_inv, amax, MODE, FP8_MAX)
         if PTX:
             tl.debug_barrier()  # else ptxas puts some of these loads off until others have arrived
-        left = num_rows - first_row
-        gate_kept += row * kept_stride + first_col // _COLS * kept_group_stride + rows * kept_stride
-        up_kept += row * kept_stride + first_col // _COLS * kept_group_stride + rows * kept_stride
-        s0, v0 = tl.load(gate_kept, rows < left, 0.0), tl.load(up_kept, rows < left, 0.0)
-        gate_kept += kept_stride
-        up_kept += kept_stride
-        s1, v1 = tl.load(gate_kept, rows + 1 < left, 0.0), tl.load(up_kept, rows + 1 < left, 0.0)
-        gate_kept += kept_stride
-        up_kept += kept_stride
-        s2, v2 = tl.load(gate_kept, rows + 2 < left, 0.0), tl.load(up_kept, rows + 2 < left, 0.0)
-        gate_kept += kept_stride
-        up_kept += kept_stride
-        s3, v3 = tl.load(gate_kept, rows + 3 < left, 0.0), tl.load(up_kept, rows + 3 < left, 0.0)
         h0 = _product_of_kept(g0, s0, u0, v0, TWICE, PTX)
         h1 = _product_of_kept(g1, s1, u1, v1, TWICE, PTX)
         h2 = _product_of_kept(g2, s2, u2, v2, TWICE, PTX)

@@ -126,9 +126,20 @@ def test_residual_gradient_is_added_before_the_rounding():
     assert sqnr_db(true_sum, together) > sqnr_db(true_sum, apart + residual) + 1
 
 
+@pytest.mark.parametrize("num_cols", [1, 768, 2048])
 @pytest.mark.parametrize(("num_rows", "rows"), [(0, 16), (1, 16), (8192, 16), (8193, 17), (16384, 32), (100000, 196)])
-def test_partial_sums_are_at_most_512_of_at_least_16_rows(num_rows, rows):
-    assert reference.rows_per_partial(num_rows) == rows and -(-num_rows // rows) <= 512
+def test_partial_sums_are_at_most_512_of_at_least_16_rows(num_rows, num_cols, rows):
+    assert reference.rows_per_partial(num_rows, num_cols) == rows and -(-num_rows // rows) <= 512
+
+
+@pytest.mark.parametrize(
+    ("num_cols", "most"), [(2049, 256), (4096, 256), (5120, 128), (8192, 128), (16384, 128), (32768, 128)]
+)
+@pytest.mark.parametrize("num_rows", [64, 8192, 65536])
+def test_of_wider_rows_there_are_fewer(num_rows, num_cols, most):
+    """Little is then written and read back, and each program has one."""
+    rows = reference.rows_per_partial(num_rows, num_cols)
+    assert rows == max(16, num_rows // most)
 
 
 def test_wrong_arguments_are_refused():
