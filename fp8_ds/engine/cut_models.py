@@ -17,6 +17,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
@@ -101,15 +102,22 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
         mpu: what deepspeed.initialize is given; its groups are taken as they are.
 
     Raises:
-        ConfigError: `tensor_parallel.autotp_size` does not divide the number of ranks, on every rank.
+        ConfigError: `tensor_parallel.autotp_size`, or what `deepspeed.tp_model_init` was given, does not divide the
+            number of ranks, on every rank.
     """
-    size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
+    if mpu is not None:
+        return
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if mpu is None and size > 1 and world % size:
-        raise ConfigError(
-            f"tensor_parallel.autotp_size: expected a divisor of the number of ranks, {world}, got {size}. Use such a "
-            "one, or other ranks."
-        )
+    size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
+    sizes = {"tensor_parallel.autotp_size": size} if size > 0 else {}
+    if (recorded := init_utils._TP_MODEL_INIT_ARGS) is not None:
+        sizes["deepspeed.tp_model_init: tp_size"] = recorded["tp_size"]
+    for name, size in sizes.items():
+        if size < 1 or world % size:
+            raise ConfigError(
+                f"{name}: expected a divisor of the number of ranks, {world}, got {size}. Use such a one, or other "
+                "ranks."
+            )
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:

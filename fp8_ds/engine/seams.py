@@ -61,6 +61,13 @@ SEAMS = (
         "rely",
         "resolves a path or base64 to the same dict that stock uses",
     ),
+    Seam(
+        "deepspeed.runtime.tensor_parallel.init_utils",
+        "record_tp_model_init_args",
+        ("tp_size", "dtype", "tp_group"),
+        "rely",
+        "keeps the size that deepspeed.tp_model_init was given",
+    ),
     Seam(_ENGINE, "DeepSpeedEngine._configure_distributed_model", ("self", "model"), "override", "converts linears"),
     Seam(_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer"), "override", "retypes ZeRO"),
     Seam(_ENGINE, "DeepSpeedEngine.__init__", ("self", "args", "model"), "override", "starts what follows a step"),

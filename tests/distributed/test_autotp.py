@@ -555,9 +555,9 @@ def test_what_cannot_take_effect_is_an_error_on_every_rank(
         assert re.match(expected, found, re.DOTALL), found
 
 
-def test_a_size_that_does_not_divide_the_ranks_is_an_error_on_every_rank(ranks: Any) -> None:
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_size_that_does_not_divide_the_ranks_is_an_error_on_every_rank(ranks: Any, by_call: bool) -> None:
     """Stock: an IndexError on the ranks that are left over, for which the others wait; here both are in one group."""
-    for found in ranks(2).run(wrong, 2, {}, False, 3):
-        assert found.startswith(
-            "ConfigError: tensor_parallel.autotp_size: expected a divisor of the number of ranks, 2,"
-        )
+    name = "deepspeed.tp_model_init: tp_size" if by_call else "tensor_parallel.autotp_size"
+    for found in ranks(2).run(wrong, 2, {}, by_call, 3):
+        assert found.startswith(f"ConfigError: {name}: expected a divisor of the number of ranks, 2, got 3.")
