@@ -116,6 +116,7 @@ def read_run(
     )
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
     leaves = block_of(zero, "leaf_module").get("classes")
+    leaves = [leaves] if isinstance(leaves, str) else leaves  # DeepSpeed takes one name for a list of it
     return Run(
         *(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config)),
         compiled=compiled,

@@ -40,7 +40,7 @@ def number(value: Any, default: int) -> int:
     """`value` as DeepSpeed reads it; the default for null, "auto" and what its own check will refuse."""
     try:
         return default if value is None else int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return default
 
 

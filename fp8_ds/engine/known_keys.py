@@ -6,6 +6,7 @@ It passes over what it does not know in silence, so that a misspelled block is a
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,8 @@ def unread_key(config: Mapping[str, Any]) -> str | None:
             read({key: config[key]})
         except ValidationError as error:
             return _unread(key, error)
+        except TypeError as error:  # of a validator of DeepSpeed's own, which pydantic lets through
+            return f"{key}: expected what DeepSpeed can read, got {json.dumps(config[key])}. It says: {error}."
     return None
 
 

@@ -127,6 +127,12 @@ def test_what_deepspeed_stops_at_in_its_blocks_is_off(changes: dict[str, Any], m
     assert found.on == "no" and re.search(rf"DeepSpeed refuses it at start: .*{message}", found.reasons[0]), found
 
 
+def test_a_value_that_deepspeed_stops_at_with_a_type_error_is_off() -> None:
+    found = judge({**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": ["a.B"]}})
+    assert found.on == "no" and 'got {"stage": 3, "leaf_module": ["a.B"]}' in found.reasons[0], found
+    assert "leaf_module configuration must be a mapping" in found.reasons[0]
+
+
 def test_blocks_that_deepspeed_reads_are_left_to_it() -> None:
     automatic = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": 5e7}
     for zero in (automatic, {"stage": 2, "leaf_module": {"classes": ["a.B"]}}, True):

@@ -229,6 +229,11 @@ def test_all_reasons_come_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 4  # no stage, fp16, no bf16
 
 
+def test_a_number_that_no_integer_is_is_left_to_deepspeeds_own_check() -> None:
+    for value in (float("inf"), float("nan"), "two", []):
+        assert zero_stage({"zero_optimization": {"stage": value}}) == 0
+
+
 @pytest.mark.parametrize("value", [True, 1, "1", {"stage": 1}, {"stage": "1"}])
 def test_stage_is_read_as_deepspeed_reads_it(value: Any) -> None:
     stage = value if isinstance(value, (bool, dict)) else {"stage": value}
