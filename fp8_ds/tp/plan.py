@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -47,9 +47,12 @@ class TensorParallelPlan:
         first: the module at whose input tokens are sharded.
         last: the module at whose output they are gathered.
         in_shards: modules that compute token by token between the two and have replicated Parameters; their
-            gradients are summed over the group.
+            gradients are summed over the group. Before and behind the two every rank has the whole gradient.
         in_heads: modules inside blocks that compute head by head and have Parameters which all heads share; a rank has
             its own heads' part of their gradients, which are summed.
+
+    Raises:
+        ConfigError: a field has no patterns where it should, such as a string in place of a tuple.
     """
 
     heads: tuple[str, ...]
@@ -61,6 +64,17 @@ class TensorParallelPlan:
     last: str
     in_shards: tuple[str, ...]
     in_heads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, is_single = getattr(self, one.name), one.name in ("first", "last")
+            patterns = (value,) if is_single else value
+            if not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) and p for p in patterns):
+                expected = "a pattern" if is_single else "a tuple of patterns"
+                raise ConfigError(
+                    f"plan.{one.name}: expected {expected} of modules' names, got {value!r}. Write "
+                    + ('"*layers.0".' if is_single else '("*layers.*.mlp",), or () for none.')
+                )
 
 
 LLAMA = TensorParallelPlan(
@@ -122,6 +136,7 @@ def parallelize(
         summed |= _matching(model, plan.in_shards)
         around = {name: model.get_submodule(name) for block in blocks if (name := block.rpartition(".")[0])}
         _check_named("beside its blocks", "in_shards", around, [*(cut.module for cut in cuts), *summed.values()])
+    replicated = _replicated(summed, cuts)
     first_block = next((name for name, _ in model.named_modules() if name in blocks), "")
     sharded = _cut_all(cuts, tp)
     _replicate(model, sharded, tp)
@@ -129,9 +144,8 @@ def parallelize(
         _gather_once(block, tp, is_first=name == first_block)
     if sequence_parallel:
         _shard_tokens(*borders, tp)
-    for module in summed.values():
-        for p in module.parameters():
-            sum_gradient(p, tp)
+    for p in replicated:
+        sum_gradient(p, tp)
     return tp
 
 
@@ -204,17 +218,27 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
     Raises:
         ConfigError: something cannot be; all of it at once.
     """
-    cuts = []
-    for patterns, kind, is_heads in (
-        (plan.heads, ColumnParallelLinear, True),
-        (plan.column, ColumnParallelLinear, False),
-        (plan.row, RowParallelLinear, False),
-        (plan.row_heads, RowParallelLinear, True),
+    cuts: list[_Cut] = []
+    problems: list[str] = []
+    places: dict[str, str] = {}
+    for place, kind in (
+        ("heads", ColumnParallelLinear),
+        ("column", ColumnParallelLinear),
+        ("row", RowParallelLinear),
+        ("row_heads", RowParallelLinear),
     ):
-        for fqn, module in _matching(model, patterns).items():
-            unit = int(getattr(model.get_submodule(fqn.rpartition(".")[0]), "head_dim", 1)) if is_heads else 1
+        for fqn, module in _matching(model, getattr(plan, place)).items():
+            if (other := places.setdefault(fqn, place)) != place:
+                problems.append(f"{fqn}: in `{other}` of the plan, and in `{place}` too")
+                continue
+            unit = 1
+            if "heads" in place:
+                around = model.get_submodule(fqn.rpartition(".")[0])
+                if (unit := int(getattr(around, "head_dim", 0))) < 1:
+                    problems.append(f"{fqn}: a {type(around).__name__} around it, whose `head_dim` is not known")
+                    continue
             cuts.append(_Cut(fqn, module, kind, unit))  # type: ignore[arg-type]
-    problems = [problem for cut in cuts if (problem := _problem(cut, tp.size))]
+    problems += [problem for cut in cuts if (problem := _problem(cut, tp.size))]
     owners: dict[int, str] = {}
     for cut in cuts:
         for p in cut.module.parameters():
@@ -272,6 +296,22 @@ def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: S
         )
 
 
+def _replicated(summed: dict[str, nn.Module], cuts: Sequence[_Cut]) -> list[nn.Parameter]:
+    """Parameters of `summed`, each once however often it is named.
+
+    Raises:
+        ConfigError: one is of a linear that is cut: gradients of different parts of a weight would be added up.
+    """
+    owners = {id(p): cut.fqn for cut in cuts for p in cut.module.parameters()}
+    for name, module in summed.items():
+        if cut := next((owners[id(p)] for p in module.parameters() if id(p) in owners), None):
+            raise ConfigError(
+                f"plan: expected modules that are whole on each rank in `in_shards` and `in_heads`, got {name!r}, in "
+                f"which {cut} is cut. Name what is beside it alone."
+            )
+    return list({id(p): p for module in summed.values() for p in module.parameters()}.values())
+
+
 def _cut_all(cuts: Sequence[_Cut], tp: TensorParallel) -> set[int]:
     """Ids of the Parameters that are sharded now."""
     for cut in cuts:
@@ -315,7 +355,11 @@ def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None
         return put(split_tokens(x, tp))
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert tp.full_shape is not None
+        if tp.full_shape is None:
+            raise ConfigError(
+                f"plan: expected its `first` module to run before its `last`, a {type(module).__name__}, got none "
+                "before it. Tokens are sharded at the input of the one, and gathered at the output of the other."
+            )
         return gather_tokens(output, tp, (*tp.full_shape, output.shape[-1]), reduces=False)
 
     first.register_forward_pre_hook(split, with_kwargs=True)

@@ -4,6 +4,7 @@ would be wrong without a word."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_tp_llama import destroy, engine_config, llama, message, to_fp8, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_ds.errors import ConfigError
 from fp8_ds.testing.metrics import sqnr_db
 from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
 from fp8_ds.tp.batch import fingerprint
@@ -85,9 +87,12 @@ def batch(num: int, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randn(num, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def trained(num: int, fp8: bool, recomputes: bool) -> dict[str, float]:
+def trained(num: int, fp8: bool, recomputes: bool, shares_norm: bool = False) -> dict[str, float]:
     """SQNR of the loss and all gradients to those of the whole model, both in FP8 if `fp8`."""
     reference, model = Model(recomputes=recomputes), Model(recomputes=recomputes)
+    if shares_norm:
+        for one in (reference, model):
+            one.layers[1].norm.weight = one.layers[0].norm.weight
     tp = parallelize(model, PLAN, group())
     if fp8:
         to_fp8(reference)
@@ -104,6 +109,11 @@ def trained(num: int, fp8: bool, recomputes: bool) -> dict[str, float]:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_sequences_of_a_batch_stay_apart_in_a_model_of_ones_own(ranks: Any, recomputes: bool) -> None:
     for found in ranks(2).run(trained, 3, False, recomputes):
+        assert min(found.values()) > 85, found
+
+
+def test_a_parameter_of_two_modules_in_shards_is_summed_once(ranks: Any) -> None:
+    for found in ranks(2).run(trained, 3, False, False, True):
         assert min(found.values()) > 85, found
 
 
@@ -140,8 +150,25 @@ def test_a_view_with_tokens_in_other_places_is_an_error(ranks: Any) -> None:
         assert "expected what its block was called with, (2, 8, 32), got a view (8, 2, 32)" in found, found
 
 
+PLANS = {
+    "a cut weight in shards": replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")),
+    "a cut weight in heads": replace(PLAN, in_heads=("layers.1.mixer.up",)),
+    "a linear in two places": replace(PLAN, row=(*PLAN.row, "layers.1.mixer.up")),
+    "heads of no known size": replace(PLAN, heads=PLAN.column, column=()),
+    "the end before the beginning": replace(PLAN, first="last", last="layers.0"),
+}
+
+
 def refused(case: str) -> str:
     model = Model(after=case == "a norm beside the block")
+    if case == "the end before the beginning":
+        parallelize(model, PLANS[case], group())
+        return message(model, batch(1))
+    if case in PLANS:
+        before = {name: (p.shape, type(p)) for name, p in model.named_parameters()}
+        found = message(parallelize, model, PLANS[case], group())
+        assert before == {name: (p.shape, type(p)) for name, p in model.named_parameters()}
+        return found
     if case == "a weight twice":
         model.layers[1].mixer.up.weight = model.layers[0].mixer.up.weight
     if case == "tokens in another dim":
@@ -161,6 +188,11 @@ def refused(case: str) -> str:
             "beside its blocks to be cut or named in `in_shards`, got layers.0.norm_after.weight",
         ),
         ("a weight twice", "layers.1.mixer.up: a Parameter that layers.0.mixer.up has too"),
+        ("a cut weight in shards", "got 'layers.0.mixer', in which layers.0.mixer.up is cut"),
+        ("a cut weight in heads", "got 'layers.1.mixer.up', in which layers.1.mixer.up is cut"),
+        ("a linear in two places", "layers.1.mixer.up: in `column` of the plan, and in `row` too"),
+        ("heads of no known size", "layers.0.mixer.up: a Mixer around it, whose `head_dim` is not known"),
+        ("the end before the beginning", "expected its `first` module to run before its `last`, a Layer"),
         ("tokens in another dim", "expected [batch, sequence, channels], got (8, 32)"),
         ("a copy", "expected no copy of a model that fp8_ds.tp.parallelize has cut"),
     ],
@@ -168,6 +200,22 @@ def refused(case: str) -> str:
 def test_what_would_train_otherwise_without_a_word_is_an_error(ranks: Any, case: str, expected: str) -> None:
     for found in ranks(2).run(refused, case):
         assert expected in found, found
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"column": "layers.*.mixer.up"}, r"plan.column: expected a tuple of patterns .*, got 'layers.\*.mixer.up'"),
+        ({"in_heads": None}, "plan.in_heads: expected a tuple of patterns .*, got None"),
+        ({"row": ("",)}, r"plan.row: .* got \(''"),
+        ({"first": None}, "plan.first: expected a pattern .*, got None"),
+        ({"last": ("last",)}, r"plan.last: expected a pattern .*, got \('last',\)"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_no_pattern_is_named(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        replace(PLAN, **changes)
 
 
 def gemma2() -> str:
