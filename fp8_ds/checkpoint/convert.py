@@ -168,7 +168,9 @@ def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
             "convert: expected a checkpoint without pipeline stages, got one of a PipelineModule, whose names are "
             "those of its stages. Convert it to universal, or export with your own names."
         )
-    if len(list((folder / tag).glob("mp_rank_*_model_states.pt"))) > 1:
+    # In stage 3 each data-parallel rank has a file, of zero_pp_rank_0_mp_rank_01 and the like.
+    mp_ranks = {path.name.split("mp_rank_")[1] for path in (folder / tag).glob("*mp_rank_*_model_states.pt")}
+    if len(mp_ranks) > 1:
         raise UnsupportedError(
             "convert: expected one tensor-parallel rank, got several, whose weights are cut. Convert it to universal, "
             "load that without tensor parallelism, and call engine.save_16bit_model there."

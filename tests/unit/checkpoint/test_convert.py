@@ -157,3 +157,13 @@ def test_model_files_of_tensor_parallel_ranks_stay_where_the_stage_reads_them(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pt")} == before
     with pytest.raises(UnsupportedError, match=r"expected one tensor-parallel rank, .* got 2\. Name the stage"):
         rewrite_universal(tmp_path, tmp_path, other, trust_pickle=False)
+
+
+@pytest.mark.parametrize("prefix", ["", "zero_pp_rank_0_"])
+def test_parts_of_tensor_parallel_ranks_become_no_safetensors_in_any_stage(tmp_path: Path, prefix: str) -> None:
+    """Of stage 3 a defect of ours was named: DeepSpeed's reader counts more files than data-parallel ranks."""
+    (tmp_path / "one").mkdir()
+    for rank in range(2):
+        torch.save({"module": {}}, tmp_path / "one" / f"{prefix}mp_rank_0{rank}_model_states.pt")
+    with pytest.raises(UnsupportedError, match="expected one tensor-parallel rank, got several"):
+        convert(tmp_path / "one", tmp_path / "out", "safetensors")
