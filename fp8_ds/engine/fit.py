@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.engine.cut_models import is_cut
 
 _NUM_SHOWN = 3
 
@@ -15,8 +16,20 @@ def other_run(engine: Any, header: dict[str, Any], with_optimizer: bool) -> str:
     """How the run that wrote `header` was laid out unlike this one; empty if what is to be loaded fits."""
     now = layout(engine)
     shards = now["zero_stage"] == 3
+    if header["mp_world_size"] == 1 < now["mp_world_size"] and is_cut(engine.module):
+        return (
+            f"{manifests.differs(header, now, ('mp_world_size',))} (a checkpoint of a whole model does not say how "
+            "fp8_ds.tp.parallelize cuts: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which the "
+            "model loads before it is cut; docs/checkpoints.md)"
+        )
     if (header["zero_stage"] == 3) != shards:
         stage = manifests.differs(header, now, ("zero_stage",))
+        if header["mp_world_size"] > 1:  # whose parts are joined in their own stage alone
+            own = header["zero_stage"]
+            return (
+                f"{stage}, of several tensor-parallel ranks (in stage {own}, without tensor parallelism, a universal "
+                f"checkpoint of it loads: {_remedy(own)}. What that engine saves goes to another stage)"
+            )
         return f"{stage} (a universal checkpoint loads in another stage: {_remedy(now['zero_stage'])})"
     keys = ("dp_world_size", "mp_world_size") if with_optimizer else ("mp_world_size",)
     other = manifests.differs(header, now, keys)
