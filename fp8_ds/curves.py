@@ -27,6 +27,7 @@ _NO_LOSS_OF_DEEPSPEED = (
 _NUM_SHOWN = 3
 _NUM_COLUMNS_SHOWN = 20
 _WIDTH = 60
+_FLOAT32_MAX = 3.4028235e38
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,16 @@ def _refuse_unlogged(path: Path, names: set[str]) -> None:
 
 
 def _number(value: Any, path: Path) -> float:
+    """Infinite beyond float32's range: no loss is larger, and sums of such numbers may overflow."""
     try:
-        return float(value)
+        found = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        found = math.inf
     except (TypeError, ValueError) as error:
         shown = repr(value)
         shown = shown if len(shown) < _WIDTH else f"{shown[:_WIDTH]} ..."
         raise ConfigError(f"{path}: expected numbers, got {shown}. Name a file of steps and losses.") from error
+    return math.copysign(math.inf, found) if abs(found) > _FLOAT32_MAX else found
 
 
 def _of_folder(folder: Path, column: str | None) -> Curve:
@@ -229,7 +234,7 @@ def _lines(path: Path) -> Iterator[Any]:
         try:
             if line.strip():
                 yield json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
             raise ConfigError(
                 f"{path}:{number}: expected a line of JSON, got {line[:60]!r}. A run that was killed may have left "
                 "half a line: remove it, or name a file of JSON lines."
@@ -239,7 +244,7 @@ def _lines(path: Path) -> Iterator[Any]:
 def _log_history(path: Path) -> list[Any]:
     try:
         found = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected JSON, got {error}. Name what Trainer has written.") from error
     history = found.get("log_history") if isinstance(found, dict) else None
     if not isinstance(history, list):

@@ -194,7 +194,7 @@ def read_spec(text: str, settings: Sequence[str] = ()) -> ModelSpec:
     if path.is_file() or path.suffix == ".json":
         try:
             config = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
-        except ValueError as error:  # of JSON or of UTF-8
+        except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
             raise ConfigError(f"model: expected JSON in {path}, got {error}. Name a config.json.") from error
         if not isinstance(config, Mapping) or "model_type" not in config:
             raise ConfigError(
@@ -320,7 +320,7 @@ def _pairs(settings: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set: expected key=value, got {setting!r}. Write num_hidden_layers=2, for example.")
         try:
             found[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, or an integer of thousands of digits
             found[key] = value
     return found
 

@@ -120,7 +120,7 @@ def _files_by_tensor(index: Path) -> dict[str, str]:
     """Names of tensors and of the files that they are in."""
     try:
         content = json.loads(index.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         content = error
     listed = content.get("weight_map") if isinstance(content, dict) else content
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):

@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         form, header = content["format"], dict(content["header"])
         if form == _FORMAT:
             manifest = Manifest(header, {name: FileRecord(**entry) for name, entry in content["files"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
     if form != _FORMAT:
         raise CheckpointError(

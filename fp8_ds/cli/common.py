@@ -182,7 +182,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except _TwiceError as error:
         raise ConfigError(f"--config: expected each key once, got {error} in {path}. Remove one.") from error
-    except ValueError as error:  # of UTF-8
+    except (ValueError, RecursionError) as error:  # of UTF-8; of thousands of brackets
         raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
     if not isinstance(config, dict):
         raise ConfigError(

@@ -42,7 +42,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
             report = json.loads(line)
             _check_layers(report["layers"])
             found.append((int(report["step"]), report))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:  # a step may be 1e400
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:  # a step may be 1e400
             raise ConfigError(
                 f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file; '
                 "a run that was killed may have left half a line."

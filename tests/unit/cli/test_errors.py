@@ -65,6 +65,9 @@ FILES: dict[str, str | bytes] = {
     "half.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo',
     "endless.jsonl": '{"step": 1e400, "layers": {"a": {}}}\n',
     "blank.jsonl": '\n{"step": 1, "layers": {"a": {"input": {"amax": 1.0}}}}\n\n',
+    "deep.json": "[" * 100_000,
+    "deep.jsonl": "[" * 100_000,
+    "large.csv": "step,loss\n1,1e308\n2,1e308\n",
     "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -142,6 +145,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("compare", "good.csv", "null.jsonl"), 2, "null.jsonl: expected numbers, got None"),
         (("compare", "good.csv", "trainer_state.json"), 2, 'trainer_state.json: expected a list "log_history"'),
         (("compare", "good.csv", "half.jsonl"), 2, 'half.jsonl:2: expected a line of JSON, got \'{"step": 2, "lo\''),
+        (("compare", "good.csv", "deep.jsonl"), 2, "deep.jsonl:1: expected a line of JSON, got '[[[["),
+        (("compare", "large.csv", "good.csv"), 2, "large.csv: expected a base with finite losses, got inf in step 1"),
         (("compare", "good.csv", "b="), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'b='"),
         (("compare", "good.csv,", "good.csv"), 2, "RUNS: expected [NAME=]PATH[,PATH...], got 'good.csv,'"),
         (("compare", "zero.csv", "good.csv"), 2, "zero.csv: expected a base whose mean loss is above 0, got 0"),
@@ -152,6 +157,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("parity", "gpt2", "--config", "ds.json", "--data", "short.txt", "--seq", 1025), 2, "--seq: expected at most"),
         (("heatmap", "gone.jsonl", "o.png"), 3, "REPORTS: expected a file or folder to work with, got 'No such file"),
         (("heatmap", "cut.jsonl", "o.png"), 2, "may have left half a line"),
+        (("heatmap", "deep.jsonl", "o.png"), 2, "deep.jsonl:1: expected a report"),
+        (("plan", "deep.json", "--config", "ds.json"), 2, "model: expected JSON in deep.json, got maximum recursion"),
+        (("plan", "gpt2", "--config", "deep.json"), 2, "--config: expected JSON, got maximum recursion"),
         (("heatmap", "bf16.jsonl", "o.png"), 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
         (("heatmap", "health.jsonl", "o.pdf"), 2, "out: expected a file that ends in .png, got o.pdf"),
         (("heatmap", "health.jsonl", "gone/o.png"), 3, "OUT: expected a file or folder to work with"),
