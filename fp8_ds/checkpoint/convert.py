@@ -176,7 +176,8 @@ def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
             "load that without tensor parallelism, and call engine.save_16bit_model there."
         )
     _refuse_without_frozen(folder / tag)
-    state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, lazy_mode=True)
+    with _as_incomplete(folder / tag):
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, lazy_mode=True)
     made: dict[int, str] = {}
     for name, lazy in state.items():
         if id(lazy) in made:  # a tied weight: its other name is enough, as in save_pretrained
@@ -242,6 +243,22 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
     if not trust_pickle:
         _refuse_code(folder / tag)
     return folder, tag
+
+
+@contextlib.contextmanager
+def _as_incomplete(save: Path) -> Iterator[None]:
+    """What DeepSpeed's readers raise of a save without a manifest, which would tell what is missing, is an error of
+    that save. What torch raises of a full disk stays what it is.
+    """
+    try:
+        yield
+    except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
+        if manifests.read_manifest(save) is not None or "inline_container" in str(error):
+            raise
+        raise CheckpointError(
+            f"convert: expected the files of all ranks in {save}, got some that DeepSpeed cannot join "
+            f"({type(error).__name__}: {str(error).rstrip('.')}). Copy the checkpoint again."
+        ) from error
 
 
 def _refuse_code(folder: Path) -> None:
@@ -369,4 +386,5 @@ def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> 
     out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
     options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))
+    with _as_incomplete(folder / tag):
+        ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))

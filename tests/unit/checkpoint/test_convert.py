@@ -167,3 +167,15 @@ def test_parts_of_tensor_parallel_ranks_become_no_safetensors_in_any_stage(tmp_p
         torch.save({"module": {}}, tmp_path / "one" / f"{prefix}mp_rank_0{rank}_model_states.pt")
     with pytest.raises(UnsupportedError, match="expected one tensor-parallel rank, got several"):
         convert(tmp_path / "one", tmp_path / "out", "safetensors")
+
+
+@pytest.mark.parametrize("target", ["safetensors", "universal"])
+def test_a_stock_checkpoint_without_a_ranks_file_is_called_incomplete(tmp_path: Path, target: str) -> None:
+    """Nothing of stock's says which files there are; its readers fail on what they find."""
+    (tmp_path / "one").mkdir()
+    torch.save({"module": {}, "ds_version": "0.19.8"}, tmp_path / "one/mp_rank_00_model_states.pt")
+    states = {"zero_stage": 2, "partition_count": 2, "single_partition_of_fp32_groups": [torch.ones(2)]}
+    torch.save({"optimizer_state_dict": states}, tmp_path / "one/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match=r"expected the files of all ranks in .*one, got some .* Copy the"):
+        convert(tmp_path / "one", tmp_path / "out", target)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
