@@ -120,6 +120,25 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
             )
 
 
+def refuse_second_cut(model: Module, config: Config) -> None:
+    """A model that is cut is not cut by AutoTP, which would take what is left of it for the whole.
+
+    Args:
+        model: any.
+        config: DeepSpeed's.
+
+    Raises:
+        ConfigError: `fp8_ds.tp.parallelize` has cut it, and AutoTP is on.
+    """
+    recorded = (init_utils._TP_MODEL_INIT_ARGS or {}).get("tp_size", 0)
+    size = max(number(block_of(config, "tensor_parallel").get("autotp_size"), 0), recorded)
+    if size > 1 and is_cut(model):
+        raise ConfigError(
+            f"tensor_parallel.autotp_size: expected none with a model that fp8_ds.tp.parallelize has cut, got {size}. "
+            'Remove "tensor_parallel" and `deepspeed.tp_model_init`, or leave parallelize out.'
+        )
+
+
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:
     """`what`, stock code, writes or returns a rank's own parameters as if they were whole.
 

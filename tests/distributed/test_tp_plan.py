@@ -258,6 +258,32 @@ def test_groups_that_are_not_those_of_the_model_are_an_error(
         assert f"ParallelGroups({cut_over})" in found
 
 
+def cut_again(by_call: bool) -> str:
+    import deepspeed
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    import fp8_ds  # noqa: F401
+
+    model = llama()
+    parallelize(model, LLAMA, tpar.groups(2).tp_group)
+    config = engine_config(2, {}, 2)
+    if by_call:
+        deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
+    else:
+        config["tensor_parallel"] = {"autotp_size": 2}
+    try:
+        return message(lambda: deepspeed.initialize(model=model, config=config, mpu=tpar.groups(2)))
+    finally:
+        init_utils._TP_MODEL_INIT_ARGS = None
+        deepspeed.set_autotp_mode(training=False)
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_cut_model_is_not_cut_by_autotp_too(ranks: Any, by_call: bool) -> None:
+    for found in ranks(2).run(cut_again, by_call):
+        assert found.startswith("ConfigError: tensor_parallel.autotp_size: expected none with a model that"), found
+
+
 def test_the_groups_of_the_model_are_none(ranks: Any) -> None:
     assert ranks(4).run(wrong_mpu, 2, 2, 2) == [""] * 4
 
