@@ -65,6 +65,7 @@ class Fp8Checkpoints:
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_following is not None:
             client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
+            self._fp8_following.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
         if isinstance(self.optimizer, Fp8States):
             client_state[CHECKPOINT_KEY][_LATE_KEY] = self.optimizer.fp8_flag.late()
         save = super().save_checkpoint  # type: ignore[misc]

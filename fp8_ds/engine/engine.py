@@ -73,6 +73,8 @@ class Fp8Engine(Fp8Checkpoints):
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Stock forward. Until the next step layers stay as they are, if a backward can follow."""
+        if self._fp8_following is not None and torch.is_grad_enabled():
+            self._fp8_following.before_forward(self.module.training)
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
         if self._fp8_following is not None and self.module.training and torch.is_grad_enabled():
             self._fp8_following.has_graph = True
@@ -80,6 +82,8 @@ class Fp8Engine(Fp8Checkpoints):
 
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
         """Stock step; then what follows it, by default nothing."""
+        if self._fp8_following is not None:
+            self._fp8_following.before_step()
         super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
         if self._fp8_following is not None:
             self._fp8_following.after_step()

@@ -10,11 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from fp8_ds.engine.health import Health
 from fp8_ds.engine.log import say, warn
 from fp8_ds.engine.precision import LayerPrecision, Request
 from fp8_ds.engine.retyping import start_count_anew, widen_states
 from fp8_ds.monitor.sinks import Change
+from fp8_ds.nn.convert import INPUT_SLOTS
 from fp8_ds.schedule import Stays
 
 _NUM_SHOWN = 4
@@ -35,6 +38,7 @@ class Following:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.has_graph = False
+        self._amaxes_before_evaluation: Tensor | None = None
         self._is_running = False
         self._first_micro_step: int = engine.micro_steps
         config = engine.fp8.config
@@ -67,9 +71,40 @@ class Following:
             calls.append(self._watch)  # last: what it samples is the next step's, with layers as they are in it
         return tuple(calls)
 
+    def before_forward(self, is_training: bool) -> None:
+        """With delayed scales: what an evaluation that is not under `no_grad` records is kept apart from the step's.
+
+        It is forgotten once a forward in training mode says that it was one. Without such a forward in the step it
+        counts: a model may train in evaluation mode, as one from `from_pretrained` does until `train()` is called.
+
+        Args:
+            is_training: whether the model is in training mode, for a forward with gradients.
+        """
+        if is_training:
+            self._forget_evaluations()
+        elif self._amaxes_before_evaluation is None and (history := self._engine.fp8.history) is not None:
+            # Of inputs alone: the backward of a forward before may come in between.
+            self._amaxes_before_evaluation = history.amax_local[INPUT_SLOTS].clone()
+
+    def before_step(self) -> None:
+        """The optimizer will step next."""
+        if self.has_graph:
+            self._forget_evaluations()
+
+    def _forget_evaluations(self) -> None:
+        if self._amaxes_before_evaluation is not None:
+            self._engine.fp8.history.amax_local[INPUT_SLOTS] = self._amaxes_before_evaluation
+            self._amaxes_before_evaluation = None
+
+    def leave_out_evaluations(self, history: dict[str, Any] | None) -> None:
+        """`history`, of a checkpoint, is as it would be without evaluations since the last step."""
+        if history is not None and self._amaxes_before_evaluation is not None:
+            history["amax_local"][INPUT_SLOTS] = self._amaxes_before_evaluation
+
     def after_step(self) -> None:
         """The optimizer has stepped: what is on follows, in a fixed order, on all ranks alike. Collective."""
         self.has_graph = False
+        self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps + 1  # stock counts the one that ends after this
         if not self._calls:
             return
@@ -115,6 +150,7 @@ class Following:
                 the engine has set another since. None: the optimizer's.
         """
         self.has_graph = False
+        self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
         self._update_precision(lr)
         self._calls = self._that_follow()

@@ -35,6 +35,9 @@ _RECIPES: dict[str, type[Recipe]] = {
 ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, and what becomes of them; None: they stay in high precision."""
 
+INPUT_SLOTS = slice(0, None, 2)
+"""Of an amax history that `apply_plan` has made: the slots of layers' inputs. The others are of their grad_outputs."""
+
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
 
