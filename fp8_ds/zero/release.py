@@ -65,6 +65,13 @@ def refuse_model_parallel(group: Any) -> None:
         )
 
 
+def _second_gradient(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"fp8.optimizer.release: expected one backward per step, got a second gradient of {name}. "
+        "Call engine.step() after every backward, or turn release off."
+    )
+
+
 class ReleaseUpdater:
     """Updates the shards of one bucket's parameters as soon as their gradients are reduced.
 
@@ -97,6 +104,7 @@ class ReleaseUpdater:
         self.alike = SameNumbers(core, group)
         self._inputs: StepInputs | None = None
         self._updated: set[str] = set()
+        self._expected: set[str] = set()
         self._square_sum = torch.zeros((), device=device)
         self._indices: Recent[tuple[str, ...], Tensor] = Recent()
         self.last_norm = torch.zeros((), device=device)
@@ -104,6 +112,16 @@ class ReleaseUpdater:
         self.tensor_norms = torch.full((len(names),), float("inf"), device=device)
         """AdaGC's gamma by tensor; infinite before its first step."""
         self.num_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def expect(self, name: str) -> None:
+        """A gradient of the parameter `name` is there, for a bucket that is not reduced yet.
+
+        Raises:
+            RuntimeError: for the second time since the last `finish`.
+        """
+        if name in self._expected:
+            raise _second_gradient(name)
+        self._expected.add(name)
 
     @torch.no_grad()
     def update(
@@ -118,12 +136,8 @@ class ReleaseUpdater:
         Raises:
             RuntimeError: a parameter for the second time since the last `finish`.
         """
-        twice = self._updated.intersection(names)
-        if twice:
-            raise RuntimeError(
-                f"fp8.optimizer.release: expected one backward per step, got a second gradient of {sorted(twice)[0]}. "
-                "Call engine.step() after every backward, or turn release off."
-            )
+        if twice := self._updated.intersection(names):
+            raise _second_gradient(sorted(twice)[0])
         self._updated.update(names)
         if self._inputs is None:
             self._inputs = self.core.begin(param_groups)
@@ -156,6 +170,7 @@ class ReleaseUpdater:
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
         self.num_steps += 1
         self._updated.clear()
+        self._expected.clear()
         self._inputs = None
         self._indices.next_step()
         scales = self.core.scales
@@ -168,6 +183,7 @@ class ReleaseUpdater:
         """A checkpoint has been loaded: what a backward before it has begun is forgotten, weights are as they were."""
         self._square_sum.zero_()
         self._updated.clear()
+        self._expected.clear()
         self._inputs = None
 
     def _squares(

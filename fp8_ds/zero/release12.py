@@ -53,6 +53,9 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         """Every gradient goes into a bucket at once, in stage 1 too."""
         if getattr(self, "_coalesce_grad_reduction", False):  # since DeepSpeed 0.19.8
             return
+        # Stock stage 1 empties no bucket after a micro-batch that does not end the step: it would find two gradients of
+        # a parameter in one, and say nothing of release.
+        self._fp8_release.expect(self._fp8_names[id(param)])
         self.setup_buckets()
         self.reduce_independent_p_g_buckets_and_remove_grads(param, i)
         for dtype, bucket in self.ipg_buckets.items():

@@ -397,9 +397,12 @@ def test_accumulation_that_the_caller_manages_is_refused_where_deepspeed_has_it(
         assert "release: expected false with managed_gradient_accumulation false, got true" in message
 
 
-def second_backward(stage: int) -> str:
+def second_backward(stage: int, boundary: bool | None = None) -> str:
+    """`boundary`: of the first micro-batch, as the caller sets it."""
     engine = build(stage, block("e4m11", True), MODEL)
     batch = training.micro_batches(0, 2)[dist.get_rank()]
+    if boundary is not None:
+        engine.set_gradient_accumulation_boundary(boundary)
     engine.backward(engine(batch))
     with pytest.raises(RuntimeError, match="expected one backward per step") as caught:
         engine.backward(engine(batch))
@@ -413,6 +416,11 @@ def test_a_second_backward_before_the_step_raises_on_all_ranks_naming_a_paramete
     messages = ranks(2).run(second_backward, stage)
     assert messages[0] == messages[1]
     assert "a second gradient of blocks.2." in messages[0] or "a second gradient of lm_head.weight" in messages[0]
+
+
+def test_a_second_micro_batch_of_a_step_is_refused_in_the_same_words_in_stage_1(ranks: Any) -> None:
+    first, second = ranks(2).run(second_backward, 1, boundary=False)
+    assert first == second and "a second gradient of " in first
 
 
 def gradient_readers(stage: int) -> list[str]:
