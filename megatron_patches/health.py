@@ -115,8 +115,15 @@ def weight_gathers(chunks: Iterable[Any]) -> Gathers:
     return Gathers(in_fp8, total)
 
 
-def describe(layers: Iterable[Any]) -> str:
-    """What computes the linears and the attention of these layers, one line."""
+class Computed(NamedTuple):
+    """What computes linears and attention: name -> how many of them."""
+
+    linears: Counter[str]
+    attentions: Counter[str]
+
+
+def computed_by(layers: Iterable[Any]) -> Computed:
+    """Of transformer layers, on this rank."""
     from fp8_ds.attention import describe_backend
     from megatron_patches.attention import MegatronFp8Attention
     from megatron_patches.linear import MegatronFp8Linear
@@ -136,8 +143,17 @@ def describe(layers: Iterable[Any]) -> str:
                 attentions[
                     f"stock ({module.stock_reason})" if settings is None else describe_backend(settings.backend)
                 ] += 1
+    return Computed(linears, attentions)
+
+
+def describe(stages: Iterable[Computed]) -> str:
+    """One line about all stages together."""
+    total = Computed(Counter(), Counter())
+    for stage in stages:
+        for found, more in zip(total, stage, strict=True):
+            found.update(more)
     parts = []
-    for what, found in (("linears", linears), ("attention", attentions)):
+    for what, found in (("linears", total.linears), ("attention", total.attentions)):
         text = ", ".join(f"{count} x {name}" for name, count in found.items()) or "Megatron's own"
         parts.append(f"{what}: {text}")
     return " | ".join(parts)
@@ -230,11 +246,19 @@ class Health:
         if self._is_sampling and self._observers is not None:
             self._observers.attach()
 
-    def report(self) -> tuple[str, dict[str, float]]:
-        """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
-        mine = (tuple(self.coverage()), self._num_bytes, self._statistics, self._weights)
+    def _of_all_stages(self, mine: Any) -> list[Any]:
         stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
         torch.distributed.all_gather_object(stages, mine, group=self._pipeline)
+        return stages
+
+    def describe(self) -> str:
+        """What computes linears and attention, one line. Collective over the pipeline group: the last stage, which
+        logs, may have none of them."""
+        return describe(self._of_all_stages(computed_by(self.registry.layers())))
+
+    def report(self) -> tuple[str, dict[str, float]]:
+        """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
+        stages = self._of_all_stages((tuple(self.coverage()), self._num_bytes, self._statistics, self._weights))
         coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
         scalars = {"fp8/coverage": coverage.percent}
         texts = [f"coverage: {coverage.percent:.2f} % of GEMM FLOPs"]
@@ -330,7 +354,7 @@ class HealthLog:
                 self._health = Health(self._registry, settings, self._weights)
                 from megatron.training.utils import print_rank_last
 
-                print_rank_last(f" [fp8] {describe(self._registry.layers())}")
+                print_rank_last(f" [fp8] {self._health.describe()}")
             self._health.after_iteration(iteration)
             if iteration % settings.log_interval == 0:
                 line, scalars = self._health.report()

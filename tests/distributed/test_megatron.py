@@ -340,16 +340,25 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             if evaluates:
                 training.evaluate(iter(torch.zeros(mt.NUM_MICRO, mt.MICRO_BATCH, mt.LENGTH + 1, dtype=torch.long)))
         line, scalars = watched.report()
+        description = watched.describe()
         module = training.module
         weights = {name: float(p.detach().abs().max()) for name, p in module.named_parameters() if "linear_" in name}
         recipes = {type(one.fp8_recipe).__name__ for one in module.modules() if hasattr(one, "fp8_recipe")}
-        return {"line": line, "scalars": scalars, "weights": weights, "recipes": recipes}
+        return {
+            "line": line,
+            "scalars": scalars,
+            "weights": weights,
+            "recipes": recipes,
+            "description": description,
+        }
 
 
 @pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.slow), "tp2_sp", "pp2"])
 def test_health_is_of_all_ranks_and_stages(ranks: Ranks, name: str) -> None:
     first, second = ranks(2).run(health, LAYOUTS[name])
     assert first["line"] == second["line"] and first["scalars"] == second["scalars"]
+    expected = f"linears: {mt.NUM_LAYERS * len(PARTS)} x fp8_ds tensorwise | attention: Megatron's own"
+    assert first["description"] == second["description"] == expected
     scalars = first["scalars"]
     places = [f"layers.{n}.{part}" for n in range(1, mt.NUM_LAYERS + 1) for part in PARTS]
     for kind in ("input", "weight", "grad_output"):

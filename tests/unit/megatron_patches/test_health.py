@@ -108,15 +108,15 @@ def test_one_line_says_what_computes_what() -> None:
     layers[0].linear_fc2 = linear(Fp8RowParallelLinear, 8, 4)
     layers[0].linear_fc2.bf16_reason = "--first-last-layers-bf16"
     layers[1].core_attention.fp8_attention, layers[1].core_attention.stock_reason = None, "qk_clip"
-    assert health.describe(layers) == (
+    assert health.describe([health.computed_by(layers)]) == (
         "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) | attention: 1 x sdpa, 1 x stock (qk_clip)"
     )
-    assert health.describe([Layer()]) == "linears: Megatron's own | attention: Megatron's own"
+    assert health.describe([health.computed_by([Layer()])]) == "linears: Megatron's own | attention: Megatron's own"
     engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
     layers = [Layer(fp8="hybrid", fp8_recipe="blockwise"), Layer()]
     for layer in layers:
         layer.linear_fc1 = linear(engine, 8, 4)
-    found = health.describe(layers)
+    found = health.describe([health.computed_by(layers)])
     assert found.startswith("linears: 1 x Transformer Engine blockwise, 1 x Transformer Engine bf16 |")
 
 
@@ -217,7 +217,6 @@ def test_a_model_of_megatrons_own_spec_is_found(
     monkeypatch.setattr("megatron.core.transformer.transformer_layer.TransformerLayer", Gathering)
     made: list[Any] = []
     monkeypatch.setattr(health, "Health", lambda registry, args, weights: made.append(registry) or Fake())
-    monkeypatch.setattr(health, "describe", lambda layers: f"{len(layers)} layers")
     megatron_training.args.fp8 = "hybrid"
     log, model = health.HealthLog(), nn.Sequential(Gathering(None), nn.Linear(1, 1), Gathering(None))
     log.wrap_setup_model(lambda: ([model], "optimizer", "scheduler"))()
@@ -226,7 +225,7 @@ def test_a_model_of_megatrons_own_spec_is_found(
         logged({}, {}, 0.1, iteration)
     (registry,) = made
     assert registry.fp8 is None and registry.layers() == [model[0], model[2]]
-    assert megatron_training.printed == [" [fp8] 2 layers", " [fp8] iteration        2 | all is well"]
+    assert megatron_training.printed == [" [fp8] computed somehow", " [fp8] iteration        2 | all is well"]
     log.wrap_setup_model(lambda: ([model[:1]], "optimizer", "scheduler"))()  # again, as by --inprocess-restart
     logged({}, {}, 0.1, 3)
     assert len(made) == 2 and made[1].layers() == [model[0]], "health is of the model that is trained"
@@ -254,6 +253,9 @@ class Fake:
     """A Health."""
 
     def after_iteration(self, iteration: int) -> None: ...
+
+    def describe(self) -> str:
+        return "computed somehow"
 
     def report(self) -> tuple[str, dict[str, float]]:
         return "all is well", {}
