@@ -192,8 +192,8 @@ def _take_over(args: argparse.Namespace) -> None:
         for flag, value in _talk(args).items():
             if value is not None:
                 raise ConfigError(
-                    f"{flag}: expected it left out without --sequence-parallel, got {value}. All-reduces are in bf16: "
-                    "remove it, or add --sequence-parallel."
+                    f"{flag}: expected it left out without --sequence-parallel over two or more ranks of "
+                    f"--tensor-model-parallel-size, got {value}. All-reduces are in bf16: remove it, or add both."
                 )
     for name, reason in _OF_ENGINES_FP8.items():
         if getattr(args, name, False):

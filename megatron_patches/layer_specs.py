@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.models.gpt import gpt_layer_specs as stock_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -330,6 +331,20 @@ def _refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
         gather_rule(fp8, fp8.recipe(), None)
 
 
+def refuse_final_norm(config: Any) -> None:
+    """Megatron can build the norm after the last layer, which a spec of one layer has no slot for.
+
+    Raises:
+        UnsupportedError: it is torch's, under sequence parallelism. On pipeline stages without that norm, too.
+    """
+    if config.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm and not _alternates(config):
+        raise UnsupportedError(
+            "--sequence-parallel: expected off with --spec of megatron_patches, where neither Transformer Engine nor "
+            "Apex is installed, got on. Megatron's last norm would be torch's, which it refuses then: use `-m "
+            "megatron_patches.pretrain_gpt`, which replaces it, or install Apex."
+        )
+
+
 def _refuse_bf16_alone(config: Any) -> None:
     """--first-last-layers-bf16 leaves a layer in FP8."""
     first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
@@ -407,6 +422,8 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
     if backend is not None:
         attention = AttentionSettings(cast(Any, backend), getattr(args, "fp8_attention_hadamard", False))
     config = core_transformer_config_from_args(args)
+    if local:
+        refuse_final_norm(config)
     has_device = parallel_state.model_parallel_is_initialized()  # Megatron has chosen this rank's by then
     if attention is not None and has_device and not left_to_stock(config):
         require_backend(attention.backend, current_device())  # on pipeline stages without layers, too

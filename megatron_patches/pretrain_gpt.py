@@ -77,6 +77,19 @@ def _own_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(arguments))[0]
 
 
+def needs_own_final_norm(args: argparse.Namespace) -> bool:
+    """Whether norms of a layer spec of ours, named or not, may be torch's under sequence parallelism: the last norm of
+    the model is in no layer spec (norm.py).
+
+    Args:
+        args: digested.
+    """
+    from megatron_patches.arguments import SPEC
+
+    is_ours = bool(args.spec) and args.spec[0] == SPEC[0]
+    return is_ours and args.transformer_impl == "local" and bool(args.sequence_parallel)
+
+
 def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
     """Megatron is patched, and runs on the CPU if the arguments say so, until `stack` is closed.
 
@@ -103,7 +116,7 @@ def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
         states = optimizer.from_arguments(args)
         if states is not None:
             replaced.update(optimizer.replacements(states))
-        if args.spec == list(ours.SPEC) and args.transformer_impl == "local" and args.sequence_parallel:
+        if needs_own_final_norm(args):
             replaced["megatron.core.transformer.transformer_block.LayerNormImpl"] = norm.without_refusal
         # Megatron parses its arguments more than once.
         missing = {path: replace for path, replace in replaced.items() if path not in patches.applied()}

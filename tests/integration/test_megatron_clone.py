@@ -125,6 +125,16 @@ def test_the_stock_script_takes_our_spec(root: Path, tmp_path: Path, stock: Any)
     assert found["gpt"] != found["gpt_fa3_fp8_emulated"], "the end of the name is the backend of attention"
 
 
+def test_a_named_spec_takes_sequence_parallelism_by_the_wrapper_alone(root: Path, tmp_path: Path, stock: Any) -> None:
+    script = tmp_path / "stock.py"
+    script.write_text(STOCK_SCRIPT)
+    parallel = (*TP, "--sequence-parallel")
+    words = (*ARGUMENTS, *parallel, "--spec", "megatron_patches.layer_specs", "gpt_sdpa")
+    assert losses(launch(root, *words, ranks=2)) == stock(parallel, 2)
+    refused = launch(root, *words, ranks=2, script=script)
+    assert refused.returncode != 0 and "--sequence-parallel: expected off with --spec" in refused.stderr
+
+
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
 
 

@@ -114,6 +114,7 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
             r"would train in bf16 without a word",
         ),
         ([*FP8, "--fp8-tp-gather", "bf16"], ConfigError, r"without --sequence-parallel"),
+        ([*FP8, SP[-1], "--fp8-tp-gather", "bf16"], ConfigError, r"two or more ranks of --tensor-model-parallel-size"),
         ([*FP8, "--fp8-tp-reduce-scatter", "fp8"], ConfigError, r"without --sequence-parallel"),
         ([*SP, "--fp8-tp-gather", "fp8"], ConfigError, r"without FP8 linears"),
         (["--fp8-gemm-backend", "reference"], ConfigError, r"--fp8-gemm-backend: expected it left out"),

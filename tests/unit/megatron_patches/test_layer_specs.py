@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -30,8 +31,16 @@ from packaging.version import Version
 from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, layer_specs
 from megatron_patches.attention import AttentionSettings
-from megatron_patches.layer_specs import RegisteredLayer, layer_spec, registry_of, with_attention, with_fp8_linears
+from megatron_patches.layer_specs import (
+    RegisteredLayer,
+    layer_spec,
+    refuse_final_norm,
+    registry_of,
+    with_attention,
+    with_fp8_linears,
+)
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import settings
 
 FP8 = settings("hybrid", "tensorwise")
@@ -230,6 +239,17 @@ def test_what_megatron_recomputes_by_transformer_engine_is_refused(values: dict[
         return
     with pytest.raises(UnsupportedError, match=message):
         layer_spec(of_stock_script, use_transformer_engine=False)
+
+
+def test_torchs_norm_after_the_last_layer_is_refused_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = config(sequence_parallel=True, tensor_model_parallel_size=2)
+    with pytest.raises(
+        UnsupportedError, match=r"--sequence-parallel: expected off .* use `-m megatron_patches.pretrain_gpt`"
+    ):
+        refuse_final_norm(parallel)
+    refuse_final_norm(config(tensor_model_parallel_size=2))
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", SequenceParallelNorm)  # as the wrapper does
+    refuse_final_norm(parallel)
 
 
 @pytest.mark.parametrize(
