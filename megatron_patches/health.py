@@ -76,7 +76,7 @@ def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
             share = 0.0
             if isinstance(module, MegatronFp8Attention) and module.fp8_attention is not None:
                 share = _FORWARD_SHARE if module.fp8_attention.backend in _BF16_OF else 0.0
-            width = config.kv_channels * config.num_attention_heads / config.tensor_model_parallel_size
+            width = _channels(config) * config.num_attention_heads / config.tensor_model_parallel_size
             total = 2 * width * sequence_length / 2
             yield Products(total * share, total)
             continue
@@ -85,7 +85,16 @@ def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
         total = float(sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2))
         if _EXPERTS in name.split("."):
             total *= config.moe_router_topk * config.expert_model_parallel_size / config.num_moe_experts
+            # Experts that are cut into fewer parts than the other layers see a part of a group's tokens each.
+            total *= config.expert_tensor_parallel_size / config.tensor_model_parallel_size
         yield Products(total * share, total)
+
+
+def _channels(config: Any) -> float:
+    """Of a head of attention, the mean of its two products."""
+    if getattr(config, "multi_latent_attention", False):
+        return float(config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
+    return float(config.kv_channels)
 
 
 class Gathers(NamedTuple):

@@ -81,11 +81,24 @@ def test_of_fp8_attention_the_forward_counts(backend: str, share: float) -> None
     assert total(layer) == Products(products * share, products)
 
 
-def test_experts_count_by_the_tokens_they_get() -> None:
-    layer = Layer(moe_router_topk=2, num_moe_experts=8, expert_model_parallel_size=2)
+@pytest.mark.parametrize(("tp", "expert_tp", "expected"), [(1, 1, 64.0), (2, 2, 64.0), (2, 1, 32.0)])
+def test_experts_count_by_the_tokens_they_get(tp: int, expert_tp: int, expected: float) -> None:
+    layer = Layer(
+        moe_router_topk=2,
+        num_moe_experts=8,
+        expert_model_parallel_size=2,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=expert_tp,
+    )
     layer.experts = nn.ModuleList(linear(Fp8RowParallelLinear, 8, 4, recipe()) for _ in range(4))
-    # 4 of 8 experts here, each with 2 of 8 parts of the tokens of 2 ranks.
-    assert total(layer) == Products(64.0, 64.0)
+    # 4 of 8 experts here, each with 2 of 8 parts of the tokens of 2 ranks; uncut, of half of these tokens.
+    assert total(layer) == Products(expected, expected)
+
+
+def test_attention_with_latents_counts_by_its_own_dims() -> None:
+    layer = Layer(multi_latent_attention=True, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    layer.core_attention = nn.Identity()
+    assert total(layer) == Products(0.0, HEADS * (16 + 8 + 12) * SEQUENCE / 2)
 
 
 @pytest.mark.parametrize(
