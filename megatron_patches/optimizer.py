@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.optim.adamw import _SMALLEST_EPS
 from fp8_ds.optim.masters import BY_NAME
+from fp8_ds.scaling.predicted import check_betas
 from megatron_patches import compat
 
 MASTERS = tuple(BY_NAME)
@@ -117,6 +119,7 @@ def from_arguments(args: Any) -> OptimizerStates | None:
         raise UnsupportedError(
             f"--optimizer: expected adam with --fp8-optimizer-states, got {args.optimizer}. Use adam."
         )
+    _check_numbers(args)
     for name, flag in _OTHER_FLAGS.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{flag}: expected off with --fp8-optimizer-states, got on. Turn one of them off.")
@@ -126,6 +129,28 @@ def from_arguments(args: Any) -> OptimizerStates | None:
             "one of them off."
         )
     return states
+
+
+def _check_numbers(args: Any) -> None:
+    """Adam's numbers are such that FP8 states have scales; here, so that the flags are named before a model is built.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    betas, eps = (getattr(args, "adam_beta1", 0.9), getattr(args, "adam_beta2", 0.999)), getattr(args, "adam_eps", 1e-8)
+    try:
+        check_betas(*betas)
+    except ValueError as error:
+        raise ConfigError(
+            "--adam-beta1, --adam-beta2: expected beta1**2 < beta2, both from 0 to below 1, with "
+            f"--fp8-optimizer-states, got {betas[0]} and {betas[1]}. Adam's update has no bound without, and scales "
+            "follow from it: lower --adam-beta1, or raise --adam-beta2."
+        ) from error
+    if not eps >= _SMALLEST_EPS:
+        raise ConfigError(
+            f"--adam-eps: expected {_SMALLEST_EPS} or more with --fp8-optimizer-states, got {eps}. They divide by it "
+            "where the second moment is 0: raise it."
+        )
 
 
 _OTHER_FLAGS = {
