@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.optim.adamw import _SMALLEST_EPS
+from fp8_ds.optim.adamw import SMALLEST_EPS
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.scaling.predicted import check_betas
 from megatron_patches import compat
@@ -146,9 +146,9 @@ def _check_numbers(args: Any) -> None:
             f"--fp8-optimizer-states, got {betas[0]} and {betas[1]}. Adam's update has no bound without, and scales "
             "follow from it: lower --adam-beta1, or raise --adam-beta2."
         ) from error
-    if not eps >= _SMALLEST_EPS:
+    if not eps >= SMALLEST_EPS:
         raise ConfigError(
-            f"--adam-eps: expected {_SMALLEST_EPS} or more with --fp8-optimizer-states, got {eps}. They divide by it "
+            f"--adam-eps: expected {SMALLEST_EPS} or more with --fp8-optimizer-states, got {eps}. They divide by it "
             "where the second moment is 0: raise it."
         )
 

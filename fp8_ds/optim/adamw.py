@@ -23,7 +23,7 @@ from fp8_ds.scaling.predicted import PredictedScales, check_betas
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 
-_SMALLEST_EPS = 1e-30
+SMALLEST_EPS = 1e-30
 """Its reciprocal is a normal float32."""
 
 
@@ -361,9 +361,9 @@ class Fp8AdamW(torch.optim.Optimizer):
 def _check_group(group: dict[str, Any]) -> None:
     if not isinstance(group["lr"], Tensor) and group["lr"] < 0:
         raise ValueError(f"lr: expected a number >= 0, got {group['lr']}.")
-    if not group["eps"] >= _SMALLEST_EPS:
+    if not group["eps"] >= SMALLEST_EPS:
         raise ValueError(
-            f"eps: expected a number >= {_SMALLEST_EPS}, got {group['eps']}. FP8 states divide by it where v is 0."
+            f"eps: expected a number >= {SMALLEST_EPS}, got {group['eps']}. FP8 states divide by it where v is 0."
         )
     if group["weight_decay"] < 0:
         raise ValueError(f"weight_decay: expected a number >= 0, got {group['weight_decay']}.")
