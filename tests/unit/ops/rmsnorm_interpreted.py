@@ -149,6 +149,17 @@ def test_programs_that_take_several_partial_sums_equal_reference_bitwise(shape, 
             assert_same(a, b)
 
 
+@pytest.mark.parametrize("shape", [(70, 200), (64, 40)], ids=str)
+def test_partial_sums_of_more_rows_equal_reference_bitwise(shape, monkeypatch):
+    """Of 24 and 22 rows, where three are all that a matrix may have."""
+    monkeypatch.setattr(reference, "MAX_PARTIALS", 3)
+    x, grad = (make_rows(*shape, seed) for seed in range(2))
+    assert reference.rows_per_partial(*shape) == -(-shape[0] // 3) > reference.MIN_ROWS_PER_PARTIAL
+    arguments = grad, x, weight_of(shape[1]), reference.rstd_of(x, 1e-5), None
+    for a, b in zip(reference.rmsnorm_backward(*arguments), kernels.rmsnorm_backward(*arguments), strict=True):
+        assert_same(a, b)
+
+
 @pytest.mark.parametrize(
     ("shape", "num_programs", "num_warps"),
     [
