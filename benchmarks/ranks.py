@@ -23,14 +23,13 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
         mp.ProcessRaisedException: `work` raised on a rank; with its traceback.
         mp.ProcessExitedException: a rank's process ended before `work` did.
     """
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT))  # the new processes have it, too
     from fp8_ds.launcher import free_port
 
     mp.spawn(_run_rank, (num_ranks, free_port(), work, args), nprocs=num_ranks)
 
 
 def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    sys.path.insert(0, str(ROOT))
     from fp8_ds.device import uses_cuda
 
     on_cuda = uses_cuda()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
 
+from fp8_ds import json_text
+
 if TYPE_CHECKING:
     from fp8_ds.config import Key
 
@@ -142,7 +144,7 @@ def _without_quotes(value: Any, values: Sequence[str]) -> str | None:
     """The JSON that a string would be without its quotes, also in Python's spelling; None: it is none of `values`."""
     bare = value.strip().lower().replace("none", "null") if isinstance(value, str) else ""
     try:
-        found = json.loads(bare)
+        found = json_text.parse(bare)
     except ValueError:
         return None
     kind = {bool: bare, type(None): bare, int: "integer", float: "number"}.get(type(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fp8_ds import json_text
 from fp8_ds.errors import ConfigError
 
 Logged = TypeVar("Logged")
@@ -233,8 +233,8 @@ def _lines(path: Path) -> Iterator[Any]:
     for number, line in enumerate(_text(path).splitlines(), 1):
         try:
             if line.strip():
-                yield json.loads(line)
-        except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
+                yield json_text.parse(line)
+        except ValueError as error:
             raise ConfigError(
                 f"{path}:{number}: expected a line of JSON, got {line[:60]!r}. A run that was killed may have left "
                 "half a line: remove it, or name a file of JSON lines."
@@ -243,8 +243,8 @@ def _lines(path: Path) -> Iterator[Any]:
 
 def _log_history(path: Path) -> list[Any]:
     try:
-        found = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
+        found = json_text.parse(_text(path))
+    except ValueError as error:
         raise ConfigError(f"{path}: expected JSON, got {error}. Name what Trainer has written.") from error
     history = found.get("log_history") if isinstance(found, dict) else None
     if not isinstance(history, list):

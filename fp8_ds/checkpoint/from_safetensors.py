@@ -9,7 +9,6 @@ runtime/zero/stage3.py:3653 (0.19.8).
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_ds import json_text
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.universal import TENSORS
@@ -119,8 +119,8 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
 def _files_by_tensor(index: Path) -> dict[str, str]:
     """Names of tensors and of the files that they are in."""
     try:
-        content = json.loads(index.read_text())
-    except (ValueError, RecursionError) as error:
+        content = json_text.parse(index.read_text())
+    except ValueError as error:
         content = error
     listed = content.get("weight_map") if isinstance(content, dict) else content
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):

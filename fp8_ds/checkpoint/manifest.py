@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from fp8_ds import json_text
 from fp8_ds.errors import CheckpointError
 
 MANIFEST = "fp8_ds_manifest.json"
@@ -133,11 +134,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     except UnicodeDecodeError as error:
         raise _damaged(path) from error
     try:
-        content = json.loads(text)["content"]
+        content = json_text.parse(text)["content"]
         form, header = content["format"], dict(content["header"])
         if form == _FORMAT:
             manifest = Manifest(header, {name: FileRecord(**entry) for name, entry in content["files"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
     if form != _FORMAT:
         raise CheckpointError(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from fp8_ds import json_text
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
@@ -173,7 +175,7 @@ def read_config(path: Path) -> dict[str, Any]:
     with argument("--config"):
         content = path.read_bytes()
     try:
-        config = json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        config = json_text.parse(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         line = next(iter(error.doc.splitlines()[error.lineno - 1 : error.lineno]), "").strip()
         raise ConfigError(
@@ -182,7 +184,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except _TwiceError as error:
         raise ConfigError(f"--config: expected each key once, got {error} in {path}. Remove one.") from error
-    except (ValueError, RecursionError) as error:  # of UTF-8; of thousands of brackets
+    except ValueError as error:  # of UTF-8
         raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
     if not isinstance(config, dict):
         raise ConfigError(

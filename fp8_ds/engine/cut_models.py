@@ -108,16 +108,21 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
     if mpu is not None:
         return
     world = dist.get_world_size() if dist.is_initialized() else 1
-    size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
-    sizes = {"tensor_parallel.autotp_size": size} if size > 0 else {}
-    if (recorded := init_utils._TP_MODEL_INIT_ARGS) is not None:
-        sizes["deepspeed.tp_model_init: tp_size"] = recorded["tp_size"]
-    for name, size in sizes.items():
+    for name, size in _autotp_sizes(config).items():
         if size < 1 or world % size:
             raise ConfigError(
                 f"{name}: expected a divisor of the number of ranks, {world}, got {size}. Use such a one, or other "
                 "ranks."
             )
+
+
+def _autotp_sizes(config: Config) -> dict[str, int]:
+    """How many ranks AutoTP is to cut a model over, by what says so; empty: it is off."""
+    size = number(block_of(config, "tensor_parallel").get("autotp_size"), 0)
+    sizes = {"tensor_parallel.autotp_size": size} if size > 0 else {}
+    if (recorded := init_utils._TP_MODEL_INIT_ARGS) is not None:
+        sizes["deepspeed.tp_model_init: tp_size"] = recorded["tp_size"]
+    return sizes
 
 
 def refuse_second_cut(model: Module, config: Config) -> None:
@@ -130,13 +135,12 @@ def refuse_second_cut(model: Module, config: Config) -> None:
     Raises:
         ConfigError: `fp8_ds.tp.parallelize` has cut it, and AutoTP is on.
     """
-    recorded = (init_utils._TP_MODEL_INIT_ARGS or {}).get("tp_size", 0)
-    size = max(number(block_of(config, "tensor_parallel").get("autotp_size"), 0), recorded)
-    if size > 1 and is_cut(model):
-        raise ConfigError(
-            f"tensor_parallel.autotp_size: expected none with a model that fp8_ds.tp.parallelize has cut, got {size}. "
-            'Remove "tensor_parallel" and `deepspeed.tp_model_init`, or leave parallelize out.'
-        )
+    for name, size in _autotp_sizes(config).items():
+        if size > 1 and is_cut(model):
+            raise ConfigError(
+                f"{name}: expected none with a model that fp8_ds.tp.parallelize has cut, got {size}. Leave out one of "
+                "the two."
+            )
 
 
 def refuse_one_ranks_part(module: Module, autotp_size: int, what: str) -> None:

@@ -9,11 +9,11 @@ Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8_ds import json_text
 from fp8_ds.curves import last_attempt
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.statistics import KINDS
@@ -39,10 +39,10 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            report = json.loads(line)
+            report = json_text.parse(line.decode("utf-8-sig"))
             _check_layers(report["layers"])
             found.append((int(report["step"]), report))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:  # a step may be 1e400
+        except (ValueError, KeyError, TypeError, OverflowError) as error:  # a step may be 1e400
             raise ConfigError(
                 f'{path}:{number}: expected a report of "fp8": {{"monitor": ...}}, got {line[:60]!r}. Give that file; '
                 "a run that was killed may have left half a line."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8_ds import json_text
 from fp8_ds.errors import ConfigError
 
 BASE = "bf16"
@@ -95,7 +95,7 @@ def resolve_all(arms: Sequence[str], own: dict[str, Any] | None) -> dict[str, di
 
 def _read_block(path: Path) -> dict[str, Any]:
     try:
-        block = json.loads(path.read_text(encoding="utf-8"))
+        block = json_text.parse(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f'--arms: expected an "fp8" block as JSON in {path}, got {error}. Correct it.') from error
     if not isinstance(block, dict):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8_ds import json_text
 from fp8_ds.errors import ConfigError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
@@ -153,8 +154,8 @@ def _texts(file: Path, option: str) -> Iterator[str]:
             yield text
             return
         for line in filter(str.strip, text.splitlines()):
-            yield str(json.loads(line)["text"])
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            yield str(json_text.parse(line)["text"])
+    except (ValueError, KeyError, TypeError) as error:  # of UTF-8, of JSON
         raise ConfigError(
             f'{option}: expected UTF-8 text, or JSON lines with a "text" each, in {file}, got {error!r}. Convert it.'
         ) from error

@@ -65,13 +65,6 @@ def refuse_model_parallel(group: Any) -> None:
         )
 
 
-def _second_gradient(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"fp8.optimizer.release: expected one backward per step, got a second gradient of {name}. "
-        "Call engine.step() after every backward, or turn release off."
-    )
-
-
 class ReleaseUpdater:
     """Updates the shards of one bucket's parameters as soon as their gradients are reduced.
 
@@ -103,7 +96,6 @@ class ReleaseUpdater:
         self._shard_index = {shard.name: index for index, shard in enumerate(core.shards)}
         self.alike = SameNumbers(core, group)
         self._inputs: StepInputs | None = None
-        self._updated: set[str] = set()
         self._expected: set[str] = set()
         self._square_sum = torch.zeros((), device=device)
         self._indices: Recent[tuple[str, ...], Tensor] = Recent()
@@ -113,15 +105,18 @@ class ReleaseUpdater:
         """AdaGC's gamma by tensor; infinite before its first step."""
         self.num_steps = torch.zeros((), dtype=torch.int64, device=device)
 
-    def expect(self, name: str) -> None:
-        """A gradient of the parameter `name` is there, for a bucket that is not reduced yet.
+    def expect(self, names: Sequence[str]) -> None:
+        """Gradients of the parameters `names` are there, and will be in an `update`.
 
         Raises:
-            RuntimeError: for the second time since the last `finish`.
+            RuntimeError: of one for the second time since the last `finish`.
         """
-        if name in self._expected:
-            raise _second_gradient(name)
-        self._expected.add(name)
+        if twice := self._expected.intersection(names):
+            raise RuntimeError(
+                f"fp8.optimizer.release: expected one backward per step, got a second gradient of {sorted(twice)[0]}. "
+                "Call engine.step() after every backward, or turn release off."
+            )
+        self._expected.update(names)
 
     @torch.no_grad()
     def update(
@@ -132,13 +127,7 @@ class ReleaseUpdater:
         Args:
             grads: this rank's reduced gradient shards by name, 1-D; a name may be missing where it holds no shard.
                 They may be changed, and freed once the current stream is done with them.
-
-        Raises:
-            RuntimeError: a parameter for the second time since the last `finish`.
         """
-        if twice := self._updated.intersection(names):
-            raise _second_gradient(sorted(twice)[0])
-        self._updated.update(names)
         if self._inputs is None:
             self._inputs = self.core.begin(param_groups)
         names, held = list(names), [name for name in names if name in grads]
@@ -169,7 +158,6 @@ class ReleaseUpdater:
         self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
         self.num_steps += 1
-        self._updated.clear()
         self._expected.clear()
         self._inputs = None
         self._indices.next_step()
@@ -182,7 +170,6 @@ class ReleaseUpdater:
     def restart(self) -> None:
         """A checkpoint has been loaded: what a backward before it has begun is forgotten, weights are as they were."""
         self._square_sum.zero_()
-        self._updated.clear()
         self._expected.clear()
         self._inputs = None
 

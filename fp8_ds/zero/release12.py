@@ -55,7 +55,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
             return
         # Stock stage 1 empties no bucket after a micro-batch that does not end the step: it would find two gradients of
         # a parameter in one, and say nothing of release.
-        self._fp8_release.expect(self._fp8_names[id(param)])
+        self._fp8_release.expect([self._fp8_names[id(param)]])
         self.setup_buckets()
         self.reduce_independent_p_g_buckets_and_remove_grads(param, i)
         for dtype, bucket in self.ipg_buckets.items():

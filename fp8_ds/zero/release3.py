@@ -44,6 +44,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
             if shard is not None:
                 grads[shard.name] = partition.reshape(-1)[: shard.numel]
         names = [self.param_names[p] for p in params_to_release]
+        self._fp8_release.expect(names)
         self._fp8_release.update(names, grads, self.optimizer.param_groups, self.loss_scale)
         for p in params_to_release:
             if p.grad is not None and not get_accelerator().is_synchronized_device():

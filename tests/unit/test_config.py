@@ -383,6 +383,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         ['expected "deepspeed" with every 0, got "health.jsonl"', '"every": 100'],
     ),
     "a value that is a list": (on(recipe=["tensorwise"]), "fp8.linear.recipe:", ['got ["tensorwise"]']),
+    "thousands of brackets": (on(fast_accumulation="[" * 100_000), "fp8.linear.fast_accumulation:", ["[["]),
 }
 
 

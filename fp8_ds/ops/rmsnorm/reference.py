@@ -9,7 +9,8 @@ from fp8_ds.ops._producer import SlotTensors, quantize_by
 
 MIN_ROWS_PER_PARTIAL = 16
 MAX_PARTIALS, MAX_PARTIAL_NUMBERS = 512, 2**20
-"""Of long sums, and of rows so wide that these would be too many to write and read back: 4 MiB. 128 at least."""
+"""At most so many partial sums; of wide rows fewer, that they hold so many numbers in all (4 MiB, which are written and
+read back), but as many as there are lanes."""
 PARTIAL_LANES = 128
 
 
