@@ -17,17 +17,23 @@ from torch import Tensor
 from fp8_ds.formats import E4M3, E5M2, Float8Format
 
 
-def check(num: int, strategy: st.SearchStrategy[Any], claim: Callable[[Any], object]) -> None:
-    """`claim` holds for `num` values of `strategy`: the same ones in every default run, others in each slow one."""
+def settled(num: int) -> settings:
+    """Of tests by hypothesis: `num` values, the same in every default run and others in each slow one, however slow the
+    machine is that draws them."""
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
+    return settings(
+        max_examples=num, deadline=None, derandomize=num < 1000, database=None, phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+def check(num: int, strategy: st.SearchStrategy[Any], claim: Callable[[Any], object]) -> None:
+    """`claim` holds for `num` values of `strategy`, by `settled`."""
 
     def holds(value: Any) -> None:
         claim(value)
 
-    settings(
-        max_examples=num, deadline=None, derandomize=num < 1000, database=None, phases=phases,
-        suppress_health_check=list(HealthCheck),
-    )(given(strategy)(holds))()  # fmt: skip
+    settled(num)(given(strategy)(holds))()
 
 
 class Unit(NamedTuple):

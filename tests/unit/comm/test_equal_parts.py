@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8_ds.comm.equal_parts import equal_parts
+from fp8_ds.testing.properties import settled
 
 
+@settled(100)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 12))
 def test_every_element_in_a_part_goes_from_its_owner_to_the_parts_rank(sizes: list[int], part: int) -> None:
     owned = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8_ds.comm import gathered_bytes
+from fp8_ds.testing.properties import settled
 from fp8_ds.zero.kind_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.stage12 import _HP_FREE_BYTES
@@ -39,6 +40,7 @@ def flat_groups(draw: st.DrawFn) -> Group:
     return starts, numels, partition_size, num_ranks, draw(st.sampled_from([1, 8, 16]))
 
 
+@settled(100)
 @given(flat_groups())
 def test_fragments_and_runs_agree_with_a_map_element_by_element(
     group: tuple[list[int], list[int], int, int, int],
@@ -67,6 +69,7 @@ def test_fragments_and_runs_agree_with_a_map_element_by_element(
     assert len(in_runs) == len(set(in_runs)) and set(expected) <= set(in_runs)
 
 
+@settled(100)
 @given(flat_groups())
 def test_slots_are_aligned_ordered_and_dense(group: Group) -> None:
     starts, numels, partition_size, num_ranks, alignment = group
@@ -80,6 +83,7 @@ def test_slots_are_aligned_ordered_and_dense(group: Group) -> None:
     assert layout.num_weights == sum(numels)
 
 
+@settled(100)
 @given(flat_groups())
 def test_runs_of_a_tensor_cover_it_once(group: Group) -> None:
     starts, numels, partition_size, num_ranks, alignment = group
