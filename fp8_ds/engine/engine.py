@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.engine import conversion, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
+from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.order import refuse_other_order
@@ -66,6 +67,8 @@ class Fp8Engine(Fp8Checkpoints):
         super().__init__(*args, **kwargs)
         if self.fp8 is not None:
             self._fp8_following = Following(self)
+            if self.flops_profiler_enabled():
+                self.flops_profiler.__class__ = Fp8FlopsProfiler
             if line := leaves.hint_on_building(self):
                 say(line)
 

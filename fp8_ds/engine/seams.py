@@ -42,6 +42,7 @@ class Seam:
 
 
 _ENGINE = "deepspeed.runtime.engine"
+_FLOPS = "deepspeed.profiling.flops_profiler.profiler"
 _S12 = "deepspeed.runtime.zero.stage_1_and_2"
 _S3 = "deepspeed.runtime.zero.stage3"
 _PP = "deepspeed.runtime.zero.partition_parameters"
@@ -75,6 +76,9 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs"), "override", "schedule, monitor, guard"),
     Seam(_ENGINE, "DeepSpeedEngine.forward", ("self", "inputs", "kwargs"), "override", "from here on layers stay"),
     Seam(_ENGINE, "DeepSpeedEngine.compile", ("self", "backend", "compile_kwargs"), "override", "a hint on leaves"),
+    Seam(_ENGINE, "DeepSpeedEngine.flops_profiler_enabled", ("self",), "rely", "whether there is a profiler"),
+    Seam(_FLOPS, "FlopsProfiler.start_profile", ("self", "ignore_list"), "override", "counts FP8 layers, too"),
+    Seam(_FLOPS, "FlopsProfiler.stop_profile", ("self",), "override", "no longer"),
     Seam(_ENGINE, "DeepSpeedEngine.zero_optimization_partition_weights", ("self",), "rely", "whether it is ZeRO-3"),
     Seam(_ENGINE, "DeepSpeedEngine.zero_prefetch_bucket_size", ("self",), "rely", "whether a leaf is prefetched whole"),
     Seam("deepspeed.utils.z3_leaf_module", "z3_leaf_module", ("model",), "rely", "whether it is gathered as a whole"),

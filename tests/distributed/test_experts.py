@@ -361,3 +361,14 @@ def released(stage: int) -> list[float]:
 def test_updates_during_the_backward_take_experts_as_any_weight(ranks: Any, stage: int) -> None:
     losses = ranks(2).run(released, stage)[0]
     assert losses[-1] < losses[0] - 0.1
+
+
+def with_flops_profiler(stage: int) -> dict[str, int]:
+    return training.macs_of_second_step(build(stage, {}, flops_profiler={"enabled": True, "profile_step": 1}))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_flops_profiler_counts_experts_by_the_tokens_they_see(ranks: Any, stage: int) -> None:
+    num_pairs = training.MICRO_BATCH * (training.LENGTH + 1) * 2
+    macs = ranks(2).run(with_flops_profiler, stage)[0]["lm.model.layers.0.mlp.experts"]
+    assert macs == num_pairs * 3 * SIZES["hidden_size"] * INTER

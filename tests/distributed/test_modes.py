@@ -226,3 +226,17 @@ def timers_that_wait(throughputs: list[dict[str, Any]]) -> list[bool]:
 def test_the_throughput_timer_empties_the_queue_of_the_device_only_if_told_to(ranks: Any) -> None:
     for found in ranks(2).run(timers_that_wait, [{}, {"synchronized": True}]):
         assert found == [False, True]
+
+
+def with_flops_profiler(stage: int, fp8: dict[str, Any] | None) -> dict[str, int]:
+    profiler = {"enabled": True, "profile_step": 1}
+    return training.macs_of_second_step(training.build(training.ds_config(stage, fp8, flops_profiler=profiler)))
+
+
+def test_the_flops_profiler_counts_fp8_layers_as_it_counts_linears(ranks: Any) -> None:
+    stock, in_fp8 = (ranks(2).run(with_flops_profiler, 2, fp8)[0] for fp8 in (None, {}))
+    assert in_fp8 == stock and stock["blocks.0.up"] > 0
+    in_bf16 = {"schedule": {"bf16_until_step": 3}}  # by F.linear, which is not counted again
+    assert ranks(2).run(with_flops_profiler, 2, in_bf16)[0] == stock
+    sharded = ranks(2).run(with_flops_profiler, 3, {})[0]  # where stock counts a linear twice
+    assert all(sharded[name] == stock[name] for name in ("blocks.0.up", "blocks.2.down"))
