@@ -57,7 +57,12 @@ def wait(out: Path, seconds: float) -> bool:
 
     Returns:
         Whether it has ended.
+
+    Raises:
+        FileNotFoundError: none was started with this folder, as on a machine that has taken the place of a lost one.
     """
+    if not (out / LOG).exists():
+        raise FileNotFoundError(f"expected a detached session in {out}, got none: is this another machine?")
     end = time.monotonic() + seconds
     while not (ended := (out / ENDED).exists()) and time.monotonic() < end:
         time.sleep(min(_POLL_SECONDS, seconds))

@@ -217,3 +217,8 @@ def test_a_session_that_is_detached_has_its_arguments_and_says_when_it_has_ended
         run_main("session", "--out", tmp_path, "--archive", tmp_path / "R.tgz")
     assert wrong.value.code == 2
     assert bench("session_detached").wait(tmp_path, 0.0)
+
+
+def test_nobody_waits_for_a_session_that_was_never_started_here(run_main: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"got none: is this another machine\?"):
+        run_main("session", "--out", tmp_path, "--wait", HANG)
