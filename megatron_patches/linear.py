@@ -68,6 +68,7 @@ class MegatronFp8Linear:
     tp: TensorParallel | None
     bf16_reason: str = ""
     _keeps_weight = False
+    _step_weight: StepWeight | None = None
 
     def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,16 +110,17 @@ class MegatronFp8Linear:
     def _begin_forward(self) -> None:
         """This forward and its backward read the weight's bytes of this step."""
         layer: Any = self
-        if getattr(layer.weight, "_fp8", None) is None:
+        self._step_weight = getattr(layer.weight, "_fp8", None)
+        if self._step_weight is None:
             assert self.fp8_recipe is not None
-            layer.weight._fp8 = StepWeight(layer.weight, self.fp8_recipe)
+            self._step_weight = layer.weight._fp8 = StepWeight(layer.weight, self.fp8_recipe)
         elif not (self._keeps_weight and layer.training):
             self._expire_weight()
 
     def _expire_weight(self) -> None:
-        payload: StepWeight | None = getattr(cast(Any, self).weight, "_fp8", None)
-        if payload is not None:
-            payload.expire()
+        # Not found by way of `weight`: between steps FSDP2 has a shard there, and the next forward the weight of old.
+        if self._step_weight is not None:
+            self._step_weight.expire()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self._fp8_text()})"

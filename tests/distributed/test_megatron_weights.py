@@ -134,3 +134,34 @@ def test_copies_of_a_parameter_do_not_have_its_cache() -> None:
     weight._fp8 = StepWeight(weight, TensorwiseRecipe(LinearConfig()))  # type: ignore[attr-defined]
     assert getattr(copy.deepcopy(weight), "_fp8", None) is None
     assert getattr(pickle.loads(pickle.dumps(weight)), "_fp8", None) is None
+
+
+def fully_sharded(always: bool) -> list[float]:
+    """Losses of steps of two micro-batches over a model that torch's FSDP2 shards, which Megatron's schedule steers."""
+    from torch.distributed.fsdp import fully_shard
+
+    with mt.megatron(Layout()), counted(always=always):
+        model = mt.build(Layout())
+        for layer in model.decoder.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        losses = []
+        data = mt.batches(NUM_STEPS)
+        for _ in range(NUM_STEPS):
+            for micro_batch in range(mt.NUM_MICRO):
+                for layer in model.decoder.layers:
+                    layer.current_microbatch = micro_batch
+                output, loss_of = mt.forward_step(data, model)
+                loss, _ = loss_of(output)
+                loss.backward()
+                losses.append(float(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+
+def test_weights_that_fsdp2_shards_do_not_lag_behind_the_optimizer(ranks: Ranks) -> None:
+    """Between steps a layer has the shard in place of the weight, and the gathered one comes back as it left."""
+    kept, always = (ranks(2).run(fully_sharded, flag) for flag in (False, True))
+    assert kept == always
