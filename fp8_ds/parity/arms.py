@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fp8_ds.errors import ConfigError
 
 BASE = "bf16"
 OWN, DEFAULT = "config", "default"
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 CHANGES: dict[str, dict[str, Any]] = {
     "tensorwise": {"linear": {"recipe": "tensorwise"}},
     "delayed": {"linear": {"recipe": "delayed"}},
@@ -55,7 +57,7 @@ def resolve(arm: str, own: Mapping[str, Any] | None) -> tuple[str, dict[str, Any
         own: the configuration's own block.
 
     Raises:
-        ConfigError: none of these, or there is no block for "config".
+        ConfigError: none of these, there is no block for "config", or NAME is none for a file or is of another arm.
         OSError: the file cannot be read.
     """
     if arm == BASE:
@@ -71,6 +73,7 @@ def resolve(arm: str, own: Mapping[str, Any] | None) -> tuple[str, dict[str, Any
         return arm, dict(own or {})
     name, equals, path = arm.partition("=")
     if equals:
+        _check_name(name, arm)
         return name, _read_block(Path(path))
     if arm not in CHANGES:
         known = ", ".join([BASE, DEFAULT, OWN, *CHANGES])
@@ -93,12 +96,23 @@ def resolve_all(arms: Sequence[str], own: dict[str, Any] | None) -> dict[str, di
     return found
 
 
+def _check_name(name: str, arm: str) -> None:
+    """Raises: ConfigError: the files of the arm's runs cannot have it, or it says what the arm is not."""
+    if not _NAME.fullmatch(name) or name in (BASE, DEFAULT, OWN, *CHANGES):
+        raise ConfigError(
+            f"--arms: expected a name of its own before =, of letters, digits, _, - and dots, got {arm!r}. Its runs' "
+            "files are named by it: name it otherwise."
+        )
+
+
 def _read_block(path: Path) -> dict[str, Any]:
     try:
         block = json_text.parse(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f'--arms: expected an "fp8" block as JSON in {path}, got {error}. Correct it.') from error
-    if not isinstance(block, dict):
-        raise ConfigError(f"--arms: expected a JSON object in {path}, got {type(block).__name__}. Correct it.")
-    inner = block.get("fp8", block)
-    return dict(inner)
+    inner = block.get("fp8", block) if isinstance(block, dict) else block
+    if not isinstance(inner, dict):
+        raise ConfigError(
+            f'--arms: expected an "fp8" block, a JSON object, in {path}, got {type(inner).__name__}. Correct it.'
+        )
+    return inner

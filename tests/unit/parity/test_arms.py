@@ -55,7 +55,20 @@ def test_an_arm_of_a_file_and_what_is_none(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match='--arms: expected an "fp8" block as JSON'):
         resolve(f"mine={file}", None)
+    for text, kind in (('{"fp8": true}', "bool"), ('{"fp8": null}', "NoneType"), ("[]", "list")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf'--arms: expected an "fp8" block, a JSON object, in .* got {kind}'):
+            resolve(f"mine={file}", None)
     with pytest.raises(ConfigError, match="--arms: expected some of bf16, default, config, tensorwise"):
         resolve("rowise", None)
     with pytest.raises(ConfigError, match="--arms config: expected an enabled"):
         resolve("config", {"enabled": False})
+
+
+def test_a_name_that_no_file_can_have_or_that_says_another_arm_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"enabled": true}')
+    for name in ("", "a/b", "../a", ".", "a b", "bf16", "config", "e4m11"):
+        with pytest.raises(ConfigError, match=r"--arms: expected a name of its own before =, .* name it otherwise"):
+            resolve(f"{name}={file}", None)
+    assert resolve(f"e4m11-2.b_c={file}", None)[0] == "e4m11-2.b_c"
