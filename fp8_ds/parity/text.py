@@ -124,7 +124,7 @@ def _documents(
     for path in paths:
         for file in _files(path):
             if file.suffix == ".npy":
-                array = np.load(file)
+                array = _array(file, option)
                 if array.ndim != 1 or array.dtype.kind not in "iu":
                     raise ConfigError(
                         f"{option}: expected one row of integers in {file}, got {array.dtype} {list(array.shape)}. "
@@ -134,6 +134,16 @@ def _documents(
                 continue
             for text in _texts(file, option):
                 yield np.array([*encode(text), *end], dtype=np.int64)
+
+
+def _array(file: Path, option: str) -> np.ndarray:
+    try:
+        with file.open("rb") as stream:  # np.load would also read archives of arrays and ask for trust in pickles
+            return np.lib.format.read_array(stream, allow_pickle=False)
+    except ValueError as error:  # of EOF, too
+        raise ConfigError(
+            f"{option}: expected an array in NumPy's format in {file}, got {error}. Write it with np.save."
+        ) from error
 
 
 def _source(path: Path) -> list[Any]:

@@ -73,6 +73,16 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
     with pytest.raises(ConfigError, match="expected one row of integers"):
         prepare(tmp_path / "text", [tmp_path / "square.npy"], [], None, 64, 2)
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    np.savez(tmp_path / "several.npz", a=np.arange(3))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    (tmp_path / "nothing.npy").touch()
+    whole = (tmp_path / "square.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:-1])
+    (tmp_path / "words.npy").write_text("no array")
+    for name in ("objects", "several", "nothing", "cut", "words"):
+        with pytest.raises(ConfigError, match=rf"--data: expected an array in NumPy's format in .*{name}\.npy, got "):
+            prepare(tmp_path / "text", [tmp_path / f"{name}.npy"], [], None, 64, 2)
 
 
 def test_a_tokenizer_that_is_not_there_is_not_said_to_lack_a_connection(tmp_path: Path) -> None:
