@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,7 +83,7 @@ def parity(
     from fp8_ds.errors import ConfigError
     from fp8_ds.parity import archive as archives
 
-    with failures(as_json):
+    with failures(as_json), ExitStack() as stack:
         if archive is not None:
             with argument("--archive"):
                 archives.refuse_unwritable(archive)  # said before hours of runs, not after them
@@ -94,7 +94,7 @@ def parity(
         if gpus is not None and gpus > 1 and num_gpus() == 0:
             raise ConfigError(f"--gpus: expected 1 without a GPU, got {gpus}. Leave it out.")
         given = _given(config, micro_batch, lr)
-        study = _study(model, given, out, settings or [], texts, options)
+        study = _study(model, given, out, settings or [], texts, options, stack)
         try:
             study.go_on(None if minutes is None else 60 * minutes, _say)
         except KeyboardInterrupt:
@@ -151,9 +151,15 @@ class _Options:
 
 
 def _study(
-    model: str, config: dict[str, Any], out: Path, settings: list[str], texts: _Texts, options: _Options
+    model: str,
+    config: dict[str, Any],
+    out: Path,
+    settings: list[str],
+    texts: _Texts,
+    options: _Options,
+    stack: ExitStack,
 ) -> Study:
-    """The study in its folder, text prepared.
+    """The study in its folder, text prepared; no other call has the folder until `stack` is closed.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -162,6 +168,7 @@ def _study(
     from fp8_ds.model_spec import read_spec
     from fp8_ds.parity import arms as known_arms
     from fp8_ds.parity import text
+    from fp8_ds.parity.folder import held
     from fp8_ds.parity.study import Settings, Study
 
     own = config.get("fp8")
@@ -180,6 +187,8 @@ def _study(
     _say_schedule(config, options.steps)
     _say_locks()
     vocab_size = int((spec.config or {}).get("vocab_size", 50257 if spec.config is not None else 2**31 - 1))
+    with argument("--out"):
+        lock = stack.enter_context(held(out))
     with _named_by_path({"--out": [out], "--held-out": texts.held_out}, "--data"):
         tokens = text.prepare(
             *(out / "text", texts.data, texts.held_out, texts.tokenizer, vocab_size, options.seq),
@@ -198,7 +207,7 @@ def _study(
         digest=tokens.digest,
     )
     with argument("--out"):
-        return Study(out, shared, chosen, range(options.seeds))
+        return Study(out, shared, chosen, range(options.seeds), inherited=(lock,))
 
 
 @contextmanager

@@ -83,12 +83,14 @@ class Study:
         settings: must be those that the folder was begun with.
         arms: "fp8" blocks by name, None for stock; the first is the base.
         seeds: one pair of runs each.
+        inherited: file descriptors that runs keep open, even past the end of this process.
     """
 
     folder: Path
     settings: Settings
     arms: Mapping[str, dict[str, Any] | None]
     seeds: Sequence[int]
+    inherited: Sequence[int] = ()
     failures: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,7 +170,9 @@ class Study:
         command, env = launcher(self.settings.gpus, str(spec_file.resolve()))
         output = self.log(run).with_suffix(".log")
         with output.open("wb") as file:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False).returncode
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=env, pass_fds=self.inherited, check=False
+            ).returncode
         spec_file.unlink()
         return code, output.read_text(errors="replace")
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fp8_ds.cli import parity as module
 from fp8_ds.cli.app import app
+from fp8_ds.parity.folder import held
 from fp8_ds.parity.study import Study
 
 pytest.importorskip("transformers")
@@ -113,6 +114,14 @@ def test_an_interrupted_study_says_that_it_goes_on(
     assert "Interrupted. Runs that are done are kept in parity: the same command goes on." in result.stderr
     monkeypatch.setattr(Study, "_launch", launch)
     assert CliRunner().invoke(app, words).exit_code == 1 and list(blocks) == ["bf16-s0", "config-s0"]  # one pair
+
+
+def test_two_calls_do_not_work_in_one_folder(folder: Path, blocks: dict[str, Any]) -> None:
+    with held(folder / "parity"):
+        code, found = run("--seeds", 1)
+        assert code == 2 and found["error"].startswith("--out: expected a folder that no other call works in, got ")
+        assert not blocks and run("--seeds", 1, "--out", "other")[0] == 1
+    assert run("--seeds", 2)[0] == 0
 
 
 def test_the_archive_goes_on_elsewhere(folder: Path, blocks: dict[str, Any]) -> None:

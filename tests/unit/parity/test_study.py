@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from fp8_ds.errors import ConfigError
 from fp8_ds.parity import study as module
 from fp8_ds.parity.archive import pack, unpack
+from fp8_ds.parity.folder import held
 from fp8_ds.parity.study import Settings, Study
 
 ARMS: dict[str, Any] = {"bf16": None, "default": {"enabled": True}}
@@ -176,3 +179,21 @@ def test_several_ranks_start_under_the_launcher(monkeypatch: pytest.MonkeyPatch)
     command, env = module.launcher(1, "spec.json")
     assert command[1:] == ["-m", "fp8_ds.parity.worker", "spec.json"]
     assert (env["RANK"], env["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_a_run_that_outlives_its_call_still_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[subprocess.Popen[bytes]] = []
+
+    def run(command: list[str], pass_fds: Sequence[int], **options: Any) -> None:
+        runs.append(subprocess.Popen(["sleep", "60"], pass_fds=pass_fds))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    with held(tmp_path) as lock, pytest.raises(KeyboardInterrupt):
+        Study(tmp_path, settings(), ARMS, range(1), inherited=(lock,)).go_on(None, lambda text: None)
+    with pytest.raises(ConfigError, match="--out: expected a folder that no other call works in"), held(tmp_path):
+        pass
+    runs[0].kill()
+    runs[0].wait()
+    with held(tmp_path):
+        pass

@@ -1,0 +1,49 @@
+"""A study's folder belongs to one call at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp8_ds.errors import ConfigError
+
+_LOCK = "lock"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """No other call has the folder meanwhile: two would append to the same logs and save into the same state.
+
+    Gives:
+        The file descriptor that holds it. A process that inherits it holds the folder as well: a run that goes on after
+        its call was killed.
+
+    Args:
+        folder: made where it is missing, and removed again if nothing came into it. On a file system without locks
+            nothing is held.
+
+    Raises:
+        ConfigError: another call, or a run of one, has it.
+        OSError: it cannot be written.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--out: expected a folder that no other call works in, got {folder}. Wait until that one, or the run "
+                "that it has left if it was killed, is at its end; or name another folder."
+            ) from error
+        except OSError:
+            pass  # the file system has no locks
+        try:
+            yield file.fileno()
+        finally:
+            with suppress(OSError):
+                if is_new and [path.name for path in folder.iterdir()] == [_LOCK]:
+                    (folder / _LOCK).unlink()
+                    folder.rmdir()
