@@ -198,13 +198,17 @@ class Study:
     def about(self, run: Run) -> dict[str, Any]:
         """What a finished run's log has no column for (worker.py)."""
         path = self.log(run).with_suffix(".json")
+        if not path.exists() and self.log(run).exists() and (self.arms[run.arm] or {}).get("enabled"):
+            return {"not_evaluated_in_bf16": "the run was cut after its last step"}
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
     def loss_in_bf16(self, run: Run) -> float | None:
         """Of a finished run's last evaluation, or of the one after it that computed in bf16; None: there is none."""
         about = self.about(run)
-        return about.get("held_out_loss_bf16") if about.get("plan") else read_curve(self.log(run), HELD_OUT).losses[-1]
+        if about.get("plan") or "not_evaluated_in_bf16" in about:
+            return about.get("held_out_loss_bf16")
+        return read_curve(self.log(run), HELD_OUT).losses[-1]
 
     def differences_in_bf16(self) -> dict[str, Paired]:
         """By arm, of the pairs that both have such a loss."""
