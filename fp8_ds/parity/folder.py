@@ -1,8 +1,9 @@
-"""A study's folder belongs to one call at a time."""
+"""A study's folder: it belongs to one call at a time, and what a later call reads there is whole."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,3 +48,10 @@ def held(folder: Path) -> Iterator[int]:
                 if is_new and [path.name for path in folder.iterdir()] == [_LOCK]:
                     (folder / _LOCK).unlink()
                     folder.rmdir()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has the text, or is as it was: a full disk or a kill leaves no half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)

@@ -21,6 +21,7 @@ from fp8_ds.curves import read_curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.launcher import free_port, which_gpus
 from fp8_ds.parity.arms import BASE, seeded
+from fp8_ds.parity.folder import write_whole
 from fp8_ds.parity.loop import FIELDS
 from fp8_ds.statistics import Paired
 
@@ -114,7 +115,7 @@ class Study:
                 )
             mine["arms"] = {**arms, **mine["arms"]}
         (self.folder / "runs").mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=1))
+        write_whole(path, json.dumps(mine, indent=1))
 
     def runs(self) -> list[Run]:
         """All, seed by seed: a study cut short has whole pairs."""

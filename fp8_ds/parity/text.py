@@ -14,6 +14,7 @@ import torch
 
 from fp8_ds import json_text
 from fp8_ds.errors import ConfigError
+from fp8_ds.parity.folder import write_whole
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 HELD_OUT_ONE_IN = 50
@@ -113,7 +114,7 @@ def prepare(
         np.save(folder / f"{name}.npy", stream)
         digest.update(stream.data)
     found = Tokens(len(streams[0]), len(streams[1]), len(train) + len(rest), digest.hexdigest(), sources)
-    about.write_text(json.dumps(asdict(found)))
+    write_whole(about, json.dumps(asdict(found)))
     return found
 
 

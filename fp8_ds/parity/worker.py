@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.parity.folder import write_whole
 from fp8_ds.parity.loop import Length, Ranks, State, device_ranks, train
 from fp8_ds.parity.text import Windows
 
@@ -219,7 +220,7 @@ def run(spec: dict[str, Any], local_rank: int) -> bool:
         about |= trainer.evaluated_in_bf16()
     if trainer.ranks.writes:
         about["tokens_per_second"] = round(spec["steps"] * trainer.tokens_per_step / max(seconds, 1e-9))
-        log.with_suffix(".json").write_text(json.dumps(about))
+        write_whole(log.with_suffix(".json"), json.dumps(about))
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import tarfile
@@ -201,3 +202,18 @@ def test_a_run_that_outlives_its_call_still_has_the_folder(tmp_path: Path, monke
     runs[0].wait()
     with held(tmp_path):
         pass
+
+
+def test_a_full_disk_leaves_the_study_as_it_was(
+    tmp_path: Path, worker: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Study(tmp_path, settings(), ARMS, range(1)).go_on(None, lambda text: None)
+
+    def write_text(path: Path, text: str) -> None:
+        path.write_bytes(b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(Path, "write_text", write_text)
+        Study(tmp_path, settings(), ARMS, range(1))
+    assert Study(tmp_path, settings(), ARMS, range(1)).pending() == []
