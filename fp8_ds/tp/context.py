@@ -48,7 +48,7 @@ class TensorParallel:
         if self.rank < 0:
             raise ConfigError("group: expected one that this rank is in, got another. Pass each rank its own.")
         self.sequence_parallel = sequence_parallel
-        self.set_config(config or TensorParallelConfig())
+        self.set_config(TensorParallelConfig() if config is None else config)
         self.inputs = GatheredInputs()
         self.full_shape: tuple[int, int] | None = None
         self._full_shapes: dict[int, set[tuple[int, int]]] = {}
@@ -60,8 +60,13 @@ class TensorParallel:
         """Layers talk as `config` says; before they are converted to FP8.
 
         Raises:
-            ConfigError: something in it cannot take effect.
+            ConfigError: it is none, or something in it cannot take effect.
         """
+        if not isinstance(config, TensorParallelConfig):
+            raise ConfigError(
+                f"config: expected a TensorParallelConfig, got {config!r}. Of the keys of a block write "
+                "fp8_ds.config.TensorParallelConfig(chunks=2), or leave it out: deepspeed.initialize brings the block."
+            )
         if not self.sequence_parallel and (config.reduce_scatter == "fp8" or config.chunks > 1):
             raise ConfigError(
                 'fp8.tensor_parallel: expected "reduce_scatter": "bf16" and "chunks": 1 without sequence parallelism, '

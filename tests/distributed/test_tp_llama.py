@@ -507,8 +507,9 @@ def wrong(case: str) -> str:
         return message(lambda: parallelize(model, LLAMA, tp_group, sequence_parallel=False, config=config))
     elif case == "names":
         model = nn.Sequential(nn.Linear(8, 8))
+    options: dict[str, Any] = {"config": {"gather": "bf16"}} if case == "a block that is a dict" else {}
     before = [p.shape for p in model.parameters()]
-    found = message(parallelize, model, LLAMA, tp_group)
+    found = message(lambda: parallelize(model, LLAMA, tp_group, **options))
     assert before == [p.shape for p in model.parameters()]
     return found
 
@@ -526,6 +527,7 @@ def wrong(case: str) -> str:
         ("heads", "layers.1.self_attn.k_proj (32, 64): 2 heads of 16"),
         ("names", "plan: expected a module named"),
         ("no sequence parallelism", "without sequence parallelism"),
+        ("a block that is a dict", "config: expected a TensorParallelConfig, got {'gather': 'bf16'}"),
     ],
 )
 def test_a_model_or_group_that_does_not_fit_is_an_error_on_every_rank(ranks: Any, case: str, expected: str) -> None:
