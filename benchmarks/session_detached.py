@@ -61,7 +61,7 @@ def wait(out: Path, seconds: float) -> bool:
     Raises:
         FileNotFoundError: none was started with this folder, as on a machine that has taken the place of a lost one.
     """
-    if not (out / LOG).exists():
+    if not ((out / LOG).exists() or (out / ENDED).exists()):
         raise FileNotFoundError(f"expected a detached session in {out}, got none: is this another machine?")
     end = time.monotonic() + seconds
     while not (ended := (out / ENDED).exists()) and time.monotonic() < end:
