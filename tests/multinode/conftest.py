@@ -48,6 +48,7 @@ class Trainer:
         script: str = "train_cases.py",
         **options: Any,
     ) -> Results:
+        options = {"ranks_per_host": 1, "num_hosts": 2, **options}
         key = json.dumps([cases, launcher, script, options], default=str)
         if anew or key not in self._known:
             self._known[key] = self._train(cases, launcher, script, **options)
@@ -59,7 +60,7 @@ class Trainer:
         (out / "cases.json").write_text(json.dumps(cases))
         path = Path(__file__).resolve().with_name(script)
         self.finished = launch(self.hosts, launcher, path, "--cases", out / "cases.json", "--out", out, **options)
-        world_size = options.get("ranks_per_host", 1) * options.get("num_hosts", 2)
+        world_size = options["ranks_per_host"] * options["num_hosts"]
         return {
             case["name"]: [
                 json.loads((out / f"{case['name']}-rank{rank}.json").read_text()) for rank in range(world_size)

@@ -40,7 +40,6 @@ class Cutter:
             self.is_in_again = True
 
 
-@pytest.mark.short
 def test_a_link_that_is_down_for_seconds_changes_no_result(train: Callable[..., Any], hosts: Hosts) -> None:
     whole = train([CASE])
     cutter = Cutter(hosts, whole, seconds=5)
