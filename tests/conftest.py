@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8_ds.build_locks import remove_abandoned
 from fp8_ds.launcher import free_port
@@ -53,6 +54,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # as collected: the long files, those with ranks and launchers, come first
     return FilesAndRanks(config, log)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test that asks for no seed draws the same numbers whatever has run before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
