@@ -255,6 +255,7 @@ def with_one_layer_after_the_other_in_bf16(compiles: str, limit: int) -> tuple[l
     return losses, graphs
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_a_graph_for_each_set_of_layers_in_bf16_up_to_torchs_limit(ranks: Any) -> None:
     eager, _ = ranks(1).run(with_one_layer_after_the_other_in_bf16, "", 8)[0]
     for compiles, limit, graphs in [("model", 8, 4), ("model", 3, 3), ("blocks", 8, 2)]:

@@ -162,6 +162,7 @@ def test_compiled_from_the_first_batch_it_has_the_bits_of_eager(
             assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_ranks_are_compared_at_the_first_batch_of_a_compiled_model_too(ranks: Any) -> None:
     for message in ranks(2).run(from_the_first_batch, {}, True):
         assert "first batch of the tensor-parallel layers" in message

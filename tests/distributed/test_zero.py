@@ -64,7 +64,7 @@ def check_ranks(results: list[dict[str, Any]]) -> None:
         assert result["losses"] == results[0]["losses"]
 
 
-COVERING = [(1, 2, 2, RAGGED), (2, 3, 1, RAGGED), (3, 4, 1, RAGGED)]
+COVERING = [(1, 2, 2, RAGGED), (3, 4, 1, RAGGED)]
 OTHERS = [
     (stage, world, 1 if world > 2 else 2, model)
     for stage in (1, 2, 3)

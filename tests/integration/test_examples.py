@@ -58,7 +58,8 @@ def test_splits_share_no_file_and_batches_depend_on_seed_and_index(root: Path, m
     assert not first.equal(data.sample_batch(train, 2, 16, seed=1, index=0))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_training_resumes_bit_exactly(root: Path, start_ranks: Launch, tmp_path: Path, ranks: int) -> None:
     script, config = root / "examples/deepspeed/train.py", root / "configs/ds_zero3_fp8.json"
     common = ("--deepspeed_config", config, *TINY, "--steps", 4, "--save", tmp_path / "ckpt", "--save-every", 2)

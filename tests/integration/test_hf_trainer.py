@@ -38,9 +38,9 @@ def test_trainer_trains_in_fp8_by_the_json_flag_alone(
     assert len(weights) > 15 and all(math.isfinite(float(w.float().sum())) for w in weights.values())
 
 
-QUICK = ("trainer_resumes:2", "trainer_resumes:2:fp8", "lora:3", "lora_resumes:3", "pretrained:3")
+QUICK = ("trainer_resumes:2", "trainer_resumes:2:fp8", "lora_resumes:3", "pretrained:3")
 QUICK += ("accelerate:3", "generation:3", "models:3:mixtral")
-SLOW = ("trainer_resumes:3", "trainer_resumes:3:fp8", "lora:2", "lora_resumes:2", "accelerate:2")
+SLOW = ("trainer_resumes:3", "trainer_resumes:3:fp8", "lora:2", "lora:3", "lora_resumes:2", "accelerate:2")
 SLOW += ("lora_experts:2", "lora_experts:3")
 SLOW += ("models:2", "models:3", "generation:2", "pretrained:2")
 

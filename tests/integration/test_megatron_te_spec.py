@@ -17,6 +17,7 @@ from fp8_ds.testing import HANG
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_stock_te_spec_loads_into_ours_and_back(root: Path, tmp_path: Path) -> None:
     """Keys, shapes, offsets and writers are the same, and all four ways of loading give the same parameters."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -152,6 +152,7 @@ def footprint(make: Callable[[], nn.Module], is_compiled: bool) -> Footprint:
     return estimate(ModelSpec("tests", function=make), read_run(config, 1, 2, 256, compiled=is_compiled))
 
 
+@pytest.mark.slow
 def test_the_estimate_is_the_same_however_the_layers_are_held() -> None:
     expected = footprint(listed, True)
     assert expected.activations < 0.75 * footprint(listed, False).activations
