@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.models.gpt import gpt_layer_specs as stock_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import transformer_block
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -33,9 +32,18 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, patches
 from megatron_patches.arguments import check_masks, check_recipe, settings_from
 from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_stock
-from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear, gather_rule
+from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
-from megatron_patches.recipes import Fp8Settings, refuse, settings_of
+from megatron_patches.recipes import Fp8Settings, settings_of
+from megatron_patches.refusals import (
+    alternates,
+    refuse_bf16_alone,
+    refuse_everywhere,
+    refuse_final_norm,
+    refuse_other_layers,
+    refuse_recomputation,
+    require_engine,
+)
 from megatron_patches.registry import LayerRegistry
 from megatron_patches.weights import StepWeights
 
@@ -180,31 +188,6 @@ def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in parameters}
 
 
-def _alternates(config: Any) -> bool:
-    """Whether dense layers and layers of experts need a spec each."""
-    return bool(config.num_moe_experts) and config.moe_layer_freq not in (1, [1] * config.num_layers)
-
-
-# Field of a TransformerConfig, and its flag: layers that gpt_builders.py makes by another function.
-_OTHER_LAYERS = {
-    "experimental_attention_variant": "--experimental-attention-variant",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "use_kitchen": "--kitchen-config-file, --kitchen-recipe-number",
-    "use_kitchen_attention": "--use-kitchen-attention",
-    "transformer_impl": "--transformer-impl",
-}
-
-
-def _refuse_other_layers(config: Any) -> None:
-    for name, flag in _OTHER_LAYERS.items():
-        value = getattr(config, name, None)
-        if value and (name != "transformer_impl" or value == "inference_optimized"):
-            raise UnsupportedError(
-                f"{flag}: expected it left out with a layer spec of megatron_patches, got {value}. Another model would "
-                "be trained: remove it, or leave out --fp8-attention-backend, --spec and --fp8-format."
-            )
-
-
 def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
     """What Megatron builds its layers from: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
 
@@ -218,8 +201,8 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
             and a virtual pipeline stage is not known: a spec is of one.
     """
     patches.check("core")
-    _refuse_other_layers(config)
-    if _alternates(config):
+    refuse_other_layers(config)
+    if alternates(config):
         if config.virtual_pipeline_model_parallel_size and vp_stage is None:
             raise UnsupportedError(
                 "--num-layers-per-virtual-pipeline-stage: expected none with --spec and --moe-layer-freq "
@@ -274,86 +257,26 @@ def layer_spec(
         ConfigError, UnsupportedError: something in it cannot take effect.
     """
     if use_transformer_engine:
-        _require_engine(fp8)
+        require_engine(fp8)
     spec = stock_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
     if not use_transformer_engine:
         if config.sequence_parallel:
             spec = with_sequence_parallel_norms(spec)
         if config.fp8:
-            _refuse_recomputation(config)
+            refuse_recomputation(config)
         if fp8 is None and config.fp8:
             fp8 = settings_of(config)
         if fp8 is not None:
-            _refuse_everywhere(config, fp8)
+            refuse_everywhere(config, fp8)
             spec = with_fp8_linears(spec, fp8)
     if fp8 is not None or config.fp8:
-        _refuse_bf16_alone(config)
+        refuse_bf16_alone(config)
     if attention is not None:
         spec = with_attention(spec, attention)
         _say_what_stays_stock(config, attention)
     registry = registry or LayerRegistry()
     registry.fp8 = fp8
     return with_registry(spec, registry)
-
-
-def _require_engine(fp8: Fp8Settings | None) -> None:
-    if fp8 is not None:
-        raise ConfigError(
-            f"--fp8-recipe: expected one of Megatron's with --transformer-impl transformer_engine, got "
-            f"{fp8.linear.recipe}. Pass --transformer-impl local."
-        )
-    engine = compat.transformer_engine()
-    if not engine.found:
-        raise UnsupportedError(
-            f"--transformer-impl: expected Transformer Engine, got none ({engine.detail}). Install it, or pass "
-            "--transformer-impl local, with which FP8 linears are those of fp8_ds."
-        )
-
-
-def _refuse_recomputation(config: Any) -> None:
-    """Megatron recomputes all but attention's core by Transformer Engine where its own configuration says FP8."""
-    granularity = config.recompute_granularity
-    others = sorted(set(config.recompute_modules or ()) - {"core_attn"}) if granularity == "selective" else []
-    flag, expected, got = "--recompute-granularity", "selective or none", granularity
-    if others:
-        flag, expected, got = "--recompute-modules", "core_attn alone", " ".join(others)
-    if others or granularity == "full":
-        raise UnsupportedError(
-            f"{flag}: expected {expected} with --fp8-format and without Transformer Engine, got {got}. Megatron "
-            "recomputes FP8 layers by it: use `-m megatron_patches.pretrain_gpt`, which can."
-        )
-
-
-def _refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
-    """What linears refuse when they are built, for a pipeline stage that has none: others would wait for it."""
-    refuse(config)
-    if config.sequence_parallel and config.tensor_model_parallel_size > 1 and not config.multi_latent_attention:
-        gather_rule(fp8, fp8.recipe(), None)
-
-
-def refuse_final_norm(config: Any) -> None:
-    """Megatron can build the norm after the last layer, which a spec of one layer has no slot for.
-
-    Raises:
-        UnsupportedError: it is torch's, under sequence parallelism. On pipeline stages without that norm, too.
-    """
-    if config.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm and not _alternates(config):
-        raise UnsupportedError(
-            "--sequence-parallel: expected off with --spec of megatron_patches, where neither Transformer Engine nor "
-            "Apex is installed, got on. Megatron's last norm would be torch's, which it refuses then: use `-m "
-            "megatron_patches.pretrain_gpt`, which replaces it, or install Apex."
-        )
-
-
-def _refuse_bf16_alone(config: Any) -> None:
-    """--first-last-layers-bf16 leaves a layer in FP8."""
-    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
-    if config.first_last_layers_bf16 and (min(first, last) < 0 or first + last >= config.num_layers):
-        raise ConfigError(
-            f"--first-last-layers-bf16: expected fewer than {config.num_layers} layers in bf16, and no negative number "
-            f"of them, got {first} at the start and {last} at the end. No layer would be in FP8: change "
-            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16, or remove --fp8-format."
-        )
 
 
 def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
@@ -428,7 +351,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
     if attention is not None and has_device and not left_to_stock(config):
         require_backend(attention.backend, current_device())  # on pipeline stages without layers, too
     options: dict[str, Any] = {"use_transformer_engine": not local, "fp8": fp8, "attention": attention}
-    if _alternates(config) and not parallel_state.model_parallel_is_initialized():
+    if alternates(config) and not parallel_state.model_parallel_is_initialized():
         return LaterSpec(**options)
     return layer_spec(config, **options)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import NumericsError
+from fp8_ds.parity.folder import write_whole
 
 FIELDS = ("step", "tokens", "seconds", "train_loss", "held_out_loss")
 _PROGRESS = "progress.json"
@@ -115,9 +116,8 @@ class State:
         self.ranks.barrier()
         if not self.ranks.writes:
             return
-        part = self.folder / f"{_PROGRESS}.part"
-        part.write_text(json.dumps({"identity": self.identity, "step": step, "seconds": seconds, "lines": lines}))
-        os.replace(part, self.folder / _PROGRESS)
+        progress = {"identity": self.identity, "step": step, "seconds": seconds, "lines": lines}
+        write_whole(self.folder / _PROGRESS, json.dumps(progress))
         for other in self.folder.glob("step*"):
             if other != self.files(step):
                 shutil.rmtree(other)

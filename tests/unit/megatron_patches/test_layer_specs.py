@@ -34,7 +34,6 @@ from megatron_patches.attention import AttentionSettings
 from megatron_patches.layer_specs import (
     RegisteredLayer,
     layer_spec,
-    refuse_final_norm,
     registry_of,
     with_attention,
     with_fp8_linears,
@@ -42,6 +41,7 @@ from megatron_patches.layer_specs import (
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.recipes import settings
+from megatron_patches.refusals import refuse_final_norm
 
 FP8 = settings("hybrid", "tensorwise")
 SDPA = AttentionSettings("sdpa")
