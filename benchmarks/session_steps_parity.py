@@ -24,13 +24,13 @@ _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
 _SHARES = {
-    47: (("stock", "e4m11"), ("fp32-master", "gw_hp"), ("e4m19", "rowwise"), ("delayed",)),
+    47: (("stock", "rowwise"), ("delayed", "e4m19")),
     48: (("stock", "gw_hp"), ("e4m11", "fp32-master")),
+    49: (("stock", "gw_hp"), ("e4m11", "fp32-master")),
 }
-"""By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet.
+"""By seed, what each of two GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet.
 
-The first share has stock, which all are compared with: with fewer GPUs it and any others still count. Of two the
-faster one comes first: a second run starts where the first one's time is left.
+The first share has stock, which all are compared with. A second run starts where the first one's time is left.
 """
 _SECONDS = {"stock": 580, "e4m11": 590, "e4m19": 590, "fp32-master": 590, "gw_hp": 640, "delayed": 675, "rowwise": 720}
 """Of a run on an H100."""
@@ -156,30 +156,17 @@ PARITY_STEPS = (
         for seed in (19, 21)
         for arm, estimate in (("e4m11", 590), ("rowwise", 750))
     ),
-    Step(
-        "parity-201m-weights",
-        f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --only-first-weights {_FIRST_ESTIMATE}",
-        270,
-        "issue 8 E: text and first weights of the next ones, on one GPU: 60 and 207 s on an H100",
-    ),
-    Step(
-        "parity-201m-weights-4gpus",
-        f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --gpus-per-run 4 --only-first-weights --estimate 80",
-        190,
-        "issue 8 E: the same on four GPUs, so that two runs a GPU fit behind it; predicted 60 and 90 s",
-        gpus=4,
-    ),
     *(
         Step(
             f"parity-201m-{seed}-{letter}",
             f"{_GPT_PARITY} --study recipes --regimes 3 --seeds {seed} --arms {' '.join(arms)} "
             f"--estimate {_SECONDS[arms[0]]}",
             sum(_SECONDS[arm] for arm in arms),
-            f"issue 8 E: {' and '.join(arms)}, seed {seed}; the other shares on other GPUs beside it",
-            after="parity-201m-weights",
+            f"issue 8 E: {' and '.join(arms)}, seed {seed}; the other share on the other GPU beside it",
+            after="parity-201m-first",
         )
         for seed, shares in _SHARES.items()
-        for letter, arms in zip("abcd", shares, strict=False)
+        for letter, arms in zip("ab", shares, strict=True)
     ),
     Step(
         "parity-parts-first",
