@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_leaf_module
 from torch import nn
 
 from fp8_ds.counting_backend import CountingBackend
@@ -27,7 +29,7 @@ def compile_as_trained(
     stage: int,
     releases: bool,
     is_fp8: bool,
-    leaves: Collection[str] = (),
+    leaf_module: Mapping[str, Any] | None = None,
 ) -> None:
     """Modules of `model` compile when they are called, and nothing that was compiled before is known any more.
 
@@ -37,7 +39,7 @@ def compile_as_trained(
         stage: of ZeRO.
         releases: gradients are freed in the backward, so layers compile one by one.
         is_fp8: the engine is ours, which makes tables of rotary embeddings once.
-        leaves: classes of "leaf_module", with their modules or without.
+        leaf_module: stage 3's block of that name.
 
     Raises:
         ConfigError: it is not known which layers are to be compiled one by one.
@@ -46,8 +48,9 @@ def compile_as_trained(
     if is_fp8:
         keep_tables(model)
     if stage == 3:
+        _mark_leaves(model, leaf_module or {})
         for child in model.children():
-            _end_graphs_around(child, leaves)
+            _end_graphs_around(child)
     if not releases or stage == 3:
         model.compile(backend=backend)
         return
@@ -61,14 +64,20 @@ def _end_graph(*args: Any) -> None:
     del args
 
 
-def _end_graphs_around(module: nn.Module, leaves: Collection[str]) -> None:
+def _mark_leaves(model: nn.Module, leaf_module: Mapping[str, Any]) -> None:
+    """As stage 3 does: of its default classes, too. DeepSpeed's log says which names there are none of."""
+    config = DeepSpeedZeroLeafModuleConfig(**leaf_module)
+    for child in model.children():
+        apply_zero_leaf_module_config(child, config)
+
+
+def _end_graphs_around(module: nn.Module) -> None:
     """Source: deepspeed/runtime/zero/parameter_offload.py `_register_deepspeed_module` (0.19.8)."""
     module.register_forward_pre_hook(_end_graph)
     module.register_forward_hook(_end_graph)
-    kind = type(module)
-    if not {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"} & set(leaves):
+    if not z3_leaf_module(module):
         for child in module.children():
-            _end_graphs_around(child, leaves)
+            _end_graphs_around(child)
 
 
 def _layers_and_norm(model: nn.Module) -> list[nn.Module]:

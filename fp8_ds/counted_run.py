@@ -36,7 +36,7 @@ class Run:
         max_live_parameters, sub_group_size: of stage 3, in elements.
         total_steps: that the learning-rate scheduler knows.
         compiled: whether it is compiled as docs/compile.md has it.
-        leaves: classes of stage 3's "leaf_module".
+        leaf_module: stage 3's block of that name.
     """
 
     fp8: Fp8Config | None
@@ -49,7 +49,7 @@ class Run:
     sub_group_size: int = _DEFAULTS["sub_group_size"]
     total_steps: int | None = None
     compiled: bool = False
-    leaves: tuple[str, ...] = ()
+    leaf_module: Mapping[str, Any] | None = None
 
     @property
     def fp32_states_from_step(self) -> int | None:
@@ -115,12 +115,10 @@ def read_run(
         keep_bf16_shard=fp8 is not None and fp8.zero.keep_bf16_shard,
     )
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
-    leaves = block_of(zero, "leaf_module").get("classes")
-    leaves = [leaves] if isinstance(leaves, str) else leaves  # DeepSpeed takes one name for a list of it
     return Run(
         *(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config)),
         compiled=compiled,
-        leaves=tuple(leaves) if isinstance(leaves, (list, tuple)) else (),
+        leaf_module=block_of(zero, "leaf_module"),
     )
 
 

@@ -133,7 +133,7 @@ def _rehearse(model: Any, run: Run) -> Rehearsal:
         stage=run.setup.stage,
         releases=run.setup.releases,
         is_fp8=run.fp8 is not None,
-        leaves=run.leaves,
+        leaf_module=run.leaf_module,
     )
     try:
         found = rehearse(training, loss, compile_model)

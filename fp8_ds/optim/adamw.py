@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
@@ -374,6 +375,12 @@ def _check_group(group: dict[str, Any]) -> None:
     for option in ("amsgrad", "maximize", "differentiable"):
         if group.get(option):
             raise UnsupportedError(f"{option}: expected false with FP8 optimizer states, got true. Remove it.")
+    for p in group["params"]:
+        if isinstance(p, DTensor):
+            raise UnsupportedError(
+                f"params: expected whole tensors or shards as plain ones, got a DTensor {list(p.shape)} (of FSDP2 or "
+                "torch's tensor parallelism). Use ZeRO through DeepSpeed, or torch.optim.AdamW."
+            )
 
 
 def _is_decoupled(client: torch.optim.Optimizer) -> bool:

@@ -106,7 +106,7 @@ def prepare(
     documents = list(_documents(data, "--data", encode, end))
     others = list(_documents(held_out, "--held-out", encode, end))
     train, rest = (documents, others) if others else _split(documents)
-    streams = [_joined(train, vocab_size, "--data"), _joined(rest, vocab_size, "--held-out")]
+    streams = [_joined(train, vocab_size, "--data"), _joined(rest, vocab_size, "--held-out" if others else "--data")]
     _check_windows([len(stream) for stream in streams], seq_len, per_evaluation)
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=8)

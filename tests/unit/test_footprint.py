@@ -177,12 +177,6 @@ def _tiny(fp8: dict[str, Any] | None, stage: int, world: int, batch: int, more: 
     return estimate(spec, read_run(config(stage, fp8) | more, world, batch, 128))
 
 
-def test_one_class_of_leaves_is_read_as_a_list_of_it() -> None:
-    """As DeepSpeed does."""
-    leaves = [read_run(config(3, leaf_module={"classes": classes}), 2, 1, 128).leaves for classes in ("a.B", ["a.B"])]
-    assert leaves == [("a.B",), ("a.B",)]
-
-
 def test_activations_grow_with_the_tokens_and_states_do_not() -> None:
     one, two = tiny(states("e4m11"), batch=1), tiny(states("e4m11"), batch=2)
     assert two.activations == pytest.approx(2 * one.activations, rel=0.02)

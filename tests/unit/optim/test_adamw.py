@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_ds import Fp8AdamW, Fp8Parameter, UnsupportedError
 from fp8_ds.optim.masters import encode
@@ -304,6 +308,16 @@ def test_a_late_parameter_group_and_a_sparse_gradient_are_refused() -> None:
     p.grad = torch.zeros_like(p).to_sparse()
     with pytest.raises(UnsupportedError, match="sparse"):
         optimizer.step()
+
+
+def test_parameters_of_fsdp2_are_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 128), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        with pytest.raises(UnsupportedError, match=r"params: .* got a DTensor \[4, 128\]"):
+            Fp8AdamW([p])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])

@@ -68,6 +68,9 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--data: expected text, got none"):
         prepare(tmp_path / "text", [tmp_path / "empty"], [], None, 64, 2)
+    (tmp_path / "nothing.txt").touch()
+    with pytest.raises(ConfigError, match="--data: expected text, got none"):
+        prepare(tmp_path / "text", [tmp_path / "nothing.txt"], [], None, 64, 2)
     with pytest.raises(FileNotFoundError):
         prepare(tmp_path / "text", [tmp_path / "missing.txt"], [], None, 64, 2)
     np.save(tmp_path / "square.npy", np.zeros((2, 2), np.int64))
