@@ -164,6 +164,12 @@ STEPS = (
         "issue 4 H 1: the headline beside the best peer, with the states of the pairs, and with the last layer's "
         "attention alone in bf16",
     ),
+    Step(
+        "delayed",
+        benchmark("end_to_end", "--piece delayed --budget {seconds}"),
+        400,
+        "issue 4 H 1: delayed scales in all layers beside the best peer; no FlashAttention-3",
+    ),
     Step("release", benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(
         "tests-new",

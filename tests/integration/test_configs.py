@@ -17,11 +17,12 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def test_the_ten_configs_are_there() -> None:
+def test_the_eleven_configs_are_there() -> None:
     assert [path.stem for path in CONFIGS] == [
         "ds_zero1_fp8",
         "ds_zero2_fp8",
         "ds_zero2_fp8_blockwise",
+        "ds_zero2_fp8_delayed",
         "ds_zero2_fp8_fast",
         "ds_zero2_fp8_precise",
         "ds_zero2_fp8_precise_fast",
