@@ -8,7 +8,17 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.comparison import Group, as_data, compare, describe, describe_steps, read_group, stepwise
+from fp8_ds.comparison import (
+    Group,
+    as_data,
+    compare,
+    describe,
+    describe_mean,
+    describe_steps,
+    pooled_half_widths,
+    read_group,
+    stepwise,
+)
 from fp8_ds.curves import Curve
 from fp8_ds.errors import ConfigError
 from fp8_ds.statistics import Paired, half_width, t_quantile
@@ -24,6 +34,25 @@ def test_the_interval_is_students() -> None:
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
     assert half_width([1.0]) == math.inf
     assert t_quantile(15) == t_quantile(99) == 2.131
+
+
+def test_a_deviation_for_all_is_pooled_over_arms_of_two_pairs_and_more() -> None:
+    found = pooled_half_widths([Paired((0.0, 2.0)), Paired((0.0, 3.0, 6.0)), Paired((5.0,))])
+    deviation = math.sqrt((2.0 * 1 + 9.0 * 2) / 3)  # variances 2 of one and 9 of two degrees of freedom
+    wanted = [t_quantile(3) * deviation / math.sqrt(num_pairs) for num_pairs in (2, 3, 1)]
+    assert found == pytest.approx(wanted)
+    assert pooled_half_widths([Paired((5.0,))]) == [math.inf]
+
+
+def test_a_mean_is_described_with_its_interval_where_there_is_one() -> None:
+    assert describe_mean(Paired((0.5,))) == "+0.500 %, one pair"
+    assert describe_mean(Paired((0.1, 0.3))) == "+0.200 %, 95 % interval -1.071 to +1.471 % of 2 pairs"
+
+
+def test_a_bound_is_met_by_what_lies_on_it() -> None:
+    pairs = Paired((0.25, 0.75))
+    assert pairs.verdict(mean_bound=0.5, upper_bound=pairs.mean + pairs.half_width) == "parity"
+    assert pairs.verdict(mean_bound=pairs.mean - pairs.half_width, upper_bound=1.0) == "undecided"
 
 
 def test_losses_of_a_pair_are_compared_step_by_step_where_a_batch_adds_to_both() -> None:

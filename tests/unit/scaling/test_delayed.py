@@ -126,6 +126,18 @@ def test_resume_is_bit_exact_and_weights_only_safe():
     assert view == whole.scale[1]  # storage was kept
 
 
+def test_a_history_that_forgets_is_a_new_one_in_the_same_storage():
+    history, new = make(), make()
+    views = {name: getattr(history, name)[-1:] for name in ("scale", "scale_inv", "amax_local")}
+    feed(history, [2.0, 3.0])
+    history.amax_local.fill_(0.5)
+    history.forget()
+    assert not history.ready
+    for name, value in new.state_dict().items():
+        assert torch.equal(torch.as_tensor(history.state_dict()[name]), torch.as_tensor(value)), name
+    assert [view.item() for view in views.values()] == [1.0, 1.0, 0.0]
+
+
 def test_state_dict_is_a_copy():
     history = make(1)
     feed(history, [2.0])
