@@ -66,23 +66,45 @@ def union_ms(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in merged(intervals)) / 1e3
 
 
-def idle_gaps(device: Sequence[Mapping[str, Any]], num_steps: int) -> list[list[Any]]:
-    """Where nothing runs: [what ran before, what runs after, ms a step, times a step], the longest in all first.
+def idle_gaps(
+    device: Sequence[Mapping[str, Any]], num_steps: int, launched: Mapping[Any, float] | None = None
+) -> list[list[Any]]:
+    """Where nothing runs: [what ran before, what runs after, ms a step, times a step, ms of it that the host was late],
+    the longest in all first.
+
+    The host is late for as long as its call that launches what runs after has not begun.
 
     Args:
         device: events of kernels, copies and fills, of all streams.
+        launched: when the host's call began, by correlation, in microseconds.
     """
     spent: dict[tuple[str, str], float] = defaultdict(float)
+    late: dict[tuple[str, str], float] = defaultdict(float)
     count: Counter[tuple[str, str]] = Counter()
     end, before = math.inf, ""
     for event in sorted(device, key=lambda one: one["ts"]):
         if event["ts"] > end:
             spent[before, event["name"]] += (event["ts"] - end) / 1e3
             count[before, event["name"]] += 1
+            call = (launched or {}).get(_correlation(event), end)
+            late[before, event["name"]] += max(0.0, min(call, event["ts"]) - end) / 1e3
         if not before or event["ts"] + event["dur"] > end:
             end, before = event["ts"] + event["dur"], event["name"]
     longest = sorted(spent, key=lambda pair: -spent[pair])[:TOP_GAPS]
-    return [[*pair, round(spent[pair] / num_steps, 4), round(count[pair] / num_steps, 2)] for pair in longest]
+    return [
+        [*pair, *(round(some[pair] / num_steps, digits) for some, digits in ((spent, 4), (count, 2), (late, 4)))]
+        for pair in longest
+    ]
+
+
+def _is_call(event: Mapping[str, Any]) -> bool:
+    """Whether it is one of the host, of CUDA."""
+    return event.get("ph") == "X" and event.get("cat") in ("cuda_runtime", "cuda_driver")
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    """What a call of the host and the kernels that it launches have in common."""
+    return event.get("args", {}).get("correlation")
 
 
 def _on_device(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -122,7 +144,7 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
             [name, kernel_class(name), round(spent[name] / num_steps, 4), round(count[name] / num_steps, 2)]
             for name in top
         ],
-        "gaps": idle_gaps(device, num_steps),
+        "gaps": idle_gaps(device, num_steps, {_correlation(event): event["ts"] for event in events if _is_call(event)}),
     }
 
 
@@ -176,13 +198,13 @@ def summarize_host(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[
     launches: dict[Any, tuple[float, Any]] = {}
     for event in events:
         phase, name = phases.at(event["ts"]), event["name"]
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            launches[event.get("args", {}).get("correlation")] = (event["ts"], event["tid"])
+        if _is_call(event):
+            launches[_correlation(event)] = (event["ts"], event["tid"])
         if phase is not None and (name in _WAITS or (event.get("cat") == "cpu_op" and name in _READS)):
             waits[phase][name] += 1
     owners = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
     for event in _on_device(events):
-        launch = launches.get(event.get("args", {}).get("correlation"))
+        launch = launches.get(_correlation(event))
         if launch is None:
             continue
         ts, tid = launch
@@ -253,8 +275,13 @@ def table(arm: str, result: Mapping[str, Any]) -> str:
     for name, kind, ms, count in device["kernels"]:
         lines.append(f"| `{name[:100].replace('|', '/')}` | {kind} | {ms:.3f} | {count:g} |")
     if device.get("gaps"):
-        lines += ["", "| idle after | before | ms per step | count |", "|---|---|---|---|"]
-    for before, after, ms, count in device.get("gaps", []):
+        lines += [
+            "",
+            "| idle after | before | ms per step | count | of it the host was late |",
+            "|---|---|---|---|---|",
+        ]
+    for before, after, ms, count, *late in device.get("gaps", []):
         first, second = (name[:60].replace("|", "/") for name in (before, after))
-        lines.append(f"| `{first}` | `{second}` | {ms:.3f} | {count:g} |")
+        shown = f"{late[0]:.3f}" if late else ""  # results of before 2026-11-27, afternoon, do not have it
+        lines.append(f"| `{first}` | `{second}` | {ms:.3f} | {count:g} | {shown} |")
     return "\n".join(lines) + "\n"

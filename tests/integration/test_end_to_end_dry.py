@@ -380,14 +380,33 @@ def test_a_gap_lies_between_the_kernel_that_ended_last_and_the_next_on_any_strea
         event("kernel", "next", 3000, 100),
         event("kernel", "last", 3050, 100),
     ]
-    assert profile.summarize_device(events[::-1], num_steps=2)["gaps"] == [["long", "next", 0.75, 1.0]]
+    assert profile.summarize_device(events[::-1], num_steps=2)["gaps"] == [["long", "next", 0.75, 1.0, 0.0]]
     host = {"waits": {phase: {} for phase in profile.PHASES}, "cpu_ops": 0}
     host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
     device = profile.summarize_device(events, num_steps=2)
     result = {"step_ms": 2.0, "device": device, "host": host, "dispatches_per_linear": None}
-    assert "| `long` | `next` | 0.750 | 1 |" in profile.table("an arm", result)
+    assert "| `long` | `next` | 0.750 | 1 | 0.000 |" in profile.table("an arm", result)
+    device["gaps"] = [["long", "next", 0.75, 1.0]]  # as results of before 2026-11-27, afternoon, are
+    assert "| `long` | `next` | 0.750 | 1 |  |" in profile.table("an arm", result)
     del device["gaps"]  # as results of before 2026-11-26 are
     assert "idle after" not in profile.table("an arm", result)
+
+
+def test_the_host_is_late_until_its_call_for_what_ends_a_gap_begins(bench: Any) -> None:
+    profile = bench("step_profile")
+
+    def pair(called: float, started: float, correlation: int) -> list[dict[str, Any]]:
+        args = {"correlation": correlation}
+        call = event("cuda_runtime", "cudaGraphLaunch", called, 10) | {"args": args}
+        return [call, event("kernel", f"kernel {correlation}", started, 100) | {"args": args}]
+
+    # The second is called while the first runs, the third 300 after the second's end, the fourth has no call.
+    events = [*pair(0, 100, 1), *pair(150, 260, 2), *pair(660, 700, 3), event("kernel", "kernel 4", 1000, 100)]
+    assert profile.summarize_device(events, num_steps=1)["gaps"] == [
+        ["kernel 2", "kernel 3", 0.34, 1.0, 0.3],
+        ["kernel 3", "kernel 4", 0.2, 1.0, 0.0],
+        ["kernel 1", "kernel 2", 0.06, 1.0, 0.0],
+    ]
 
 
 def host_events() -> list[dict[str, Any]]:
