@@ -89,12 +89,23 @@ class Fp8AccessStage12:
 
     @contextmanager
     def fp8_load(self: Any) -> Iterator[None]:
-        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written."""
+        """While inside, what is written into an FP8 weight becomes its master, bit for bit as it is written. At the end
+        masters of the other parameters are what these hold: a model is loaded as a whole."""
         self._fp8_loading = True
         try:
             yield
+            self._fp8_take_over_bf16()
         finally:
             self._fp8_loading = False
+
+    @torch.no_grad()
+    def _fp8_take_over_bf16(self: Any) -> None:
+        """Masters of what is not in FP8 are the values of it, but where they round to these as they are."""
+        for i, hp in enumerate(self._hp_kinds):
+            for f in hp.own:
+                master = self.single_partition_of_fp32_groups[i].data.narrow(0, f.partition_start, f.numel)
+                piece = hp.buffer.narrow(0, f.compact_start, f.numel)
+                master.copy_(torch.where(master.to(piece.dtype) == piece, master, piece.float()))
 
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
         """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""

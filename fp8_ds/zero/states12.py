@@ -398,6 +398,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         for shard in self._fp8_shards_of(group_index, index):
             write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
 
+    def _fp8_take_over_bf16(self: Any) -> None:
+        """Nothing where masters are split: bf16 parameters are the high parts of theirs, whoever writes them."""
+        if not self._fp8_is_split:
+            super()._fp8_take_over_bf16()
+
     def _fp8_shards_of(self: Any, group_index: int, index: int) -> list[AdamShard]:
         """What this rank holds of FP8 weight `index` of a group: at most one shard."""
         name = self._fp8_names[id(self._fp8_kinds[group_index].params[index])]

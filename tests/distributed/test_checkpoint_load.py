@@ -67,6 +67,28 @@ def test_partial_loads_leave_the_masters_that_stock_leaves(
         assert our_loss == pytest.approx(stock_loss, rel=0.02)
 
 
+def loaded_through_the_engine(fp8: dict[str, Any]) -> None:
+    engine = training.build(training.ds_config(2, fp8))
+    training.train(engine, 1)
+    own = training.full_masters(engine)
+    torch.manual_seed(7)
+    loaded = {name: value.bfloat16() for name, value in training.TinyLM().state_dict().items()}
+    left_out = {"blocks.1.up.weight", "embedding.weight", "norm.bias"}
+    engine.load_module_state_dict({"module": {n: v for n, v in loaded.items() if n not in left_out}}, strict=False)
+    masters = training.full_masters(engine)
+    base.assert_same({name: masters[name] for name in left_out}, {name: own[name] for name in left_out})
+    now = {name: value.float() for name, value in loaded.items() if name not in left_out}
+    # Of what is not in FP8 an element that already rounds to the loaded value keeps its master.
+    base.assert_same({name: masters[name].bfloat16().float() for name in now}, now)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_module_loaded_through_the_engine_is_loaded_as_a_whole(ranks: Any, states: str) -> None:
+    """Masters of FP8 weights were the loaded ones, and those of embeddings, norms and the head the run's own."""
+    ranks(2).run(loaded_through_the_engine, {"optimizer": {"states": states}})
+
+
 # --- our state ---
 
 
