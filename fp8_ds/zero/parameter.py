@@ -155,11 +155,22 @@ def _as_kept_value(x: Any) -> Any:
 def _set_data(weight: Any, value: Tensor) -> None:
     """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
     if value.shape == weight.shape:
+        if _is_as_read(weight, value):
+            return
         _warn_of_loss(weight)
         _write(weight, value)
         return
     weight._fp8.data = None
     _DATA_SET(weight, value)
+
+
+def _is_as_read(weight: Any, value: Tensor) -> bool:
+    """Whether `value` is what `weight` gives a reader. `module.to(...)` assigns it to every parameter, also where there
+    is nothing to move or cast: no other scale then, and no error where ZeRO-3 has gathered the weight."""
+    if weight._fp8.export is not None:
+        return False
+    read = weight._fp8.dequantize()
+    return torch.equal(read, value.detach().to(read.device, read.dtype))
 
 
 def _is_writer(name: str, kwargs: Any) -> bool:

@@ -106,6 +106,34 @@ def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks:
         assert theirs["losses"][2] == theirs["losses"][0]  # as in stock
 
 
+def moved_to_where_it_is(stage: int) -> None:
+    engine = training.build(training.ds_config(stage, {}))
+    training.train(engine, 2)
+    engine.eval()
+    batch = training.micro_batches(9, 1)[0]
+    with torch.no_grad():
+        before = float(engine(batch))  # and stage 3 keeps weights gathered behind it
+        assert any(p._fp8.data is not None for p in engine.fp8.weights.values())
+        engine.module.to(engine.device, torch.bfloat16)
+        assert float(engine(batch)) == before
+    engine.train()
+    assert training.train(engine, 1, first_step=2) == plain_losses(stage)[2:]
+    training.destroy(engine)
+
+
+def plain_losses(stage: int) -> list[float]:
+    engine = training.build(training.ds_config(stage, {}))
+    losses = training.train(engine, 3)
+    training.destroy(engine)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moving_a_model_to_where_it_is_changes_no_weight(ranks: Any, stage: int) -> None:
+    """As `deepspeed.init_inference(engine.module)` does, whose scales were rounded; in stage 3 it was an error."""
+    ranks(2).run(moved_to_where_it_is, stage)
+
+
 def safe_functions(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     from deepspeed import utils
 
