@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.equal_parts import equal_parts
+from fp8_ds.comm.logged import all_gather, all_to_all, broadcast, max_all_reduce
 from fp8_ds.zero.layout import Run
-
-# torch >= 2.12 renamed it; torch 2.11 has the old name only.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
@@ -87,7 +84,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
     if method == "even":
         own = runs[rank]
         whole = buffer.narrow(0, runs[0].start, own.numel * num_ranks)
-        _all_gather(whole, buffer.narrow(0, own.start, own.numel), group=group)
+        all_gather(whole, buffer.narrow(0, own.start, own.numel), group)
     elif method == "padded":
         largest = max(run.numel for run in runs)
         staging = buffer.new_empty(num_ranks * largest)
@@ -96,7 +93,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
             if run.rank == rank:
                 share[: run.numel].copy_(buffer[run.start : run.stop])
                 share[run.numel :].zero_()
-        _all_gather(staging, share, group=group)
+        all_gather(staging, share, group)
         others = [run for run in runs if run.rank != rank]
         if others:  # an empty list is an error of torch's
             torch._foreach_copy_(
@@ -105,12 +102,7 @@ def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], f
             )
     elif method == "broadcast":
         works = [
-            dist.broadcast(
-                buffer.narrow(0, run.start, run.numel),
-                src=dist.get_global_rank(group, run.rank),
-                group=group,
-                async_op=True,
-            )
+            broadcast(buffer.narrow(0, run.start, run.numel), dist.get_global_rank(group, run.rank), group)
             for run in runs
         ]
         for work in works:
@@ -135,10 +127,10 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Ru
     if share:
         received, sent = equal_parts(owned, share, rank)
         arrived = whole.new_empty(share)
-        dist.all_to_all_single(arrived, whole.narrow(0, min(own.start, body), sum(sent)), received, sent, group=group)
+        all_to_all(arrived, whole.narrow(0, min(own.start, body), sum(sent)), group, received, sent)
         mine = whole.narrow(0, rank * share, share)
         mine.copy_(arrived)
-        _all_gather(whole[:body], mine, group=group)
+        all_gather(whole[:body], mine, group)
     if body < whole.numel():
         rest = torch.zeros_like(whole[body:])
         if own.stop > body:
@@ -151,7 +143,7 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Ru
 def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:
     """All-reduce `values` in place with MAX; nothing is sent in a group of one, or if there is nothing to send."""
     if dist.get_world_size(group) > 1 and values.numel() > 0:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        max_all_reduce(values, group)
 
 
 def as_bytes(x: Tensor) -> Tensor:

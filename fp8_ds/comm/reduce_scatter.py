@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.comm.equal_parts import equal_parts, equal_shares
+from fp8_ds.comm.logged import all_to_all
 from fp8_ds.formats import E4M3
 
 GROUP = 128
@@ -217,7 +218,7 @@ def _to_owners(
         if count:
             pack(block[None], count, of_rank[0].dtype, partial(_fill_one, of_rank))
     received = torch.empty(num_ranks, sizes[rank], dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received.view(-1), message, [sizes[rank]] * num_ranks, sizes, group=group)
+    all_to_all(received.view(-1), message, group, [sizes[rank]] * num_ranks, sizes)
     num_bytes = message.numel()
     del message
     return unpack_sum(received, groups[rank], dtype, factor), num_bytes
@@ -260,7 +261,7 @@ def _to_all(
     )
     sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
     outgoing = added.view(torch.uint8).view(-1)[: sum(to_owners)]
-    dist.all_to_all_single(sums.view(torch.uint8).view(-1), outgoing, from_all, to_owners, group=group)
+    all_to_all(sums.view(torch.uint8).view(-1), outgoing, group, from_all, to_owners)
     return sums, num_bytes + outgoing.numel()
 
 
@@ -283,7 +284,7 @@ def _add_equal_blocks(
     message = torch.empty(dist.get_world_size(group), block_bytes(groups), dtype=torch.uint8, device=device)
     pack(message, groups, dtype, fill)
     received = torch.empty_like(message)
-    dist.all_to_all_single(received, message, group=group)
+    all_to_all(received, message, group)
     num_bytes = message.numel()
     del message
     return unpack_sum(received, groups, sum_dtype, factor), num_bytes

@@ -176,3 +176,30 @@ def test_nothing_is_sent_from_memory_that_a_handle_frees_early(ranks: Any) -> No
     for."""
     for every, num_weights, where in ((1, 1, "shards"), (1, 3, "shards"), (2, 2, "arrives")):
         assert ranks(2).run(sent_from, every, num_weights) == [[where]] * 2
+
+
+# --- what DeepSpeed's comms_logger sees ---
+
+
+def logged_and_reported() -> tuple[dict[str, int], dict[str, Any]]:
+    """Bytes by collective that the logger has seen in one step of ZeRO-2, and the report of that step."""
+    from deepspeed.comm.comm import comms_logger
+
+    fp8 = {"zero": {"reduce_scatter": "fp8"}}
+    block = {"enabled": True, "verbose": False, "prof_all": True}
+    engine = training.build(training.ds_config(2, fp8, comms_logger=block))
+    comms_logger.comms_dict.clear()
+    try:
+        training.train(engine, 1)
+        calls = comms_logger.get_raw_data()
+    finally:
+        comms_logger.enabled = False
+    report = engine.fp8_report()
+    training.destroy(engine)
+    return {name: sum(size * found[0] for size, found in sizes.items()) for name, sizes in calls.items()}, report
+
+
+def test_deepspeeds_comms_logger_sees_what_fp8_zero_moves(ranks: Any) -> None:
+    for logged, report in ranks(2).run(logged_and_reported):
+        assert 2 * logged["all_gather_into_tensor"] == report["gathered_bytes"]  # it takes a gather's input
+        assert logged["all_to_all_single"] == report["reduced_bytes"]

@@ -1,0 +1,53 @@
+"""Our larger collectives, seen by DeepSpeed's comms_logger while it is on: it counts calls of deepspeed.comm alone.
+
+Off, or without DeepSpeed (Megatron), they are torch's own calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch >= 2.12 renamed it; torch 2.11 has the old name only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _logging() -> Any:
+    """DeepSpeed's collectives while its logger is on, else None."""
+    if torch.compiler.is_compiling():
+        return None
+    theirs = sys.modules.get("deepspeed.comm.comm")
+    return theirs if theirs is not None and theirs.comms_logger.enabled else None
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """`whole` (1-D) is every rank's `own`, in rank order; `own` may lie in it."""
+    gather = _all_gather if (theirs := _logging()) is None else theirs.all_gather_into_tensor
+    gather(whole, own, group=group)
+
+
+def broadcast(values: Tensor, src: int, group: dist.ProcessGroup) -> Any:
+    """The handle of a broadcast under way from the global rank `src`."""
+    return (_logging() or dist).broadcast(values, src=src, group=group, async_op=True)
+
+
+def max_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce `values` in place with MAX."""
+    theirs = _logging() or dist
+    theirs.all_reduce(values, op=theirs.ReduceOp.MAX, group=group)
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    received_sizes: Sequence[int] | None = None,
+    sent_sizes: Sequence[int] | None = None,
+) -> None:
+    """`received` has what each rank had for this one in `sent`; equal parts where there are no sizes."""
+    (_logging() or dist).all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
