@@ -367,7 +367,7 @@ def _refuse_unknown_cuts(folder: Path) -> None:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
     files = sorted(folder.glob("mp_rank_*_model_states.pt")) or sorted(folder.glob("*_mp_rank_*_model_states.pt"))
-    if len({file.name.split("mp_rank_")[-1] for file in files}) < 2:
+    if len({file.name.split("mp_rank_")[-1] for file in files}) < 2 or _has_whole_layers(folder):
         return
     with contextlib.suppress(CheckpointError):  # more than data, which --trust-pickle has allowed
         if not read_structure(files[0], deepspeed_classes()).get(UNIVERSAL_CHECKPOINT_INFO):
@@ -375,6 +375,12 @@ def _refuse_unknown_cuts(folder: Path) -> None:
                 f"convert: expected {UNIVERSAL_CHECKPOINT_INFO!r} in {files[0].name}, by which tensor-parallel ranks' "
                 "parts are joined, got none. Save it again with this fp8_ds, or with that entry in client_state."
             )
+
+
+def _has_whole_layers(folder: Path) -> bool:
+    """Whether `folder` is of a pipeline whose model ranks are stages alone: each layer is in one file, not in parts."""
+    files = list(folder.glob("layer_*-model_states.pt"))
+    return bool(files) and len({file.name.split("-")[0] for file in files}) == len(files)
 
 
 def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:

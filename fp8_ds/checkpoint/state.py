@@ -58,7 +58,12 @@ def followed_lr(state: Mapping[str, Any] | None) -> float | None:
 
 
 def restore_state(
-    context: Fp8Context, state: Mapping[str, Any] | None, say: Callable[[str], None], *, module_only: bool = False
+    context: Fp8Context,
+    state: Mapping[str, Any] | None,
+    say: Callable[[str], None],
+    *,
+    module_only: bool = False,
+    of_a_stage: bool = False,
 ) -> None:
     """Take over what `state` says; say what differs. Works for any world size: all of it is global.
 
@@ -67,6 +72,7 @@ def restore_state(
         state: from `save_state`, or None if the checkpoint was written without FP8.
         say: called with a line for rank 0.
         module_only: the weights are another run's: histories start anew, and all else is this run's own.
+        of_a_stage: `state` is of a pipeline stage, which may have had other layers of the model than this one has.
 
     Raises:
         ConfigError: the state is of an unknown version.
@@ -87,12 +93,16 @@ def restore_state(
     if not same_layers:
         before = set(converted)
         now = {row.fqn for row in context.plan.layers if row.converted}
-        say(
-            "fp8: the layers differ from the checkpoint's: "
-            f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
-            f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
-            f"{_how_to_keep(plan, state['config'], context.plan, context.config.linear)}"
-        )
+        if of_a_stage:
+            before &= {row.fqn for row in context.plan.layers}
+            now &= {row.fqn for row in plan.layers}
+        if before != now:
+            say(
+                "fp8: the layers differ from the checkpoint's: "
+                f"{len(now - before)} new in FP8 {sorted(now - before)[:3]}, "
+                f"{len(before - now)} back in bf16 {sorted(before - now)[:3]}. "
+                f"{_how_to_keep(plan, state['config'], context.plan, context.config.linear)}"
+            )
     if module_only:
         if context.history is not None:
             context.history.forget()

@@ -178,7 +178,8 @@ class Fp8Checkpoints:
                 self._fp8_following.widen_states_if_due()
         if client_state is not None:
             start_count_anew(self.fp8)
-            restore_state(self.fp8, state, say, module_only=load_module_only)
+            of_a_stage = isinstance(self, PipelineEngine) and self.load_universal_checkpoint()
+            restore_state(self.fp8, state, say, module_only=load_module_only, of_a_stage=of_a_stage)
             if self.fp8.release is not None:
                 self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States) and not load_module_only:

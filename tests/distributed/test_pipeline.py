@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,11 +37,12 @@ def data(accumulation: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[:, :-1], tokens[:, 1:]
 
 
-def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_micro_batches: int = 2) -> dict[str, Any]:
-    """Two stages: "balanced" has two blocks in each, "lopsided" none in the second."""
+def pipeline_engine(
+    fp8: dict[str, Any] | None, bounds: str, num_micro_batches: int = 2, num_stages: int = 2, **overrides: Any
+) -> Any:
+    """Of two stages: "balanced" has two blocks in each, "lopsided" none in the second."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
-    from deepspeed.utils import groups
 
     import fp8_ds  # noqa: F401
 
@@ -50,9 +52,20 @@ def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_mi
         layers += [LayerSpec(nn.LayerNorm, WIDTH), LayerSpec(nn.LayerNorm, WIDTH)]
     layers.append(LayerSpec(Head))
     torch.manual_seed(0)
-    net = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", base_seed=7)
-    config = training.ds_config(1, fp8, gradient_accumulation_steps=num_micro_batches)
-    engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+    net = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform", base_seed=7)
+    config = training.ds_config(1, fp8, gradient_accumulation_steps=num_micro_batches, **overrides)
+    return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+
+def destroy(engine: Any) -> None:
+    from deepspeed.utils import groups
+
+    training.destroy(engine)
+    groups.mpu = None  # stock leaves the pipeline's grid behind, for the next engine of this process to trip over
+
+
+def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_micro_batches: int = 2) -> dict[str, Any]:
+    engine = pipeline_engine(fp8, bounds, num_micro_batches)
     batches = data(2)
     losses = [float(engine.train_batch(batches)) for _ in range(num_steps)]
     result: dict[str, Any] = {"losses": losses, "engine": type(engine).__name__}
@@ -61,8 +74,7 @@ def pipeline(fp8: dict[str, Any] | None, bounds: str, num_steps: int = 8, num_mi
         result["report"] = engine.fp8_report()
         if engine.fp8.weights:
             training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
-    training.destroy(engine)
-    groups.mpu = None  # stock leaves the pipeline's grid behind, for the next engine of this process to trip over
+    destroy(engine)
     return result
 
 
@@ -101,3 +113,40 @@ def test_pipeline_stages_without_the_layers_of_a_schedule_follow_it_too(ranks: A
     for result, other in zip(ours, stock, strict=True):
         assert result["losses"][:3] == other["losses"][:3]
         assert result["losses"][3:] != other["losses"][3:]
+
+
+def save_stages(directory: str) -> list[float]:
+    """Losses of two more steps of a pipeline that has been saved after two."""
+    engine = pipeline_engine({}, "balanced")
+    batches = data(2)
+    for _ in range(2):
+        engine.train_batch(batches)
+    engine.save_checkpoint(directory)
+    losses = [float(engine.train_batch(batches)) for _ in range(2)]
+    destroy(engine)
+    return losses
+
+
+def load_as_one_stage(directory: str) -> tuple[list[float], list[str]]:
+    """The same losses of one stage that has loaded it, and what was said of its layers."""
+    engine = pipeline_engine({}, "balanced", num_stages=1, checkpoint={"load_universal": True})
+    with training.log_lines() as said:
+        engine.load_checkpoint(directory)
+    training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
+    batches = data(2)
+    for _ in range(2 * 2):
+        next(batches)
+    losses = [float(engine.train_batch(batches)) for _ in range(2)]
+    destroy(engine)
+    return losses, [line for line in said if "layers" in line]
+
+
+def test_a_universal_checkpoint_of_stages_goes_on_bit_for_bit_in_another_number_of_them(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Its model files are stages, whole layers each, and not parts that something must say how to join."""
+    from fp8_ds.checkpoint.convert import convert
+
+    losses = ranks(2).run(save_stages, str(tmp_path))[0]
+    convert(tmp_path, tmp_path / "universal", "universal", stage=1)
+    assert ranks(1).run(load_as_one_stage, str(tmp_path))[0] == (losses, [])

@@ -179,3 +179,15 @@ def test_a_stock_checkpoint_without_a_ranks_file_is_called_incomplete(tmp_path: 
     with pytest.raises(CheckpointError, match=r"expected the files of all ranks in .*one, got some .* Copy the"):
         convert(tmp_path / "one", tmp_path / "out", target)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layers", [(), ("layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.pt")])
+def test_parts_that_nothing_says_how_to_join_are_not_joined_along_their_rows(
+    tmp_path: Path, layers: tuple[str, ...]
+) -> None:
+    """Layers of pipeline stages are whole, and joined (test_pipeline.py), unless tensor parallelism has cut them."""
+    (tmp_path / "one").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", *layers):
+        torch.save({"module": {}}, tmp_path / "one" / name)
+    with pytest.raises(UnsupportedError, match="by which tensor-parallel ranks' parts are joined, got none"):
+        convert(tmp_path / "one", tmp_path / "out", "universal")
