@@ -28,6 +28,8 @@ from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states import Fp8States
 
+_PARALLEL_DIMS, _TP_DEGREE = "checkpoint_parallel_dimensions", "tp_degree"
+"""Of a model file, from DeepSpeed 0.19.8 on."""
 _FOLLOWING_KEY = "following"
 """Within our state: of monitor and guard."""
 _LATE_KEY = "late_overflow"
@@ -80,6 +82,15 @@ class Fp8Checkpoints:
         writes = self.save_non_zero_checkpoint or isinstance(self, PipelineEngine)
         with self.optimizer.fp8_export(writes):
             return save_whole(self, save_dir, tag, save_latest, write, say)
+
+    def _common_checkpoint_state(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Stock's entries. Ranks that share a sequence are not tensor-parallel ones, as stock says of Ulysses' `mpu`:
+        ds_to_universal would look for a model file of each.
+        """
+        state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)  # type: ignore[misc]
+        if self.sequence_parallel_size > 1 and (dims := state.get(_PARALLEL_DIMS)) is not None:
+            state[_PARALLEL_DIMS] = {**dims, _TP_DEGREE: self.mp_world_size}
+        return state
 
     def _copy_recovery_script(self: Any, save_path: str) -> None:
         """Stock copy; rank 0's failure waits until all ranks can hear of it."""

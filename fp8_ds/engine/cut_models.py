@@ -79,6 +79,11 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
     own = dist.get_rank()
     if isinstance(model, PipelineModule):
         mpu = model.mpu()
+    if _shares_sequences(mpu):
+        raise ConfigError(
+            "mpu: expected the groups that the model has been cut over, got those of sequence parallelism (Ulysses), "
+            "over which ZeRO would average different parts of a weight. Leave out one of the two."
+        )
     for tp in contexts:
         cut_over = dist.get_process_group_ranks(tp.group)
         shared, replicas = [own], list(range(dist.get_world_size()))
@@ -93,6 +98,11 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
             )
 
 
+def _shares_sequences(mpu: Any) -> bool:
+    """Whether it is Ulysses', of groups of ranks that share sequences and hold whole weights. DeepSpeed asks so too."""
+    return hasattr(mpu, "initialize_sequence_parallel")
+
+
 def refuse_autotp_size(config: Config, mpu: Any) -> None:
     """Nothing happens if AutoTP's groups can be made of the ranks. DeepSpeed makes as many as fit: ranks that are left
     over stop with an IndexError, for which the others wait, and too few ranks end with a bare AssertionError.
@@ -103,13 +113,16 @@ def refuse_autotp_size(config: Config, mpu: Any) -> None:
 
     Raises:
         ConfigError: `tensor_parallel.autotp_size`, or what `deepspeed.tp_model_init` was given, does not divide the
-            number of ranks, on every rank.
+            number of ranks, or is above 1 with an `mpu` of sequence parallelism, on every rank.
     """
-    if mpu is not None:
-        return
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, size in _autotp_sizes(config).items():
-        if size < 1 or world % size:
+        if size > 1 and _shares_sequences(mpu):
+            raise ConfigError(
+                f"{name}: expected none with an mpu of sequence parallelism (Ulysses), got {size}: ZeRO would average "
+                "different parts of a weight. Leave out one of the two."
+            )
+        if mpu is None and (size < 1 or world % size):
             raise ConfigError(
                 f"{name}: expected a divisor of the number of ranks, {world}, got {size}. Use such a one, or other "
                 "ranks."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ def groups(tp_size: int) -> ParallelGroups:
     if tp_size not in GROUPS:
         GROUPS[tp_size] = ParallelGroups(tp_size)
     return GROUPS[tp_size]
+
+
+def sequence_parallel_mpu() -> Any:
+    """All ranks of the pool share their sequences. The functions of deepspeed.runtime.sequence_parallel's
+    parallel_state_sp, whose groups can be made once a process."""
+    found = SimpleNamespace(initialize_sequence_parallel=None)
+    for name in ("sequence_parallel", "sequence_data_parallel", "model_parallel"):
+        setattr(found, f"get_{name}_group", lambda: dist.group.WORLD)
+        setattr(found, f"get_{name}_world_size", dist.get_world_size)
+        setattr(found, f"get_{name}_rank", dist.get_rank)
+    return found
 
 
 def device() -> str:

@@ -258,6 +258,28 @@ def test_groups_that_are_not_those_of_the_model_are_an_error(
         assert f"ParallelGroups({cut_over})" in found
 
 
+def ulysses_mpu(cut: bool) -> str:
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    model = llama()
+    config = engine_config(2, {}, 2)
+    if cut:
+        parallelize(model, LLAMA, tpar.groups(2).tp_group)
+    else:
+        config["tensor_parallel"] = {"autotp_size": 2}
+    mpu = tpar.sequence_parallel_mpu()
+    return message(lambda: deepspeed.initialize(model=model, config=config, mpu=mpu))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_groups_that_share_sequences_are_an_error_with_weights_that_are_cut(ranks: Any, cut: bool) -> None:
+    """ZeRO's group is of all ranks there: with AutoTP's it averaged different parts of a weight, without a word."""
+    for found in ranks(2).run(ulysses_mpu, cut):
+        assert found.startswith("ConfigError: ") and "of sequence parallelism (Ulysses)" in found, found
+
+
 def cut_again(by_call: bool) -> str:
     import deepspeed
     from deepspeed.runtime.tensor_parallel import init_utils

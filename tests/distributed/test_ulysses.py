@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensor_parallel as tpar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import training
 from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
@@ -223,3 +226,55 @@ def test_what_cannot_be_exchanged_is_an_error_on_every_rank(ranks: Any) -> None:
     expected += ["got 'fp16'", "H divisible by 2 ranks"]
     for said in ranks(2).run(wrong):
         assert all(want in text for want, text in zip(expected, said, strict=True)), said
+
+
+# --- in DeepSpeed's engine ---
+
+
+def share_sequences(stage: int, fp8: dict[str, Any] | None, folder: str | None = None) -> tuple[list[float], Any]:
+    """(gradient norms of three steps in which each rank has its own tokens of a sequence, masters); saved if asked."""
+    from deepspeed.utils import groups
+
+    engine = training.build(training.ds_config(stage, fp8), mpu=tpar.sequence_parallel_mpu())
+    norms = []
+    for step in range(3):
+        tokens = training.micro_batches(step, 1)[0]
+        own = tokens.shape[1] // dist.get_world_size()
+        loss = engine(tokens[:, dist.get_rank() * own :][:, : own + 1])
+        engine.backward(loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    masters = training.full_masters(engine)
+    if folder is not None:
+        engine.save_checkpoint(folder)
+    training.destroy(engine)
+    groups.mpu = None
+    return norms, masters
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_reduced_in_fp8_are_divided_by_as_many_ranks_as_stocks(ranks: Any, stage: int) -> None:
+    """In stage 2 by the ranks that do not share a sequence, in stage 3 by all: stock has it so."""
+    block = {"zero": {"reduce_scatter": "fp8"}}
+    ours, stock = (ranks(2).run(share_sequences, stage, one)[0][0] for one in (block, None))
+    assert ours == pytest.approx(stock, rel=0.06)
+
+
+def load_universal(folder: str) -> Any:
+    engine = training.build(training.ds_config(1, {}, checkpoint={"load_universal": True}), seed=5)
+    engine.load_checkpoint(folder)
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    return masters
+
+
+def test_a_run_that_shares_sequences_goes_to_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Stock takes ranks that share a sequence for tensor-parallel ones, and misses the model files of the others."""
+    from fp8_ds.checkpoint.convert import convert
+
+    masters = ranks(2).run(share_sequences, 1, {}, str(tmp_path))[0][1]
+    convert(tmp_path, tmp_path / "universal", "universal", stage=1)
+    found = ranks(1).run(load_universal, str(tmp_path))[0]
+    assert found.keys() == masters.keys()
+    for name, master in found.items():
+        assert_bitwise(master, masters[name])
