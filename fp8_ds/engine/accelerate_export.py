@@ -41,11 +41,14 @@ def patch_accelerate() -> None:
 def _exporting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from fp8_ds.engine.cut_models import refuse_one_ranks_part
         from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
         optimizer = getattr(model, "optimizer", None)
         if not isinstance(optimizer, Fp8ZeroStage12):
             return stock(self, model, *args, **kwargs)
+        knows_autotp = self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+        refuse_one_ranks_part(model.module, 1 if knows_autotp else model.autotp_size(), "Accelerator.get_state_dict")
         with optimizer.fp8_export(True):
             return stock(self, model, *args, **kwargs)
 

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
+from torch import nn
 
 from fp8_ds.engine import accelerate_export, activation
 from fp8_ds.engine.accelerate_export import patch_accelerate
-from fp8_ds.errors import SeamError
+from fp8_ds.errors import SeamError, UnsupportedError
+from fp8_ds.tp import ColumnParallelLinear
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 
 
 class Accelerator:
+    deepspeed_config: ClassVar[dict[str, Any]] = {"zero_optimization": {"stage": 2}}
+
     def get_state_dict(self, model: Any, unwrap: bool = True) -> list[str]:
         return ["read", *model.log]
 
@@ -45,18 +49,36 @@ class Exporting(Fp8ZeroStage12):
         return manager()
 
 
+def engine(log: list[str], autotp_size: int = 0) -> Any:
+    return SimpleNamespace(optimizer=Exporting(log), log=log, module=nn.Linear(2, 2), autotp_size=lambda: autotp_size)
+
+
 def test_only_what_reads_an_fp8_optimizer_is_an_export(host: Any) -> None:
     stock = host.Accelerator.get_state_dict
     patch_accelerate()
     patch_accelerate()  # once is enough
     assert host.Accelerator.get_state_dict.fp8_ds_stock is stock
     log: list[str] = []
-    assert host.Accelerator().get_state_dict(SimpleNamespace(optimizer=Exporting(log), log=log)) == ["read", "export"]
+    assert host.Accelerator().get_state_dict(engine(log)) == ["read", "export"]
     assert log == ["export", "done"]
     for other in (SimpleNamespace(log=[]), SimpleNamespace(optimizer=object(), log=[])):
         assert host.Accelerator().get_state_dict(other, unwrap=False) == ["read"]
     accelerate_export.RECORD.undo()
     assert host.Accelerator.get_state_dict is stock
+
+
+def test_a_rank_s_part_is_not_exported_as_if_it_were_whole(host: Any) -> None:
+    """Accelerate knows of AutoTP's cut by its configuration, and gathers then; not of one by tp_model_init or ours."""
+    patch_accelerate()
+    log: list[str] = []
+    cut = engine(log)
+    ColumnParallelLinear.from_full(cut.module, cast(Any, SimpleNamespace(size=2, rank=0)))
+    for one, how in ((engine(log, 2), r"autotp_size 2"), (cut, r"fp8_ds\.tp\.parallelize has cut")):
+        with pytest.raises(UnsupportedError, match=f"Accelerator.get_state_dict: expected a whole model, got .*{how}"):
+            host.Accelerator().get_state_dict(one)
+    assert not log
+    host.Accelerator.deepspeed_config = {"tensor_parallel": {"autotp_size": 2}}
+    assert host.Accelerator().get_state_dict(engine(log, 2)) == ["read", "export"]
 
 
 def test_another_accelerate_is_refused(host: Any) -> None:
