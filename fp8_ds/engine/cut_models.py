@@ -25,6 +25,7 @@ from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.engine.host_config import Config, block_of, number
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.linears import contexts_of
+from fp8_ds.tp.plan import added_parameters
 
 
 def is_cut(module: Module) -> bool:
@@ -96,6 +97,20 @@ def refuse_mpu(model: Module, mpu: Any) -> None:
                 f"mpu: expected the groups that the model has been cut over, ranks {cut_over}, got {found}. Give "
                 f"deepspeed.initialize those whose tp_group parallelize got: mpu=fp8_ds.tp.ParallelGroups({tp.size})."
             )
+
+
+def refuse_added_parameters(model: Module) -> None:
+    """Nothing happens if the blocks of a cut model have the Parameters that `parallelize` has seen.
+
+    Raises:
+        ConfigError: they have others, such as an adapter's: each rank would have its own part of the gradient, and
+            give its own output.
+    """
+    if added := added_parameters(model):
+        raise ConfigError(
+            f"model: expected in its blocks the Parameters that fp8_ds.tp.parallelize has cut or kept, got {added[0]} "
+            f"and {len(added) - 1} more, which came later. Adapters cannot be cut: leave out these, or parallelize."
+        )
 
 
 def _shares_sequences(mpu: Any) -> bool:

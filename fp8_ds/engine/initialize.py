@@ -115,7 +115,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
-    from fp8_ds.engine.cut_models import refuse_mpu, refuse_second_cut
+    from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
     from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.known_keys import unknown_keys
     from fp8_ds.engine.refusals_model import refuse_model
@@ -131,6 +131,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     if model is not None:  # stock says so
         refuse_model(model, fp8.linear)
         refuse_second_cut(model, config)
+        refuse_added_parameters(model)
         refuse_mpu(model, arguments.get("mpu"))
         if fp8.attention.backend is not None:
             from fp8_ds.attention.huggingface import refuse_attention

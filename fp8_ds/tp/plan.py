@@ -176,6 +176,21 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
         tp.set_config(config)
 
 
+def added_parameters(model: nn.Module) -> list[str]:
+    """Names of Parameters that blocks of a cut model have got since `parallelize` (as adapters are), which nobody sums.
+
+    Outside blocks every rank has the whole gradient.
+    """
+    return [
+        f"{block_name}.{name}"
+        for block_name, block in model.named_modules()
+        for hook in block._forward_pre_hooks.values()
+        if isinstance(hook, _Entry)
+        for name, p in block.named_parameters()
+        if id(p) not in hook.known
+    ]
+
+
 @dataclass(frozen=True)
 class _Cut:
     fqn: str
@@ -336,7 +351,8 @@ def _gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
     columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
     for column in columns:
         column.gathers_input = False
-    block.register_forward_pre_hook(_Entry(tp, _Argument(block), columns, is_first), with_kwargs=True)
+    known = frozenset(map(id, block.parameters()))
+    block.register_forward_pre_hook(_Entry(tp, _Argument(block), columns, is_first, known), with_kwargs=True)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         tp.inputs.traced = None
@@ -394,14 +410,21 @@ class _Entry:
         argument: the block's.
         columns: the linears.
         is_first: of the model's blocks; where tokens are not split, ranks compare their batches there.
+        known: ids of the block's Parameters.
     """
 
     def __init__(
-        self, tp: TensorParallel, argument: _Argument, columns: list[ColumnParallelLinear], is_first: bool
+        self,
+        tp: TensorParallel,
+        argument: _Argument,
+        columns: list[ColumnParallelLinear],
+        is_first: bool,
+        known: frozenset[int],
     ) -> None:
         self.tp = tp
         self.argument = argument
         self.columns = columns
+        self.known = known
         self.check = tp.check_batch if is_first else partial(tp.check_first, is_replicated=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -258,6 +258,40 @@ def test_groups_that_are_not_those_of_the_model_are_an_error(
         assert f"ParallelGroups({cut_over})" in found
 
 
+class Adapter(nn.Module):
+    """As PEFT's LoRA around a linear."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def adapted_afterwards() -> str:
+    import deepspeed
+
+    import fp8_ds  # noqa: F401
+
+    model = llama()
+    groups = tpar.groups(2)
+    parallelize(model, LLAMA, groups.tp_group, sequence_parallel=False)
+    mlp = model.model.model.layers[0].mlp
+    mlp.down_proj = Adapter(mlp.down_proj)
+    config = engine_config(2, {}, 2)
+    return message(lambda: deepspeed.initialize(model=model, config=config, mpu=groups))
+
+
+def test_what_came_into_a_block_after_it_was_cut_is_an_error(ranks: Any) -> None:
+    """The adapter's product of a rank's features was added to the sum over ranks: each had other hidden states."""
+    for found in ranks(2).run(adapted_afterwards):
+        assert found.startswith("ConfigError: model: expected in its blocks the Parameters that"), found
+        assert "model.model.layers.0.mlp.down_proj.down.weight and 1 more" in found, found
+
+
 def ulysses_mpu(cut: bool) -> str:
     import deepspeed
 
