@@ -159,6 +159,6 @@ def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
             weight: Any = layer.weight
             data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
             granularity = TENSOR if isinstance(layer.fp8_recipe, SmoothRecipe) else OF_RECIPE[layer.fp8_recipe.name]
-            scale_inv = torch.empty(granularity.grid(weight.shape))
+            scale_inv = torch.empty(granularity.grid(weight.shape), dtype=torch.float32)
             weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)
             yield from (data, scale_inv)

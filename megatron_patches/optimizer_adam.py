@@ -123,7 +123,7 @@ class MegatronFp8AdamW(Fp8AdamW):
         shard = self.shard_of(p)
         if key is not None:
             self.core.allocate()
-        out = torch.empty(shard.numel)
+        out = torch.empty(shard.numel, dtype=torch.float32)
         read_dense(shard, key, out, self.core.scales.scale_inv)
         return out.view(p.shape)
 
@@ -167,7 +167,7 @@ class MegatronFp8AdamW(Fp8AdamW):
                 if self.core.has_moments and not self.is_sharded:
                     entry = {key: self.read(p, key) for key in MOMENTS}
                 if not _STEP_IS_OF_GROUPS and (entry or self.is_sharded):
-                    entry["step"] = torch.tensor(float(num_steps))
+                    entry["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
                 if entry:
                     state[index] = entry
                 index += 1

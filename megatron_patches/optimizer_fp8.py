@@ -91,7 +91,7 @@ class Fp8Weights:
         """What was kept becomes masters. Collective; the bytes of other ranks' shards are still to be gathered."""
         sources = [(index, value) for index, (_, value) in self._loaded.items()]
         amaxes = reduced_amaxes(self.scales.num, sources, self.group, self.scales.amax.device)
-        saved = torch.tensor([self.saved_scales.get(name, 0.0) for name in self.names])
+        saved = torch.tensor([self.saved_scales.get(name, 0.0) for name in self.names], dtype=torch.float32)
         self.scales.set(amaxes, saved)
         for shard, value in self._loaded.values():
             write_dense(shard, None, value, self.scales.scale_inv)

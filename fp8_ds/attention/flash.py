@@ -161,7 +161,7 @@ def flash2_backward(
         0.0,
         geometry.is_causal,
         torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of dropout's generator: there is no dropout
-        torch.empty(0, device=q.device),
+        torch.empty(0, dtype=torch.float32, device=q.device),
         scale=geometry.softmax_scale,
         window_size_left=geometry.left,
         window_size_right=geometry.right,

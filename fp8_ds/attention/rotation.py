@@ -34,7 +34,7 @@ def check_rotation(head_dim: int) -> None:
 def rotation_matrices(dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(for q, for k), [dim, dim]: signs times a power of two, exact in every dtype; q's times k's transposed is one."""
     bits = dim.bit_length() - 1
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     for _ in range(bits):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(_SEED)) * 2 - 1

@@ -74,10 +74,10 @@ def write_universal(source: Path, out: Path, stage: int) -> None:
             )
         folder = out / "zero" / name
         folder.mkdir(parents=True)
-        nothing = torch.zeros(()).expand(tensor.shape)  # one element in the file
+        nothing = torch.zeros((), dtype=torch.float32).expand(tensor.shape)  # one element in the file
         for file, value in zip(TENSORS, (tensor.float(), nothing, nothing), strict=True):
             torch.save(value.view(-1) if stage == 3 else {"param": value, "cat_dim": 0}, folder / file)
-        torch.save(torch.tensor(0.0), folder / "step.pt")  # torch's Adam counts in tensors
+        torch.save(torch.tensor(0.0, dtype=torch.float32), folder / "step.pt")  # torch's Adam counts in tensors
         shapes[name] = tensor.shape
     if not shapes:
         raise ConfigError(f"safetensors: expected weights in {source}, got none. Name the folder of a model.")
@@ -150,7 +150,7 @@ def _global_state(num_groups: int) -> dict[str, Any]:
     DeepSpeed loads as many of its parameter groups as are in the file, and has no more groups than parameters.
     """
     groups: list[dict[str, Any]] = [{} for _ in range(num_groups)]
-    state = {"state": {0: {"step": torch.tensor(0.0)}}, "param_groups": groups}
+    state = {"state": {0: {"step": torch.tensor(0.0, dtype=torch.float32)}}, "param_groups": groups}
     return {"param_groups": groups, "optimizer_state_dict": state, "ds_version": _deepspeed_version()}
 
 

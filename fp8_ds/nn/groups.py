@@ -105,7 +105,7 @@ class Groups:
         """[T, C]: of each token the sum of its own rows. No autograd."""
         if self.order is None:
             return self.collect(y_PC).sum(1)
-        ones = torch.ones(self.num_tokens, self.num_choices, device=y_PC.device)
+        ones = torch.ones(self.num_tokens, self.num_choices, dtype=torch.float32, device=y_PC.device)
         return weighted_sum(y_PC, self.place, ones, y_PC.dtype)
 
     def add_up_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:

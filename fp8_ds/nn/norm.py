@@ -126,11 +126,11 @@ def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
     device = weight.device if weight.device.type != "meta" else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     num_repeats = -(-_PROBE_ELEMENTS // (shape[0] * len(_PROBE_SCALES)))
-    rows = torch.randn(num_repeats * len(_PROBE_SCALES), shape[0], generator=generator)
-    rows *= torch.tensor(_PROBE_SCALES).repeat(num_repeats)[:, None]
+    rows = torch.randn(num_repeats * len(_PROBE_SCALES), shape[0], dtype=torch.float32, generator=generator)
+    rows *= torch.tensor(_PROBE_SCALES, dtype=torch.float32).repeat(num_repeats)[:, None]
     rows[0, 0] = 300.0
     x = rows.to(device, torch.bfloat16)
-    probe_weight = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+    probe_weight = torch.randn(shape, dtype=torch.float32, generator=generator).to(device, torch.bfloat16)
     try:
         got = _call(module, probe_weight, x)
     except Exception as error:  # whatever another class's code raises

@@ -149,7 +149,9 @@ class Fp8AdamW(torch.optim.Optimizer):
         for row, (p, _, fmt) in enumerate(chosen):
             if p.device != device:
                 raise ValueError(f"params: expected one device, got {device} and {p.device}. Use one optimizer each.")
-            shard = AdamShard(f"parameter {row}", p.numel(), 0, row, row, index, fmt, torch.empty(0))
+            shard = AdamShard(
+                f"parameter {row}", p.numel(), 0, row, row, index, fmt, torch.empty(0, dtype=torch.float32)
+            )
             flats.append(Flat(row, p.numel(), [Piece(0, shard)]))
             index += fmt.is_split and fmt.is_fp8
         self._core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
@@ -354,7 +356,7 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     def read_moment(self, shard: AdamShard, key: str) -> Tensor:
         """float32 [shard.numel] on its device: "exp_avg" or "exp_avg_sq"."""
-        out = torch.empty(shard.numel, device=self.core.device)
+        out = torch.empty(shard.numel, dtype=torch.float32, device=self.core.device)
         read_dense(shard, key, out, self.core.scales.scale_inv)
         return out
 

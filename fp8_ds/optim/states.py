@@ -53,8 +53,8 @@ def allocate_moments(shard: AdamShard, device: torch.device) -> None:
     """Moments of zeros."""
     shard.m = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
     shard.v = torch.zeros(shard.num_groups * GROUP, dtype=torch.uint8, device=device)
-    shard.m_scale_inv = torch.zeros(shard.num_groups, device=device)
-    shard.v_scale_inv = torch.zeros(shard.num_groups, device=device)
+    shard.m_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=device)
+    shard.v_scale_inv = torch.zeros(shard.num_groups, dtype=torch.float32, device=device)
 
 
 def has_moments(shard: AdamShard) -> bool:
@@ -149,7 +149,7 @@ def _write_master(
 @torch.no_grad()
 def dense_flat(flat: Flat, key: str | None, scale_inv: Tensor | None, device: torch.device | str) -> Tensor:
     """float32 [flat.numel] on `device`; zeros in the padding."""
-    out = torch.zeros(flat.numel, device=device)
+    out = torch.zeros(flat.numel, dtype=torch.float32, device=device)
     for piece in flat.pieces:
         if piece.shard.numel:
             read_dense(piece.shard, key, out.narrow(0, piece.offset, piece.shard.numel), scale_inv)

@@ -56,7 +56,7 @@ class Granularity:
         """
         if self == TENSOR:
             if not part.numel():
-                return torch.zeros((), device=part.device)
+                return torch.zeros((), dtype=torch.float32, device=part.device)
             return torch.linalg.vector_norm(part, float("inf"), dtype=torch.float32)
         whole = (shape[0], shape[1])
         if self == ROW:

@@ -112,9 +112,12 @@ class PredictedScales:
         self.group = group
         self.num = num
         self.scale_inv, self.scale = scale_vector(num, device), scale_vector(num, device)
-        self.previous_scale_inv, self.next_scale_inv = torch.ones(num, device=device), torch.ones(num, device=device)
-        self.amax = torch.zeros(num, device=device)
-        self._vector = torch.zeros(num + num_extra, device=device)
+        self.previous_scale_inv, self.next_scale_inv = (
+            torch.ones(num, dtype=torch.float32, device=device),
+            torch.ones(num, dtype=torch.float32, device=device),
+        )
+        self.amax = torch.zeros(num, dtype=torch.float32, device=device)
+        self._vector = torch.zeros(num + num_extra, dtype=torch.float32, device=device)
         self.measured, self.extra = self._vector[:num], self._vector[num:]
         self._work: Any = None
 

@@ -34,7 +34,7 @@ def global_norm(optimizer: Any, grads: list[Tensor], params: list[Any]) -> Tenso
         total = optimizer._fp8_squares(counted)
     else:
         device = grads[0].device if grads else optimizer.optimizer.core.device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
     total = optimizer._fp8_alike.sum(total.view(1), optimizer.param_groups)[0]
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     return total.sqrt()

@@ -97,11 +97,11 @@ class ReleaseUpdater:
         self.alike = SameNumbers(core, group)
         self._inputs: StepInputs | None = None
         self._expected: set[str] = set()
-        self._square_sum = torch.zeros((), device=device)
+        self._square_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._indices: Recent[tuple[str, ...], Tensor] = Recent()
-        self.last_norm = torch.zeros((), device=device)
+        self.last_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Global norm of the last step without infinities and NaN."""
-        self.tensor_norms = torch.full((len(names),), float("inf"), device=device)
+        self.tensor_norms = torch.full((len(names),), float("inf"), dtype=torch.float32, device=device)
         """AdaGC's gamma by tensor; infinite before its first step."""
         self.num_steps = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -177,7 +177,7 @@ class ReleaseUpdater:
         self, names: list[str], held: list[str], grads: dict[str, Tensor], param_groups: Sequence[dict[str, Any]]
     ) -> Tensor:
         """float32 [len(names)]: squared norms of the gradients over all ranks; NaN where ranks would step unlike."""
-        squares = torch.zeros(len(names), device=self.core.device)
+        squares = torch.zeros(len(names), dtype=torch.float32, device=self.core.device)
         if held:
             norms = torch.stack(list(torch._foreach_norm([grads[name] for name in held], 2, dtype=torch.float32)))
             if len(held) == len(names):
@@ -241,4 +241,4 @@ class ReleaseUpdater:
         self.last_norm.fill_(state["last_norm"])
         self.num_steps.fill_(state["num_steps"])
         saved = [state["tensor_norms"].get(name, float("inf")) for name in self._slot]
-        self.tensor_norms.copy_(torch.tensor(saved))
+        self.tensor_norms.copy_(torch.tensor(saved, dtype=torch.float32))

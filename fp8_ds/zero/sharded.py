@@ -43,7 +43,7 @@ class ShardedWeight:
     def __init__(self, name: str, param: Any, index: int, quantizer: WeightQuantizer) -> None:
         self.param = param
         self.index = index
-        self.shard = self.source = torch.empty(0)
+        self.shard = self.source = torch.empty(0, dtype=torch.float32)
         self.is_trainable: bool = param.requires_grad
         self.keeps_bf16 = True
         self.in_bf16 = False

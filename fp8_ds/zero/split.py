@@ -21,7 +21,7 @@ def virtual_flat(numel: int, device: torch.device | str) -> Tensor:
 
     Reading it gives NaN; writing it raises, as into any expanded tensor.
     """
-    return torch.full((1,), float("nan"), device=device).expand(numel).requires_grad_()
+    return torch.full((1,), float("nan"), dtype=torch.float32, device=device).expand(numel).requires_grad_()
 
 
 class SplitQuantizer:
@@ -77,7 +77,7 @@ def reduced_amaxes(num: int, sources: list[tuple[int, Tensor]], group: dist.Proc
         sources: (weight, a piece of its values) as this rank holds them, any float dtype and device; pieces of no
             elements are allowed.
     """
-    amaxes = torch.zeros(num, device=device)
+    amaxes = torch.zeros(num, dtype=torch.float32, device=device)
     for index, piece in sources:
         if piece.numel():
             amax = torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float32).to(device)

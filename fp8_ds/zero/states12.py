@@ -273,7 +273,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             ]
             amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, scales.amax.device)
             names = [self._fp8_names[id(p)] for p in self._fp8_flat_order(self._fp8)]
-            saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names])
+            saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names], dtype=torch.float32)
             scales.set(amaxes, saved)
             for flat, master in zip(self._fp8_flats, masters, strict=True):
                 absorb_flat(flat, None, master.detach(), scales.scale_inv)
@@ -419,7 +419,7 @@ class StateFragment(tensor_fragment):
         core, shard = self.fp8_owner.optimizer.core, self.fp8_shard
         if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
             raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
-        out = torch.empty(shard.numel, device=core.device)
+        out = torch.empty(shard.numel, dtype=torch.float32, device=core.device)
         read_dense(shard, optim_state_key, out, core.scales.scale_inv)
         return out
 

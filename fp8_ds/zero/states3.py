@@ -163,7 +163,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
     def fp8_read_master(self: Any, shard: AdamShard) -> Tensor:
         """float32 [numel], a new tensor."""
-        out = torch.empty(shard.numel, device=shard.hi.device)
+        out = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
         read_dense(shard, None, out, self.optimizer.core.scales.scale_inv)
         return out
 
@@ -284,7 +284,9 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             ]
             device = scales.amax.device
             amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
-            saved = torch.tensor([float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights])
+            saved = torch.tensor(
+                [float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights], dtype=torch.float32
+            )
             frozen = torch.tensor([not w.is_trainable for w in self._fp8_shards.weights], device=device)
             amaxes = torch.where(frozen, scales.amax, amaxes)
             scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
@@ -355,7 +357,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         core, shard = self.optimizer.core, self._fp8_shard_of.get(id(param))
         if optim_state_key is not None and (optim_state_key not in MOMENTS or not core.has_moments):
             raise KeyError(optim_state_key)
-        out = torch.zeros(numel, device=core.device)
+        out = torch.zeros(numel, dtype=torch.float32, device=core.device)
         if shard is not None:
             read_dense(shard, optim_state_key, out[: shard.numel], core.scales.scale_inv)
         return out, row

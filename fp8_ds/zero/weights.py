@@ -79,9 +79,11 @@ class WeightQuantizer:
         scale_starts = aligned_starts(sizes, _ALIGNMENT)
         self._num_scales = self._starts[-1]
         num_history = 0 if history is None else history.amax_local.numel()
-        self._amax = torch.zeros(self._num_scales + num_history, device=device)
+        self._amax = torch.zeros(self._num_scales + num_history, dtype=torch.float32, device=device)
         self._amaxes = self._grids(self._amax, self._starts)
-        self._scales, self._scales_inv = (torch.ones(scale_starts[-1], device=device) for _ in range(2))
+        self._scales, self._scales_inv = (
+            torch.ones(scale_starts[-1], dtype=torch.float32, device=device) for _ in range(2)
+        )
         self.scale = self._grids(self._scales, scale_starts)
         self.scale_inv = self._grids(self._scales_inv, scale_starts)
         places = [torch.arange(start, start + size) for start, size in zip(scale_starts, sizes, strict=False)]

@@ -17,7 +17,7 @@ from fp8_ds.optim.states import MOMENTS, Flat, dense_flat
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight
 
-_NO_CODES, _NO_SCALES = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+_NO_CODES, _NO_SCALES = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float32)
 _LEFT_OVER = (
     "_fp8_alike",
     "fp8_flag",

@@ -66,6 +66,44 @@ def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock(ranks: Any) -> No
         assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 0.02
 
 
+def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Losses, bytes and masters of a model whose engine is built and trained with torch's default dtype changed."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = training.TinyLM(width=32, hidden=64, num_blocks=1)
+    config = training.ds_config(stage, {"monitor": {"every": 1, "sink": "/dev/null"}, **fp8})
+    torch.set_default_dtype(dtype)
+    try:
+        engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+        losses = []
+        for batch in training.micro_batches(0, 3):
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        state, masters = training.fp8_state(engine), training.full_masters(engine)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        training.destroy(engine)
+    return {"losses": losses, "state": state, "masters": masters}
+
+
+STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8"),
+    [(2, {"linear": {"recipe": "delayed"}}), (3, {}), (2, STATES), (3, {"optimizer": {"states": "fp8"}})],
+)
+def test_torchs_default_dtype_changes_no_bit(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    """As in a script that has made its model under `torch.set_default_dtype(torch.bfloat16)`, and left it at that."""
+    left, right = (ranks(1).run(with_default_dtype, stage, fp8, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    assert left["losses"] == right["losses"]
+    training.assert_fp8_equals(left["state"], right["state"])
+    assert all(torch.equal(master, right["masters"][name]) for name, master in left["masters"].items())
+
+
 def with_checkpointing(stage: int, kind: str) -> list[float]:
     engine = training.build(training.ds_config(stage, {}), {"checkpointing": kind})
     losses = training.train(engine, 4)

@@ -37,7 +37,7 @@ def _fake_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q_fp8, k_fp8, v_fp8 = (torch.empty(x.shape, dtype=E4M3.torch_dtype, device=x.device) for x in (q, k, v))
-    return q_fp8, k_fp8, v_fp8, torch.empty(3, sequences, k.shape[-2], device=q.device)
+    return q_fp8, k_fp8, v_fp8, torch.empty(3, sequences, k.shape[-2], dtype=torch.float32, device=q.device)
 
 
 def _dequantize(x_fp8: Tensor, scale_inv: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:

@@ -65,7 +65,7 @@ def quantize(
     """As `reference.quantize`; bf16 on CUDA, or on CPU under Triton's interpreter."""
     num_kv_heads = k.shape[-2]
     sequences = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    amax = torch.zeros(3, sequences, num_kv_heads, device=q.device)
+    amax = torch.zeros(3, sequences, num_kv_heads, dtype=torch.float32, device=q.device)
     descales = torch.empty_like(amax)
     matrices = rotation_matrices(q.shape[-1], q.device, q.dtype) if hadamard else (None, None)
     q_fp8 = _cast(q, num_kv_heads, cu_seqlens_q, max_seqlen_q, matrices[0], amax[0], descales[0])

@@ -61,8 +61,8 @@ class AdamShard:
     lo: Tensor | None = None
     m: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     v: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    m_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0))
-    v_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0))
+    m_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    v_scale_inv: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
 
     @property
     def head(self) -> int:

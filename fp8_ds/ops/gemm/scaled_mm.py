@@ -63,9 +63,9 @@ def _aligned(scale_inv: Tensor) -> Tensor:
 def _row_vectors(a: Tensor, b: Tensor, num_m: int, padded_n: int) -> tuple[Tensor, Tensor]:
     """Scales as the rowwise product wants them, [M, 1] and [1, padded_n]: one for all goes into the other's vector."""
     if a.dim() == 0:
-        a, b = torch.ones(num_m, 1, device=b.device), a * b
+        a, b = torch.ones(num_m, 1, dtype=torch.float32, device=b.device), a * b
     elif b.dim() == 0:
-        a, b = a * b, torch.ones(padded_n, 1, device=a.device)
+        a, b = a * b, torch.ones(padded_n, 1, dtype=torch.float32, device=a.device)
     if len(b) < padded_n:
         b = torch.cat([b, b.new_ones(padded_n - len(b), 1)])
     return a.contiguous(), b.reshape(1, padded_n)
@@ -78,7 +78,7 @@ def _rowwise(
     row_a, row_b = _row_vectors(scale_inv_a, scale_inv_b, len(a), len(b))
     if out_dtype == torch.bfloat16 and (a.is_cuda or _CPU_HAS_ROWS):
         return _product(a, b, row_a, row_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     unscaled = _product(a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
     return (unscaled * row_a * row_b).to(out_dtype)
 

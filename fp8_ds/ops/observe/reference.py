@@ -22,7 +22,7 @@ def format_of(dtype: torch.dtype) -> Float8Format:
 
 def top_code(fmt: Float8Format) -> int:
     """Magnitude bits of the largest finite value."""
-    return int(torch.tensor(fmt.max).to(fmt.torch_dtype).view(torch.uint8))
+    return int(torch.tensor(fmt.max, dtype=torch.float32).to(fmt.torch_dtype).view(torch.uint8))
 
 
 def smallest_normal_code(fmt: Float8Format) -> int:

@@ -137,7 +137,7 @@ _KEEP.append(_library)
 def _measured_planes(
     x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype, fp8_max: float, planes: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    amax_local = torch.zeros((), device=x.device)
+    amax_local = torch.zeros((), dtype=torch.float32, device=x.device)
     return (*quantize_delayed_planes(x, scale, scale_inv, amax_local, True, dtype, fp8_max, planes), amax_local)
 
 

@@ -35,7 +35,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 def _mean(x: Tensor) -> Tensor:
     # Divisors are tensors: torch on CUDA multiplies by the reciprocal of a number.
-    return row_sum(x) / torch.full((x.shape[0], 1), float(x.shape[1]), device=x.device)
+    return row_sum(x) / torch.full((x.shape[0], 1), float(x.shape[1]), dtype=torch.float32, device=x.device)
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:

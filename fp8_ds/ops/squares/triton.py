@@ -59,7 +59,7 @@ class _Launch:
         self.addresses = Addresses(len(numels), device)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        partials = torch.empty(len(self.program_tensors), device=tensors[0].device)
+        partials = torch.empty(len(self.program_tensors), dtype=torch.float32, device=tensors[0].device)
         squares_kernel[(len(partials),)](
             self.addresses.update([x.data_ptr() for x in tensors]),
             self.sizes,
