@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.attention import heads, reference
 from fp8_ds.attention.packages import call_by_name, find_fa3
 from fp8_ds.attention.rotation import rotate_gradient
 from fp8_ds.attention.shapes import Geometry, Packing
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._register import register
 
 Kernel = Literal["fa3", "reference"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.nn.expert_products import expert_products
 from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.once_differentiable import once_differentiable
 
 
 class _GroupedFunction(torch.autograd.Function):

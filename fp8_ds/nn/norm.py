@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.nn.fused import FORMAT, FusedModule, Producer, as_rows, bf16_argument, deliver, fused_class, keep, recover
 from fp8_ds.nn.recipe import Recipe
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._producer import Rounding
 from fp8_ds.ops.rmsnorm import MAX_COLS, reference, rmsnorm, rmsnorm_backward
 

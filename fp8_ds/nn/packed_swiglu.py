@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.nn.fused import FORMAT, as_rows, deliver
 from fp8_ds.nn.recipe import Recipe
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_packed
 
 

@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.swiglu import (
     Fp8Output,

@@ -23,13 +23,13 @@ import torch
 from deepspeed import comm as ds_comm
 from deepspeed.module_inject import layers as ds_layers
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import ForeignLinears
 from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads, weight_and_input
 from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.features import gather_outputs
 
 

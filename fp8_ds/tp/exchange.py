@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.formats import E4M3, Float8Format
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.scales import quantize_rows_pow2
 
 _HEADS = 2

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn.recipe import as_matrix
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops.blockwise import BLOCK
 from fp8_ds.ops.quantize import quantize_rowwise
 from fp8_ds.tp.context import TensorParallel

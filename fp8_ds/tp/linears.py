@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear import (
@@ -32,6 +31,7 @@ from fp8_ds.nn.linear import (
     weight_and_input,
 )
 from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered
 from fp8_ds.tp.graph import is_tracing, traced_where_possible

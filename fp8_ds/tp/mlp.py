@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.nn.fused import Nonlinear
 from fp8_ds.nn.linear import check_width, linear_grads, linear_output, read_weight
@@ -35,6 +34,7 @@ from fp8_ds.nn.swiglu import (
     read_kept,
     swiglu_grads,
 )
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.graph import traced_where_possible
 from fp8_ds.tp.products import column_output, gather_shard, row_grads

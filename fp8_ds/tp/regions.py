@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8_ds.comm import reduce_scatter_fp8
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.gather import Gathered
 from fp8_ds.tp.graph import all_gathered, all_reduced, is_tracing, reduce_scattered, traced_where_possible

@@ -416,8 +416,27 @@ def test_double_backward_is_refused():
     module = fp8_of(nn.Linear(16, 16))
     x = torch.randn(4, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="expected its graph to be differentiated once"):
         grad.sum().backward()
+
+
+def test_a_penalty_on_a_gradient_that_starts_at_the_layer_leaves_no_weight_out_in_silence():
+    """As of a discriminator: convolutions, and a linear head whose gradient of x is its weight and nothing else."""
+    convolution, head = nn.Conv1d(1, 4, 4, 4), fp8_of(nn.Linear(16, 16))
+    x = torch.randn(4, 1, 16, requires_grad=True)
+    output = head(nn.functional.gelu(convolution(x)).flatten(1))
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'got a second time .* Name the layers in "linear\.filter_fqns"'):
+        grad.square().sum().backward()
+
+
+def test_a_graph_of_gradients_that_nobody_differentiates_is_no_error():
+    module = fp8_of(nn.Linear(16, 16))
+    x = torch.randn(4, 16, requires_grad=True)
+    loss = module(x).square().sum()
+    kept = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    again = torch.autograd.grad(loss, [x, *module.parameters()], create_graph=True)
+    assert_bitwise(again[0].detach(), kept)
 
 
 # delayed
