@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_ds.config import Gemm, LinearConfig
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import BY_NAME, E4M3, Float8Format
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.shared import SharedInput
@@ -102,6 +103,7 @@ class Recipe(ABC):
         if payload.data is not None:
             return Fp8Weight(payload.data, payload.scale_inv)
         # The Parameter subclass of a payload answers readers with de-quantised values; here the stored ones are wanted.
+        refuse_released(weight)
         with torch._C.DisableTorchFunctionSubclass():
             return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
@@ -339,6 +341,16 @@ class DelayedRecipe(TensorwiseRecipe):
             return _delayed(grad_TO, self.slot_grad, self.grad_format, True, needs_rows, needs_columns)
         record_amax(grad_TO, self.slot_grad.amax_local)
         return _tensorwise(grad_TO, self.grad_format, needs_rows, needs_columns)
+
+
+def refuse_released(weight: Any) -> None:
+    """Raises UnsupportedError where `weight`, which has a payload, is neither gathered in FP8 nor in bf16."""
+    if weight.numel() == 0:
+        raise UnsupportedError(
+            f"{weight._fp8.name}: expected a weight that is gathered, got one that ZeRO-3 has released. It is there "
+            "from a call of its module on, for that forward and one backward of it: call the module and not its "
+            '`forward`, and in place of `retain_graph=True` add the losses up for one backward. Or set "stage" to 2.'
+        )
 
 
 def as_matrix(x: Tensor) -> Tensor:

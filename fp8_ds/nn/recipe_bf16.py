@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import DelayedRecipe, Fp8Weight, Recipe, as_matrix
+from fp8_ds.nn.recipe import DelayedRecipe, Fp8Weight, Recipe, as_matrix, refuse_released
 from fp8_ds.ops.quantize import record_amax
 
 
@@ -43,6 +43,8 @@ class Bf16Recipe(Recipe):
         if payload is not None and payload.hp is not None:
             return Fp8Weight(payload.hp, payload.scale_inv)
         assert payload is None or payload.data is None, f"{payload.name} is gathered in FP8 for a layer in bf16"
+        if payload is not None:
+            refuse_released(weight)
         with torch._C.DisableTorchFunctionSubclass():
             return Fp8Weight(weight.detach(), weight.new_ones((), dtype=torch.float32))
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 import training
 
+import fp8_ds
+
 pytestmark = pytest.mark.distributed
 
 KEEP = [{"zero": {"keep_bf16_shard": False}}, {"zero": {"keep_bf16_shard": True}}]
@@ -314,3 +316,28 @@ def test_a_copy_of_the_model_has_its_values_and_no_engine(ranks: Any, stage: int
         of_engine, before, after = result["losses"]
         assert result["wrong"] == result["said"] == []
         assert abs(before - of_engine) < 0.02 and after == before
+
+
+def second_backward(in_bf16: bool) -> str:
+    config = training.ds_config(3, {"linear": {"filter_fqns": []}})
+    engine = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1})
+    if in_bf16:
+        engine.set_layer_precision("", "bf16")
+        training.train(engine, 1)
+    loss = engine(training.micro_batches(0, 1)[0])
+    engine.backward(loss, retain_graph=True)
+    try:
+        loss.backward()
+    except fp8_ds.UnsupportedError as error:
+        return str(error)
+    finally:
+        training.destroy(engine)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_not_there(
+    ranks: Any, in_bf16: bool
+) -> None:
+    (said,) = ranks(1).run(second_backward, in_bf16)
+    assert said.startswith("lm_head.weight:") and "expected a weight that is gathered, got one that ZeRO-3 has" in said
