@@ -12,11 +12,10 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.zero.writes import WeightData, is_writer, plain, targets_of, warn_of_loss, write
 
 # What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
 _METADATA = frozenset(
@@ -26,9 +25,6 @@ _METADATA = frozenset(
     register_post_accumulate_grad_hook record_stream
     zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
     __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
-)
-_IN_PLACE_DUNDERS = frozenset(
-    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
 _ACCESSORS = ("__get__", "__set__")
 # Attributes that carry values; every other attribute is metadata.
@@ -104,13 +100,15 @@ class Fp8Parameter(nn.Parameter):
                 if func == _DATA_SET:
                     return _set_data(target, args[1])
                 if func == _DATA_GET:
-                    return _Dequantize.apply(target).detach()
+                    values = _Dequantize.apply(target).detach()
+                    is_export = target._fp8.export is not None  # type: ignore[attr-defined]
+                    return values if is_in_graph or is_export else WeightData.of(target, values)
                 if name == "flatten" and target._fp8.quiet:  # type: ignore[attr-defined]
                     return target._fp8.placeholder.expand(target.numel())  # type: ignore[attr-defined]
-            written = _written_by(name, args, kwargs)
+            written = [x for x in targets_of(name, args, kwargs) if isinstance(x, Fp8Parameter) and has_payload(x)]
             if written:
                 return _write_in_place(func, written, args, kwargs)
-            reads = is_in_graph or _is_writer(name, kwargs) or name in _ACCESSORS
+            reads = is_in_graph or is_writer(name, kwargs) or name in _ACCESSORS
             convert = _as_true_value if reads else _as_kept_value
             args, kwargs = tree_map(convert, (args, kwargs))
             return func(*args, **kwargs)
@@ -118,12 +116,12 @@ class Fp8Parameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain Parameter with the true values: a copy has no shards, no scale and no owner."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = nn.Parameter(plain(self.data).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
+        return torch._utils._rebuild_parameter, (plain(self.data), self.requires_grad, OrderedDict())
 
 
 def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
@@ -155,10 +153,11 @@ def _as_kept_value(x: Any) -> Any:
 def _set_data(weight: Any, value: Tensor) -> None:
     """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
     if value.shape == weight.shape:
+        value = plain(value)
         if _is_as_read(weight, value):
             return
-        _warn_of_loss(weight)
-        _write(weight, value)
+        warn_of_loss(weight)
+        write(weight, value)
         return
     weight._fp8.data = None
     _DATA_SET(weight, value)
@@ -173,24 +172,6 @@ def _is_as_read(weight: Any, value: Tensor) -> bool:
     return torch.equal(read, value.detach().to(read.device, read.dtype))
 
 
-def _is_writer(name: str, kwargs: Any) -> bool:
-    is_in_place = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
-    return is_in_place or kwargs.get("out") is not None
-
-
-def _written_by(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """The FP8 weights that a function of this name writes into: `out=`, or the first argument of `add_` and its like.
-
-    The first argument may be a list (`_foreach_add_`) and may come by keyword (`nn.init.constant_`).
-    """
-    if not _is_writer(name, kwargs):
-        return []
-    target = kwargs.get("out")
-    if target is None:
-        target = args[0] if args else next(iter(kwargs.values()), None)
-    return [x for x in tree_leaves(target) if isinstance(x, Fp8Parameter) and has_payload(x)]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> Any:
     """Run a writing function on the true values, then quantise the results. `copy_` needs no true value."""
@@ -199,7 +180,7 @@ def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> An
             raise RuntimeError(f"an in-place operator on the leaf {weight._fp8.name} needs torch.no_grad()")
     if func == torch.Tensor.copy_:
         source = args[1] if len(args) > 1 else kwargs["other"]
-        _write(weights[0], _as_true_value(source).expand(weights[0].shape))
+        write(weights[0], _as_true_value(source).expand(weights[0].shape))
         return weights[0]
     values = {id(weight): weight._fp8.dequantize() for weight in weights}
     owners = {id(value): weight for weight, value in zip(weights, values.values(), strict=True)}
@@ -207,26 +188,6 @@ def _write_in_place(func: Any, weights: list[Any], args: Any, kwargs: Any) -> An
     with torch.no_grad():
         result = func(*args, **kwargs)
     for weight in weights:
-        _warn_of_loss(weight)
-        _write(weight, values[id(weight)])
+        warn_of_loss(weight)
+        write(weight, values[id(weight)])
     return tree_map(lambda x: owners.get(id(x), x), result)
-
-
-def _warn_of_loss(weight: Any) -> None:
-    """A value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
-    if not weight._fp8.has_master:
-        logger.warning_once(
-            "fp8: a frozen weight was written: it is rounded to FP8 again, and nothing keeps it in more bits. Merging "
-            "adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a bf16 shard of them, "
-            'or "linear.frozen": "bf16".'
-        )
-
-
-def _write(weight: Any, value: Tensor) -> None:
-    payload = weight._fp8
-    if payload.write is None:
-        raise UnsupportedError(
-            f"FP8 weight {payload.name} cannot be written while it is gathered for compute. "
-            "Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), or use safe_set_full_fp32_param."
-        )
-    payload.write(value.detach().to(payload.scale.device))

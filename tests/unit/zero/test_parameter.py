@@ -18,6 +18,7 @@ from fp8_ds.scaling import scale_from_amax
 from fp8_ds.zero import parameter
 from fp8_ds.zero.parameter import Fp8Parameter, has_payload
 from fp8_ds.zero.payload import Fp8Payload
+from fp8_ds.zero.writes import WeightData
 
 SHAPE = (6, 10)
 
@@ -102,7 +103,7 @@ def test_reader_sees_the_true_value(weight: Any, reader: str) -> None:
     got, expected = READERS[reader](weight), READERS[reader](true)
     assert got.dtype == expected.dtype and torch.equal(got.detach(), expected.detach())
     assert not (got.is_floating_point() and got.isnan().any())
-    assert type(got) is Tensor
+    assert type(got) is (WeightData if reader == "data" else Tensor)
 
 
 def test_gradient_of_a_reader_reaches_the_parameter(weight: Any) -> None:
@@ -175,6 +176,65 @@ def test_write_becomes_the_new_fp8_bytes(weight: Any, writer: str) -> None:
     assert weight.untyped_storage().nbytes() == 2  # still the placeholder
 
 
+DATA_WRITERS = {
+    "copy": lambda p, value: p.data.copy_(value),
+    "of another weight": lambda p, value: p.data.copy_(_retyped(value)),
+    "clamp": lambda p, value: p.data.clamp_(-0.1, 0.1),
+    "foreach": lambda p, value: torch._foreach_mul_([p.data], 0.5),
+    "out": lambda p, value: torch.add(value, 1, out=p.data),
+    "init": lambda p, value: nn.init.constant_(p.data, 0.25),
+    "item": lambda p, value: p.data.__setitem__(2, 7.0),
+    "view": lambda p, value: p.data.view(-1)[3:17].zero_(),
+    "transposed": lambda p, value: p.data.t().add_(value.t()),
+    "detached": lambda p, value: p.data.detach().mul_(2),
+    "two views": lambda p, value: [part.fill_(n) for n, part in enumerate(p.data.chunk(2))],
+}
+
+
+def _retyped(value: Tensor) -> nn.Parameter:
+    p = nn.Parameter(value)
+    retype(p)
+    return p
+
+
+@pytest.mark.parametrize("writer", DATA_WRITERS)
+def test_a_write_into_data_reaches_the_weight(weight: Any, writer: str) -> None:
+    """As WGAN's clamp, averages of weights that are swapped in and out, and initialisers write."""
+    stock = nn.Parameter(retype(weight).clone())
+    value = torch.randn(SHAPE, dtype=torch.bfloat16)
+    for p in (weight, stock):
+        DATA_WRITERS[writer](p, value)
+    scale, _ = scale_from_amax(stock.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(stock.detach(), scale, E4M3).view(torch.uint8))
+
+
+def test_what_is_made_of_data_writes_nowhere(weight: Any) -> None:
+    true = retype(weight).clone()
+    for made in (weight.data.clone(), weight.data + 0, weight.data.float(), copy.deepcopy(weight.data)):
+        assert type(made) is Tensor
+        made.zero_()
+    buffer = io.BytesIO()
+    torch.save(weight.data, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)) is Tensor
+    assert torch.equal(weight.detach(), true)
+
+
+def test_data_that_was_read_before_a_write_is_written_as_the_weight_is_now(weight: Any) -> None:
+    retype(weight)
+    data = weight.data
+    with torch.no_grad():
+        weight.fill_(2.0)
+    data[0] = 4.0
+    assert (weight.detach()[0] == 4.0).all() and (weight.detach()[1:] == 2.0).all()
+
+
+def test_a_write_into_data_of_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
+    retype(weight, writable=False)
+    with pytest.raises(UnsupportedError, match="cannot be written while it is gathered"):
+        weight.data.zero_()
+
+
 def test_load_state_dict_writes(weight: Any) -> None:
     retype(weight)
     _holding(weight).load_state_dict({"w": torch.full(SHAPE, 2.0)})
@@ -220,7 +280,7 @@ def test_data_of_a_released_weight_is_read_and_assigned_without_a_walk_over_argu
 
     with monkeypatch.context() as patch:
         patch.setattr(parameter, "tree_map", walk)
-        patch.setattr(parameter, "tree_leaves", walk)
+        patch.setattr(parameter, "targets_of", walk)
         assert weight.data.numel() == 0
         weight.data = true
         assert torch.equal(weight.data, true)

@@ -1,0 +1,115 @@
+"""Writes into FP8 weights: which functions write, what `.data` is that is written into, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp8_ds.errors import UnsupportedError
+
+_IN_PLACE_DUNDERS = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+)
+
+
+class WeightData(Tensor):
+    """De-quantised values of an FP8 weight, or a view of them: what is written into them is written into the weight.
+
+    It is the weight's `data`, for code that writes as it may into that of any Parameter: `p.data.copy_(ema)`,
+    `p.data.clamp_(-c, c)`, `p.data[rows] = 0`. A write starts from the values that the weight has then.
+
+    Attributes:
+        weight: the Fp8Parameter.
+        root: all its values, plain, of its shape, in the memory that this one has.
+    """
+
+    weight: Any
+    root: Tensor
+
+    @classmethod
+    def of(cls, weight: Any, values: Tensor, view: Tensor | None = None) -> WeightData:
+        """`view` of `values`, which are those of `weight` and are in nobody else's hands; None: all of them."""
+        found: WeightData = (values if view is None else view).as_subclass(cls)
+        found.weight, found.root = weight, values
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        owners = {id(x.root): x for x in tree_leaves((args, kwargs)) if isinstance(x, WeightData)}
+        written = {id(x.root): x for x in targets_of(name, args, kwargs) if isinstance(x, WeightData)}
+        for x in written.values():
+            x.root.copy_(x.weight._fp8.dequantize())
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs))  # another subclass may have its turn
+        for x in written.values():
+            warn_of_loss(x.weight)
+            write(x.weight, x.root)
+        return tree_map(lambda y: _alias(y, owners.values()), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = plain(self).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(x: Any) -> Any:
+    """Of a WeightData a tensor with the same memory, whose writes reach nothing else; all else as it is."""
+    if not isinstance(x, WeightData):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _alias(x: Any, owners: Iterable[WeightData]) -> Any:
+    """`x`; if it has the memory of one of `owners`, as another view of the same weight."""
+    if type(x) is Tensor:
+        for owner in owners:
+            if x.device == owner.root.device and x.untyped_storage()._cdata == owner.root.untyped_storage()._cdata:
+                return WeightData.of(owner.weight, owner.root, x)
+    return x
+
+
+def is_writer(name: str, kwargs: Any) -> bool:
+    is_in_place = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or kwargs.get("out") is not None
+
+
+def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
+    """What a function of this name writes into: `out=`, or the first argument of `add_` and its like.
+
+    The first argument may be a list (`_foreach_add_`) and may come by keyword (`nn.init.constant_`).
+    """
+    if not is_writer(name, kwargs):
+        return []
+    target = kwargs.get("out")
+    if target is None:
+        target = args[0] if args else next(iter(kwargs.values()), None)
+    return tree_leaves(target)
+
+
+def warn_of_loss(weight: Any) -> None:
+    """A value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
+    if not weight._fp8.has_master:
+        logger.warning_once(
+            "fp8: a frozen weight was written: it is rounded to FP8 again, and nothing keeps it in more bits. Merging "
+            "adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a bf16 shard of them, "
+            'or "linear.frozen": "bf16".'
+        )
+
+
+def write(weight: Any, value: Tensor) -> None:
+    payload = weight._fp8
+    if payload.write is None:
+        raise UnsupportedError(
+            f"FP8 weight {payload.name} cannot be written while it is gathered for compute. "
+            "Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), or use safe_set_full_fp32_param."
+        )
+    payload.write(value.detach().to(payload.scale.device))
