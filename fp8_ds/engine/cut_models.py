@@ -24,8 +24,8 @@ from torch.nn import Module
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.engine.host_config import Config, block_of, number
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.tp.block_inputs import added_parameters
 from fp8_ds.tp.linears import contexts_of
-from fp8_ds.tp.plan import added_parameters
 
 
 def is_cut(module: Module) -> bool:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.experts import is_experts
-from fp8_ds.nn.mlp import FusedSwiglu
+from fp8_ds.tp.block_inputs import gather_once, shard_tokens
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.group import check_group, check_same, device_of
 from fp8_ds.tp.linears import (
-    ColumnParallelFp8Linear,
     ColumnParallelLinear,
     ParallelLinear,
     RowParallelLinear,
     contexts_of,
-    gather_input,
     sum_gradient,
 )
-from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens
 from fp8_ds.tp.rules import RECIPES
 
 
@@ -141,9 +135,9 @@ def parallelize(
     sharded = _cut_all(cuts, tp)
     _replicate(model, sharded, tp)
     for name, block in blocks.items():
-        _gather_once(block, tp, is_first=name == first_block)
+        gather_once(block, tp, is_first=name == first_block)
     if sequence_parallel:
-        _shard_tokens(*borders, tp)
+        shard_tokens(*borders, tp)
     for p in replicated:
         sum_gradient(p, tp)
     return tp
@@ -174,21 +168,6 @@ def configure(model: nn.Module, config: TensorParallelConfig, recipe: str) -> No
         )
     for tp in contexts:
         tp.set_config(config)
-
-
-def added_parameters(model: nn.Module) -> list[str]:
-    """Names of Parameters that blocks of a cut model have got since `parallelize` (as adapters are), which nobody sums.
-
-    Outside blocks every rank has the whole gradient.
-    """
-    return [
-        f"{block_name}.{name}"
-        for block_name, block in model.named_modules()
-        for hook in block._forward_pre_hooks.values()
-        if isinstance(hook, _Entry)
-        for name, p in block.named_parameters()
-        if id(p) not in hook.known
-    ]
 
 
 @dataclass(frozen=True)
@@ -344,109 +323,3 @@ def _replicate(model: nn.Module, sharded: set[int], tp: TensorParallel) -> None:
             whole = tensor.data.to(tensor.device if tensor.is_cuda else device_of(tp.group)).contiguous()
             dist.broadcast(whole, src=first, group=tp.group)
             tensor.data.copy_(whole)
-
-
-def _gather_once(block: nn.Module, tp: TensorParallel, is_first: bool) -> None:
-    """The column-parallel linears of `block` read one gathered input."""
-    columns = [module for module in block.modules() if isinstance(module, ColumnParallelLinear)]
-    for column in columns:
-        column.gathers_input = False
-    known = frozenset(map(id, block.parameters()))
-    block.register_forward_pre_hook(_Entry(tp, _Argument(block), columns, is_first, known), with_kwargs=True)
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tp.inputs.traced = None
-
-    block.register_forward_hook(leave, always_call=True)
-
-
-def _shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
-    argument = _Argument(first)
-
-    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, put = argument(args, kwargs)
-        if x.dim() != 3:
-            raise ValueError(f"input of the first block: expected [batch, sequence, channels], got {tuple(x.shape)}.")
-        tp.set_full_shape(x.shape[0], x.shape[1])
-        return put(split_tokens(x, tp))
-
-    def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if tp.full_shape is None:
-            raise ConfigError(
-                f"plan: expected its `first` module to run before its `last`, a {type(module).__name__}, got none "
-                "before it. Tokens are sharded at the input of the one, and gathered at the output of the other."
-            )
-        return gather_tokens(output, tp, (*tp.full_shape, output.shape[-1]), reduces=False)
-
-    first.register_forward_pre_hook(split, with_kwargs=True)
-    last.register_forward_hook(gather)
-
-
-class _Argument:
-    """Finds the tensor that a module computes with: its first argument, by place or by name.
-
-    Args:
-        module: whose `forward` names its arguments.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._names = tuple(inspect.signature(module.forward).parameters)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """(the tensor, function that puts another in its place)."""
-        if args:
-            return args[0], lambda new: ((new, *args[1:]), kwargs)
-        name = next(name for name in (*self._names, *kwargs) if isinstance(kwargs.get(name), Tensor))
-        return kwargs[name], lambda new: (args, {**kwargs, name: new})
-
-
-class _Entry:
-    """Before a block: its input, gathered as all of its column-parallel linears can read it.
-
-    In FP8 if all of them are; in bf16 if one stays bf16, or if the configuration says so.
-
-    Args:
-        tp: the group.
-        argument: the block's.
-        columns: the linears.
-        is_first: of the model's blocks; where tokens are not split, ranks compare their batches there.
-        known: ids of the block's Parameters.
-    """
-
-    def __init__(
-        self,
-        tp: TensorParallel,
-        argument: _Argument,
-        columns: list[ColumnParallelLinear],
-        is_first: bool,
-        known: frozenset[int],
-    ) -> None:
-        self.tp = tp
-        self.argument = argument
-        self.columns = columns
-        self.known = known
-        self.check = tp.check_batch if is_first else partial(tp.check_first, is_replicated=True)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, put = self.argument(args, kwargs)
-        if not self.tp.sequence_parallel:
-            self.check(x, is_full=False)
-            return put(copy_to_ranks(x, self.tp))
-        if isinstance(module, FusedSwiglu) and module.fp8_function(args, kwargs) is not None:
-            return None  # it gathers for itself
-        shape = self._full_shape(x, kwargs)
-        rules = [column.tp_rule for column in self.columns if isinstance(column, ColumnParallelFp8Linear)]
-        if len(rules) < len(self.columns) or rules[0] is None:
-            return put(gather_tokens(x, self.tp, shape, reduces=True))
-        nominal, _ = gather_input(x, self.tp, rules[0], shape)
-        return put(nominal)
-
-    def _full_shape(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """(batch, sequence, C): attention needs to know where sequences begin. transformers' blocks get it with their
-        positions, those that a backward computes again with theirs."""
-        num_tokens = self.tp.size * x[..., 0].numel()
-        positions = kwargs.get("position_embeddings")
-        if positions is None:
-            return *self.tp.shape_of(num_tokens), x.shape[-1]
-        length = positions[0].shape[-2]
-        return num_tokens // length, length, x.shape[-1]

@@ -177,6 +177,12 @@ def _tiny(fp8: dict[str, Any] | None, stage: int, world: int, batch: int, more: 
     return estimate(spec, read_run(config(stage, fp8) | more, world, batch, 128))
 
 
+def test_the_block_of_leaves_is_the_configurations() -> None:
+    leaf_module = {"classes": "a.B", "names": ["c"]}
+    assert read_run(config(3, leaf_module=leaf_module), 2, 1, 128).leaf_module == leaf_module
+    assert read_run(config(3), 2, 1, 128).leaf_module == {}
+
+
 def test_activations_grow_with_the_tokens_and_states_do_not() -> None:
     one, two = tiny(states("e4m11"), batch=1), tiny(states("e4m11"), batch=2)
     assert two.activations == pytest.approx(2 * one.activations, rel=0.02)
