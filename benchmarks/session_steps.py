@@ -13,6 +13,12 @@ def _tests(selection: str) -> str:
     return f"{{python}} -m pytest -q -m gpu -p no:cacheprovider tests/gpu {selection}"
 
 
+_TESTS_OF_KERNELS = (
+    "(test_adamw_gpu or test_attention_backends_gpu or test_blockwise_gpu or test_fused_gpu or test_grouped_gpu or "
+    "test_linear_gpu or test_producers_gpu or test_quantize_gpu or test_squares_gpu or test_weighted_sum_gpu)"
+)
+
+
 def _tests_megatron(options: str) -> str:
     return f"{{python}} -m pytest -v -m gpu -p no:cacheprovider tests/gpu/test_megatron_gpu.py {options}"
 
@@ -45,6 +51,18 @@ def _parallel_layers(gpus: str) -> str:
 STEPS = (
     *PARITY_STEPS,
     Step("tests", _tests("-n 8"), 300, "all of tests/gpu for one GPU; 947 tests took 211 s"),
+    *(
+        Step(
+            f"tests-{part}",
+            _tests(f"-n 12 --dist worksteal -k '{kept}{_TESTS_OF_KERNELS}'"),
+            170,
+            f"tests/gpu for one GPU, {what}; both halves took 430 s of one GPU with eight processes",
+        )
+        for part, kept, what in (
+            ("engine", "not ", "those of the engine, models and ranks"),
+            ("kernels", "", "those of the kernels"),
+        )
+    ),
     Step("tests-adamw", _tests("-n 4 -k test_adamw_gpu"), 60, "issue 3: the moments' codes of 2026-11-26, bit for bit"),
     Step(
         "tests-unseen",
@@ -169,6 +187,14 @@ STEPS = (
         benchmark("end_to_end", "--piece delayed --budget {seconds}"),
         400,
         "issue 4 H 1: delayed scales in all layers beside the best peer; no FlashAttention-3",
+    ),
+    Step(
+        "profile-delayed",
+        benchmark(
+            "end_to_end", "--model llama-2b --profile ours-e4m11-compiled+delayed+fused+cudagraphs --budget {seconds}"
+        ),
+        125,
+        "issue 4 C: what lies between the kernels of the fastest recipe, and where the host was late",
     ),
     Step("release", benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),
     Step(

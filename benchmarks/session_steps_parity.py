@@ -25,7 +25,7 @@ _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
 _SHARES = {
     **dict.fromkeys((48, 49, 50), (("stock", "e4m11-delayed"),)),
-    **dict.fromkeys((51, 52), (("stock", "gw_hp"), ("e4m11", "fp32-master"))),
+    **dict.fromkeys((51, 52), (("stock", "gw_hp"), ("e4m11-delayed", "fp32-master"))),
 }
 """By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights; without three pairs yet.
 

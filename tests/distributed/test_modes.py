@@ -77,7 +77,7 @@ def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> d
     try:
         engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
         losses = []
-        for batch in training.micro_batches(0, 3):
+        for batch in (one.to(engine.device) for one in training.micro_batches(0, 3)):
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
