@@ -73,12 +73,13 @@ def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> d
     torch.manual_seed(0)
     net = training.TinyLM(width=32, hidden=64, num_blocks=1)
     config = training.ds_config(stage, {"monitor": {"every": 1, "sink": "/dev/null"}, **fp8})
+    batches = training.micro_batches(0, 3)  # their noise is drawn in the default dtype
     torch.set_default_dtype(dtype)
     try:
         engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
         losses = []
-        for batch in (one.to(engine.device) for one in training.micro_batches(0, 3)):
-            loss = engine(batch)
+        for batch in batches:
+            loss = engine(batch.to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))

@@ -15,7 +15,7 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.scaling import scale_from_amax
-from fp8_ds.zero import parameter
+from fp8_ds.zero import parameter, writes
 from fp8_ds.zero.parameter import Fp8Parameter, has_payload
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.writes import WeightData
@@ -227,6 +227,26 @@ def test_data_that_was_read_before_a_write_is_written_as_the_weight_is_now(weigh
         weight.fill_(2.0)
     data[0] = 4.0
     assert (weight.detach()[0] == 4.0).all() and (weight.detach()[1:] == 2.0).all()
+
+
+@pytest.mark.parametrize("has_master", [False, True])
+@pytest.mark.parametrize("write", ["data", "into data", "in place"])
+def test_a_write_into_a_frozen_weight_warns_that_nothing_keeps_it_in_more_bits(
+    weight: Any, write: str, has_master: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when adapters are merged, whose weights are then taken out again."""
+    said: list[str] = []
+    monkeypatch.setattr(writes.logger, "warning_once", said.append)
+    retype(weight)
+    weight._fp8.has_master = has_master
+    with torch.no_grad():
+        if write == "data":
+            weight.data = weight.detach() + 1
+        elif write == "into data":
+            weight.data.add_(1)
+        else:
+            weight.add_(1)
+    assert len(said) == (not has_master) and all("is rounded to FP8 again" in line for line in said)
 
 
 def test_a_write_into_data_of_a_weight_gathered_for_compute_is_refused(weight: Any) -> None:
