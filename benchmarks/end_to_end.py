@@ -193,6 +193,8 @@ def run_piece(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Reference, arms, reference again (in mode "speed"); what does not fit any more is skipped.
 
+    The first arm goes before the reference's second run, which shows nothing without an arm.
+
     Args:
         budget: seconds for all.
         run: (name, seconds left) to a result with `wall_s`.
@@ -209,7 +211,10 @@ def run_piece(
     last = first if piece.mode == "speed" and piece.arms else []
     names = [*first, *piece.arms, *last]
     for number, name in enumerate(names):
-        kept = last if number < len(names) - 1 else []
+        has_arm = len(results) > len(first)
+        if number == len(names) - 1 and last and not has_arm:
+            break
+        kept = last if number < len(names) - 1 and has_arm else []
         left, needed = budget - (clock() - began), sum(predict(some, known) for some in (name, *kept))
         if results and needed > left:
             skipped.append(

@@ -261,6 +261,16 @@ def test_arm_that_does_not_fit_is_left_out_and_the_reference_still_closes(bench:
     assert len(skipped) == 1 and skipped[0].startswith("ours-e4m19-eager: left out, it takes 32 s with the reference")
 
 
+def test_first_arm_goes_before_the_reference_again_which_shows_nothing_by_itself(bench: Any) -> None:
+    """As on 2026-11-27, when torchao ran twice and neither of ours did, for which there was time."""
+    seconds = {"stock-eager": 20.0, "ours-fp32-eager": 30.0, "ours-e4m11-eager": 10.0}
+    ran, skipped = run_piece(bench, seconds, 45)
+    assert ran == ["stock-eager", "ours-fp32-eager"]
+    assert [line.split(":")[0] for line in skipped] == ["ours-e4m11-eager", "stock-eager"]
+    ran, skipped = run_piece(bench, {"stock-eager": 95.0, "ours-fp32-eager": 30.0}, 100)
+    assert ran == ["stock-eager"] and len(skipped) == 1
+
+
 def test_arm_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         assert bench("end_to_end")._run(["sleep", "600"], output, 0.5) == ENDED
