@@ -238,12 +238,11 @@ REFUSALS = (
         'Remove "gradient_predivide_factor".',
     ),
     Refusal(
-        "optimizer.type: Muon with stage 2 and fp8.zero.reduce_scatter: fp8",
-        lambda c: (
-            _reduces_in_fp8(c) and zero_stage(c) == 2 and str(block_of(c, "optimizer").get("type")).lower() == "muon"
-        ),
+        "optimizer.type: Muon with fp8.zero.reduce_scatter: fp8",
+        lambda c: _reduces_in_fp8(c) and str(block_of(c, "optimizer").get("type")).lower() == "muon",
         "Muon needs the whole gradient of a weight on every rank that holds a part of it",
-        'Set "fp8": {"zero": {"reduce_scatter": "bf16"}}, or use stage 3.',
+        'Set "fp8": {"zero": {"reduce_scatter": "bf16"}}, and in stage 3 "zero_optimization": '
+        '{"reduce_scatter": false}.',
     ),
     Refusal(
         "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8",

@@ -120,7 +120,11 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "gradient_predivide_factor with fp8.zero.reduce_scatter: fp8": [
         reducing({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0})
     ],
-    "optimizer.type: Muon with stage 2 and fp8.zero.reduce_scatter: fp8": [reducing({"optimizer": {"type": "Muon"}})],
+    "optimizer.type: Muon with fp8.zero.reduce_scatter: fp8": [
+        reducing({"optimizer": {"type": "Muon"}}),
+        # Stock refuses it there unless "reduce_scatter" is false, which FP8 reduce-scatters refuse.
+        reducing({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}),
+    ],
     "optimizer.type other than Adam and AdamW with fp8.optimizer.states: fp8": [
         with_states("Lion"),
         with_states("OneBitAdam"),
@@ -201,7 +205,7 @@ AUTO = {
         reducing(zero(reduce_scatter=True, contiguous_gradients="auto", use_multi_rank_bucket_allreduce="true")),
         reducing(zero(stage=3, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False)),
         reducing({"communication_data_type": None, "gradient_predivide_factor": 1.0, "optimizer": {"type": "AdamW"}}),
-        reducing({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}),
+        zero(stage=3, reduce_scatter=False) | {"optimizer": {"type": "Muon"}},
         zero(reduce_scatter=False, contiguous_gradients=False, use_multi_rank_bucket_allreduce=False),
         {"communication_data_type": "fp32", "gradient_predivide_factor": 2.0, "optimizer": {"type": "Muon"}},
         with_states("Adam", amsgrad=False, bias_correction=True),
