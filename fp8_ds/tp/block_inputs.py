@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.mlp import FusedSwiglu
 from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.graph import is_tracing
 from fp8_ds.tp.linears import ColumnParallelFp8Linear, ColumnParallelLinear, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens
 
@@ -34,6 +36,8 @@ def shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
 
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, put = argument(args, kwargs)
+        if not is_tracing():
+            _refuse_partitioned_activations(tp)
         if x.dim() != 3:
             raise ValueError(f"input of the first block: expected [batch, sequence, channels], got {tuple(x.shape)}.")
         tp.set_full_shape(x.shape[0], x.shape[1])
@@ -49,6 +53,25 @@ def shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
 
     first.register_forward_pre_hook(split, with_kwargs=True)
     last.register_forward_hook(gather)
+
+
+def _refuse_partitioned_activations(tp: TensorParallel) -> None:
+    """Nothing happens unless DeepSpeed's activation checkpointing divides what it keeps among the ranks that share a
+    model: of its own tokens a rank would get back one part, and another rank's tokens as the others.
+
+    Source: deepspeed/runtime/activation_checkpointing/checkpointing.py, partition_activations, gather_partitioned_
+    activations and configure (0.19.8), which keeps its settings in the module.
+
+    Raises:
+        ConfigError: it does, on every rank that has configured it so.
+    """
+    checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if tp.size > 1 and checkpointing and checkpointing.PARTITION_ACTIVATIONS and checkpointing.mpu is not None:
+        raise ConfigError(
+            "activation_checkpointing.partition_activations: expected false with sequence parallelism, got true. Each "
+            "rank keeps its own tokens already, of which there is nothing to divide: remove the key, or the argument "
+            "of deepspeed.checkpointing.configure."
+        )
 
 
 def added_parameters(model: nn.Module) -> list[str]:

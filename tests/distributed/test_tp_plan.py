@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +149,35 @@ def turned(num: int) -> str:
 def test_a_view_with_tokens_in_other_places_is_an_error(ranks: Any) -> None:
     for found in ranks(2).run(turned, 2):
         assert "expected what its block was called with, (2, 8, 32), got a view (8, 2, 32)" in found, found
+
+
+def partitioned(sequence_parallel: bool) -> tuple[str, list[float]]:
+    """(error of the forward, SQNR of gradients to torch's checkpointing) where DeepSpeed's divides activations."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    gradients = []
+    for is_deepspeeds in (False, True):
+        model = Model(recomputes=not is_deepspeeds)
+        parallelize(model, PLAN, group(), sequence_parallel=sequence_parallel)
+        if is_deepspeeds:
+            checkpointing.configure(tpar.groups(2), partition_activations=True)
+            for layer in model.layers:
+                layer.forward = partial(checkpointing.checkpoint, layer.forward)
+        try:
+            if error := message(lambda model=model: model(batch(2).requires_grad_()).backward()):
+                return error, []
+        finally:
+            checkpointing.PARTITION_ACTIVATIONS, checkpointing.mpu = False, None
+        gradients.append([p.grad for p in model.parameters()])
+    return "", [sqnr_db(*pair) for pair in zip(*gradients, strict=True)]
+
+
+def test_deepspeeds_checkpointing_divides_what_all_ranks_have_and_nothing_else(ranks: Any) -> None:
+    """With sequence parallelism it gave a rank other tokens back than its own, and so other gradients."""
+    for error, found in ranks(2).run(partitioned, False):
+        assert not error and min(found) > 85, (error, found)
+    for error, _ in ranks(2).run(partitioned, True):
+        assert "activation_checkpointing.partition_activations: expected false with sequence parallelism" in error
 
 
 PLANS = {
