@@ -10,7 +10,10 @@ from fp8_ds.host_copy import HostCopy
 from fp8_ds.tp.graph import untraced
 from fp8_ds.tp.group import check_same, digest
 
-_REMEDY = "Give all ranks of a tensor-parallel group the same batches."
+SAME_BATCHES = (
+    "Give all ranks of a tensor-parallel group the same batches, and the same seed where a model has dropout before "
+    "its blocks, or, without sequence parallelism, anywhere but on a rank's own heads and features."
+)
 
 
 def shape_text(x: Tensor) -> str:
@@ -60,7 +63,7 @@ class BatchCheck:
         if self._host_group is None:
             self._host_group = host_group(self._group)
         texts = [shape_text(x), self._values(x)]
-        check_same("batch", texts, self._host_group, on_all_ranks=False, remedy=_REMEDY)
+        check_same("batch", texts, self._host_group, on_all_ranks=False, remedy=SAME_BATCHES)
 
     def _values(self, x: Tensor) -> str:
         if not x.is_cuda:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.tp.batch import BatchCheck, fingerprint, shape_text
+from fp8_ds.tp.batch import SAME_BATCHES, BatchCheck, fingerprint, shape_text
 from fp8_ds.tp.gather import Gathered
 from fp8_ds.tp.graph import is_tracing, untraced
 from fp8_ds.tp.group import check_same
@@ -126,7 +126,11 @@ class TensorParallel:
         kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
         values = f"values {fingerprint(x)}" if is_replicated else ""
         check_same(
-            "first batch of the tensor-parallel layers", [shape_text(x), kind, values], self.group, on_all_ranks=False
+            "first batch of the tensor-parallel layers",
+            [shape_text(x), kind, values],
+            self.group,
+            on_all_ranks=False,
+            remedy=f"Build the same model from the same configuration everywhere. {SAME_BATCHES}",
         )
         self._is_checked = True
 

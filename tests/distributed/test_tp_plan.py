@@ -180,6 +180,56 @@ def test_deepspeeds_checkpointing_divides_what_all_ranks_have_and_nothing_else(r
         assert "activation_checkpointing.partition_activations: expected false with sequence parallelism" in error
 
 
+def dropped(where: str, sequence_parallel: bool, seeds_differ: bool) -> tuple[str, list[str]]:
+    """(error of two steps, whole parameters that train apart) with dropout on what `where` gives."""
+    model = Model()
+    model.before = nn.Linear(WIDTH, WIDTH)
+    model.register_forward_pre_hook(lambda model, args: (model.before(*args),))
+    mixer = model.layers[0].mixer
+    places = {"before": model.before, "features": mixer.up, "block": mixer, "last": model.last}
+    parallelize(model, PLAN, group(), sequence_parallel=sequence_parallel)
+    places[where].register_forward_hook(lambda module, args, output: F.dropout(output, 0.3))
+    to_fp8(model.layers)
+    torch.manual_seed(dist.get_rank() if seeds_differ else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for step in range(2):
+            model(batch(2, seed=step)).backward()
+            optimizer.step()
+
+    error, apart = message(steps), []
+    for name, p in model.named_parameters():
+        if not getattr(p, "tensor_model_parallel", False):
+            rows = [torch.empty_like(p) for _ in range(2)]
+            dist.all_gather(rows, p.detach().contiguous())
+            apart += [] if torch.equal(*rows) else [name]
+    return error, apart
+
+
+@pytest.mark.parametrize(
+    ("where", "sequence_parallel", "is_error", "apart"),
+    [
+        ("before", True, True, []),
+        ("before", False, True, []),
+        ("features", True, False, []),
+        ("features", False, False, []),
+        ("block", True, False, []),
+        ("block", False, True, None),
+        ("last", True, False, ["head.bias", "head.weight"]),
+        ("last", False, True, None),
+    ],
+)
+def test_dropout_that_all_ranks_compute_needs_one_seed(
+    ranks: Any, where: str, sequence_parallel: bool, is_error: bool, apart: list[str] | None
+) -> None:
+    """As the table of docs/tensor-parallel.md says; `apart`: what trains apart where seeds differ, if that matters."""
+    assert ranks(2).run(dropped, where, sequence_parallel, False) == [("", [])] * 2
+    for error, found in ranks(2).run(dropped, where, sequence_parallel, True):
+        assert bool(error) == is_error and ("the same seed where" in error or not error), error
+        assert apart is None or sorted(found) == apart, found
+
+
 PLANS = {
     "a cut weight in shards": replace(PLAN, in_shards=(*PLAN.in_shards, "layers.*.mixer")),
     "a cut weight in heads": replace(PLAN, in_heads=("layers.1.mixer.up",)),
