@@ -122,7 +122,7 @@ PIECES = {
         (
             "ours-e4m11-compiled+delayed+fused+cudagraphs",
             "torchao-tensorwise-adamwfp8-compiled",
-            "ours-e4m11-compiled+delayed+fused+cudagraphs+linear.fast_accumulation=output_and_grad_input",
+            "ours-e4m11-compiled+delayed+fused+cudagraphs+e4m3+linear.fast_accumulation=output_and_grad_input",
             "ours-fp32-compiled+delayed+fused+cudagraphs",
         ),
     ),

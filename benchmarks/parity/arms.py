@@ -52,6 +52,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
+    "e4m11-delayed-e4m3-fast-input": changed(
+        _linears(grad_dtype="e4m3", fast_accumulation="output_and_grad_input"), CHANGES["delayed"]
+    ),
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
     "fp8-ends": ENDS,
     "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
@@ -103,6 +106,7 @@ VARIANTS = {
     "gw_hp-e4m3": "gw_hp",
     "e4m11-ends-e4m3-fast-input": "fp8-ends-e4m3",
     "e4m11-e4m3-fast-input-last-attention": "e4m11-ends-e4m3-fast-input",
+    "e4m11-delayed-e4m3-fast-input": "e4m11-delayed",
 }
 """Recipes with E4M3 gradients ("blockwise" has no other) or with ends in bf16, and what they are compared with beside
 stock."""

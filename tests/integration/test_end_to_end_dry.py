@@ -116,6 +116,15 @@ def test_the_headlines_arm_and_the_arm_of_its_parity_have_the_block_of_its_confi
     assert Fp8Config.from_block(changed(trained, fused)) == Fp8Config.from_block(block)
 
 
+def test_arms_with_delayed_scales_that_are_timed_are_arms_of_the_parity_study(bench: Any) -> None:
+    arms, parity = bench("end_to_end_arms"), bench("parity.arms").ARMS
+    piece = bench("end_to_end_pieces").PIECES["delayed"]
+    timed = [arms.parse_arm(name, arms.MODELS["llama-2b"]).fp8 for name in piece.arms if name.startswith("ours-")]
+    trained = [parity[name] for name in ("e4m11-delayed", "e4m11-delayed-e4m3-fast-input", "delayed")]
+    fused = {"activations": {"fused": True}}
+    assert [Fp8Config.from_block(b) for b in timed] == [Fp8Config.from_block(changed(b, fused)) for b in trained]
+
+
 def test_measured_layers_are_told_the_tokens_of_the_arms_own_micro_batch(bench: Any) -> None:
     arms = bench("end_to_end_arms")
     arm = arms.parse_arm("ours-fp32-eager+measured+mb=3", arms.MODELS["gpt2"])
