@@ -43,7 +43,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parity import data, summary
+from parity import data, picture, summary
 from parity.arms import ARMS, WITHOUT_DEEPSPEED
 from parity.models import SIZES
 from parity.runs import Results, Scheduler
@@ -205,7 +205,7 @@ def main() -> None:
     report += "\n" + summary.report_in_bf16(results.rows, results.runs, steps, regimes)
     report += "\n" + summary.report_late(results.rows, regimes)
     report += "\n" + summary.report_training(results.rows, steps, regimes)
-    summary.plot(results.rows, steps, stem.with_suffix(".png"), regimes)
+    picture.plot(results.rows, steps, stem.with_suffix(".png"), regimes)
     about = f"{results.settings['text']}\n\nRuns: {json.dumps(results.runs)}\n\nLeft out: {left_out}\n\n"
     failures = "".join(f"\nFAILED {name}\n```\n{tail}\n```\n" for name, tail in results.failures.items())
     stem.with_suffix(".md").write_text(heading(stem.name) + about + report + failures)

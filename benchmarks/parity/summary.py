@@ -1,13 +1,11 @@
-"""Tables, verdicts and pictures of the parity studies: paired differences of the held-out loss, their intervals."""
+"""Tables and verdicts of the parity studies: paired differences of the held-out loss, their intervals."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from colorsys import hls_to_rgb
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp8_ds.comparison import Stepwise, pair, pooled_half_widths, stepwise
@@ -52,8 +50,6 @@ _TRAINING_TEXT = (
     "Both runs of a pair see the same batches, so that what a batch adds to both cancels: ± is the standard error over "
     "the logged steps. FP8 arms have the rounding of their own forward in it, as in training."
 )
-COLORS = {arm: (0.0, 0.0, 0.0) if k == 0 else hls_to_rgb(0.618 * k % 1, 0.42, 0.8) for k, arm in enumerate(ARMS)}
-"""Stock is black; the hues of the others go around by the golden ratio, so that neighbours differ."""
 
 
 @dataclass(frozen=True)
@@ -277,46 +273,3 @@ def _differences(found: Sequence[Difference]) -> list[str]:
         own, pooled = (f"{d.mean - half:+.3f} to {d.mean + half:+.3f}" for half in (d.half_width, d.pooled))
         lines.append(f"| {d.arm} - {d.base} | {cells} | {d.mean:+.3f} | {own} | {pooled} |")
     return lines
-
-
-def plot(rows: Rows, steps: int, path: Path, regimes: Sequence[int] = (1, 2, 3)) -> None:
-    """Curves of all regimes that have any above, mean paired differences with their intervals below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    regimes = [regime for regime in regimes if any(int(row["regime"]) == regime for row in rows)] or regimes
-
-    figure, axes = pyplot.subplots(2, len(regimes), figsize=(1 + 6 * len(regimes), 9), squeeze=False)
-    for column, regime in enumerate(regimes):
-        _curves(axes[0][column], [row for row in rows if int(row["regime"]) == regime], regime)
-        found = differences(rows, regime, steps)
-        for y, d in enumerate(found):
-            if len(d.seeds) > 1:
-                axes[1][column].errorbar(d.mean, y, xerr=d.half_width, fmt="o", color=COLORS[d.arm], capsize=3)
-            axes[1][column].plot(d.paired.by_pair, [y] * len(d.seeds), "|", color=COLORS[d.arm])
-        axes[1][column].set_yticks(range(len(found)), [f"{d.arm} - {d.base}" for d in found])
-        axes[1][column].axvline(0, color="gray", linewidth=0.8)
-        if regime != 2:
-            axes[1][column].axvline(UPPER_BOUND, color="gray", linestyle=":", label="bound of the upper end")
-            axes[1][column].legend(fontsize=8)
-        axes[1][column].set(xlabel="paired difference of the held-out loss, %: seeds, mean, 95 % interval")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _curves(axis, rows: Rows, regime: int) -> None:  # type: ignore[no-untyped-def]
-    labelled: set[str] = set()
-    for arm, seed in dict.fromkeys((row["arm"], row["seed"]) for row in rows):
-        points = [row for row in rows if row["arm"] == arm and row["seed"] == seed and row["held_out_loss"]]
-        x, y = [int(row["tokens"]) / 1e6 for row in points], [float(row["held_out_loss"]) for row in points]
-        skip = regime == 1  # the loss of random weights would flatten all that follows
-        axis.plot(x[skip:], y[skip:], color=COLORS[arm], linewidth=0.9, label=None if arm in labelled else arm)
-        labelled.add(arm)
-    axis.set(
-        xlabel="million tokens", ylabel="held-out loss, nats per token", title=f"Regime {regime}: {TITLES[regime]}"
-    )
-    if labelled:
-        axis.legend(fontsize=8)

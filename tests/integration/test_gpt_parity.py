@@ -546,12 +546,28 @@ def test_training_losses_are_compared_step_by_step_over_the_last_tenth_that_both
     assert "| e4m11-e4m3 - stock | +0.300 ± 0.000 (up to step 300) | +0.300 |" in text and "Regime 1" not in text
 
 
+def test_curves_of_training_losses_are_means_over_parts_and_seeds_as_far_as_both_runs_have_come(bench: Any) -> None:
+    def run(arm: str, seed: int, factor: float, end: int = 400) -> list[dict[str, str]]:
+        told = {"regime": "3", "arm": arm, "seed": str(seed), "held_out_loss": ""}
+        steps = range(10, end + 1, 10)
+        return [
+            {**told, "step": f"{n}", "tokens": f"{n}000000", "train_loss": f"{factor * (2 + n % 7)}"} for n in steps
+        ]
+
+    rows = [*run("stock", 0, 1.0), *run("stock", 1, 1.0), *run("e4m11", 0, 1.001), *run("e4m11", 1, 1.003, 200)]
+    rows += run("delayed", 2, 1.0)  # no stock of its seed
+    found = bench("parity.picture").training_curves(rows, 3, 400)
+    assert found.keys() == {"e4m11"} and len(found["e4m11"]) == 10  # twenty parts of a run, of which one seed has half
+    assert found["e4m11"][0] == pytest.approx((15.0, 0.2)) and found["e4m11"][-1] == pytest.approx((195.0, 0.2))
+
+
 def test_the_report_has_every_regime_that_was_run(
     run_main: Callable[..., str], bench: Any, root: Path, tmp_path: Path
 ) -> None:
     source = root / "benchmarks/results/2026-11-27-gpt-parity-recipes.csv"
     said = run_main("gpt_parity", "--study", "1b", "--only-report", "--resume-from", source, "--out", tmp_path)
     assert 3 not in bench("parity.studies").STUDIES["1b"].regimes and "## Regime 3: branched off" in said
+    assert next(tmp_path.glob("*.png")).stat().st_size > 20_000
     assert "| fp8-bf16-last - fp8 | -0.080 | -0.080 |" in said and "| fp8-bf16-last5 - fp8 | -0.056 ± 0.007 |" in said
 
 
