@@ -85,7 +85,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds2", type=int, nargs="+", help="of regime 2; default: --seeds")
     parser.add_argument("--regimes", type=int, nargs="+", default=list(study.regimes), choices=[1, 2, 3])
     parser.add_argument("--by-regime", action="store_true", help="all seeds of a regime before the next; else by seed")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="run in this order; default: the study's, in its")
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(ARMS), metavar="ARM", help="run in this order; default: the study's, in its"
+    )
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     parser.add_argument("--vocabulary", choices=["auto", "bpe", "bytes"], default="auto")
     parser.add_argument("--text-bytes", type=int, help="use about this much text: dry runs")

@@ -169,6 +169,17 @@ PARITY_STEPS = (
         for seed, shares in _SHARES.items()
         for letter, arms in zip("ab", shares, strict=False)
     ),
+    *(
+        Step(
+            f"parity-201m-low-{seed}-{letter}",
+            f"{_GPT_PARITY} --study recipes --regimes 2 --seeds {seed} --arms {arms} --estimate {estimate}",
+            1200,
+            f"issue 8 E: the low learning rate over 201 M tokens: {arms}, seed {seed}",
+            after="parity-201m-first",
+        )
+        for seed in (53, 54)
+        for letter, arms, estimate in (("a", "stock fp8", 580), ("b", "e4m11 delayed", 590))
+    ),
     Step(
         "parity-parts-first",
         f"{_PARTS} --arms stock --only-first-weights",
