@@ -75,7 +75,9 @@ class Fingerprint:
         return row + [0] * (_ROW - len(row))
 
 
-def fingerprint(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any) -> Fingerprint:
+def fingerprint(
+    fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any, *, has_plan: bool = True
+) -> Fingerprint:
     """Of this rank.
 
     Args:
@@ -83,6 +85,7 @@ def fingerprint(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any)
         config: all of DeepSpeed's configuration.
         model: as `deepspeed.initialize` was given it; not an nn.Module: left to stock to refuse.
         mpu: likewise; names the tensor-parallel rank.
+        has_plan: some layers may become FP8.
 
     Raises:
         ConfigError: no plan can be made for the model.
@@ -93,7 +96,7 @@ def fingerprint(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any)
     )
     is_module = isinstance(model, nn.Module)
     items["model"] = _parameters(model) if is_module else {}
-    items["layer plan"] = _plan(model, fp8) if is_module else {}
+    items["layer plan"] = _plan(model, fp8) if is_module and has_plan else {}
     return Fingerprint(items, _part(model, mpu))
 
 

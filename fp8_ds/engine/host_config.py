@@ -59,3 +59,13 @@ def gradient_clipping(config: Config) -> float:
 
     value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
     return float(value) if isinstance(value, (int, float)) else 1.0
+
+
+def has_optimizer(config: Config, given: object) -> bool:
+    """Whether DeepSpeed will build an engine that trains; without an optimizer it computes only, and FP8 is off.
+
+    Args:
+        config: DeepSpeed's.
+        given: the optimizer, or what makes one, that `deepspeed.initialize` is handed; None for none.
+    """
+    return given is not None or bool(block_of(config, "optimizer").get("type"))

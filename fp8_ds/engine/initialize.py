@@ -11,6 +11,8 @@ from fp8_ds.config import Fp8Config
 from fp8_ds.errors import ConfigError, Fp8DsError
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8_ds.engine.fingerprint import Fingerprint
 
 
@@ -115,34 +117,49 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
-    from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
     from fp8_ds.engine.fingerprint import fingerprint
+    from fp8_ds.engine.host_config import has_optimizer
     from fp8_ds.engine.known_keys import unknown_keys
-    from fp8_ds.engine.refusals_model import refuse_model
     from fp8_ds.engine.roll_call import own_rank
     from fp8_ds.engine.startup import refuse_start
 
     if own_rank() == 0:
         for line in unknown_keys(config):  # first: what is refused next may follow from it
             logger.warning(line)
-    device = torch.device(get_accelerator().device_name())
-    refuse_start(fp8, config, device, own_rank())
-    model = arguments.get("model")
-    if model is not None:  # stock says so
-        refuse_model(model, fp8.linear)
-        refuse_second_cut(model, config)
-        refuse_added_parameters(model)
-        refuse_mpu(model, arguments.get("mpu"))
-        if fp8.attention.backend is not None:
-            from fp8_ds.attention.huggingface import refuse_attention
-
-            refuse_attention(model, device, fp8.attention.backend, hadamard=fp8.attention.hadamard)
-        if fp8.activations.cross_entropy == "liger":
-            from fp8_ds.engine.cross_entropy import refuse_loss
-
-            refuse_loss(model, device.type, fp8.activations.cross_entropy_chunk_mem_const)
+    model, mpu = arguments.get("model"), arguments.get("mpu")
+    trains = has_optimizer(config, arguments.get("optimizer"))
+    if trains:
+        device = torch.device(get_accelerator().device_name())
+        refuse_start(fp8, config, device, own_rank())
+        if model is not None:  # stock says so
+            _refuse_model(fp8, config, model, mpu, device)
+    else:  # stays stock bf16, whatever stage and model: TRL's reference models have stage 0 beside a stage 1 or 2
+        _refuse_converted(model)
     _apply_patches()
-    return fingerprint(fp8, config, model, arguments.get("mpu"))
+    return fingerprint(fp8, config, model, mpu, has_plan=trains)
+
+
+def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:
+    """Nothing happens if this model can be trained with this configuration.
+
+    Raises:
+        Fp8DsError: as `initialize`, of this rank alone.
+    """
+    from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
+    from fp8_ds.engine.refusals_model import refuse_model
+
+    refuse_model(model, fp8.linear)
+    refuse_second_cut(model, config)
+    refuse_added_parameters(model)
+    refuse_mpu(model, mpu)
+    if fp8.attention.backend is not None:
+        from fp8_ds.attention.huggingface import refuse_attention
+
+        refuse_attention(model, device, fp8.attention.backend, hadamard=fp8.attention.hadamard)
+    if fp8.activations.cross_entropy == "liger":
+        from fp8_ds.engine.cross_entropy import refuse_loss
+
+        refuse_loss(model, device.type, fp8.activations.cross_entropy_chunk_mem_const)
 
 
 def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

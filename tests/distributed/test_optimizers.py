@@ -141,8 +141,12 @@ def test_model_without_an_eligible_linear_is_refused_on_all_ranks(ranks: Any, st
         assert text.startswith("ConfigError: fp8: expected at least one linear to convert")
 
 
-def without_optimizer() -> tuple[str, bool, list[str], bool]:
-    """A reference model at stage 3: (engine class, whether FP8, notices, whether its loss is that of stock)."""
+def without_optimizer(stage: int) -> tuple[str, bool, list[str], bool]:
+    """A reference model: (engine class, whether FP8, notices, whether its loss is that of stock). The block would
+    refuse its few layers if it trained.
+
+    Source of stage 0: huggingface/trl 1.16 trl/models/utils.py, prepare_deepspeed: beside a policy of stage 1 or 2.
+    """
     import deepspeed
     from deepspeed.utils import logger
 
@@ -156,8 +160,8 @@ def without_optimizer() -> tuple[str, bool, list[str], bool]:
     logger.addHandler(handler)
     losses = []
     try:
-        for fp8 in ({}, None):
-            config = training.ds_config(3, fp8)
+        for fp8 in ({"linear": {"num_layers_at_start_in_bf16": 90}}, None):
+            config = training.ds_config(stage, fp8)
             del config["optimizer"]
             torch.manual_seed(0)
             engine = deepspeed.initialize(model=training.TinyLM(**SMALL), config=config)[0]
@@ -171,8 +175,9 @@ def without_optimizer() -> tuple[str, bool, list[str], bool]:
     return kind, is_fp8, [line for line in notices if "fp8" in line], losses[0] == losses[1]
 
 
-def test_engine_without_optimizer_stays_bf16_and_says_so(ranks: Any) -> None:
-    results = ranks(2).run(without_optimizer)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engine_without_optimizer_stays_bf16_and_says_so(ranks: Any, stage: int) -> None:
+    results = ranks(2).run(without_optimizer, stage)
     for rank, (kind, is_fp8, notices, same_loss) in enumerate(results):
         assert (kind, is_fp8, same_loss) == ("Fp8DeepSpeedEngine", False, True)
         assert len(notices) == (1 if rank == 0 else 0)

@@ -154,7 +154,7 @@ def test_rank_0_says_it_at_a_start_before_anything_is_refused(
     lines: list[str] = []
     monkeypatch.setattr(logger, "warning", lines.append)
     monkeypatch.setenv("RANK", rank)
-    config = {**CONFIG, "zero_optimisation": {"stage": 2}}
+    config = {**CONFIG, "optimizer": {"type": "AdamW"}, "zero_optimisation": {"stage": 2}}
     del config["zero_optimization"]
     with pytest.raises(UnsupportedError, match=r"zero_optimization\.stage: 0"):
         starting._accept(config, {"model": torch.nn.Linear(16, 16)})
