@@ -20,6 +20,7 @@ from fp8_ds.engine.precision import Request
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
+from fp8_ds.zero.owners import share_readers
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -71,6 +72,8 @@ class Fp8Engine(Fp8Checkpoints):
                 self.flops_profiler.__class__ = Fp8FlopsProfiler
             if line := leaves.hint_on_building(self):
                 say(line)
+        else:
+            share_readers(self.module)
 
     # --- it trains ---
 

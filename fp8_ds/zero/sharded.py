@@ -22,6 +22,7 @@ from torch import Tensor
 from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
+from fp8_ds.zero.owners import StockParamHooks, hand_on, hooks_of
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import WeightQuantizer
@@ -302,6 +303,8 @@ class ZeroParamHooks:
         self.param = param
         self.shards = shards
         self.weight = next(iter(shards.of([param])), None)
+        if isinstance(before := hooks_of(param), StockParamHooks):  # an engine without an optimizer had the model
+            before.remove()
         self.stock_all_gather = param.all_gather
         self.stock_all_gather_coalesced = param.all_gather_coalesced
         self.stock_partition = param.partition
@@ -336,7 +339,7 @@ class ZeroParamHooks:
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """Gather for reading: bf16 of the masters. Weights that are gathered in FP8 (persistent) are released first."""
-        params = [self.param] if param_list is None else list(param_list)
+        params = [self.param] if param_list is None else hand_on(param_list, self.shards, "all_gather")
         for weight in self.shards.of(params):
             if weight.payload.data is not None and not weight.param.ds_active_sub_modules:
                 self.partition([weight.param])
@@ -356,7 +359,10 @@ class ZeroParamHooks:
             assert self.weight is not None
             self.weight.leave()
             return
-        params = [self.param] if param_list is None else list(param_list)
+        params = [self.param]
+        if param_list is not None:
+            options = {"has_been_updated": has_been_updated, "free_data": free_data}
+            params = hand_on(param_list, self.shards, "partition", **options)
         weights = self.shards.of(params)
         in_fp8 = [w.param for w in weights if w.payload.data is not None]
         in_bf16 = [w for w in weights if w.payload.data is None and w.param.ds_status == ZeroParamStatus.AVAILABLE]

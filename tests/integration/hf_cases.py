@@ -5,6 +5,7 @@ deepspeed hf_cases.py OUT_FOLDER CASE:STAGE[:STATES or MODEL] [CASE:STAGE[:STATE
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import sys
@@ -318,6 +319,51 @@ def unwrapped(engine: Any) -> Iterator[Any]:
         offload._register_deepspeed_module(offload.module)
 
 
+def reference(out: Path, stage: int) -> dict[str, Any]:
+    """A reference model beside a policy, as TRL has one for DPO, KTO, GRPO and RLOO, and TR-DPO's sync of it.
+
+    Source: huggingface/trl 1.16 trl/models/utils.py, prepare_deepspeed; trl/trainer/callbacks.py, SyncRefModelCallback.
+    """
+    torch.manual_seed(0)
+    args = arguments(out, stage)
+    policy, model = llama(), llama()
+    model.load_state_dict(policy.state_dict())
+    trainer = Trainer(model=policy, args=args, train_dataset=Sequences())
+    config = copy.deepcopy(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+    config.pop("optimizer", None)
+    config["zero_optimization"]["stage"] = 3 if stage == 3 else 0
+    beside = deepspeed.initialize(model=model, config=config | {"train_micro_batch_size_per_gpu": 4})[0]
+    beside.eval()
+    before = gathered(beside.module)
+    trainer.train()
+    after, trained = gathered(beside.module), masters(trainer.deepspeed)
+    parameters = [*trainer.deepspeed.module.parameters(), *beside.module.parameters()]
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=stage == 3):
+        if stage != 3 or dist.get_rank() == 0:
+            for p, q in zip(beside.module.parameters(), trainer.deepspeed.module.parameters(), strict=True):
+                p.data.mul_(0.5).add_(q.data, alpha=0.5)
+    mixed = gathered(beside.module)
+    errors = [float((mixed[n] - (before[n] + trained[n]) / 2).norm() / mixed[n].norm()) for n in mixed]
+    found = {
+        "losses": losses(trainer),
+        "is_fp8": [trainer.deepspeed.fp8_report()["enabled"], beside.fp8_report()["enabled"]],
+        "moved_in_training": differing(after, before),
+        "error_of_mixture": max(errors),
+        "policy_moved": differing(masters(trainer.deepspeed), trained),
+    }
+    beside.destroy()
+    end(trainer.deepspeed)
+    return found
+
+
+def gathered(module: Any) -> dict[str, torch.Tensor]:
+    """Weights as bf16, by name. Collective in stage 3."""
+    with deepspeed.zero.GatheredParameters(
+        list(module.parameters()), enabled=hasattr(next(module.parameters()), "ds_id")
+    ):
+        return {name: p.detach().bfloat16().cpu().clone() for name, p in module.named_parameters()}
+
+
 LORA_BLOCK = {"linear": {"frozen": "fp8", "filter_fqns": ["lm_head", "lora_"]}}
 
 
@@ -473,6 +519,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     one.__name__: one
     for one in (
         *(trainer_resumes, lora_resumes, other_world, pretrained, models, generation, lora, lora_experts, accelerate),
+        reference,
     )
 }
 

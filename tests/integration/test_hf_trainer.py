@@ -39,7 +39,7 @@ def test_trainer_trains_in_fp8_by_the_json_flag_alone(
 
 
 QUICK = ("trainer_resumes:2", "trainer_resumes:2:fp8", "lora_resumes:3", "pretrained:3")
-QUICK += ("accelerate:3", "generation:3", "models:3:mixtral")
+QUICK += ("accelerate:3", "generation:3", "models:3:mixtral", "reference:2", "reference:3")
 SLOW = ("trainer_resumes:3", "trainer_resumes:3:fp8", "lora:2", "lora:3", "lora_resumes:2", "accelerate:2")
 SLOW += ("lora_experts:2", "lora_experts:3")
 SLOW += ("models:2", "models:3", "generation:2", "pretrained:2")
@@ -64,7 +64,12 @@ def run_cases(start_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., 
 def test_hugging_face_on_fp8_zero(run_cases: Callable[..., Any], tmp_path: Path, cases: tuple[str, ...]) -> None:
     pytest.importorskip("peft")
     checks = {"models": check_models, "generation": check_generation, "lora": check_lora}
-    checks |= {"lora_experts": check_lora_experts, "lora_resumes": check_lora_resume, "pretrained": check_pretrained}
+    checks |= {
+        "reference": check_reference,
+        "lora_experts": check_lora_experts,
+        "lora_resumes": check_lora_resume,
+        "pretrained": check_pretrained,
+    }
     for case, ranks in run_cases(*cases).items():
         name, stage, *_ = case.split(":")
         for found in ranks:
@@ -198,6 +203,13 @@ def check_generation(found: dict[str, Any]) -> None:
     """With ZeRO's hooks, without them, and with them again; and training goes on."""
     assert found["tokens"] == [found["expected"]] * 3
     assert found["after"] < 0.1
+
+
+def check_reference(found: dict[str, Any]) -> None:
+    """In bf16 beside a policy in FP8. In stages 1 and 2 a sync reads FP8's values of the policy, in stage 3 bf16's."""
+    assert found["is_fp8"] == [True, False] and found["losses"][-1] < found["losses"][0]
+    assert found["moved_in_training"] == [] and found["policy_moved"] == []
+    assert found["error_of_mixture"] < (0.004 if found["stage"] == 3 else 0.02)
 
 
 def check_lora(found: dict[str, Any]) -> None:

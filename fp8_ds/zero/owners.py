@@ -1,0 +1,76 @@
+"""Readers of several engines' weights at once, as of a policy and its reference model.
+
+`GatheredParameters` calls the closures of whichever parameter is the oldest, with all of the list. Stock closures would
+read the placeholders of FP8 shards, which are NaN, and ours know the shards of their own engine alone: so each hands on
+what is another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class StockParamHooks:
+    """The closures of a ZeRO-3 parameter beside engines in FP8: stock, but for those engines' weights."""
+
+    shards = None
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self.stock_all_gather = param.all_gather
+        self.stock_partition = param.partition
+        param.all_gather = self.all_gather
+        param.partition = self.partition
+
+    def remove(self) -> None:
+        """The closures are stock again."""
+        self.param.all_gather = self.stock_all_gather
+        self.param.partition = self.stock_partition
+
+    def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        """Stock for stock's."""
+        params = hand_on([self.param] if param_list is None else param_list, self.shards, "all_gather")
+        return self.stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+
+    def partition(
+        self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+    ) -> None:
+        """Stock for stock's."""
+        params = [self.param] if param_list is None else param_list
+        options = {"has_been_updated": has_been_updated, "free_data": free_data}
+        self.stock_partition(
+            hand_on(params, self.shards, "partition", **options), hierarchy, has_been_updated, free_data
+        )
+
+
+def hand_on(params: Iterable[Any], owner: Any, method: str, **options: Any) -> list[Any]:
+    """`method` has been called for the parameters of each owner but this one, by their own closures.
+
+    Collective, in the order of `params`, which is the same on all ranks.
+
+    Args:
+        owner: the shards of an engine in FP8, or None for stock.
+
+    Returns:
+        Those of `owner`.
+    """
+    groups: dict[Any, list[Any]] = {owner: []}
+    for p in params:
+        groups.setdefault(getattr(hooks_of(p), "shards", None), []).append(p)
+    own = groups.pop(owner)
+    for theirs in groups.values():
+        getattr(theirs[0], method)(theirs, **options)
+    return own
+
+
+def hooks_of(param: Any) -> Any:
+    """What has replaced the closures of a ZeRO-3 parameter; None for stock."""
+    return getattr(param.all_gather, "__self__", None)
+
+
+def share_readers(module: Any) -> None:
+    """The weights of `module`, which is not in FP8, can be gathered together with those of an engine in FP8."""
+    for p in module.parameters():
+        if hasattr(p, "ds_id") and hooks_of(p) is None:
+            StockParamHooks(p)
