@@ -53,9 +53,10 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     """The other ranks know that FP8 is off on this one.
 
     Raises:
-        ConfigError: `config` has a block that DeepSpeed would pass over; another rank has FP8 on; or the model is that
-            of an engine with FP8.
+        ConfigError: `config` has a block that DeepSpeed would pass over; another rank has FP8 on; or an optimizer shall
+            train the model of an engine with FP8.
     """
+    from fp8_ds.engine.host_config import has_optimizer
     from fp8_ds.engine.roll_call import is_one_of_many, take_side
 
     has_model = arguments.get("model") is not None  # else stock raises, before it makes a group
@@ -64,7 +65,8 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
     _warn_of_other_blocks(config)
     if mixed is not None:
         raise mixed
-    _refuse_converted(arguments.get("model"))
+    if has_optimizer(config, arguments.get("optimizer")):  # Lightning's engine for validate and test has none
+        _refuse_converted(arguments.get("model"))
 
 
 def _warn_of_other_blocks(config: Mapping[str, Any]) -> None:
@@ -133,8 +135,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
         refuse_start(fp8, config, device, own_rank())
         if model is not None:  # stock says so
             _refuse_model(fp8, config, model, mpu, device)
-    else:  # stays stock bf16, whatever stage and model: TRL's reference models have stage 0 beside a stage 1 or 2
-        _refuse_converted(model)
+    # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
     _apply_patches()
     return fingerprint(fp8, config, model, mpu, has_plan=trains)
 

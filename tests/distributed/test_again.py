@@ -71,3 +71,43 @@ def test_a_model_built_anew_goes_on_from_bf16_of_the_masters(ranks: Any, stage: 
     found = ranks(2).run(anew, stage, str(tmp_path))[0]
     assert found["differ"] == [] and found["num_masters"] > 10
     assert found["losses"] == sorted(found["losses"], reverse=True)
+
+
+def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) -> dict[str, Any]:
+    """Losses of a trained model by its engine, and by one without an optimizer that is made of it; FP8 is unchanged."""
+    import deepspeed
+
+    engine = training.build(training.ds_config(stage, fp8))
+    training.train(engine, 3)
+    engine.eval()
+    net, batches = engine.module, training.micro_batches(99, 2)
+    with torch.no_grad():
+        before = [float(engine(batch)) for batch in batches]
+    weights = training.fp8_state(engine)
+    if destroys:
+        training.destroy(engine)
+    config = training.ds_config(3 if stage == 3 else 0, fp8 if has_block else None)
+    del config["optimizer"]
+    if stage == 3:
+        for module in net.modules():  # as Lightning does, for the hooks of the first would gather, too
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                hooks.clear()
+    again = deepspeed.initialize(model=net, config=config)[0]
+    again.eval()
+    with torch.no_grad():
+        after = [float(again(batch)) for batch in batches]
+    if not destroys:
+        training.assert_fp8_equals(weights, training.fp8_state(engine))
+        training.destroy(engine)
+    training.destroy(again)
+    return {"before": before, "after": after}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("has_block", "destroys"), [(False, False), (False, True), (True, True)])
+def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
+    ranks: Any, stage: int, has_block: bool, destroys: bool
+) -> None:
+    fp8 = {"linear": {"recipe": "delayed"}, "optimizer": {"states": "fp8"}}
+    for found in ranks(2).run(evaluated, stage, fp8, has_block, destroys):
+        assert found["after"] == found["before"]
