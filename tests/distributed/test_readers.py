@@ -341,3 +341,58 @@ def test_a_second_backward_through_a_graph_of_stage_3_names_the_weight_that_is_n
 ) -> None:
     (said,) = ranks(1).run(second_backward, in_bf16)
     assert said.startswith("lm_head.weight:") and "expected a weight that is gathered, got one that ZeRO-3 has" in said
+
+
+def of_two_engines(is_older: str, other: str) -> dict[str, list[str]]:
+    """Weights that one GatheredParameters over an FP8 policy and another engine's model reads wrong, and writes wrong.
+
+    The closures of the older model's weights are called for all. The other is "fp8" as well, or a "reference" without
+    an optimizer, in bf16.
+    """
+    import deepspeed
+
+    def policy() -> Any:
+        return training.build(training.ds_config(3, {}))
+
+    def beside() -> Any:
+        config = training.ds_config(3, SPLIT if other == "fp8" else {})
+        if other == "reference":
+            del config["optimizer"]
+        return training.build(config, seed=1)
+
+    engines = [make() for make in ((policy, beside) if is_older == "policy" else (beside, policy))]
+    first, second = engines if is_older == "policy" else engines[::-1]
+    training.train(first, 1)
+    parameters = [*second.module.parameters(), *first.module.parameters()]
+
+    def values(engine: Any) -> dict[str, torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    alone = [values(engine) for engine in (first, second)]
+    mixed = {name: (alone[1][name].float() / 2 + value.float() / 2).bfloat16() for name, value in alone[0].items()}
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        read = [{n: p.detach().clone() for n, p in engine.module.named_parameters()} for engine in (first, second)]
+        if torch.distributed.get_rank() == 0:
+            for name, p in second.module.named_parameters():
+                p.copy_(mixed[name])
+    after = [values(engine) for engine in (first, second)]
+    rounded = {name for name in mixed if other == "fp8" and name in second.fp8.weights}  # to FP8, until the next step
+    wrong = {
+        "read": [n for one, all_ in zip(alone, read, strict=True) for n in one if not torch.equal(one[n], all_[n])],
+        "written": [n for n in mixed if n not in rounded and not torch.equal(after[1][n], mixed[n])],
+        "unwritten": [n for n in rounded if (after[1][n] - mixed[n]).norm() > 0.05 * mixed[n].norm()],
+        "policy": [n for n in alone[0] if not torch.equal(after[0][n], alone[0][n])],
+    }
+    training.train(first, 1, first_step=1)
+    for engine in engines:
+        training.destroy(engine)
+    return wrong
+
+
+@pytest.mark.parametrize("other", ["reference", "fp8"])
+@pytest.mark.parametrize("is_older", ["policy", "other"])
+def test_weights_of_two_engines_are_gathered_together(ranks: Any, is_older: str, other: str) -> None:
+    """As TR-DPO's sync of a policy and its reference model does."""
+    for wrong in ranks(2).run(of_two_engines, is_older, other):
+        assert not any(wrong.values()), wrong
