@@ -96,7 +96,7 @@ def training_curves(rows: Rows, regime: int, steps: int) -> dict[str, list[tuple
 
 def _training(axis: Axes, rows: Rows, regime: int, steps: int, colors: dict[str, Any]) -> None:
     for arm, points in training_curves(rows, regime, steps).items():
-        axis.plot(*zip(*points, strict=True), color=colors[arm], linewidth=1.2, label=arm)
+        axis.plot(*zip(*points, strict=True), color=colors[arm], linewidth=1.2)
     axis.axhline(0, color="gray", linewidth=0.8)
     axis.set(xlabel="million tokens", ylabel="training loss against stock's, %: mean over seeds")
 

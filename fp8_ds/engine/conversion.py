@@ -46,7 +46,7 @@ def convert(engine: Any) -> Fp8Context | None:
     Collective where the plan is agreed on or measured.
 
     Returns:
-        None: the engine has no optimizer, and its model stays bf16.
+        None: the engine has no optimizer, and its model stays as it is.
 
     Raises:
         ConfigError: nothing can be converted, or a key of the block has nothing to take effect on.
@@ -54,7 +54,9 @@ def convert(engine: Any) -> Fp8Context | None:
     """
     config = Fp8Config.from_block(engine._config._param_dict["fp8"])
     if engine.client_optimizer is None and not engine.optimizer_name():
-        say("fp8: off for this engine: it has no optimizer (a reference or inference model); it stays bf16")
+        is_anothers = any(hasattr(p, "_fp8") for p in engine.module.parameters())
+        stays = "it computes with the FP8 weights that another engine has made" if is_anothers else "it stays bf16"
+        say(f"fp8: off for this engine: it has no optimizer (a reference or inference model); {stays}")
         return None
     module, device = engine.module, engine.device
     is_autotp = engine.autotp_size() > 1

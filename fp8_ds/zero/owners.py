@@ -11,22 +11,36 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class StockParamHooks:
-    """The closures of a ZeRO-3 parameter beside engines in FP8: stock, but for those engines' weights."""
+class ParamHooks:
+    """Closures of one ZeRO-3 parameter, replaced by the bound methods of their names; stock's are kept as `stock_NAME`.
 
-    shards = None
+    Attributes:
+        closures: their names.
+        shards: of the engine in FP8 whose parameter it is; None beside such engines.
+    """
+
+    closures: tuple[str, ...]
+    shards: Any = None
+    stock_all_gather: Any
+    stock_all_gather_coalesced: Any
+    stock_partition: Any
 
     def __init__(self, param: Any) -> None:
         self.param = param
-        self.stock_all_gather = param.all_gather
-        self.stock_partition = param.partition
-        param.all_gather = self.all_gather
-        param.partition = self.partition
+        for name in self.closures:
+            setattr(self, f"stock_{name}", getattr(param, name))
+            setattr(param, name, getattr(self, name))
 
     def remove(self) -> None:
         """The closures are stock again."""
-        self.param.all_gather = self.stock_all_gather
-        self.param.partition = self.stock_partition
+        for name in self.closures:
+            setattr(self.param, name, getattr(self, f"stock_{name}"))
+
+
+class StockParamHooks(ParamHooks):
+    """The closures of a ZeRO-3 parameter beside engines in FP8: stock, but for those engines' weights."""
+
+    closures = ("all_gather", "partition")
 
     def all_gather(self, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """Stock for stock's."""

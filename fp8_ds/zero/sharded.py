@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
-from fp8_ds.zero.owners import StockParamHooks, hand_on, hooks_of
+from fp8_ds.zero.owners import ParamHooks, StockParamHooks, hand_on, hooks_of
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import WeightQuantizer
@@ -296,26 +296,18 @@ class Fp8Shards:
         self.mark_ready()
 
 
-class ZeroParamHooks:
-    """The three closures of one ZeRO-3 parameter, replaced by bound methods; `remove` puts them back."""
+class ZeroParamHooks(ParamHooks):
+    """The three closures of one ZeRO-3 parameter of an engine in FP8."""
+
+    closures = ("all_gather", "all_gather_coalesced", "partition")
+    shards: Fp8Shards
 
     def __init__(self, param: Any, shards: Fp8Shards) -> None:
-        self.param = param
-        self.shards = shards
-        self.weight = next(iter(shards.of([param])), None)
         if isinstance(before := hooks_of(param), StockParamHooks):  # an engine without an optimizer had the model
             before.remove()
-        self.stock_all_gather = param.all_gather
-        self.stock_all_gather_coalesced = param.all_gather_coalesced
-        self.stock_partition = param.partition
-        param.all_gather = self.all_gather
-        param.all_gather_coalesced = self.all_gather_coalesced
-        param.partition = self.partition
-
-    def remove(self) -> None:
-        self.param.all_gather = self.stock_all_gather
-        self.param.all_gather_coalesced = self.stock_all_gather_coalesced
-        self.param.partition = self.stock_partition
+        super().__init__(param)
+        self.shards = shards
+        self.weight = next(iter(shards.of([param])), None)
 
     @property
     def _is_in_fp8(self) -> bool:

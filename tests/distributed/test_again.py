@@ -92,7 +92,8 @@ def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) 
         for module in net.modules():  # as Lightning does, for the hooks of the first would gather, too
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 hooks.clear()
-    again = deepspeed.initialize(model=net, config=config)[0]
+    with training.log_lines() as said:
+        again = deepspeed.initialize(model=net, config=config)[0]
     again.eval()
     with torch.no_grad():
         after = [float(again(batch)) for batch in batches]
@@ -100,7 +101,7 @@ def evaluated(stage: int, fp8: dict[str, Any], has_block: bool, destroys: bool) 
         training.assert_fp8_equals(weights, training.fp8_state(engine))
         training.destroy(engine)
     training.destroy(again)
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "said": [line for line in said if "fp8: off" in line]}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -109,5 +110,7 @@ def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
     ranks: Any, stage: int, has_block: bool, destroys: bool
 ) -> None:
     fp8 = {"linear": {"recipe": "delayed"}, "optimizer": {"states": "fp8"}}
-    for found in ranks(2).run(evaluated, stage, fp8, has_block, destroys):
+    for rank, found in enumerate(ranks(2).run(evaluated, stage, fp8, has_block, destroys)):
         assert found["after"] == found["before"]
+        assert len(found["said"]) == (has_block and rank == 0)
+        assert all("computes with the FP8 weights" in line for line in found["said"])
