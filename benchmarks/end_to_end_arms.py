@@ -99,6 +99,7 @@ class Arm:
         timer_waits: DeepSpeed's throughput timer empties the device's queue twice a step, as it does by default.
         leaf: ZeRO-3 gathers a decoder layer as a whole, and it compiles to one graph.
         cuda_graphs: compiled graphs are replayed as CUDA graphs (mode "reduce-overhead").
+        fa3: a peer's attention is FlashAttention-3, by the function that ours has by its key.
         zero: what differs from `ZERO`.
     """
 
@@ -112,6 +113,7 @@ class Arm:
     timer_waits: bool = True
     leaf: bool = False
     cuda_graphs: bool = False
+    fa3: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -151,7 +153,8 @@ GRAMMAR = (
     f"linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
     "+leaf (stage 3: leaf_module, a decoder layer), "
-    "+ds.KEY=JSON (of zero_optimization); of all: +mb=N (micro-batch)"
+    "+ds.KEY=JSON (of zero_optimization); of peers: +fa3 (FlashAttention-3, which ours have by "
+    "+attention.backend=fa3); of all: +mb=N (micro-batch)"
 )
 
 
@@ -182,6 +185,8 @@ def parse_arm(name: str, model: Model) -> Arm:
             arm = replace(arm, leaf=True)
         elif key == "cudagraphs" and compiled and arm.uses_deepspeed:
             arm = replace(arm, cuda_graphs=True)
+        elif key == "fa3" and arm.system != "ours":
+            arm = replace(arm, fa3=True)
         elif key.startswith("ds.") and value and arm.uses_deepspeed:
             arm = replace(arm, zero={**arm.zero, key.removeprefix("ds."): json.loads(value)})
         elif arm.fp8 is None:

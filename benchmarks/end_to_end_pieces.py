@@ -40,6 +40,10 @@ class Piece:
     cross_entropy: str | None = None
 
 
+_DELAYED = "ours-e4m11-compiled+delayed+fused+e4m3+linear.fast_accumulation=output_and_grad_input"
+_TWO_LAYERS = "leaf+liger+ds.stage3_prefetch_bucket_size=436207616"
+"""Of Llama-3-8B, prefetched as a whole."""
+
 PIECES = {
     # 1. One GPU, Llama 2.0 B.
     "peers": Piece(
@@ -115,15 +119,18 @@ PIECES = {
             "ours-fp32-compiled+fused+precise+cudagraphs",
         ),
     ),
-    # All layers in FP8 by the fastest recipe whose parity is shown, with fp32 states; the last arm has those.
+    # All layers in FP8 with delayed scales, E4M3 gradients and fast sums but for grad_weight, whose pairs of parity are
+    # those of seeds 48 to 50: with FlashAttention-3, beside the best peer with the same; then without it; then without
+    # CUDA graphs, which take less memory.
     "delayed": Piece(
         "llama-2b",
         "stock-eager",
         (
-            "ours-e4m11-compiled+delayed+fused+cudagraphs",
+            f"{_DELAYED}+cudagraphs+attention.backend=fa3",
             "torchao-tensorwise-adamwfp8-compiled",
-            "ours-e4m11-compiled+delayed+fused+cudagraphs+e4m3+linear.fast_accumulation=output_and_grad_input",
-            "ours-fp32-compiled+delayed+fused+cudagraphs",
+            f"{_DELAYED}+cudagraphs",
+            f"{_DELAYED}+attention.backend=fa3",
+            "torchao-tensorwise-adamwfp8-compiled+fa3",
         ),
     ),
     "recipes": Piece(
@@ -160,13 +167,16 @@ PIECES = {
     ),
     # Does the host of one rank make up for another's if two layers are on their way? Whole layers, where the other
     # pieces' 250 M weights are a layer and a part of the next. And ours with its own key for the loss, whose backward
-    # does not wait; the same library's loss in all arms.
+    # does not wait; the same library's loss in all arms. The recipe of "delayed" with FlashAttention-3 beside the best
+    # peer with the same; then what the other pieces have, tensorwise, without.
     "8b-ahead": Piece(
         "llama-8b",
         "torchao-tensorwise-compiled",
         (
-            "ours-e4m11-compiled+fused+leaf+ds.stage3_prefetch_bucket_size=218103808",
-            "ours-e4m11-compiled+fused+leaf+liger+ds.stage3_prefetch_bucket_size=436207616",
+            f"{_DELAYED}+{_TWO_LAYERS}+attention.backend=fa3",
+            "torchao-tensorwise-compiled+fa3",
+            f"ours-e4m11-compiled+fused+{_TWO_LAYERS}",
+            "stock-eager",
         ),
         cross_entropy="liger",
     ),
@@ -232,9 +242,18 @@ PIECES = {
 }
 
 
-START_SECONDS = {"deepspeed": 28, "plain": 18, "several GPUs": 30, "compiled": 40, "adamwfp8": 40, "profile": 30}
+START_SECONDS = {
+    "deepspeed": 28,
+    "plain": 18,
+    "several GPUs": 15,
+    "compiled": 40,
+    "compiled layers": 15,
+    "adamwfp8": 40,
+    "profile": 30,
+}
 """What an arm takes beside its steps: launcher, imports and building (28 s, seen on an H200), on several GPUs so much
-more; compiling the model; compiling AdamWFp8's step for each shape of parameter; both traces."""
+more; compiling the model, or its layers one by one, as FSDP2 has them; compiling AdamWFp8's step for each shape of
+parameter; both traces. Of Llama-3-8B on four H200s torchao took 46 to 63 s, stock 57 to 62, ours 73 to 99."""
 FLOPS = 4e14
 """A GPU's rate in a step of stock DeepSpeed: 8192 tokens of Llama 2.0 B in 250 ms."""
 
@@ -252,7 +271,8 @@ def predicted_seconds(
         return 1.1 * known[arm.name, mode]
     seconds = START_SECONDS["deepspeed" if arm.uses_deepspeed else "plain"]
     seconds += START_SECONDS["several GPUs"] if model.gpus > 1 else 0
-    seconds += START_SECONDS["compiled"] if arm.compiled else 0
+    by_layers = model.gpus > 1 and not arm.uses_deepspeed
+    seconds += START_SECONDS["compiled layers" if by_layers else "compiled"] if arm.compiled else 0
     seconds += START_SECONDS["adamwfp8"] if arm.optimizer == "adamwfp8" else 0
     seconds += START_SECONDS["profile"] if mode == "profile" else 0
     m = sized(model, arm)

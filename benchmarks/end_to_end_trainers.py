@@ -106,8 +106,22 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
 
     Args:
         cross_entropy: see `llama`, as for `chunk_mem_const`.
-        attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick.
+        attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick; "fa3":
+            FlashAttention-3 or not at all.
     """
+    if attention == "fa3":
+        from fp8_ds.attention import require_backend
+        from fp8_ds.attention.huggingface import use_backend
+
+        require_backend("fa3", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        made = llama(m, cross_entropy, "causal", chunk_mem_const)
+
+        def with_fa3() -> nn.Module:
+            model = made()
+            use_backend(model, "fa3", hadamard=False)
+            return model
+
+        return with_fa3
     if attention == "cudnn":
         demand_cudnn()
         attention = "causal"
@@ -126,6 +140,12 @@ def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
         return module(tokens)
     inputs = tokens[:, :-1].contiguous()
     return module(input_ids=inputs, labels=inputs).loss
+
+
+def factory_of(arm: Arm, m: Model, spec: dict[str, Any]) -> Callable[[], nn.Module]:
+    """What makes the arm's model, as the specification of the worker has it."""
+    attention = "fa3" if arm.fa3 else spec["attention"]
+    return factory(m, loss_of_model(arm, spec), attention, spec["chunk_mem_const"])
 
 
 # --- trainers ---
@@ -182,7 +202,7 @@ class EngineTrainer(Trainer):
 
         super().__init__(m)
         config = spec["ds_config"]
-        make = factory(m, loss_of_model(arm, spec), spec["attention"], spec["chunk_mem_const"])
+        make = factory_of(arm, m, spec)
         if m.stage == 3:
             # The weights are torch's initial ones: Hugging Face's initialisation does not see partitioned tensors.
             with deepspeed.zero.Init(config_dict_or_path=config):
@@ -242,7 +262,7 @@ class PlainTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
 
     def _whole(self, arm: Arm, spec: dict[str, Any]) -> nn.Module:
-        make = factory(self.m, spec["cross_entropy"], spec["attention"], spec["chunk_mem_const"])
+        make = factory_of(arm, self.m, spec)
         with self.device:
             model = make()
         # Through bf16, so that all arms start from the same numbers.
@@ -261,7 +281,7 @@ class PlainTrainer(Trainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        make = factory(self.m, spec["cross_entropy"], spec["attention"], spec["chunk_mem_const"])
+        make = factory_of(arm, self.m, spec)
         with torch.device("meta"):
             model: Any = make()
         self._convert(model, arm)

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_ds.attention import describe_backend
+
 NUM_BATCHES = 4
 """Of random tokens, which timed steps take in turn."""
 WARM_STEPS = 20
@@ -212,6 +214,13 @@ def start(arm: Arm, m: Model, on_cuda: bool, local_rank: int) -> torch.device:
     return device
 
 
+def kernel_of_attention(arm: Arm, m: Model, device: torch.device) -> str:
+    """What the arm asks for; else what SDPA picks for the model's sizes."""
+    if arm.fa3 or (arm.fp8 or {}).get("attention", {}).get("backend") == "fa3":
+        return describe_backend("fa3")
+    return sdpa.picked(m.micro_batch, m.seq, m.heads, m.kv_heads, m.hidden // m.heads, device)
+
+
 def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     """The result of the arm in `spec`."""
     began = time.monotonic()
@@ -223,7 +232,7 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     gc.collect()
     gauge = Device(device)
     result: dict[str, Any] = {
-        "attention": sdpa.picked(m.micro_batch, m.seq, m.heads, m.kv_heads, m.hidden // m.heads, device),
+        "attention": kernel_of_attention(arm, m, device),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "build_seconds": round(time.monotonic() - began, 1),
         **{f"build_{name}": value for name, value in gauge.peaks().items()},

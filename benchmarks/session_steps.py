@@ -185,13 +185,15 @@ STEPS = (
     Step(
         "delayed",
         benchmark("end_to_end", "--piece delayed --budget {seconds}"),
-        400,
-        "issue 4 H 1: delayed scales in all layers beside the best peer; no FlashAttention-3",
+        450,
+        "issue 4 H 1: delayed scales in all layers beside the best peer, both with FlashAttention-3 and without",
     ),
     Step(
         "profile-delayed",
         benchmark(
-            "end_to_end", "--model llama-2b --profile ours-e4m11-compiled+delayed+fused+cudagraphs --budget {seconds}"
+            "end_to_end",
+            "--model llama-2b --budget {seconds} --profile ours-e4m11-compiled+delayed+fused+e4m3+cudagraphs"
+            "+linear.fast_accumulation=output_and_grad_input+attention.backend=fa3",
         ),
         125,
         "issue 4 C: what lies between the kernels of the fastest recipe, and where the host was late",
@@ -290,8 +292,8 @@ STEPS = (
             "--piece 8b-ahead --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 --budget {seconds}",
         ),
         400,
-        "issue 4 H 2: larger chunks of the loss in all arms; whole layers prefetched, one and two (1.14 to 1.18 times "
-        "torchao with a layer and a bit); predicted 578, and 562 without the loss's wait, ms beside 690",
+        "issue 4 H 2: larger chunks of the loss in all arms, two whole layers prefetched (1.14 to 1.18 times torchao "
+        "with a layer and a bit), no wait of the loss's; delayed scales with FlashAttention-3, tensorwise without",
         gpus=4,
     ),
     Step(

@@ -25,11 +25,11 @@ _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
 _DELAYED = "e4m11-delayed-e4m3-fast-input"
 _SHARES = {
-    48: (("stock", _DELAYED), ("e4m11-delayed", "e4m11")),
-    **dict.fromkeys((49, 50), (("stock", _DELAYED),)),
+    48: (("stock",), (_DELAYED,), ("e4m11-delayed", "e4m11")),
+    **dict.fromkeys((49, 50), (("stock",), (_DELAYED,))),
 }
 """By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights: what has no
-three pairs yet.
+three pairs yet. Four GPUs train two seeds of a and b side by side.
 
 The first share has stock, which all of a seed are compared with. A second run starts where time is left.
 """
@@ -167,7 +167,7 @@ PARITY_STEPS = (
             after="parity-201m-first",
         )
         for seed, shares in _SHARES.items()
-        for letter, arms in zip("ab", shares, strict=False)
+        for letter, arms in zip("abc", shares, strict=False)
     ),
     *(
         Step(
@@ -253,6 +253,13 @@ PARITY_STEPS = (
         240,
         "issue 8 E: text and first weights of the next ones, on both GPUs; 205 s on two H100",
         gpus=2,
+    ),
+    Step(
+        "parity-201m-first-4gpus",
+        f"{_GPT_PARITY} --study recipes --regimes 3 --arms stock --gpus-per-run 4 --only-first-weights --estimate 70",
+        170,
+        "the same on four; predicted 60 s of text, then 100",
+        gpus=4,
     ),
     Step(
         "parity-last-2gpus",
