@@ -20,6 +20,7 @@ from fp8_ds.engine.precision import Request
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
+from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.owners import share_readers
 
 
@@ -95,11 +96,14 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`, and tables of rotary embeddings made once; under ZeRO-3 a line on leaves where due."""
+        """Stock `compile`, and tables of rotary embeddings made once; under ZeRO-3 its hooks are called and not traced,
+        and there is a line on leaves where due."""
         if self.fp8 is not None:
             self._fp8_hooks += rotary.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
+            if (offload := getattr(self.optimizer, "parameter_offload", None)) is not None:
+                leave_out_of_graphs(offload)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:

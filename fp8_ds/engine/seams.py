@@ -341,6 +341,13 @@ SEAMS = (
     ),
     Seam(_COORD, "PartitionedParameterCoordinator.fetch_sub_module", ("self",), "rely", "streams and handles"),
     Seam(
+        "deepspeed.runtime.zero.parameter_offload",
+        "DeepSpeedZeRoOffload._register_deepspeed_module",
+        ("self", "module"),
+        "rely",
+        "its hooks are called by a compiled model, not traced",
+    ),
+    Seam(
         _COORD,
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
         ("self", "current_submodule", "forward", "is_leaf"),

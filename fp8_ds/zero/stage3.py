@@ -23,6 +23,7 @@ from fp8_ds.comm.equal_shares import reduce_scatter_shares
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.fetch import InFlight
+from fp8_ds.zero.module_hooks import keep_signatures
 from fp8_ds.zero.offload import split_lp_params
 from fp8_ds.zero.persistent import gather_persistent
 from fp8_ds.zero.sharded import Fp8Shards, ShardedWeight, ZeroParamHooks, newer
@@ -68,6 +69,7 @@ class Fp8ZeroStage3:
         if shards.in_flight.has_leaves:
             coordinator = self.parameter_offload.get_param_coordinator()
             coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = _LEAVES_AHEAD
+        keep_signatures(self.module)
         self._fp8_refresh(is_step=False)
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import shutil
@@ -255,6 +256,40 @@ def test_stage_3_has_no_break_of_ours_and_a_compiled_forward_keeps_no_weight(ran
         assert all(num_released >= 7 and num_kept == 0 for num_released, num_kept in result["kept"])
 
 
+def code_of_hooks(fp8: dict[str, Any] | None) -> list[tuple[str, int]]:
+    """Of ZeRO-3's hooks on a compiled model with leaves: name, graphs that dynamo keeps; and how many functions for
+    autograd carry their signature."""
+    torch._dynamo.reset()
+    engine = build(3, fp8, LEAF)
+    engine.compile(backend="aot_eager")
+    train(engine, 3)
+    offload, found = engine.optimizer.parameter_offload, []
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    for handle in handles:
+        hook = inspect.unwrap(handle.hooks_dict_ref()[handle.id])
+        if hook.__name__ == "wrapped_fn":  # DeepSpeed's mark for Nsight, one code for all
+            hook = inspect.getclosurevars(hook).nonlocals["func"]
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(hook.__code__)
+        found.append((hook.__name__, len(entries)))
+    functions = [m.pre_bwd_fn.forward for m in engine.module.modules() if hasattr(m, "pre_bwd_fn")]
+    carried = [hasattr(function, "__signature__") for function in functions]
+    assert len(functions) > 3 and all(str(inspect.signature(function)) == "(outputs)" for function in functions)
+    offload._remove_module_hooks()
+    assert not any(handle.id in handle.hooks_dict_ref() for handle in handles)
+    engine.destroy()
+    return [*found, ("signatures", sum(carried) if all(carried) else 0)]
+
+
+def test_hooks_of_zero_3_are_called_and_not_traced(ranks: Any) -> None:
+    """What torch makes of them in stock are graphs without an operator, whose guards are looked at in every call."""
+    pytest.importorskip("transformers")
+    stock, ours = (dict(ranks(2).run(code_of_hooks, one)[0]) for one in (None, {}))
+    signatures, none = ours.pop("signatures"), stock.pop("signatures")
+    assert stock["_post_forward_module_hook"] > 0 and stock["_pre_backward_module_hook"] > 0
+    assert ours == dict.fromkeys(stock, 0)
+    assert signatures > 3 and none == 0
+
+
 def losses_with_and_without_leaves(fp8: dict[str, Any], num_layers: int) -> list[list[float]]:
     """And, with leaves, as docs/compile.md recommends them."""
     found = []
@@ -435,7 +470,7 @@ def train_without_limit(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any
 def test_fp8_breaks_and_recompiles_no_more_than_stock(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     stock, ours = (ranks(2).run(train_without_limit, stage, one)[0] for one in (None, fp8))
-    assert ours["breaks"] == stock["breaks"]
+    assert ours["breaks"] <= stock["breaks"] if stage == 3 else ours["breaks"] == stock["breaks"]
     for counted in ("graphs", "recompiled"):  # one more with torch 2.11: the hook that keeps rotary tables
         assert ours[counted] <= stock[counted] + (stage == 3), counted
 
