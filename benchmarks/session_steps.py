@@ -286,14 +286,27 @@ STEPS = (
         gpus=4,
     ),
     Step(
-        "8b-ahead",
+        "8b-hosts",
         benchmark(
             "end_to_end",
-            "--piece 8b-ahead --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 --budget {seconds}",
+            "--piece 8b-hosts --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 --budget {seconds}",
         ),
-        400,
-        "issue 4 H 2: larger chunks of the loss in all arms, two whole layers prefetched (1.14 to 1.18 times torchao "
-        "with a layer and a bit), no wait of the loss's; delayed scales with FlashAttention-3, tensorwise without",
+        480,
+        "issue 4 H 2: hooks that are not traced, a whole layer prefetched: tensorwise, and what was slower: delayed "
+        "scales with FlashAttention-3, and without; predicted 575, 530, 550 ms",
+        gpus=4,
+    ),
+    Step(
+        "8b-hosts-profile",
+        benchmark(
+            "end_to_end",
+            "--model llama-8b --gpus 4 --attention cudnn --warm-up 5 --steps 5 --cross-entropy liger "
+            "--chunk-mem-const 8 --budget {seconds} --traces {out}/traces --profile ours-e4m11-compiled+delayed+fused"
+            "+e4m3+linear.fast_accumulation=output_and_grad_input+leaf+liger+ds.stage3_prefetch_bucket_size=218103808"
+            "+attention.backend=fa3",
+        ),
+        150,
+        "issue 4 H 2: where that one waits",
         gpus=4,
     ),
     Step(

@@ -117,7 +117,8 @@ def test_the_headlines_arm_and_the_arm_of_its_parity_have_the_block_of_its_confi
     assert Fp8Config.from_block(changed(trained, fused)) == Fp8Config.from_block(block)
 
 
-def test_arms_with_delayed_scales_that_are_timed_are_arms_of_the_parity_study(bench: Any) -> None:
+def test_arms_with_delayed_scales_that_are_timed_are_arms_of_the_parity_study(bench: Any, root: Path) -> None:
+    """And the block of their configuration, but for FlashAttention-3."""
     arms, parity = bench("end_to_end_arms"), bench("parity.arms").ARMS
     piece = bench("end_to_end_pieces").PIECES["delayed"]
     ours = [name for name in piece.arms if name.startswith("ours-")]
@@ -127,6 +128,9 @@ def test_arms_with_delayed_scales_that_are_timed_are_arms_of_the_parity_study(be
         attention = {"attention": timed["attention"]} if "fa3" in name else {}
         trained = changed(parity["e4m11-delayed-e4m3-fast-input"], {"activations": {"fused": True}, **attention})
         assert Fp8Config.from_block(timed) == Fp8Config.from_block(trained), name
+        if "fa3" not in name:
+            block = json.loads((root / "configs/ds_zero2_fp8_delayed_fast.json").read_text())["fp8"]
+            assert Fp8Config.from_block(timed) == Fp8Config.from_block(block)
 
 
 def test_a_peer_has_flash_attention_3_by_the_function_that_ours_has(
