@@ -63,6 +63,8 @@ def convert(engine: Any) -> Fp8Context | None:
     refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
     let_the_host_run_ahead(engine._config)
     foreign = autotp_linears(module) if is_autotp else {}
+    if config.optimizer.master_format != "fp32":
+        _cast_trainable(module)
     plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device)
     if config.linear.layer_choice == "measured":
         plan = choose_layers(module, plan, config.linear, device, say)
@@ -78,6 +80,22 @@ def convert(engine: Any) -> Fp8Context | None:
         say(set_gathers(module, config.tensor_parallel))
     _surround(engine, config)
     return Fp8Context(config, plan, weights, history, check_overflow=check_overflow)
+
+
+def _cast_trainable(module: torch.nn.Module) -> None:
+    """Weights that train are in bf16, as the upper part of a split master is, which outside FP8 is the weight itself.
+
+    In stages 1 and 2 DeepSpeed has cast them, in stage 3 nothing of a model of which zero.Init has cut a part: there
+    PEFT's adapters are in float32 (deepspeed 0.19.8, engine.py, `_cast_module_mixed_precision`).
+    """
+    others = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float32}
+    for p in others.values():
+        p.data = p.data.to(torch.bfloat16)
+        if hasattr(p, "ds_tensor"):
+            p.ds_tensor.data = p.ds_tensor.data.to(torch.bfloat16)
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        say(f"fp8: {next(iter(others))}{more}: cast from float32 to bf16, the upper part of split masters")
 
 
 def _surround(engine: Any, config: Fp8Config) -> None:

@@ -107,10 +107,18 @@ class ShardedWeight:
         self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def newer(source: Tensor, bf16: Tensor) -> Tensor:
-    """`source` (hp) where it rounds to `bf16`, else `bf16`: what nobody changed keeps its full precision. 1-D."""
-    same = source.to(bf16.dtype).view(torch.int16) == bf16.view(torch.int16)
-    return torch.where(same, source.float(), bf16.float())
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def newer(source: Tensor, read: Tensor) -> Tensor:
+    """`source` (hp) where it rounds to `read`, else `read`: what nobody changed keeps its full precision. 1-D.
+
+    Args:
+        read: bf16; float32 of weights in which stock code has left that, as of a LoRA whose base zero.Init has cut.
+    """
+    bits = _BITS[read.element_size()]
+    same = source.to(read.dtype).view(bits) == read.view(bits)
+    return torch.where(same, source.float(), read.float())
 
 
 def adjacent(shards: list[Tensor]) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.distributed
 
@@ -64,6 +65,66 @@ def test_zero_init_of_an_fp32_model_keeps_the_masters_of_stock(ranks: Any) -> No
         assert all(torch.equal(ours["start"][name], master) for name, master in theirs["start"].items())
         training.assert_fp8_follows_masters(ours["first"], ours["start"])
         assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 0.02
+
+
+class Adapter(nn.Module):
+    """Of two weights in float32 on a base in bf16, as PEFT makes one; it computes in its weights' dtype."""
+
+    def __init__(self, base: nn.Module, width: int) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a, self.lora_b = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x.to(self.lora_a.weight.dtype))).to(x.dtype)
+
+
+def with_adapters(fp8: dict[str, Any] | None) -> dict[str, Any]:
+    """A frozen base that zero.Init has cut, and adapters that it has not: trained, and read as an export reads them."""
+    import deepspeed
+
+    config = training.ds_config(3, fp8)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = training.TinyLM().requires_grad_(False)
+    for block in net.blocks:
+        block.norm = Adapter(block.norm, 64)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    engine = deepspeed.initialize(model=net, model_parameters=trained, config=config)[0]
+    losses = training.train(engine, 4)
+    state, masters = training.fp8_state(engine) if fp8 is not None else {}, training.full_masters(engine)
+    read = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(p, modifier_rank=0):
+            read[name] = p.detach().clone()
+    after = training.fp8_state(engine) if fp8 is not None else {}
+    losses += training.train(engine, 2, first_step=4)
+    training.destroy(engine)
+    return {"losses": losses, "state": state, "after": after, "masters": masters, "read": read}
+
+
+@pytest.mark.parametrize(
+    ("fp8", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"optimizer": {"states": "fp8"}}, torch.bfloat16),
+        ({"linear": {"frozen": "fp8", "filter_fqns": ["lora_"]}}, torch.float32),
+        ({"linear": {"frozen": "fp8", "filter_fqns": ["lora_"]}, "optimizer": {"states": "fp8"}}, torch.bfloat16),
+    ],
+)
+def test_adapters_in_float32_on_a_base_that_zero_init_has_cut(
+    ranks: Any, fp8: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """In stage 3 stock leaves them in float32. With split masters they are bf16, as in stages 1 and 2."""
+    stock = ranks(2).run(with_adapters, None)
+    for ours, theirs in zip(ranks(2).run(with_adapters, fp8), stock, strict=True):
+        assert max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)) < 0.02
+        assert ours["losses"][-1] < ours["losses"][0] - 0.1
+        training.assert_fp8_equals(ours["after"], ours["state"])
+        for name, master in ours["masters"].items():
+            assert ours["read"][name].dtype == dtype
+            rtol = 0 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(ours["read"][name].float(), master, rtol=rtol, atol=0)
 
 
 def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
