@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from fp8_ds.comm.equal_shares import reduce_scatter_shares
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.fetch import InFlight
@@ -65,6 +66,7 @@ class Fp8ZeroStage3:
         self._fp8_flat_is_live = True
         self._fp8_fill(device)
         self._fp8_set_sources()
+        self._fp8_masters = self.fp32_partitioned_groups_flat
         self._fp8_hooks = [ZeroParamHooks(p, shards) for p in self.module.parameters() if hasattr(p, "ds_id")]
         if shards.in_flight.has_leaves:
             coordinator = self.parameter_offload.get_param_coordinator()
@@ -252,7 +254,17 @@ class Fp8ZeroStage3:
             torch._foreach_copy_(bf16, masters)
 
     def _post_step(self: Any, timer_names: Any) -> None:
-        """Stock, but for its gather of persistent parameters, which empties the device's queue."""
+        """Stock, but for its gather of persistent parameters, which empties the device's queue.
+
+        Raises:
+            UnsupportedError: the masters are no longer those that the FP8 weights are quantised from: on all ranks.
+        """
+        if self.fp32_partitioned_groups_flat is not self._fp8_masters:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__}: expected to find the masters of the start, got others, which it has "
+                "made for other weights (BAdam does when it goes on to the next block): FP8 weights would not follow "
+                'them. Train with LoRA, or all weights with "fp8": {"optimizer": {"states": "fp8"}}.'
+            )
         self._fp8_refresh(is_step=True)
         everything, self.persistent_parameters = self.persistent_parameters, []
         try:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import training
 
+from fp8_ds.errors import Fp8DsError
+
 pytestmark = pytest.mark.distributed
 
 SCHEDULERS = {
@@ -182,3 +184,46 @@ def test_engine_without_optimizer_stays_bf16_and_says_so(ranks: Any, stage: int)
         assert (kind, is_fp8, same_loss) == ("Fp8DeepSpeedEngine", False, True)
         assert len(notices) == (1 if rank == 0 else 0)
     assert "no optimizer" in results[0][2][0] and "stays bf16" in results[0][2][0]
+
+
+def goes_on_to_other_weights(fp8: dict[str, Any] | None) -> list[Any]:
+    """Losses of two blocks trained in turns by an optimizer that makes ZeRO-3's masters anew, as BAdam does; or the
+    error at the first change."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = training.TinyLM(**SMALL | {"num_blocks": 2})
+    net.requires_grad_(False)
+    blocks = [block.requires_grad_(i == 0) for i, block in enumerate(net.blocks)]
+    client = torch.optim.AdamW(blocks[0].parameters(), lr=3e-3)
+    config = training.ds_config(3, fp8)
+    del config["optimizer"]
+    engine = deepspeed.initialize(model=net, optimizer=client, config=config)[0]
+    zero, step = engine.optimizer, client.step
+
+    def then_the_next(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        for block, trains in zip(blocks, (False, True), strict=True):
+            block.requires_grad_(trains)
+        for name in ("fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat", "groups_padding"):
+            setattr(zero, name, [])
+        zero.fp16_partitioned_groups_flat_numel, zero.fp16_partitioned_groups_flat_id = [], []
+        zero.fp32_partitioned_groups_flat = []
+        zero._create_fp16_partitions_with_defragmentation([{"params": list(blocks[1].parameters())}])
+        zero._setup_for_real_optimizer()
+
+    client.step = then_the_next  # type: ignore[method-assign]
+    try:
+        found: list[Any] = training.train(engine, 1)
+    except Fp8DsError as error:
+        found = [type(error).__name__, str(error)]
+    training.destroy(engine)
+    return found
+
+
+def test_masters_of_other_weights_in_the_middle_of_training_are_refused(ranks: Any) -> None:
+    """BAdam trains blocks in turns: in FP8 one would not follow its new masters when its turn comes again."""
+    assert all(isinstance(loss, float) for (loss,) in ranks(2).run(goes_on_to_other_weights, None))
+    for kind, text in ranks(2).run(goes_on_to_other_weights, {}):
+        assert kind == "UnsupportedError"
+        assert text.startswith("AdamW: expected to find the masters of the start")
