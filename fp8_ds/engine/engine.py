@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from typing import Any
 
@@ -10,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import conversion, leaves, retyping, rotary
+from fp8_ds.engine import conversion, guards, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
 from fp8_ds.engine.following import Following
@@ -96,15 +97,18 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following.after_step()
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stock `compile`, and tables of rotary embeddings made once; under ZeRO-3 its hooks are called and not traced,
-        and there is a line on leaves where due."""
+        """Stock `compile`, with rotary tables made once and none of the guards on what stays as it is. Under ZeRO-3
+        hooks are called and not traced, and there is a line on leaves where due."""
         if self.fp8 is not None:
             self._fp8_hooks += rotary.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
             if (offload := getattr(self.optimizer, "parameter_offload", None)) is not None:
                 leave_out_of_graphs(offload)
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+        given = inspect.signature(super().compile).bind(*args, **kwargs)  # type: ignore[misc]
+        if self.fp8 is not None:
+            given.arguments["compile_kwargs"] = guards.without_fixed(given.arguments.get("compile_kwargs", {}))
+        super().compile(*given.args, **given.kwargs)  # type: ignore[misc]
 
     def set_layer_precision(self: Any, names: str | Collection[str], precision: Request) -> list[str]:
         """Layers compute in bf16 or FP8 from the next step on, whatever the schedule; "schedule": as it says again.

@@ -1,0 +1,104 @@
+"""Guards on what is ours and stays as it is are left out of compiled graphs; all others hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_ds.config import LinearConfig
+from fp8_ds.engine import guards
+from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.testing import assert_bitwise
+
+RECIPE = "L['self']._modules['q_proj'].fp8_recipe"
+OURS = "G['__import_fp8_ds_dot_nn_dot_recipe']"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        (f"{OURS}.Quantized", "CLASS_MATCH", True),
+        (f"{OURS}.Quantized.__dataclass_fields__['rows'].name", "CONSTANT_MATCH", True),
+        (f"{OURS}.torch", "DUPLICATE_INPUT", True),
+        (f"{OURS}.torch", "MODULE_MATCH", True),
+        (f"{OURS}.torch.nn.functional.scaled_dot_product_attention", "BUILTIN_MATCH", False),
+        (f"{OURS}.nn.functional.silu", "CLOSURE_MATCH", False),
+        ("G['__import_transformers_dot_activations'].nn", "DUPLICATE_INPUT", False),
+        (f"{RECIPE}.history", "DUPLICATE_INPUT", True),
+        (f"{RECIPE}.grad_format", "DUPLICATE_INPUT", True),
+        (f"{RECIPE}.history.ready", "CONSTANT_MATCH", False),
+        (f"{RECIPE}.leader", "DUPLICATE_INPUT", False),
+        (RECIPE, "TYPE_MATCH", False),
+        (f"{RECIPE}.backend", "EQUALS_MATCH", False),
+        (f"dict(type({RECIPE}).__mro__[2].__dict__)['is_turned']", "CONSTANT_MATCH", True),
+        (f"type({RECIPE}).__mro__[2].quantize_input", "CLOSURE_MATCH", True),
+        ("type(L['self'])", "ID_MATCH", False),
+        ("L['x']", "TENSOR_MATCH", False),
+    ],
+)
+def test_what_stays_as_it_is(name: str, kind: str, expected: bool) -> None:
+    assert guards.is_fixed(name, kind) == expected
+
+
+def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
+    seen: list[int] = []
+
+    def first(entries: Any) -> list[bool]:
+        seen.append(len(entries))
+        return [entry.name != "drop" for entry in entries]
+
+    given = {"dynamic": False, "options": {"epilogue_fusion": True, "guard_filter_fn": first}}
+    made = guards.without_fixed(given)
+    assert given["options"]["guard_filter_fn"] is first  # the user's dictionary is as it was
+    assert (made["dynamic"], made["options"]["epilogue_fusion"]) == (False, True)
+    entries = [SimpleNamespace(name=name, guard_type="TENSOR_MATCH") for name in ("drop", "x", OURS)]
+    assert made["options"]["guard_filter_fn"](entries) == [False, True, False] and seen == [3]
+    with_mode = {"mode": "reduce-overhead"}
+    assert guards.without_fixed(with_mode) is with_mode
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def converted(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Two()
+    config = LinearConfig(recipe=recipe, filter_fqns=())
+    apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
+    return model
+
+
+def test_a_graph_with_fewer_guards_has_its_bits_and_is_made_anew_for_another_recipe() -> None:
+    torch._dynamo.reset()
+    model, counts = converted("tensorwise"), []
+    options = guards.without_fixed({})["options"]
+    filtered = options["guard_filter_fn"]
+
+    def counted(entries: Any) -> list[bool]:
+        kept = filtered(entries)
+        kinds = Counter(entry.guard_type for entry, one in zip(entries, kept, strict=True) if not one)
+        counts.append((len(kept), sum(kept), kinds))
+        return kept
+
+    compiled = torch.compile(model, backend="aot_eager", options={"guard_filter_fn": counted})
+    x = torch.randn(16, 32)
+    assert_bitwise(compiled(x), model(x))
+    ((before, after, kinds),) = counts
+    assert after < 0.85 * before and kinds["DUPLICATE_INPUT"] > 2
+    assert_bitwise(compiled(x), model(x))
+    assert len(counts) == 1  # no graph more
+    for name, other in converted("rowwise").named_children():
+        getattr(model, name).fp8_recipe = other.fp8_recipe
+    assert_bitwise(compiled(x), model(x))
+    assert len(counts) == 2
