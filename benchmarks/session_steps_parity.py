@@ -23,17 +23,16 @@ _EMULATED = " ".join(EMULATED)
 _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
-_DELAYED = "e4m11-delayed-e4m3-fast-input"
 _SHARES = {
-    48: (("stock",), (_DELAYED,), ("e4m11-delayed", "e4m11")),
-    **dict.fromkeys((49, 50), (("stock",), (_DELAYED,))),
+    55: (("stock",), ("e4m11-delayed",), ("e4m11",)),
+    **dict.fromkeys((56, 57), (("stock",), (_LAST_ATTENTION,))),
 }
 """By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights: what has no
 three pairs yet. Four GPUs train two seeds of a and b side by side.
 
 The first share has stock, which all of a seed are compared with. A second run starts where time is left.
 """
-_SECONDS = {"stock": 580, "e4m11": 590, "e4m11-delayed": 610, _DELAYED: 610}
+_SECONDS = {"stock": 580, "e4m11": 590, "e4m11-delayed": 610, _LAST_ATTENTION: 610}
 """Of a run on an H100."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
 _FIRST_ESTIMATE = "--estimate 200"
