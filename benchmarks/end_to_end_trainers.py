@@ -114,6 +114,8 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
         from fp8_ds.attention.huggingface import use_backend
         from fp8_ds.device import uses_cuda
 
+        if m.kind != "llama":
+            raise SystemExit(f"attention: expected a Llama with fa3, got {m.kind}, which has its own. Leave +fa3 out.")
         require_backend("fa3", torch.device("cuda" if uses_cuda() else "cpu"))
         made = llama(m, cross_entropy, "causal", chunk_mem_const)
 

@@ -17,7 +17,7 @@ _SHARED = re.compile(r"\.fp8_recipe\.(shared|history|grad_format)$")
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
     """`compile_kwargs` of an engine, with a filter that leaves these guards out, after the user's own if there is one.
 
-    A third of a layer's guards are such, and most of those that run Python, one each for two layers that share an
+    A quarter of a layer's guards are such, and most of those that run Python, one each for two layers that share an
     object: a microsecond or two. With "mode" everything stays, for torch takes no options beside one.
     """
     if compile_kwargs.get("mode") is not None:

@@ -271,9 +271,10 @@ def code_of_hooks(fp8: dict[str, Any] | None) -> list[tuple[str, int]]:
             hook = inspect.getclosurevars(hook).nonlocals["func"]
         entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(hook.__code__)
         found.append((hook.__name__, len(entries)))
-    functions = [m.pre_bwd_fn.forward for m in engine.module.modules() if hasattr(m, "pre_bwd_fn")]
+    modules = [m for m in engine.module.modules() if hasattr(m, "pre_bwd_fn")]
+    functions = [function.forward for m in modules for function in (m.pre_bwd_fn, m.post_bwd_fn)]
     carried = [hasattr(function, "__signature__") for function in functions]
-    assert len(functions) > 3 and all(str(inspect.signature(function)) == "(outputs)" for function in functions)
+    assert {str(inspect.signature(function)) for function in functions} == {"(outputs)", "(output)"}
     offload._remove_module_hooks()
     assert not any(handle.id in handle.hooks_dict_ref() for handle in handles)
     engine.destroy()

@@ -142,6 +142,8 @@ def test_a_peer_has_flash_attention_3_by_the_function_that_ours_has(
     arm = arms.parse_arm("torchao-tensorwise-compiled+fa3", model)
     with pytest.raises(UnsupportedError, match="Hopper"):
         trainers.factory_of(arm, model, spec)
+    with pytest.raises(SystemExit, match=r"^attention: expected a Llama with fa3, got gpt"):
+        trainers.factory_of(arm, arms.MODELS["tiny-gpt"], spec)
     monkeypatch.setattr("fp8_ds.attention.require_backend", lambda backend, device: None)
     made = {
         name: trainers.factory_of(one, model, spec)() for name, one in {"fa3": arm, "": replace(arm, fa3=False)}.items()

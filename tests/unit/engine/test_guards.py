@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,6 +60,34 @@ def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
     assert made["options"]["guard_filter_fn"](entries) == [False, True, False] and seen == [3]
     with_mode = {"mode": "reduce-overhead"}
     assert guards.without_fixed(with_mode) is with_mode
+
+
+class Stock:
+    """What an engine compiles by."""
+
+    module, optimizer = nn.Linear(2, 2), None
+    _fp8_hooks: ClassVar[list[Any]] = []
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return False
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Any = {}, schedule: Any = None) -> None:  # noqa: B006
+        self.given = (backend, compile_kwargs, schedule)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), (("eager", {"dynamic": False}), {"schedule": 1})], ids=str)
+def test_an_engine_in_fp8_compiles_with_the_filter_and_another_does_not(args: Any, kwargs: Any) -> None:
+    from fp8_ds.engine.engine import Fp8Engine
+
+    plain = Stock()
+    plain.compile(*args, **kwargs)
+    for is_in_fp8 in (False, True):
+        engine: Any = object.__new__(type("Engine", (Fp8Engine, Stock), {"fp8": object() if is_in_fp8 else None}))
+        engine.compile(*args, **kwargs)
+        backend, compile_kwargs, schedule = engine.given
+        options = {"options": compile_kwargs["options"]} if is_in_fp8 else {}
+        assert (backend, compile_kwargs, schedule) == (plain.given[0], plain.given[1] | options, plain.given[2])
+        assert is_in_fp8 == isinstance(options.get("options", {}).get("guard_filter_fn"), guards._Filter)
 
 
 class Two(nn.Module):
