@@ -133,6 +133,16 @@ PIECES = {
             "torchao-tensorwise-adamwfp8-compiled+fa3",
         ),
     ),
+    # The same in steps that its schedule computes in bf16, the last 3 % of a run; and the best peer with our attention.
+    "last-steps": Piece(
+        "llama-2b",
+        "stock-eager",
+        (
+            f"{_DELAYED}+attention.backend=fa3",
+            f"{_DELAYED}+attention.backend=fa3+schedule.bf16_until_step=1000000",
+            "torchao-tensorwise-adamwfp8-compiled+fa3",
+        ),
+    ),
     "recipes": Piece(
         "llama-2b",
         "ours-e4m11-compiled+fused",

@@ -189,6 +189,12 @@ STEPS = (
         "issue 4 H 1: delayed scales in all layers beside the best peer, both with FlashAttention-3 and without",
     ),
     Step(
+        "last-steps",
+        benchmark("end_to_end", "--piece last-steps --budget {seconds}"),
+        280,
+        "issue 4 H 1: what the last 3 % of a run in bf16 take a step with FP8 states; predicted 172 ms, 21 GiB",
+    ),
+    Step(
         "profile-delayed",
         benchmark(
             "end_to_end",

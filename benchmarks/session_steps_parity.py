@@ -23,17 +23,20 @@ _EMULATED = " ".join(EMULATED)
 _ENDS = "stock fp8-ends-e4m3 fp8-ends-e4m3-bf16-last"
 _PARTS = f"{_GPT_PARITY} --study parts --own-cache --saving 5 --estimate 115"
 _LAST_ATTENTION = "e4m11-e4m3-fast-input-last-attention"
+_FASTEST = "e4m11-delayed-e4m3-fast-input"
 _SHARES = {
     55: (("stock",), ("e4m11-delayed",), ("e4m11",)),
     **dict.fromkeys((56, 57), (("stock",), (_LAST_ATTENTION,))),
+    **dict.fromkeys((58, 59, 60), (("stock",), (_FASTEST, f"{_FASTEST}-bf16-last3", f"{_FASTEST}-bf16-last"))),
 }
 """By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights: what has no
 three pairs yet. Four GPUs train two seeds of a and b side by side.
 
 The first share has stock, which all of a seed are compared with. A second run starts where time is left.
 """
-_SECONDS = {"stock": 580, "e4m11": 590, "e4m11-delayed": 610, _LAST_ATTENTION: 610}
-"""Of a run on an H100."""
+_SECONDS = {"stock": 580, "e4m11": 590, "e4m11-delayed": 610, _LAST_ATTENTION: 610, _FASTEST: 610}
+_SECONDS |= {f"{_FASTEST}-bf16-last3": 60, f"{_FASTEST}-bf16-last": 100}
+"""Of a run on an H100, or a branch of one."""
 _FEWER_FIRST_STEPS = "--checkpoint-at 0.5"
 _FIRST_ESTIMATE = "--estimate 200"
 """Of first weights: with that of a whole run their step's own time would not let them begin."""

@@ -10,9 +10,13 @@ from parity.emulated import EMULATED
 DEFAULT: dict[str, Any] = {"enabled": True}
 LAST_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.1}}
 LAST_5_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.05}}
+LAST_3_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.03}}
 E4M3_GRADIENTS = {"linear": {"grad_dtype": "e4m3"}}
 ENDS = changed(DEFAULT, CHANGES["ends-in-bf16"])
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
+FASTEST = changed(
+    changed(E4M11, {"linear": {"grad_dtype": "e4m3", "fast_accumulation": "output_and_grad_input"}}), CHANGES["delayed"]
+)
 
 
 KEPT = {
@@ -52,9 +56,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "e4m11": E4M11,
     "e4m11-nearest": E4M11,
     "e4m11-delayed": changed(E4M11, CHANGES["delayed"]),
-    "e4m11-delayed-e4m3-fast-input": changed(
-        _linears(grad_dtype="e4m3", fast_accumulation="output_and_grad_input"), CHANGES["delayed"]
-    ),
+    "e4m11-delayed-e4m3-fast-input": FASTEST,
     "fp8-e4m3": changed(DEFAULT, E4M3_GRADIENTS),
     "fp8-ends": ENDS,
     "fp8-ends-e4m3": changed(ENDS, E4M3_GRADIENTS),
@@ -77,6 +79,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fp8-bf16-last5": changed(DEFAULT, LAST_5_IN_BF16),
     "fp8-ends-e4m3-bf16-last": changed(changed(ENDS, E4M3_GRADIENTS), LAST_IN_BF16),
     "e4m11-bf16-last": changed(E4M11, LAST_IN_BF16),
+    "e4m11-delayed-e4m3-fast-input-bf16-last3": changed(FASTEST, LAST_3_IN_BF16),
+    "e4m11-delayed-e4m3-fast-input-bf16-last": changed(FASTEST, LAST_IN_BF16),
     "torchao": None,
     "bf16-nearest": None,
     **dict.fromkeys(EMULATED),
@@ -90,8 +94,10 @@ TRUNKS = {
     "fp8-bf16-last5": "fp8",
     "fp8-ends-e4m3-bf16-last": "fp8-ends-e4m3",
     "e4m11-bf16-last": "e4m11",
+    "e4m11-delayed-e4m3-fast-input-bf16-last3": "e4m11-delayed-e4m3-fast-input",
+    "e4m11-delayed-e4m3-fast-input-bf16-last": "e4m11-delayed-e4m3-fast-input",
 }
-"""Of arms whose last tenth of the steps, or 5 %, computes in bf16: that which trains the same bits until then."""
+"""Of arms whose last tenth of the steps, or 5 or 3 %, computes in bf16: that which trains the same bits until then."""
 SCHEDULED = tuple(TRUNKS)
 """Only where they are asked for by name."""
 RECIPES = ("delayed", "rowwise", "gw_hp", "blockwise")

@@ -165,7 +165,7 @@ def test_recipes_study_has_every_recipe_and_state_format_in_three_pairs_of_200_m
     assert [job.name for job in second] == [f"r1-{arm}-s{k}" for k in (0, 1) for arm in ("stock", "fp8", "e4m11")]
     last = jobs_of(parity_args(cache, "--study", "recipes", "--regimes", "3", "--arms", "stock", *SCHEDULED))
     assert {job.arm for job in last} == {"stock", *SCHEDULED}
-    assert {blocks[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.05, 0.1}
+    assert {blocks[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.03, 0.05, 0.1}
 
 
 def test_predicted_seconds_give_back_the_speed_that_was_measured(bench: Any, root: Path) -> None:
@@ -486,8 +486,8 @@ def test_a_branch_waits_for_its_trunk_and_then_needs_the_time_of_its_own_steps_o
 def test_where_a_branch_parts_is_the_first_step_of_its_schedule_in_bf16(bench: Any) -> None:
     worker = bench("parity.worker")
     found = [worker.branches_off_after(arm, 6144) for arm in SCHEDULED]
-    assert found == [5530, 5837, 5530, 5530]  # of 0.9 and 0.95 times 6144, rounded up
-    assert {bench("parity.arms").ARMS[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.1, 0.05}
+    assert found == [5530, 5837, 5530, 5530, 5960, 5530]  # of 0.9, 0.95 and 0.97 times 6144, rounded up
+    assert {bench("parity.arms").ARMS[arm]["schedule"]["bf16_last_fraction"] for arm in SCHEDULED} == {0.1, 0.05, 0.03}
 
 
 def rows(regime: int, losses: dict[str, list[float]]) -> list[dict[str, str]]:
@@ -667,7 +667,10 @@ def test_parity_runs_an_arm_and_a_second_call_does_not_run_it_again(
     assert next((tmp_path / "elsewhere").glob("*.csv")).read_text() == csv_file.read_text()
 
 
-SCHEDULED = ("fp8-bf16-last", "fp8-bf16-last5", "fp8-ends-e4m3-bf16-last", "e4m11-bf16-last")
+SCHEDULED = (
+    *("fp8-bf16-last", "fp8-bf16-last5", "fp8-ends-e4m3-bf16-last", "e4m11-bf16-last"),
+    *(f"e4m11-delayed-e4m3-fast-input-bf16-{last}" for last in ("last3", "last")),
+)
 
 
 @pytest.mark.parametrize(
