@@ -146,6 +146,7 @@ def speed_table(run: Mapping[str, Any]) -> str:
             f"| {allocated} / {r['peak_reserved_gib']:.2f} | {r['build_peak_allocated_gib']:.2f} "
             f"| {resident} | {r['loss']:.3f}{'' if r['finite'] else ' **not finite**'} |"
         )
+    lines += _in_eager(run)
     measured = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"]]
     if len(measured) == 2:
         lines += ["", f"The reference drifted by {100 * (measured[1] / measured[0] - 1):+.2f} % from first to last."]
@@ -153,6 +154,14 @@ def speed_table(run: Mapping[str, Any]) -> str:
     if sampled:
         lines += ["", *sampled]
     return "\n".join(lines)
+
+
+def _in_eager(run: Mapping[str, Any]) -> list[str]:
+    """Of what torch.compile gave up; runs of before 2026-11-28 do not say."""
+    found = {r["arm"]: r["in_eager"] for r in good(run) if r.get("in_eager")}
+    return ["", *(f"**In eager, past torch's limit**: {', '.join(of)}, in {arm}" for arm, of in found.items())] * bool(
+        found
+    )
 
 
 def loss_table(run: Mapping[str, Any]) -> str:

@@ -9,8 +9,10 @@ import argparse
 import gc
 import gzip
 import json
+import logging
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -198,6 +200,31 @@ def train_on_text(trainer: Trainer, m: Model, spec: dict[str, Any], device: torc
 # --- one arm ---
 
 
+class InEager(logging.Handler):
+    """Functions that torch.compile gave up on: past its limit of graphs of one function they run in eager.
+
+    torch warns once each, in an output that nobody reads where the arm ends well.
+
+    Attributes:
+        functions: "'name' (file:line)" of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.functions: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "hit config" in str(record.msg) and isinstance(record.args, tuple):
+            self.functions.append(re.sub(r"\((?:.*/)?([^/]+)\)$", r"(\1)", str(record.args[2])))
+
+    @classmethod
+    def watching(cls) -> InEager:
+        """One that hears torch's compiler from now on."""
+        handler = cls()
+        logging.getLogger("torch._dynamo.convert_frame").addHandler(handler)
+        return handler
+
+
 def start(arm: Arm, m: Model, on_cuda: bool, local_rank: int) -> torch.device:
     """The device of this rank, process group made where there is one."""
     device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
@@ -223,7 +250,7 @@ def kernel_of_attention(arm: Arm, m: Model, device: torch.device) -> str:
 
 def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     """The result of the arm in `spec`."""
-    began = time.monotonic()
+    began, in_eager = time.monotonic(), InEager.watching()
     arm, m = Arm(**spec["arm"]), Model(**spec["model"])
     device = start(arm, m, spec["on_cuda"], local_rank)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -258,6 +285,7 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
         "step_ms": round(ms, 3),
         "tokens_per_second_per_gpu": round(1000 * m.tokens / ms, 1),
         **gauge.peaks(),
+        "in_eager": in_eager.functions,
         "loss": round(float(loss), 4),
         "finite": math.isfinite(float(loss)),
         "fp8": trainer.report(),

@@ -293,10 +293,11 @@ def _refuse_window_of_mask(module: nn.Module, num_keys: int) -> None:
     """Nothing happens unless the module's configuration has a window shorter than that: a module that does not hand it
     to its attention function has it in the mask alone."""
     config = getattr(module, "config", None)
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    is_whole = kinds is not None and index is not None and kinds[index] == "full_attention"
-    if isinstance(window, int) and window < num_keys and not is_whole:
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window >= num_keys:
+        return  # before the layer's number is read, which a graph would be bound to: one graph for each layer then
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None or index is None or kinds[index] != "full_attention":
         raise UnsupportedError(
             f"sliding_window: expected it as an argument with {_KEY}, got none from {type(module).__name__}, whose "
             f"configuration has one of {window} keys. Remove the key, or the window."

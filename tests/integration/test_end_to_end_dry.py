@@ -549,6 +549,35 @@ def test_dispatches_of_a_bf16_linear_are_counted_without_its_gradient_hooks(benc
     assert not calls and linear.weight.grad is None
 
 
+def test_what_torch_compile_gave_up_on_is_part_of_the_result(bench: Any) -> None:
+    """On 2026-11-27 an arm was timed twice whose layers were all in eager."""
+    heard = bench("end_to_end_worker").InEager.watching()
+
+    class Numbered(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Any) -> Any:
+            return x * self.number
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            layer = Numbered(number)
+            layer.compile(backend="eager")
+            layer(torch.ones(1))
+    assert len(heard.functions) == 1
+    assert heard.functions[0].startswith("'forward' (test_end_to_end_dry.py:")
+    report = bench("end_to_end_report")
+    run = speed_run(FULL)
+    assert "past torch's limit" not in report.speed_table(run)
+    run["results"][2]["in_eager"] = heard.functions
+    told = (
+        f"\n\n**In eager, past torch's limit**: {heard.functions[0]}, in ours-e4m11-compiled\n\nThe reference drifted"
+    )
+    assert told in report.speed_table(run)
+
+
 # --- the report ---
 
 

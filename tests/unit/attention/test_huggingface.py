@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     BartConfig,
     BartModel,
@@ -208,6 +209,21 @@ def test_a_graph_that_meets_packed_positions_stops() -> None:
     compiled(torch.arange(24)[None])
     with pytest.raises(RuntimeError, match="cu_seq_lens_q"):
         compiled(torch.cat([torch.arange(10), torch.arange(14)])[None])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 24, "layer_types": ["full_attention"] * 3}], ids=["plain", "kinds"]
+)
+def test_layers_that_are_compiled_one_by_one_share_a_graph(changes: dict[str, Any]) -> None:
+    """As under ZeRO-3. A graph for each number of a layer would be more than torch's limit, and the rest in eager."""
+    model = llama("fa3_fp8_emulated", num_hidden_layers=3, **changes)
+    torch._dynamo.reset()  # other models have compiled the same code
+    graphs = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=graphs)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        logits_and_gradient(model, TOKENS)
+    assert graphs.frame_count == 1
 
 
 def test_what_it_does_not_do_is_refused_by_name() -> None:
