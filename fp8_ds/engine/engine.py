@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.hooks import RemovableHandle
 
-from fp8_ds.engine import conversion, guards, leaves, retyping, rotary
+from fp8_ds.engine import conversion, graphs, guards, leaves, retyping, rotary
 from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
 from fp8_ds.engine.following import Following
@@ -100,6 +100,7 @@ class Fp8Engine(Fp8Checkpoints):
         """Stock `compile`, with rotary tables made once and none of the guards on what stays as it is. Under ZeRO-3
         hooks are called and not traced, and there is a line on leaves where due."""
         if self.fp8 is not None:
+            graphs.allow_more()
             self._fp8_hooks += rotary.keep_tables(self.module)
             if line := leaves.hint_on_compiling(self):
                 say(line)
