@@ -48,7 +48,7 @@ STUDIES = {
     "recipes": Study(
         *("124m", 6144, (3, 2), (0, 1, 2)),
         arms=("stock", "fp8", *RECIPES, *STATES, *_CONTROLS),
-        bounded=("fp8", *RECIPES, *VARIANTS, *STATES),
+        bounded=("fp8", *RECIPES, *VARIANTS, *STATES, *SCHEDULED),
         checkpoint_at=0.25,
     ),
     # Which rounding costs what: short runs of a small model, from first weights behind the jump. Training losses tell.
