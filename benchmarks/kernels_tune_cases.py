@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.decode_master import decode_master
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
 from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
 from fp8_ds.ops.quantize import (
@@ -26,6 +27,7 @@ from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_backward_kept, swiglu_columns
 from fp8_ds.ops.transpose import transpose
+from fp8_ds.optim.masters import E4M11
 from fp8_ds.scaling import AmaxHistory
 
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
@@ -72,6 +74,18 @@ def _matrix(rows: int, cols: int, device: str) -> Tensor:
 
 def _codes(rows: int, cols: int, device: str) -> Tensor:
     return torch.randint(0x20, 0x60, (rows, cols), device=device, dtype=torch.uint8).view(E4M3.dtype)
+
+
+def _masters(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """e4m11: high and low parts, their scale, and what they are written to."""
+    codes = _codes(rows, cols, device).view(torch.uint8).flatten()
+    low = torch.randint(-128, 128, (rows * cols,), device=device, dtype=torch.int8)
+    return codes, low, torch.ones((), device=device), torch.empty(rows * cols, device=device, dtype=torch.bfloat16)
+
+
+def _decoded(x: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    decode_master(x[0], x[1], E4M11, x[2], x[3])
+    return x[3]
 
 
 def _scaled(rows: int, cols: int, device: str) -> tuple[Tensor, Any]:
@@ -186,6 +200,16 @@ KERNELS = (
         2,
         lambda rows, cols, device: ({}, [_matrix(rows, cols, device) for _ in range(2)]),
         lambda x: _sum_of_squares(*x),
+    ),
+    Kernel(
+        "masters to bf16",
+        "decode_master.triton",
+        {"BLOCK": (1024, 2048, 4096, 8192), "NUM_WARPS": (4, 8)},
+        4,
+        _masters,
+        _decoded,
+        (WEIGHT,),
+        lambda s: 4 <= s["BLOCK"] / s["NUM_WARPS"] / 32 <= 64,
     ),
     Kernel(
         "observe codes",

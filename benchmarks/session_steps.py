@@ -164,7 +164,7 @@ STEPS = (
     ),
     Step(
         "kernels-rest",
-        "{python} benchmarks/kernels_tune.py --only rmsnorm_backward 'kept in FP8' 'blockwise transpose' "
+        "{python} benchmarks/kernels_tune.py --only rmsnorm_backward 'kept in FP8' 'blockwise transpose' 'masters to' "
         "--budget {seconds} --out {out}/kernels-rest.json",
         60,
         "issue 4 A: those below 0.85 of an equal copy; predicted 0.86, at 128 MiB 0.88, and 0.81 or, of 16 rows, 0.83",

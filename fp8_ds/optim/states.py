@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops.adamw import AdamShard
-from fp8_ds.optim.masters import decode, encode
+from fp8_ds.ops.decode_master import decode_master
+from fp8_ds.optim.masters import encode
 from fp8_ds.optim.moments import (
     GROUP,
     dequantize_m,
@@ -87,9 +88,11 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
     """
     for first, count, padded, groups in chunks(shard):
         start = shard.start + first
+        target = out[first : first + count]
         if key is None:
-            value = _master(shard, first, count, padded, scale_inv)
-        elif key == "exp_avg":
+            _read_master(shard, first, count, padded, scale_inv, target)
+            continue
+        if key == "exp_avg":
             codes = shard.m.view(-1, GROUP)[groups]
             value = from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start)
         else:
@@ -97,14 +100,17 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
             codes = shard.v.view(-1, GROUP)[groups]
             root = from_groups(dequantize_root(codes, shard.v_scale_inv[groups]), count, start)
             value = root * root
-        out[first : first + count].copy_(value)
+        target.copy_(value)
 
 
-def _master(shard: AdamShard, first: int, count: int, padded: slice, scale_inv: Tensor | None) -> Tensor:
+def _read_master(
+    shard: AdamShard, first: int, count: int, padded: slice, scale_inv: Tensor | None, out: Tensor
+) -> None:
     hi = shard.hi[first : first + count]
     if shard.lo is None:
-        return hi
-    return decode(hi, shard.lo[padded].to(hi.device), shard.fmt, _scale_of(shard, scale_inv))
+        out.copy_(hi)
+        return
+    decode_master(hi, shard.lo[padded].to(hi.device), shard.fmt, _scale_of(shard, scale_inv), out)
 
 
 def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:

@@ -73,10 +73,15 @@ class ShardedWeight:
 
     def make_bf16(self) -> None:
         """Make the bf16 shard from the master."""
-        bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=self.source.device)
-        bf16[: self.source.numel()].copy_(self.source)
+        source = self.source
+        bf16 = torch.zeros(self.param.ds_tensor.ds_numel, dtype=self.param.dtype, device=source.device)
+        bf16[: source.numel()].copy_(source)
         self.param.ds_tensor.data = bf16
         self._has_made_bf16 = True
+
+    def read_source(self, out: Tensor) -> None:
+        """Fill `out`, bf16 [num_real], with the master."""
+        out.copy_(self.source)
 
     @property
     def lacks_bf16(self) -> bool:
@@ -213,7 +218,7 @@ class Fp8Shards:
         """The shards of layers in bf16 are those of the masters."""
         for weight in self.weights:
             if weight.in_bf16:
-                weight.param.ds_tensor.data[: weight.num_real].copy_(weight.source)
+                weight.read_source(weight.param.ds_tensor.data[: weight.num_real])
         self.mark_ready()
 
     def was_written(self, weight: ShardedWeight) -> bool:

@@ -26,6 +26,13 @@ class SplitWeight(ShardedWeight):
     def source(self, value: Tensor) -> None:
         """Nothing: there is one place where masters lie."""
 
+    def read_source(self, out: Tensor) -> None:
+        if self.states is None:
+            super().read_source(out)
+        else:
+            owner, shard = self.states
+            owner.fp8_read_master(shard, out)
+
 
 class SplitShards(Fp8Shards):
     """FP8 weights of ZeRO-3 whose shards are the high parts of masters."""

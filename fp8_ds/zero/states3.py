@@ -161,9 +161,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 offset += p.ds_tensor.ds_numel
         self.optimizer.core.moved()
 
-    def fp8_read_master(self: Any, shard: AdamShard) -> Tensor:
-        """float32 [numel], a new tensor."""
-        out = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
+    def fp8_read_master(self: Any, shard: AdamShard, out: Tensor | None = None) -> Tensor:
+        """The masters in `out`, float32 or bf16 [numel]; None: a new tensor in float32."""
+        if out is None:
+            out = torch.empty(shard.numel, dtype=torch.float32, device=shard.hi.device)
         read_dense(shard, None, out, self.optimizer.core.scales.scale_inv)
         return out
 

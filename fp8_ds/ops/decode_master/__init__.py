@@ -1,0 +1,34 @@
+"""Split masters as numbers: `optim.masters.decode`, which is its reference, in one read of theirs and one write.
+
+In torch's operators it moves some 94 bytes an element where 4 are needed: 40 ms a step of 2 B parameters on an H200
+(benchmarks/results/2026-11-27-end-to-end.md, the arm whose layers are all in bf16).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_ds.optim.masters import MasterFormat, decode
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None, out: Tensor) -> None:
+    """Write the masters into `out`, rounded to its dtype.
+
+    Args:
+        hi, lo: `fmt.hi_dtype` and `fmt.lo_dtype` [n], as `optim.masters.encode` gives them.
+        fmt: a split format.
+        scale_inv: float32, 0-dim, multiply to leave FP8; None where `fmt` is not FP8.
+        out: float [n], on any device.
+    """
+    tensors = (hi, lo, out) if scale_inv is None else (hi, lo, out, scale_inv)
+    is_dense = all(x.is_cuda and x.device == out.device and x.is_contiguous() for x in tensors)
+    if not is_dense or out.dtype not in _KERNEL_DTYPES:
+        out.copy_(decode(hi, lo, fmt, scale_inv))
+    elif out.numel():
+        from fp8_ds.ops.decode_master import triton  # the package is missing where there is no GPU
+
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            triton.decode_master(hi, lo, fmt, scale_inv, out)
