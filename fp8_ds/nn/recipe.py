@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,12 @@ from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
 
 if TYPE_CHECKING:
     from fp8_ds.zero.payload import Fp8Payload
+
+
+_GRAD_FORMATS = {name: replace(fmt) for name, fmt in BY_NAME.items()}
+"""Equal to the constants, and other objects. torch.compile (2.11 to 2.13, `make_dupe_guard` in torch/_dynamo/guards.py)
+has no guard on what an argument holds if that is also a constant of a module: the graph of a layer whose gradients are
+in E4M3 would serve one whose gradients are in E5M2."""
 
 
 class Fp8Weight(NamedTuple):
@@ -77,7 +84,7 @@ class Recipe(ABC):
     is_turned = False
 
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
-        self.grad_format: Float8Format = BY_NAME[linear_config.grad_dtype]
+        self.grad_format: Float8Format = _GRAD_FORMATS[linear_config.grad_dtype]
         self.backend: GemmBackend = linear_config.backend
         self.fast_gemms = linear_config.fast_gemms
         self.linear_config = linear_config
