@@ -99,10 +99,10 @@ class Two(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def converted(recipe: str) -> nn.Module:
+def converted(recipe: str, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     model = Two()
-    config = LinearConfig(recipe=recipe, filter_fqns=())
+    config = LinearConfig(recipe=recipe, filter_fqns=(), **more)
     apply_plan(model, make_plan(model, config), config, torch.device("cpu"))
     return model
 
@@ -130,3 +130,24 @@ def test_a_graph_with_fewer_guards_has_its_bits_and_is_made_anew_for_another_rec
         getattr(model, name).fp8_recipe = other.fp8_recipe
     assert_bitwise(compiled(x), model(x))
     assert len(counts) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_graph_with_gradients_in_one_format_does_not_serve_a_model_with_another(recipe: str) -> None:
+    """torch has no guard on what is a model's and a constant of a module as well."""
+    torch._dynamo.reset()
+    x, found = torch.randn(16, 32), {}
+    for grad_dtype in ("e4m3", "e5m2", "e4m3"):
+        expected = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=False)
+        found[grad_dtype] = gradients(converted(recipe, grad_dtype=grad_dtype), x, compiles=True)
+        assert_bitwise(found[grad_dtype], expected)
+    assert not torch.equal(found["e4m3"], found["e5m2"])
+
+
+def gradients(model: nn.Module, x: torch.Tensor, *, compiles: bool) -> torch.Tensor:
+    """Of the first weight."""
+    run = torch.compile(model, backend="aot_eager", **guards.without_fixed({})) if compiles else model
+    run(x).square().sum().backward()
+    gradient = model.get_parameter("up.weight").grad
+    assert gradient is not None
+    return gradient
