@@ -41,8 +41,9 @@ class Piece:
 
 
 _DELAYED = "ours-e4m11-compiled+delayed+fused+e4m3+linear.fast_accumulation=output_and_grad_input"
-_LAYER_AHEAD = "leaf+liger+ds.stage3_prefetch_bucket_size=218103808"
-"""One of Llama-3-8B, as a whole, so that each leaf is one gather."""
+_LAYER_AHEAD = "leaf+liger+ds.stage3_prefetch_bucket_size=218103808+ds.stage3_max_live_parameters=2500000000"
+"""One of Llama-3-8B, as a whole, so that each leaf is one gather; with DeepSpeed's default of live parameters there is
+no room for it beside head and embedding, which Liger's loss by our key holds."""
 
 PIECES = {
     # 1. One GPU, Llama 2.0 B.
@@ -175,9 +176,9 @@ PIECES = {
         ("ours-e4m11-compiled+fused+leaf+mb=2",),
         cross_entropy="liger",
     ),
-    # What the host takes: with ZeRO-3's hooks called and not traced, a whole layer prefetched, and our own key for the
-    # loss, whose backward does not wait (the same library's loss in all arms). Tensorwise, then what was slower than
-    # that on 2026-11-27 for a reason not known: the recipe of "delayed", and FlashAttention-3.
+    # With ZeRO-3's hooks called and not traced, a whole layer prefetched, and our own key for the loss, whose backward
+    # does not wait (the same library's loss in all arms). Tensorwise, then delayed scales with and without
+    # FlashAttention-3. On 2026-11-27 nothing was prefetched, and with FlashAttention-3 all layers ran in eager.
     "8b-hosts": Piece(
         "llama-8b",
         "torchao-tensorwise-compiled",

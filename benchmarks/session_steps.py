@@ -298,8 +298,8 @@ STEPS = (
             "--piece 8b-hosts --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 --budget {seconds}",
         ),
         480,
-        "issue 4 H 2: hooks that are not traced, a whole layer prefetched: tensorwise, and what was slower: delayed "
-        "scales with FlashAttention-3, and without; predicted 575, 530, 550 ms",
+        "issue 4 H 2: layers that are prefetched, and compiled with FlashAttention-3: tensorwise, delayed scales with "
+        "FlashAttention-3, and without; predicted 545, 490, 505 ms",
         gpus=4,
     ),
     Step(
@@ -309,7 +309,7 @@ STEPS = (
             "--model llama-8b --gpus 4 --attention cudnn --warm-up 5 --steps 5 --cross-entropy liger "
             "--chunk-mem-const 8 --budget {seconds} --traces {out}/traces --profile ours-e4m11-compiled+delayed+fused"
             "+e4m3+linear.fast_accumulation=output_and_grad_input+leaf+liger+ds.stage3_prefetch_bucket_size=218103808"
-            "+attention.backend=fa3",
+            "+ds.stage3_max_live_parameters=2500000000+attention.backend=fa3",
         ),
         150,
         "issue 4 H 2: where that one waits",

@@ -72,8 +72,9 @@ class Fp8Engine(Fp8Checkpoints):
             self._fp8_following = Following(self)
             if self.flops_profiler_enabled():
                 self.flops_profiler.__class__ = Fp8FlopsProfiler
-            if line := leaves.hint_on_building(self):
-                say(line)
+            for line in (leaves.hint_on_building(self), leaves.hint_on_live(self)):
+                if line:
+                    say(line)
         else:
             share_readers(self.module)
 

@@ -49,8 +49,40 @@ def hint_on_building(engine: Any) -> str | None:
     )
 
 
+def hint_on_live(engine: Any) -> str | None:
+    """A bound on live weights under which DeepSpeed does not prefetch every leaf, which it does in silence.
+
+    Beside the leaf that computes there must be room for the next one, for those that the forward keeps for the backward
+    and, with Liger's loss, for the head, which is held from the model's first forward to the step's end, and the
+    embedding, whose release DeepSpeed puts off: of what is used until then it does not count leaves (0.18.9 to 0.19.8,
+    `__params_to_release`).
+    """
+    model = engine.module
+    if not engine.zero_optimization_partition_weights():
+        return None
+    leaves = [_num_fetched(leaf) for leaf in _leaves(model)]
+    outside = _num_outside(model)
+    holds_head = engine.fp8.config.activations.cross_entropy == "liger"
+    kept = min(sum(leaves), max(0, engine.zero_max_reuse_distance() - (0 if holds_head else outside)))
+    needed = 2 * max(leaves, default=0) + kept + (outside if holds_head else 0)
+    if not leaves or engine.zero_max_live_parameters() >= needed:
+        return None
+    held = ", and head and embedding, which are held with Liger's loss" if holds_head else ""
+    return (
+        f"fp8: zero_optimization.stage3_max_live_parameters: expected at least {needed:,}, the weights of two of the "
+        f"largest leaf_module and of those that stage3_max_reuse_distance keeps for the backward{held}; got "
+        f"{engine.zero_max_live_parameters():,}. Not every leaf is prefetched: raise it."
+    )
+
+
 def _leaves(module: Module) -> Iterator[Module]:
     return (child for child in module.modules() if z3_leaf_module(child))
+
+
+def _num_outside(model: Module) -> int:
+    """Elements that are gathered with no leaf."""
+    inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
+    return sum(p.ds_numel for p in model.parameters() if id(p) not in inside and not p.ds_persist)  # type: ignore[attr-defined]
 
 
 def _num_fetched(leaf: Module) -> int:

@@ -348,6 +348,15 @@ def test_compile_says_what_leaves_of_zero_3_are_worth_and_how_much_to_prefetch(r
     assert "expected at least 43,136" in line and "got 40,000" in line
 
 
+def test_a_bound_on_live_weights_under_which_leaves_are_not_prefetched_is_told(ranks: Any) -> None:
+    pytest.importorskip("transformers")
+    live = {"stage3_max_live_parameters": 86_271, "stage3_max_reuse_distance": 0}
+    (line,), other = ranks(2).run(hints, LEAF | live, compiles=False)
+    assert "stage3_max_live_parameters: expected at least 86,272" in line and "got 86,271" in line and other == []
+    assert ranks(2).run(hints, LEAF | live | {"stage3_max_live_parameters": 86_272}, compiles=False) == [[], []]
+    assert ranks(2).run(hints, live, compiles=False) == [[], []]
+
+
 def test_leaves_behind_a_frozen_embedding_are_told_what_makes_them_train(ranks: Any) -> None:
     pytest.importorskip("transformers")
     (line,), _ = ranks(2).run(hints, LEAF, frozen=True, compiles=False)

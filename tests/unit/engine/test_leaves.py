@@ -1,0 +1,56 @@
+"""What a bound on ZeRO-3's live weights must leave room for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fp8_ds.engine import leaves
+
+
+def engine(loss: str, live: int, reuse: int, stage: int = 3, has_leaves: bool = True) -> Any:
+    """Of a model with an embedding and a head of 5,000 weights each, four layers of 1,000 and a norm that persists."""
+    model = nn.Module()
+    model.embedding, model.head, model.norm = (
+        nn.Linear(50, 100, bias=False),
+        nn.Linear(50, 100, bias=False),
+        nn.Linear(1, 1),
+    )
+    model.layers = nn.ModuleList(nn.Linear(50, 20, bias=False) for _ in range(4))
+    for p in model.parameters():
+        p.ds_numel, p.ds_persist = p.numel(), p.numel() < 10  # type: ignore[attr-defined]
+    for layer in model.layers:
+        layer._z3_leaf = has_leaves
+    return SimpleNamespace(
+        module=model,
+        fp8=SimpleNamespace(config=SimpleNamespace(activations=SimpleNamespace(cross_entropy=loss))),
+        zero_optimization_partition_weights=lambda: stage == 3,
+        zero_max_live_parameters=lambda: live,
+        zero_max_reuse_distance=lambda: reuse,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "reuse", "needed"),
+    [
+        ("stock", 0, 2_000),
+        ("stock", 11_500, 3_500),  # 10,000 lie between a layer's forward and backward that no layer has
+        ("stock", 10**9, 6_000),  # all four are kept
+        ("liger", 0, 12_000),
+        ("liger", 1_500, 13_500),
+        ("liger", 10**9, 16_000),
+    ],
+)
+def test_two_leaves_what_is_kept_and_what_ligers_loss_holds(loss: str, reuse: int, needed: int) -> None:
+    assert leaves.hint_on_live(engine(loss, needed, reuse)) is None
+    line = leaves.hint_on_live(engine(loss, needed - 1, reuse))
+    assert line is not None and f"expected at least {needed:,}, " in line and f"got {needed - 1:,}." in line
+    assert ("Liger" in line) == (loss == "liger")
+
+
+def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
+    assert leaves.hint_on_live(engine("liger", 0, 0, has_leaves=False)) is None
+    assert leaves.hint_on_live(engine("liger", 0, 0, stage=2)) is None
