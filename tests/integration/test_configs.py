@@ -17,13 +17,14 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def test_the_twelve_configs_are_there() -> None:
+def test_the_thirteen_configs_are_there() -> None:
     assert [path.stem for path in CONFIGS] == [
         "ds_zero1_fp8",
         "ds_zero2_fp8",
         "ds_zero2_fp8_blockwise",
         "ds_zero2_fp8_delayed",
         "ds_zero2_fp8_delayed_fast",
+        "ds_zero2_fp8_delayed_fast_last",
         "ds_zero2_fp8_fast",
         "ds_zero2_fp8_precise",
         "ds_zero2_fp8_precise_fast",
@@ -63,6 +64,7 @@ def test_fp8_and_bf16_at_stage_3_differ_in_the_block_only() -> None:
 def test_configs_with_fp8_states_name_them_in_the_block_and_build_no_kernel_of_deepspeed() -> None:
     for name, master, release in (
         ("ds_zero2_fp8_delayed_fast", "e4m11", False),
+        ("ds_zero2_fp8_delayed_fast_last", "e4m11", False),
         ("ds_zero2_fp8_fast", "e4m11", False),
         ("ds_zero2_fp8_precise_fast", "e4m11", False),
         ("ds_zero2_fp8_states", "e4m19", False),

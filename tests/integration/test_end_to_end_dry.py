@@ -131,6 +131,9 @@ def test_arms_with_delayed_scales_that_are_timed_are_arms_of_the_parity_study(be
         if "fa3" not in name:
             block = json.loads((root / "configs/ds_zero2_fp8_delayed_fast.json").read_text())["fp8"]
             assert Fp8Config.from_block(timed) == Fp8Config.from_block(block)
+    last = json.loads((root / "configs/ds_zero2_fp8_delayed_fast_last.json").read_text())["fp8"]
+    trained = changed(parity["e4m11-delayed-e4m3-fast-input-bf16-last3"], {"activations": {"fused": True}})
+    assert Fp8Config.from_block(last) == Fp8Config.from_block(trained)
 
 
 def test_a_peer_has_flash_attention_3_by_the_function_that_ours_has(

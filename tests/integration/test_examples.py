@@ -140,6 +140,7 @@ def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment
         "ds_zero2_fp8_blockwise",
         "ds_zero2_fp8_delayed",
         "ds_zero2_fp8_delayed_fast",
+        "ds_zero2_fp8_delayed_fast_last",
         "ds_zero2_fp8_fast",
         "ds_zero2_fp8_precise",
         "ds_zero2_fp8_precise_fast",
