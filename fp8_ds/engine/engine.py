@@ -55,6 +55,8 @@ class Fp8Engine(Fp8Checkpoints):
             return build(optimizer)
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group, self.device)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
+        if line := leaves.make_room(self):
+            say(line)
         self._fp8_client = optimizer
         zero, host = retyping.build_zero(self, optimizer, build)
         if retyping.has_no_purpose(self):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch.nn import Module
+
+_BOUND = "stage3_max_live_parameters"
+_NAMES = (_BOUND, "max_live_parameters")
+"""That DeepSpeed takes for it."""
 
 
 def hint_on_compiling(engine: Any) -> str | None:
@@ -49,30 +53,59 @@ def hint_on_building(engine: Any) -> str | None:
     )
 
 
+def make_room(engine: Any) -> str | None:
+    """Where the configuration has no bound on live weights, it is one that lets DeepSpeed prefetch every leaf.
+
+    DeepSpeed's own of a thousand million leaves some out in silence, and with Liger's loss may leave out all: of
+    Llama-3-8B head and embedding are more. What is more in memory with the higher one is the leaf that is prefetched.
+
+    Returns:
+        A line that says so, if it is another bound than DeepSpeed's. To be called before its optimizer is built.
+    """
+    named = engine._config._param_dict.get("zero_optimization", {})
+    if not engine.zero_optimization_partition_weights() or not named.keys().isdisjoint(_NAMES):
+        return None
+    needed, before = _room(engine), engine.zero_max_live_parameters()
+    if needed <= before:
+        return None
+    engine._config.zero_config.max_live_parameters = needed
+    return f"fp8: {_BOUND} is {needed:,}, and not {before:,}, for leaf_module's leaves to be prefetched: it is not set"
+
+
 def hint_on_live(engine: Any) -> str | None:
-    """A bound on live weights under which DeepSpeed does not prefetch every leaf, which it does in silence.
+    """The configuration has a bound under which DeepSpeed does not prefetch every leaf, which it does in silence."""
+    if not engine.zero_optimization_partition_weights():
+        return None
+    needed, bound = _room(engine), engine.zero_max_live_parameters()
+    if bound >= needed:
+        return None
+    held = ", and head and embedding, which are held with Liger's loss" if _holds_head(engine) else ""
+    return (
+        f"fp8: zero_optimization.{_BOUND}: expected at least {needed:,}, the weights of two of the largest leaf_module "
+        f"and of those that stage3_max_reuse_distance keeps for the backward{held}; got {bound:,}. Not every leaf is "
+        "prefetched: raise it, or leave it out."
+    )
+
+
+def _room(engine: Any) -> int:
+    """Live weights under which every leaf can be prefetched; 0 without leaves.
 
     Beside the leaf that computes there must be room for the next one, for those that the forward keeps for the backward
     and, with Liger's loss, for the head, which is held from the model's first forward to the step's end, and the
     embedding, whose release DeepSpeed puts off: of what is used until then it does not count leaves (0.18.9 to 0.19.8,
     `__params_to_release`).
     """
-    model = engine.module
-    if not engine.zero_optimization_partition_weights():
-        return None
-    leaves = [_num_fetched(leaf) for leaf in _leaves(model)]
-    outside = _num_outside(model)
-    holds_head = engine.fp8.config.activations.cross_entropy == "liger"
-    kept = min(sum(leaves), max(0, engine.zero_max_reuse_distance() - (0 if holds_head else outside)))
-    needed = 2 * max(leaves, default=0) + kept + (outside if holds_head else 0)
-    if not leaves or engine.zero_max_live_parameters() >= needed:
-        return None
-    held = ", and head and embedding, which are held with Liger's loss" if holds_head else ""
-    return (
-        f"fp8: zero_optimization.stage3_max_live_parameters: expected at least {needed:,}, the weights of two of the "
-        f"largest leaf_module and of those that stage3_max_reuse_distance keeps for the backward{held}; got "
-        f"{engine.zero_max_live_parameters():,}. Not every leaf is prefetched: raise it."
-    )
+    leaves = [_num_fetched(leaf) for leaf in _leaves(engine.module)]
+    if not leaves:
+        return 0
+    outside = _num_outside(engine.module)
+    between, held = (0, outside) if _holds_head(engine) else (outside, 0)
+    kept = min(sum(leaves), max(0, engine.zero_max_reuse_distance() - between))
+    return 2 * max(leaves) + kept + held
+
+
+def _holds_head(engine: Any) -> bool:
+    return bool(engine.fp8.config.activations.cross_entropy == "liger")
 
 
 def _leaves(module: Module) -> Iterator[Module]:
@@ -82,9 +115,14 @@ def _leaves(module: Module) -> Iterator[Module]:
 def _num_outside(model: Module) -> int:
     """Elements that are gathered with no leaf."""
     inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
-    return sum(p.ds_numel for p in model.parameters() if id(p) not in inside and not p.ds_persist)  # type: ignore[attr-defined]
+    return _num_gathered(p for p in model.parameters() if id(p) not in inside)
 
 
 def _num_fetched(leaf: Module) -> int:
     """Elements that are gathered with a leaf: all but persistent parameters."""
-    return sum(p.ds_numel for p in leaf.parameters() if not p.ds_persist)  # type: ignore[attr-defined]
+    return _num_gathered(leaf.parameters())
+
+
+def _num_gathered(parameters: Iterable[Any]) -> int:
+    """Of whole parameters; before DeepSpeed's optimizer is built none is known to be persistent."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not getattr(p, "ds_persist", False))

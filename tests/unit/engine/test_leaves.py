@@ -11,7 +11,9 @@ from torch import nn
 from fp8_ds.engine import leaves
 
 
-def engine(loss: str, live: int, reuse: int, stage: int = 3, has_leaves: bool = True) -> Any:
+def engine(
+    loss: str, live: int, reuse: int, stage: int = 3, has_leaves: bool = True, key: str = "stage3_max_live_parameters"
+) -> Any:
     """Of a model with an embedding and a head of 5,000 weights each, four layers of 1,000 and a norm that persists."""
     model = nn.Module()
     model.embedding, model.head, model.norm = (
@@ -24,11 +26,15 @@ def engine(loss: str, live: int, reuse: int, stage: int = 3, has_leaves: bool = 
         p.ds_numel, p.ds_persist = p.numel(), p.numel() < 10  # type: ignore[attr-defined]
     for layer in model.layers:
         layer._z3_leaf = has_leaves
+    config = SimpleNamespace(
+        zero_config=SimpleNamespace(max_live_parameters=live), _param_dict={"zero_optimization": {key: live}}
+    )
     return SimpleNamespace(
         module=model,
         fp8=SimpleNamespace(config=SimpleNamespace(activations=SimpleNamespace(cross_entropy=loss))),
+        _config=config,
         zero_optimization_partition_weights=lambda: stage == 3,
-        zero_max_live_parameters=lambda: live,
+        zero_max_live_parameters=lambda: config.zero_config.max_live_parameters,
         zero_max_reuse_distance=lambda: reuse,
     )
 
@@ -54,3 +60,30 @@ def test_two_leaves_what_is_kept_and_what_ligers_loss_holds(loss: str, reuse: in
 def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
     assert leaves.hint_on_live(engine("liger", 0, 0, has_leaves=False)) is None
     assert leaves.hint_on_live(engine("liger", 0, 0, stage=2)) is None
+
+
+@pytest.mark.parametrize("loss", ["stock", "liger"])
+def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
+    needed = 2_000 if loss == "stock" else 12_000
+    for key in ("stage3_max_live_parameters", "max_live_parameters"):
+        one = engine(loss, needed - 1, 0, key=key)
+        assert leaves.make_room(one) is None and one.zero_max_live_parameters() == needed - 1
+    one = engine(loss, needed - 1, 0, key="stage")
+    line = leaves.make_room(one)
+    assert line is not None and f"{needed:,}, and not {needed - 1:,}" in line
+    assert one.zero_max_live_parameters() == needed
+    assert leaves.make_room(one) is None and leaves.hint_on_live(one) is None
+
+
+def test_a_bound_that_suffices_stays() -> None:
+    one = engine("liger", 20_000, 10**9, key="stage")
+    assert leaves.make_room(one) is None and one.zero_max_live_parameters() == 20_000
+    for other in (engine("liger", 5, 0, stage=2, key="stage"), engine("liger", 5, 0, has_leaves=False, key="stage")):
+        assert leaves.make_room(other) is None and other.zero_max_live_parameters() == 5
+
+
+def test_parameters_count_as_whole_before_deepspeed_has_cut_them() -> None:
+    one = engine("stock", 1, 0, key="stage")
+    for p in one.module.parameters():
+        del p.ds_numel, p.ds_persist
+    assert leaves.make_room(one) is not None and one.zero_max_live_parameters() == 2_000
