@@ -157,11 +157,13 @@ def speed_table(run: Mapping[str, Any]) -> str:
 
 
 def _in_eager(run: Mapping[str, Any]) -> list[str]:
-    """Of what torch.compile gave up; runs of before 2026-11-28 do not say."""
-    found = {r["arm"]: r["in_eager"] for r in good(run) if r.get("in_eager")}
-    return ["", *(f"**In eager, past torch's limit**: {', '.join(of)}, in {arm}" for arm, of in found.items())] * bool(
-        found
-    )
+    """What torch.compile gave up on, a paragraph an arm; runs of before 2026-11-28 do not say."""
+    told = [
+        f"**In eager, past torch's limit**: {', '.join(r['in_eager'])}, in {r['arm']}"
+        for r in good(run)
+        if r.get("in_eager")
+    ]
+    return [line for one in told for line in ("", one)]
 
 
 def loss_table(run: Mapping[str, Any]) -> str:
@@ -187,6 +189,7 @@ def loss_table(run: Mapping[str, Any]) -> str:
 def profile_tables(run: Mapping[str, Any]) -> str:
     """Every profiled arm; waits of the host beside stock's."""
     parts = [step_profile.table(r["arm"], r) + memory_profile.table(r.get("memory")) for r in good(run)]
+    parts += [f"{line}\n" for line in _in_eager(run) if line]
     parts += [f"{r['arm']}: **{r['error'].splitlines()[0]}**\n" for r in run["results"] if "error" in r]
     stock = next((r for r in good(run) if r["arm"] == "stock-eager"), None)
     if stock:

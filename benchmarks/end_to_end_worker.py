@@ -200,6 +200,10 @@ def train_on_text(trainer: Trainer, m: Model, spec: dict[str, Any], device: torc
 # --- one arm ---
 
 
+_COMPILER = "torch._dynamo.convert_frame"
+"""The logger that says so."""
+
+
 class InEager(logging.Handler):
     """Functions that torch.compile gave up on: past its limit of graphs of one function they run in eager.
 
@@ -217,12 +221,13 @@ class InEager(logging.Handler):
         if "hit config" in str(record.msg) and isinstance(record.args, tuple):
             self.functions.append(re.sub(r"\((?:.*/)?([^/]+)\)$", r"(\1)", str(record.args[2])))
 
-    @classmethod
-    def watching(cls) -> InEager:
-        """One that hears torch's compiler from now on."""
-        handler = cls()
-        logging.getLogger("torch._dynamo.convert_frame").addHandler(handler)
-        return handler
+    def __enter__(self) -> InEager:
+        """Hears torch's compiler from now on."""
+        logging.getLogger(_COMPILER).addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger(_COMPILER).removeHandler(self)
 
 
 def start(arm: Arm, m: Model, on_cuda: bool, local_rank: int) -> torch.device:
@@ -250,7 +255,7 @@ def kernel_of_attention(arm: Arm, m: Model, device: torch.device) -> str:
 
 def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
     """The result of the arm in `spec`."""
-    began, in_eager = time.monotonic(), InEager.watching()
+    began = time.monotonic()
     arm, m = Arm(**spec["arm"]), Model(**spec["model"])
     device = start(arm, m, spec["on_cuda"], local_rank)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -285,7 +290,6 @@ def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
         "step_ms": round(ms, 3),
         "tokens_per_second_per_gpu": round(1000 * m.tokens / ms, 1),
         **gauge.peaks(),
-        "in_eager": in_eager.functions,
         "loss": round(float(loss), 4),
         "finite": math.isfinite(float(loss)),
         "fp8": trainer.report(),
@@ -308,7 +312,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    result = measure(json.loads(args.spec.read_text()), args.local_rank)
+    with InEager() as in_eager:
+        result = measure(json.loads(args.spec.read_text()), args.local_rank)
+    result["in_eager"] = in_eager.functions
     if not dist.is_initialized() or dist.get_rank() == 0:
         args.out.write_text(json.dumps(result))
     if dist.is_initialized():

@@ -202,7 +202,7 @@ STEPS = (
             "+linear.fast_accumulation=output_and_grad_input+attention.backend=fa3",
         ),
         125,
-        "issue 4 C: what lies between the kernels of the fastest recipe, and where the host was late, with fewer guards; "
+        "issue 4 C: what lies between the kernels of the fastest recipe, where the host was late, with fewer guards; "
         "predicted 8.6 ms outside the model's kernels, 0.5 of it the host",
     ),
     Step("release", benchmark("end_to_end", "--piece release --budget {seconds}"), 75, "issue 4 H 1: release's peak"),

@@ -55,8 +55,7 @@ class Fp8Engine(Fp8Checkpoints):
             return build(optimizer)
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group, self.device)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
-        if line := leaves.make_room(self):
-            say(line)
+        room = leaves.make_room(self)
         self._fp8_client = optimizer
         zero, host = retyping.build_zero(self, optimizer, build)
         if retyping.has_no_purpose(self):
@@ -65,6 +64,8 @@ class Fp8Engine(Fp8Checkpoints):
             conversion.let_the_timer_wait(self._config)
         else:
             retyping.retype(zero, host, self.fp8, self.gradient_clipping())
+            if room is not None:
+                say(room)
         return zero
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

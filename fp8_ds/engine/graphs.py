@@ -10,7 +10,7 @@ LIMIT = 32
 
 
 def allow_more() -> None:
-    """`torch._dynamo.config.recompile_limit` is 32, unless somebody has set it: where it is torch's own 8.
+    """`torch._dynamo.config.recompile_limit` is 32 where it is torch's own 8, for the whole process and for good.
 
     Under ZeRO-3 all decoder layers are one function. Delayed scales make two graphs of it, layers that stay in bf16,
     evaluation, samples of the monitor and phases of the schedule further ones: seven are usual, and a ninth would send

@@ -57,13 +57,12 @@ def make_room(engine: Any) -> str | None:
     """Where the configuration has no bound on live weights, it is one that lets DeepSpeed prefetch every leaf.
 
     DeepSpeed's own of a thousand million leaves some out in silence, and with Liger's loss may leave out all: of
-    Llama-3-8B head and embedding are more. What is more in memory with the higher one is the leaf that is prefetched.
+    Llama-3-8B head and embedding are more. To be called before its optimizer is built.
 
     Returns:
-        A line that says so, if it is another bound than DeepSpeed's. To be called before its optimizer is built.
+        A line that says so, if it is another bound than DeepSpeed's.
     """
-    named = engine._config._param_dict.get("zero_optimization", {})
-    if not engine.zero_optimization_partition_weights() or not named.keys().isdisjoint(_NAMES):
+    if not engine.zero_optimization_partition_weights() or _names_bound(engine):
         return None
     needed, before = _room(engine), engine.zero_max_live_parameters()
     if needed <= before:
@@ -73,39 +72,64 @@ def make_room(engine: Any) -> str | None:
 
 
 def hint_on_live(engine: Any) -> str | None:
-    """The configuration has a bound under which DeepSpeed does not prefetch every leaf, which it does in silence."""
-    if not engine.zero_optimization_partition_weights():
+    """The configuration names a bound under which DeepSpeed does not prefetch every leaf, which it does in silence."""
+    if not engine.zero_optimization_partition_weights() or not _names_bound(engine):
         return None
     needed, bound = _room(engine), engine.zero_max_live_parameters()
     if bound >= needed:
         return None
-    held = ", and head and embedding, which are held with Liger's loss" if _holds_head(engine) else ""
+    held = "; head and embedding are held with Liger's loss" if _holds_head(engine) else ""
     return (
-        f"fp8: zero_optimization.{_BOUND}: expected at least {needed:,}, the weights of two of the largest leaf_module "
-        f"and of those that stage3_max_reuse_distance keeps for the backward{held}; got {bound:,}. Not every leaf is "
-        "prefetched: raise it, or leave it out."
+        f"fp8: zero_optimization.{_BOUND}: expected at least {needed:,} for every leaf_module to be prefetched, beside "
+        f"what stage3_max_reuse_distance keeps{held}; got {bound:,}. Raise it, or leave it out."
     )
+
+
+def _names_bound(engine: Any) -> bool:
+    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(_NAMES)
 
 
 def _room(engine: Any) -> int:
     """Live weights under which every leaf can be prefetched; 0 without leaves.
 
-    Beside the leaf that computes there must be room for the next one, for those that the forward keeps for the backward
-    and, with Liger's loss, for the head, which is held from the model's first forward to the step's end, and the
-    embedding, whose release DeepSpeed puts off: of what is used until then it does not count leaves (0.18.9 to 0.19.8,
-    `__params_to_release`).
+    What DeepSpeed does not release after its forward is what it uses again within the reuse distance R (0.18.9 to
+    0.19.8, `__params_to_release`). After a leaf it counts the leaves behind it and the head, so that the last ones are
+    kept; after another module it counts no leaf, so that the embedding is kept if the head's forward and backward are
+    less than R. With Liger's loss the head is not called: it is the whole model's own, from its forward to the step's
+    end.
     """
     leaves = [_num_fetched(leaf) for leaf in _leaves(engine.module)]
     if not leaves:
         return 0
-    outside = _num_outside(engine.module)
-    between, held = (0, outside) if _holds_head(engine) else (outside, 0)
-    kept = min(sum(leaves), max(0, engine.zero_max_reuse_distance() - between))
-    return 2 * max(leaves) + kept + held
+    distance, outside = engine.zero_max_reuse_distance(), _num_outside(engine.module)
+    head = _num_of_head(engine.module)
+    if _holds_head(engine):
+        held, behind = head + (outside - head if head < distance else 0), 0
+    else:
+        held, behind = outside - head if 2 * head < distance else 0, head
+    kept = 0
+    for leaf in reversed(leaves):
+        if behind >= distance:
+            break
+        kept += leaf
+        behind += leaf
+    return min(held + max(leaves) + max(max(leaves), kept), sum(leaves) + outside)
 
 
 def _holds_head(engine: Any) -> bool:
     return bool(engine.fp8.config.activations.cross_entropy == "liger")
+
+
+def _num_of_head(model: Any) -> int:
+    """Elements of a Hugging Face model's head that is not its embedding; 0 of other models."""
+    find_head, find_embedding = (getattr(model, f"get_{way}_embeddings", None) for way in ("output", "input"))
+    try:
+        head = getattr(find_head() if find_head is not None else None, "weight", None)
+        if head is None or find_embedding is None or head is getattr(find_embedding(), "weight", None):
+            return 0
+    except NotImplementedError:  # transformers' base class where a model says nothing
+        return 0
+    return _num_gathered([head])
 
 
 def _leaves(module: Module) -> Iterator[Module]:

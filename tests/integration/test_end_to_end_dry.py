@@ -554,7 +554,6 @@ def test_dispatches_of_a_bf16_linear_are_counted_without_its_gradient_hooks(benc
 
 def test_what_torch_compile_gave_up_on_is_part_of_the_result(bench: Any) -> None:
     """On 2026-11-27 an arm was timed twice whose layers were all in eager."""
-    heard = bench("end_to_end_worker").InEager.watching()
 
     class Numbered(torch.nn.Module):
         def __init__(self, number: int) -> None:
@@ -564,7 +563,7 @@ def test_what_torch_compile_gave_up_on_is_part_of_the_result(bench: Any) -> None
         def forward(self, x: Any) -> Any:
             return x * self.number
 
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=2), bench("end_to_end_worker").InEager() as heard:
         for number in range(4):
             layer = Numbered(number)
             layer.compile(backend="eager")

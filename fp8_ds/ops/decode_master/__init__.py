@@ -22,7 +22,15 @@ def decode_master(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor |
         fmt: a split format.
         scale_inv: float32, 0-dim, multiply to leave FP8; None where `fmt` is not FP8.
         out: float [n], on any device.
+
+    Raises:
+        ValueError: they differ in size.
     """
+    if not hi.numel() == lo.numel() == out.numel():
+        raise ValueError(
+            f"out: expected {hi.numel()} elements, as many as both parts have, got {lo.numel()} low parts and "
+            f"{out.numel()} to write. Cut them alike."
+        )
     tensors = (hi, lo, out) if scale_inv is None else (hi, lo, out, scale_inv)
     is_dense = all(x.is_cuda and x.device == out.device and x.is_contiguous() for x in tensors)
     if not is_dense or out.dtype not in _KERNEL_DTYPES:

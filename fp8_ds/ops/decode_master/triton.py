@@ -16,7 +16,7 @@ from fp8_ds.optim.masters import MasterFormat
 BLOCK, NUM_WARPS = 2048, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_inv"])
 def decode_kernel(
     hi, lo, scale_inv, out, numel,
     LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, IS_FP8: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,

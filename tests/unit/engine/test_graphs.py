@@ -17,7 +17,6 @@ def test_more_graphs_than_torchs_own_number_and_no_others_than_a_user_says(befor
     with torch._dynamo.config.patch(recompile_limit=before):
         graphs.allow_more()
         assert torch._dynamo.config.recompile_limit == after
-    assert torch._dynamo.config.recompile_limit in (8, graphs.LIMIT)
 
 
 def test_torchs_own_number_is_what_is_taken_for_it() -> None:

@@ -12,18 +12,23 @@ from fp8_ds.engine import leaves
 
 
 def engine(
-    loss: str, live: int, reuse: int, stage: int = 3, has_leaves: bool = True, key: str = "stage3_max_live_parameters"
+    loss: str,
+    live: int,
+    reuse: int,
+    stage: int = 3,
+    has_leaves: bool = True,
+    key: str = "stage3_max_live_parameters",
+    tied: bool = False,
 ) -> Any:
-    """Of a model with an embedding and a head of 5,000 weights each, four layers of 1,000 and a norm that persists."""
-    model = nn.Module()
-    model.embedding, model.head, model.norm = (
-        nn.Linear(50, 100, bias=False),
-        nn.Linear(50, 100, bias=False),
-        nn.Linear(1, 1),
-    )
+    """Of a model with an embedding of 5,000 weights, a head of 4,000, or the embedding's, four layers of 1,000 and a
+    norm that persists."""
+    model: Any = nn.Module()
+    model.embedding, model.norm = nn.Linear(50, 100, bias=False), nn.Linear(1, 1)
+    model.head = model.embedding if tied else nn.Linear(50, 80, bias=False)
     model.layers = nn.ModuleList(nn.Linear(50, 20, bias=False) for _ in range(4))
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embedding, lambda: model.head
     for p in model.parameters():
-        p.ds_numel, p.ds_persist = p.numel(), p.numel() < 10  # type: ignore[attr-defined]
+        p.ds_numel, p.ds_persist = p.numel(), p.numel() < 10
     for layer in model.layers:
         layer._z3_leaf = has_leaves
     config = SimpleNamespace(
@@ -40,21 +45,34 @@ def engine(
 
 
 @pytest.mark.parametrize(
-    ("loss", "reuse", "needed"),
+    ("loss", "tied", "reuse", "needed"),
     [
-        ("stock", 0, 2_000),
-        ("stock", 11_500, 3_500),  # 10,000 lie between a layer's forward and backward that no layer has
-        ("stock", 10**9, 6_000),  # all four are kept
-        ("liger", 0, 12_000),
-        ("liger", 1_500, 13_500),
-        ("liger", 10**9, 16_000),
+        ("stock", False, 0, 2_000),  # two leaves
+        ("stock", False, 5_500, 3_000),  # the last two are kept, whose backward is 4,000 and 5,000 away
+        ("stock", False, 9_000, 10_000),  # all four, and the embedding, between whose uses the head's two are
+        ("stock", True, 1, 7_000),
+        ("stock", True, 10**9, 9_000),  # all that there is
+        ("liger", False, 0, 6_000),  # the head is held
+        ("liger", False, 1_500, 7_000),
+        ("liger", False, 10**9, 13_000),
     ],
 )
-def test_two_leaves_what_is_kept_and_what_ligers_loss_holds(loss: str, reuse: int, needed: int) -> None:
-    assert leaves.hint_on_live(engine(loss, needed, reuse)) is None
-    line = leaves.hint_on_live(engine(loss, needed - 1, reuse))
-    assert line is not None and f"expected at least {needed:,}, " in line and f"got {needed - 1:,}." in line
+def test_two_leaves_what_is_kept_and_what_is_held(loss: str, tied: bool, reuse: int, needed: int) -> None:
+    assert leaves.hint_on_live(engine(loss, needed, reuse, tied=tied)) is None
+    line = leaves.hint_on_live(engine(loss, needed - 1, reuse, tied=tied))
+    assert line is not None and f"expected at least {needed:,} " in line and f"got {needed - 1:,}." in line
     assert ("Liger" in line) == (loss == "liger")
+
+
+def test_a_model_that_says_nothing_of_its_head_has_none() -> None:
+    def say_nothing() -> None:
+        raise NotImplementedError
+
+    one = engine("stock", 0, 9_000)
+    one.module.get_input_embeddings = say_nothing
+    assert "expected at least 13,000 " in str(leaves.hint_on_live(one))
+    del one.module.get_output_embeddings
+    assert "expected at least 13,000 " in str(leaves.hint_on_live(one))
 
 
 def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
@@ -64,7 +82,7 @@ def test_nothing_is_said_where_there_are_no_leaves_or_no_shards() -> None:
 
 @pytest.mark.parametrize("loss", ["stock", "liger"])
 def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
-    needed = 2_000 if loss == "stock" else 12_000
+    needed = 2_000 if loss == "stock" else 6_000
     for key in ("stage3_max_live_parameters", "max_live_parameters"):
         one = engine(loss, needed - 1, 0, key=key)
         assert leaves.make_room(one) is None and one.zero_max_live_parameters() == needed - 1
@@ -72,7 +90,9 @@ def test_a_bound_that_nobody_has_set_is_one_that_suffices(loss: str) -> None:
     line = leaves.make_room(one)
     assert line is not None and f"{needed:,}, and not {needed - 1:,}" in line
     assert one.zero_max_live_parameters() == needed
-    assert leaves.make_room(one) is None and leaves.hint_on_live(one) is None
+    assert leaves.make_room(one) is None
+    one.zero_max_live_parameters = lambda: 1
+    assert leaves.hint_on_live(one) is None  # nobody has set it: as for leaves that DeepSpeed itself makes later
 
 
 def test_a_bound_that_suffices_stays() -> None:
