@@ -173,7 +173,7 @@ PIECES = {
     "8b-memory": Piece(
         "llama-8b",
         "stock-eager",
-        ("ours-e4m11-compiled+fused+leaf+mb=2",),
+        (f"{_DELAYED}+{_LAYER_AHEAD}+attention.backend=fa3+mb=2",),
         cross_entropy="liger",
     ),
     # With ZeRO-3's hooks called and not traced, a whole layer prefetched, and our own key for the loss, whose backward
