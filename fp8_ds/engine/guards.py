@@ -18,13 +18,15 @@ def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
     """`compile_kwargs` of an engine, with a filter that leaves these guards out, after the user's own if there is one.
 
     A quarter of a layer's guards are such, and most of those that run Python, one each for two layers that share an
-    object: a microsecond or two. With "mode" everything stays, for torch takes no options beside one.
+    object: a microsecond or two. With a "mode" other than torch's own "default" everything stays, for torch takes no
+    options beside one.
     """
-    if compile_kwargs.get("mode") is not None:
+    if compile_kwargs.get("mode") not in (None, "default"):
         return compile_kwargs
     options = dict(compile_kwargs.get("options") or {})
     options["guard_filter_fn"] = _Filter(options.get("guard_filter_fn"))
-    return {**compile_kwargs, "options": options}
+    others = {name: value for name, value in compile_kwargs.items() if name != "mode"}
+    return {**others, "options": options}
 
 
 class _Filter:

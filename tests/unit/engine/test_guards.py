@@ -60,6 +60,8 @@ def test_options_are_the_users_own_with_the_filter_behind_theirs() -> None:
     assert made["options"]["guard_filter_fn"](entries) == [False, True, False] and seen == [3]
     with_mode = {"mode": "reduce-overhead"}
     assert guards.without_fixed(with_mode) is with_mode
+    for plain in ("default", None):
+        assert guards.without_fixed({"mode": plain, "dynamic": True}).keys() == {"dynamic", "options"}
 
 
 class Stock:
