@@ -14,9 +14,6 @@ LAST_3_IN_BF16 = {"schedule": {"bf16_last_fraction": 0.03}}
 E4M3_GRADIENTS = {"linear": {"grad_dtype": "e4m3"}}
 ENDS = changed(DEFAULT, CHANGES["ends-in-bf16"])
 E4M11 = changed(DEFAULT, CHANGES["e4m11"])
-FASTEST = changed(
-    changed(E4M11, {"linear": {"grad_dtype": "e4m3", "fast_accumulation": "output_and_grad_input"}}), CHANGES["delayed"]
-)
 
 
 KEPT = {
@@ -42,6 +39,9 @@ def _kept(name: str, block: dict[str, Any] = DEFAULT) -> dict[str, Any]:
 def _linears(**keys: str) -> dict[str, Any]:
     """e4m11 with these keys of "linear"."""
     return changed(E4M11, {"linear": keys})
+
+
+FASTEST = changed(_linears(grad_dtype="e4m3", fast_accumulation="output_and_grad_input"), CHANGES["delayed"])
 
 
 ARMS: dict[str, dict[str, Any] | None] = {

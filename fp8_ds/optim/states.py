@@ -91,16 +91,14 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
         target = out[first : first + count]
         if key is None:
             _read_master(shard, first, count, padded, scale_inv, target)
-            continue
-        if key == "exp_avg":
+        elif key == "exp_avg":
             codes = shard.m.view(-1, GROUP)[groups]
-            value = from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start)
+            target.copy_(from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start))
         else:
             assert key == "exp_avg_sq", key
             codes = shard.v.view(-1, GROUP)[groups]
             root = from_groups(dequantize_root(codes, shard.v_scale_inv[groups]), count, start)
-            value = root * root
-        target.copy_(value)
+            target.copy_(root * root)
 
 
 def _read_master(

@@ -120,6 +120,33 @@ def test_a_schedule_moves_bf16_of_the_masters_then_fp8_then_bf16(ranks: Any, sta
     check_phases(ranks(2).run(phases, stage, fp8), stage, fp8)
 
 
+def dtypes_of_masters_read(stage: int) -> list[str]:
+    """That steps write masters in, where all layers are in bf16."""
+    from fp8_ds.optim import states
+
+    engine = training.build(training.ds_config(stage, SPLIT | ALWAYS))
+    training.train(engine, 1)
+    found: list[str] = []
+    stock = states.decode_master
+
+    def decode_master(hi: Any, lo: Any, fmt: Any, scale_inv: Any, out: torch.Tensor) -> None:
+        found.append(str(out.dtype))
+        stock(hi, lo, fmt, scale_inv, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "decode_master", decode_master)
+        training.train(engine, 2, 1)
+    training.destroy(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_are_written_as_bf16_with_no_float32_between(ranks: Any, stage: int) -> None:
+    """Each weight's once a step: float32 in between would be three times the memory's work."""
+    for found in ranks(2).run(dtypes_of_masters_read, stage):
+        assert len(found) >= 2 and set(found) == {"torch.bfloat16"}
+
+
 def evaluate(engine: Any, step: int) -> float:
     engine.eval()
     with torch.no_grad():

@@ -154,6 +154,14 @@ def decode_fp8_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, PT
 
 
 @triton.jit
+def decode_bf16_master(hi, lo, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr):
+    """The master in float32; `hi`: the bits of bf16, int16."""
+    code = hi.to(tl.int32)
+    mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
+    return ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def encode_master(
     w, random, LO_BITS: tl.constexpr, DROP_BITS: tl.constexpr, MAX_MAG: tl.constexpr, HI_BITS: tl.constexpr
 ):

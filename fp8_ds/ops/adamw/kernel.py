@@ -15,6 +15,7 @@ from fp8_ds.ops.adamw.arithmetic import (
     DOWN,
     UP,
     as_float32,
+    decode_bf16_master,
     decode_fp8_master,
     encode_master,
     encode_moments,
@@ -222,9 +223,7 @@ def adamw_kernel(
         elif LO_BITS == 0:
             w = hi
         else:
-            code = hi.to(tl.int32)
-            mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + lo.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
-            w = ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
+            w = decode_bf16_master(hi, lo, LO_BITS, DROP_BITS)
         g = as_float32(grad, PACKED) * grad_factor
         if not DECOUPLED:
             g = g + w * decay

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_ds.ops._producer_device import to_bf16
-from fp8_ds.ops.adamw.arithmetic import UP, decode_fp8_master
+from fp8_ds.ops.adamw.arithmetic import UP, decode_bf16_master, decode_fp8_master
 from fp8_ds.ops.transpose.triton import runs_ptx
 from fp8_ds.optim.masters import MasterFormat
 
@@ -29,9 +29,7 @@ def decode_kernel(
     if IS_FP8:
         value = (decode_fp8_master(high, low, LO_BITS, DROP_BITS, False) * UP) * tl.load(scale_inv)
     else:
-        code = high.to(tl.int32)
-        mag = tl.maximum(((code & 0x7FFF) << LO_BITS) + low.to(tl.int32), 0)  # < 0: a parameter zeroed by a user
-        value = ((mag << DROP_BITS) | ((code >> 31) << 31)).to(tl.float32, bitcast=True)
+        value = decode_bf16_master(high, low, LO_BITS, DROP_BITS)
     if out.dtype.element_ty == tl.bfloat16:
         tl.store(out + at, to_bf16(value, PTX), mask)
     else:
