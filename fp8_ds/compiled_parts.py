@@ -29,17 +29,15 @@ def compile_as_trained(
     stage: int,
     releases: bool,
     is_fp8: bool,
-    leaf_module: Mapping[str, Any] | None = None,
 ) -> None:
     """Modules of `model` compile when they are called, and nothing that was compiled before is known any more.
 
     Args:
-        model: gives the loss of tokens; it holds what DeepSpeed is given.
+        model: gives the loss of tokens; it holds what DeepSpeed is given, whose leaves are marked.
         backend: makes the graphs.
         stage: of ZeRO.
         releases: gradients are freed in the backward, so layers compile one by one.
         is_fp8: the engine is ours, which makes tables of rotary embeddings once.
-        leaf_module: stage 3's block of that name.
 
     Raises:
         ConfigError: it is not known which layers are to be compiled one by one.
@@ -48,7 +46,6 @@ def compile_as_trained(
     if is_fp8:
         keep_tables(model)
     if stage == 3:
-        _mark_leaves(model, leaf_module or {})
         for child in model.children():
             _end_graphs_around(child)
     if not releases or stage == 3:
@@ -58,17 +55,20 @@ def compile_as_trained(
         module.compile(backend=backend)
 
 
+def mark_leaves(model: nn.Module, leaf_module: Mapping[str, Any]) -> None:
+    """As stage 3 does: of its default classes, too. DeepSpeed's log says which names there are none of.
+
+    Args:
+        model: what DeepSpeed is given.
+        leaf_module: stage 3's block of that name.
+    """
+    apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig(**leaf_module))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end_graph(*args: Any) -> None:
     """A hook that dynamo cannot trace, as DeepSpeed's are."""
     del args
-
-
-def _mark_leaves(model: nn.Module, leaf_module: Mapping[str, Any]) -> None:
-    """As stage 3 does: of its default classes, too. DeepSpeed's log says which names there are none of."""
-    config = DeepSpeedZeroLeafModuleConfig(**leaf_module)
-    for child in model.children():
-        apply_zero_leaf_module_config(child, config)
 
 
 def _end_graphs_around(module: nn.Module) -> None:

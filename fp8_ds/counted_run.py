@@ -17,6 +17,7 @@ _DEFAULTS: dict[str, int] = {
     "reduce_bucket_size": 500_000_000,
     "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
     "sub_group_size": 1_000_000_000,
 }
 """DeepSpeed 0.19.8, runtime/zero/config.py; a value "auto" that nobody fills in is the default too."""
@@ -33,7 +34,10 @@ class Run:
         seq_len: tokens of a sequence.
         accumulation: micro-batches a step.
         checkpointing: whether layers are computed again in the backward.
-        max_live_parameters, sub_group_size: of stage 3, in elements.
+        max_live_parameters: of stage 3, in elements.
+        sub_group_size: likewise.
+        max_reuse_distance: likewise.
+        names_live: the configuration names the first of these, which stays as it is then.
         total_steps: that the learning-rate scheduler knows.
         compiled: whether it is compiled as docs/compile.md has it.
         leaf_module: stage 3's block of that name.
@@ -50,11 +54,18 @@ class Run:
     total_steps: int | None = None
     compiled: bool = False
     leaf_module: Mapping[str, Any] | None = None
+    max_reuse_distance: int = _DEFAULTS["stage3_max_reuse_distance"]
+    names_live: bool = False
 
     @property
     def fp32_states_from_step(self) -> int | None:
         """The step since which FP8 states are fp32; None: states do not change."""
         return None if self.fp8 is None else self.fp8.schedule.fp32_states_from_step
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the loss is Liger's by our key, which reads the head without calling it."""
+        return self.fp8 is not None and self.fp8.activations.cross_entropy == "liger"
 
     def with_fp32_states(self) -> Run:
         """This run from that step on: what one is that has fp32 states from its start."""
@@ -119,6 +130,8 @@ def read_run(
         *(fp8, setup, micro, seq_len, accumulation, checkpointing, live, sub_group, _total_steps(config)),
         compiled=compiled,
         leaf_module=block_of(zero, "leaf_module"),
+        max_reuse_distance=numbers["stage3_max_reuse_distance"],
+        names_live="stage3_max_live_parameters" in zero,
     )
 
 

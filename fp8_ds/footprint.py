@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.compiled_parts import compile_as_trained
+from fp8_ds.compiled_parts import compile_as_trained, mark_leaves
 from fp8_ds.config import Fp8Config
 from fp8_ds.counted_run import Run
 from fp8_ds.counting_backend import CountingBackend
+from fp8_ds.engine.leaves import live_weights
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Weight, estimate_states, weights_of
 from fp8_ds.liger_stand_in import LossOfLiger
@@ -85,18 +86,18 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
     """
     model, weights = _prepare(spec, run)
     detour = _Detour.of(model, run)
-    rehearsal = _rehearse(model, run)
-    found = _sum(weights, rehearsal, run)
+    rehearsal, live = _rehearse(model, run), _live(model, weights, run)
+    found = _sum(weights, rehearsal, live, run)
     later_run = None if run.fp32_states_from_step is None else run.with_fp32_states()
-    later = None if later_run is None else _sum(weights, rehearsal, later_run)
+    later = None if later_run is None else _sum(weights, rehearsal, live, later_run)
     if detour.layers:
         model, weights = _prepare(spec, run)
         weights = detour.take(model, weights)
-        rehearsal = _rehearse(model, run)
+        rehearsal, live = _rehearse(model, run), _live(model, weights, run)
         if detour.is_before:
-            found = replace(found, in_bf16=_sum(weights, rehearsal, run))
+            found = replace(found, in_bf16=_sum(weights, rehearsal, live, run))
         if later is not None and later_run is not None and detour.is_after:
-            later = replace(later, in_bf16=_sum(weights, rehearsal, later_run))
+            later = replace(later, in_bf16=_sum(weights, rehearsal, live, later_run))
     return replace(found, later=later)
 
 
@@ -112,12 +113,14 @@ def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise ConfigError(f"checkpointing: expected a model of transformers, got {spec.name}. Leave it out.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if run.setup.stage == 3:
+        mark_leaves(model, run.leaf_module or {})
     return model, weights
 
 
 def _rehearse(model: Any, run: Run) -> Rehearsal:
     training: nn.Module = _LossAlone(model)
-    if run.fp8 is not None and run.fp8.activations.cross_entropy == "liger":
+    if run.fp8 is not None and run.holds_head:
         training = LossOfLiger(model, run.fp8.activations.cross_entropy_chunk_mem_const)
 
     def loss(training: nn.Module) -> Tensor:
@@ -133,7 +136,6 @@ def _rehearse(model: Any, run: Run) -> Rehearsal:
         stage=run.setup.stage,
         releases=run.setup.releases,
         is_fp8=run.fp8 is not None,
-        leaf_module=run.leaf_module,
     )
     try:
         found = rehearse(training, loss, compile_model)
@@ -216,8 +218,8 @@ def _convert(model: Any, fp8: Fp8Config, is_warm: bool) -> None:
         fuse_producers(model, fp8.activations)
 
 
-def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint:
-    """With the states that `run.setup` names.
+def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, live: int, run: Run) -> Footprint:
+    """With the states that `run.setup` names, and `live` bytes of weights that stage 3 has gathered.
 
     Stages 1 and 2 allocate the buckets when the backward gives its first gradient, and the room for a rank's gradients,
     all of it, when the first bucket is reduced: the loss's own peak meets neither.
@@ -226,7 +228,7 @@ def _sum(weights: Sequence[Weight], rehearsal: Rehearsal, run: Run) -> Footprint
     setup = run.setup
     states = estimate_states(weights, setup)
     parts = states.parts
-    gathered = parts.gathered + _live(weights, run)
+    gathered = parts.gathered + live
     trainable = sum(weight.numel for weight in weights if weight.is_trainable)
     is_direct = _is_direct(run)
     buffers = 0 if is_direct else states.buckets
@@ -274,14 +276,26 @@ def _is_direct(run: Run) -> bool:
     return one_rank and run.fp8 is not None and setup.optimizer.states == "fp8" and not setup.releases
 
 
-def _live(weights: Sequence[Weight], run: Run) -> int:
-    """Bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones."""
+def _live(model: nn.Module, weights: Sequence[Weight], run: Run) -> int:
+    """Bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones.
+
+    As many elements as the bound on live weights lets it prefetch and keep, and what is held whatever the bound.
+    """
     if run.setup.stage < 3 or run.setup.num_ranks == 1:
         return 0
     threshold = run.setup.persistence_threshold
-    numel = sum(weight.numel for weight in weights if weight.numel >= threshold)
-    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else _BF16) for w in weights if w.numel >= threshold)
-    return round(num_bytes * min(1.0, run.max_live_parameters / max(numel, 1)))
+    cut = [weight for weight in weights if weight.numel >= threshold]
+    numel = sum(weight.numel for weight in cut)
+    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else _BF16) for w in cut)
+    needed = live_weights(model, run.max_reuse_distance, run.holds_head)
+    bound = run.max_live_parameters
+    if needed.leaves and run.fp8 is not None and not run.names_live:
+        bound = max(bound, needed.total)
+    held = needed.held if run.holds_head else 0
+    others = min(max(bound - held, 0), numel - held)
+    if held and needed.leaves:
+        others = min(max(others, needed.largest), needed.leaves)
+    return _BF16 * held + round((num_bytes - _BF16 * held) * others / max(numel - held, 1))
 
 
 def _dense_step(trainable: int, run: Run) -> int:

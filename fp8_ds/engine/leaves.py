@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -11,6 +12,25 @@ from torch.nn import Module
 _BOUND = "stage3_max_live_parameters"
 _NAMES = (_BOUND, "max_live_parameters")
 """That DeepSpeed takes for it."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """Elements of whole weights at once, if every leaf can be prefetched.
+
+    Attributes:
+        held: outside the leaves, head and embedding as far as they stay.
+        leaves: the rest: the leaf at work, the next one, what is kept for the backward.
+        largest: leaf.
+    """
+
+    held: int
+    leaves: int = 0
+    largest: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held + self.leaves
 
 
 def hint_on_compiling(engine: Any) -> str | None:
@@ -85,35 +105,46 @@ def hint_on_live(engine: Any) -> str | None:
     )
 
 
-def _names_bound(engine: Any) -> bool:
-    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(_NAMES)
-
-
-def _room(engine: Any) -> int:
-    """Live weights under which every leaf can be prefetched; 0 without leaves.
+def live_weights(model: Module, reuse_distance: int, holds_head: bool) -> Live:
+    """What is whole at once under a bound on live weights that lets every leaf be prefetched; no leaves: none.
 
     What DeepSpeed does not release after its forward is what it uses again within the reuse distance R (0.18.9 to
     0.19.8, `__params_to_release`). After a leaf it counts the leaves behind it and the head, so that the last ones are
     kept; after another module it counts no leaf, so that the embedding is kept if the head's forward and backward are
     less than R. With Liger's loss the head is not called: it is the whole model's own, from its forward to the step's
     end.
+
+    Args:
+        model: with its leaves marked; its parameters whole, cut, or on the meta device.
+        reuse_distance: DeepSpeed's, in elements.
+        holds_head: the loss is Liger's by our key.
     """
-    leaves = [_num_fetched(leaf) for leaf in _leaves(engine.module)]
+    outside, head = _num_outside(model), _num_of_head(model)
+    leaves = [_num_fetched(leaf) for leaf in _leaves(model)]
     if not leaves:
-        return 0
-    distance, outside = engine.zero_max_reuse_distance(), _num_outside(engine.module)
-    head = _num_of_head(engine.module)
-    if _holds_head(engine):
-        held, behind = head + (outside - head if head < distance else 0), 0
+        return Live(head if holds_head else 0)
+    if holds_head:
+        held, behind = head + (outside - head if head < reuse_distance else 0), 0
     else:
-        held, behind = outside - head if 2 * head < distance else 0, head
+        held, behind = outside - head if 2 * head < reuse_distance else 0, head
     kept = 0
     for leaf in reversed(leaves):
-        if behind >= distance:
+        if behind >= reuse_distance:
             break
         kept += leaf
         behind += leaf
-    return min(held + max(leaves) + max(max(leaves), kept), sum(leaves) + outside)
+    largest = max(leaves)
+    return Live(held, min(largest + max(largest, kept), sum(leaves) + outside - held), largest)
+
+
+def _names_bound(engine: Any) -> bool:
+    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(_NAMES)
+
+
+def _room(engine: Any) -> int:
+    """Live weights under which every leaf can be prefetched; 0 without leaves."""
+    found = live_weights(engine.module, engine.zero_max_reuse_distance(), _holds_head(engine))
+    return found.total if found.leaves else 0
 
 
 def _holds_head(engine: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8_ds.compiled_parts import compile_as_trained
+from fp8_ds.compiled_parts import compile_as_trained, mark_leaves
 from fp8_ds.counting_backend import CountingBackend, _call_of
 from fp8_ds.errors import ConfigError
 from fp8_ds.rehearsal import Rehearsal, rehearse
@@ -51,9 +51,12 @@ def loss(model: nn.Module) -> Tensor:
     return model(torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum()
 
 
-def counted(kind: type[nn.Module], **options: Any) -> Rehearsal:
+def counted(kind: type[nn.Module], leaf_module: dict[str, Any] | None = None, **options: Any) -> Rehearsal:
     options = {"backend": CountingBackend(), "stage": 2, "releases": False, "is_fp8": True, **options}
-    return rehearse(on_meta(kind), loss, lambda model: compile_as_trained(model, **options))
+    model = on_meta(kind)
+    for child in model.children() if leaf_module else ():
+        mark_leaves(child, leaf_module or {})
+    return rehearse(model, loss, lambda model: compile_as_trained(model, **options))
 
 
 def test_a_chain_keeps_its_inputs_and_nothing_between_pointwise_operators() -> None:

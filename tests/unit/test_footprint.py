@@ -220,6 +220,30 @@ def test_several_ranks_share_states_and_stage_3_gathers_weights() -> None:
     assert one.gathered == 0 and four.gathered > 0.9 * one.weights
 
 
+HEAD, LAYER = 512 * 256, 2 * 256 * (256 + 128) + 3 * 256 * 512  # elements; the embedding is as large as the head
+WHOLE, OTHERS = 4 * HEAD + 3 * LAYER, (2 * HEAD + 3 * LAYER) / (HEAD + 3 * LAYER)  # bytes; of one that is not the head
+LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
+
+
+@pytest.mark.parametrize(
+    ("loss", "zero", "gathered"),
+    [
+        ("stock", {"stage3_max_live_parameters": 0}, 0),
+        ("liger", {"stage3_max_live_parameters": 0}, 2 * HEAD),
+        ("liger", {"stage3_max_live_parameters": 3 * HEAD}, 2 * HEAD + 2 * HEAD * OTHERS),
+        ("liger", LEAVES | {"stage3_max_live_parameters": 0}, 4 * HEAD + LAYER),
+        ("liger", LEAVES | {"stage3_max_reuse_distance": LAYER - 1}, 4 * HEAD + 2 * LAYER),
+        ("liger", LEAVES, WHOLE),
+        ("stock", LEAVES, WHOLE),
+    ],
+)
+def test_a_head_that_is_held_counts_whatever_the_bound(loss: str, zero: dict[str, Any], gathered: float) -> None:
+    settings = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=3", "vocab_size=512")
+    spec = read_spec("llama-8b", (*settings, "num_attention_heads=4", "num_key_value_heads=2"))
+    stage = config(3, {"activations": {"cross_entropy": loss}}, stage3_param_persistence_threshold=0, **zero)
+    assert estimate(spec, read_run(stage, 4, 1, 128)).gathered == pytest.approx(gathered, rel=0.01)
+
+
 def test_release_holds_no_gradients() -> None:
     held, released = tiny(states("e4m11")), tiny(states("e4m11", release=True, release_clipping="per_tensor"))
     assert held.gradients > 0 and released.gradients == 0
