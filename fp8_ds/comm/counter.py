@@ -66,6 +66,7 @@ _OPERATORS = {
     "broadcast_": ("broadcast", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 0),
     "reduce_scatter_": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 0),
     "alltoall_base_": ("all_to_all", 0),
     "alltoall_": ("all_to_all", 0),
 }

@@ -9,19 +9,24 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from torch import Tensor
 
+from fp8_ds.comm import grouped
 from fp8_ds.comm.equal_parts import equal_shares
 
 
 @torch.no_grad()
 def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """DeepSpeed's `reduce_scatter_coalesced`, bit for bit: this rank's share of the average of each tensor. Collective.
+    """DeepSpeed's `reduce_scatter_coalesced`: this rank's share of the average of each tensor. Collective.
 
     Stock makes a tensor of each share of each tensor, for hundreds of ranks more than a backward launches otherwise
-    (docs/reliability.md). Here torch cuts all tensors at once (`_chunk_cat`, which FSDP2 packs gradients with).
+    (docs/reliability.md), and copies all of them into one. Here large tensors that every rank has an equal part of are
+    sent from where they lie, and torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
+
+    The bits are stock's with two ranks, and where all are copied: the order in which backends add what more ranks have
+    may depend on how it is cut.
 
     Args:
-        tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
-            is divided in place, as in stock.
+        tensors: contiguous, of one dtype and device, of the same sizes on all ranks. Those that are not copied may be
+            divided in place, as in stock a single one that needs no padding.
 
     Returns:
         1-D, without padding: shorter or empty on the last ranks.
@@ -29,13 +34,37 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     numels = [tensor.numel() for tensor in tensors]
     if not any(numels):
         return [tensor.view(-1) for tensor in tensors]
+    group = group or dist.group.WORLD
+    assert group is not None
     num_ranks, rank = ds_comm.get_world_size(group), ds_comm.get_rank(group)
     shares, sizes = equal_shares(numels, num_ranks, rank)
-    if len(tensors) == 1 and numels[0] % num_ranks == 0:
-        whole = tensors[0].view(-1)
+    used = [index for index, numel in enumerate(numels) if numel]
+    equal = [index for index in used if numels[index] % num_ranks == 0]
+    num_bytes = sum(tensors[index].nbytes for index in equal) // num_ranks
+    if len(used) > 1 and not grouped.is_worth_it(len(equal), num_bytes):
+        equal = []
+    wholes = [tensors[index].view(-1) for index in equal]
+    if cut := sorted({*used} - {*equal}):
+        wholes.append(torch._chunk_cat([tensors[index].view(-1) for index in cut], 0, num_ranks).view(-1))
+    op = _divided(wholes, num_ranks, group)
+    if len(wholes) == 1:
+        owns = [wholes[0].view(num_ranks, -1)[rank]]
+        ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
     else:
-        whole = torch._chunk_cat([tensor.view(-1) for tensor in tensors if tensor.numel()], 0, num_ranks).view(-1)
-    whole.div_(num_ranks)
-    own = whole.view(num_ranks, -1)[rank]
-    ds_comm.reduce_scatter_fn(own, whole, group=group)
-    return [part[:size] for part, size in zip(own.split(shares), sizes, strict=True)]
+        owns = [whole.new_empty(whole.numel() // num_ranks) for whole in wholes]
+        grouped.reduce_scatter_each(owns, wholes, op, group)
+    found = dict(zip(equal, owns, strict=False))
+    if cut:
+        found |= zip(cut, owns[-1].split([shares[index] for index in cut]), strict=True)
+    return [found[i][: sizes[i]] if i in found else tensor.view(-1) for i, tensor in enumerate(tensors)]
+
+
+def _divided(wholes: Sequence[Tensor], num_ranks: int, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
+    """The operator that makes averages of `wholes`, which are divided by the number of ranks unless it does that.
+
+    NCCL multiplies by 1 / num_ranks in the tensors' dtype before it adds: for powers of two the bits of a division.
+    """
+    if num_ranks & (num_ranks - 1) == 0 and dist.get_backend(group) == "nccl":
+        return dist.ReduceOp.AVG
+    torch._foreach_div_(list(wholes), num_ranks)
+    return dist.ReduceOp.SUM

@@ -25,6 +25,11 @@ def _logging() -> Any:
     return theirs if theirs is not None and theirs.comms_logger.enabled else None
 
 
+def is_logging() -> bool:
+    """Whether DeepSpeed counts the calls of deepspeed.comm now."""
+    return _logging() is not None
+
+
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """`whole` (1-D) is every rank's `own`, in rank order; `own` may lie in it."""
     gather = _all_gather if (theirs := _logging()) is None else theirs.all_gather_into_tensor

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
 from torch import Tensor
 
-from fp8_ds.comm import ByteCounter, as_bytes, max_reduce
+from fp8_ds.comm import ByteCounter, as_bytes, grouped, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
 from fp8_ds.zero.owners import ParamHooks, StockParamHooks, hand_on, hooks_of
@@ -139,11 +139,16 @@ def adjacent(shards: list[Tensor]) -> Tensor | None:
 
 
 class Fp8GatherHandle:
-    """An FP8 gather under way; `wait` makes its weights available. The coordinator's handle protocol."""
+    """An FP8 gather under way; `wait` makes its weights available. The coordinator's handle protocol.
 
-    def __init__(self, weights: list[ShardedWeight], buffer: Tensor | None, work: Any, num_ranks: int) -> None:
+    Args:
+        buffers: what arrives, 1-D: each weight with padding, or all of them, rank by rank; none on a single rank.
+        work: the collective; None on a single rank.
+    """
+
+    def __init__(self, weights: list[ShardedWeight], buffers: list[Tensor], work: Any, num_ranks: int) -> None:
         self.weights = weights
-        self.buffer = buffer
+        self.buffers = buffers
         self.work = work
         self.num_ranks = num_ranks
         self.complete = False
@@ -158,20 +163,21 @@ class Fp8GatherHandle:
             if data.numel() != weight.param.ds_numel:
                 data = data[: weight.param.ds_numel]
             weight.arrive(data.view(weight.param.ds_shape))
-        if self.buffer is not None and not get_accelerator().is_synchronized_device():
-            self.buffer.record_stream(get_accelerator().current_stream())
+        if not get_accelerator().is_synchronized_device():
+            for buffer in self.buffers:
+                buffer.record_stream(get_accelerator().current_stream())
         self.complete = True
 
     def _whole(self) -> list[Tensor]:
-        """Each weight's bytes with padding, 1-D. Of several weights copies, made in one launch."""
-        if self.buffer is None:
+        """Each weight's bytes with padding, 1-D. Of several weights in one buffer copies, made in one launch."""
+        if not self.buffers:
             return [as_bytes(weight.shard) for weight in self.weights]
-        if len(self.weights) == 1:
-            return [self.buffer]
+        if len(self.buffers) == len(self.weights):
+            return self.buffers
         sizes = [weight.shard.numel() for weight in self.weights]
-        whole = [self.buffer.new_empty(self.num_ranks * size) for size in sizes]
+        whole = [self.buffers[0].new_empty(self.num_ranks * size) for size in sizes]
         by_rank = [one.view(self.num_ranks, -1) for one in whole]
-        torch.split_with_sizes_copy(self.buffer.view(self.num_ranks, -1), sizes, dim=1, out=by_rank)
+        torch.split_with_sizes_copy(self.buffers[0].view(self.num_ranks, -1), sizes, dim=1, out=by_rank)
         return whole
 
 
@@ -259,19 +265,22 @@ class Fp8Shards:
         group = weights[0].param.ds_process_group
         num_ranks = ds_comm.get_world_size(group=group)
         if num_ranks == 1:
-            return Fp8GatherHandle(weights, None, None, 1)
-        shards = [weight.shard for weight in weights]
+            return Fp8GatherHandle(weights, [], None, 1)
+        shards = [as_bytes(weight.shard) for weight in weights]
         size = sum(shard.numel() for shard in shards)
+        self.counter.fp8 += num_ranks * size
+        if grouped.is_worth_it(len(shards), size):
+            wholes = [shard.new_empty(num_ranks * shard.numel()) for shard in shards]
+            return Fp8GatherHandle(weights, wholes, grouped.all_gather_each(wholes, shards, group), num_ranks)
         local = adjacent(shards)
-        buffer = as_bytes(shards[0]).new_empty(num_ranks * size)
+        buffer = shards[0].new_empty(num_ranks * size)
         if local is None:
             # Where it arrives: a tensor of its own would be free for this stream once the handle is waited for, which
             # may be on another one (prefetches that nobody used), while it is still being sent.
             local = buffer.narrow(0, ds_comm.get_rank(group=group) * size, size)
-            torch.cat([as_bytes(shard) for shard in shards], out=local)
+            torch.cat(shards, out=local)
         work = ds_comm.allgather_fn(buffer, local, group=group, async_op=True)
-        self.counter.fp8 += buffer.numel()
-        return Fp8GatherHandle(weights, buffer, work, num_ranks)
+        return Fp8GatherHandle(weights, [buffer], work, num_ranks)
 
     @contextmanager
     def bf16_shards(self, weights: list[ShardedWeight], keep_written: bool = False) -> Iterator[None]:

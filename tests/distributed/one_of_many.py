@@ -90,6 +90,11 @@ class OneOfMany(dist.ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
+        for output, whole in zip(outputs, wholes, strict=True):
+            self._reduce_scatter_base(output, whole, opts)
+        return _done(outputs)
+
     def alltoall_base(self, output: Tensor, sent: Tensor, received: Any, splits: Any, opts: Any = None) -> Any:
         calls["all_to_all"] += 1
         output.zero_()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 
-from fp8_ds.comm import count_collectives
+from fp8_ds.comm import count_collectives, grouped
 
 pytestmark = pytest.mark.distributed
 
@@ -181,16 +181,18 @@ def test_nothing_is_sent_from_memory_that_a_handle_frees_early(ranks: Any) -> No
 # --- what DeepSpeed's comms_logger sees ---
 
 
-def logged_and_reported() -> tuple[dict[str, int], dict[str, Any]]:
-    """Bytes by collective that the logger has seen in one step of ZeRO-2, and the report of that step."""
+def logged_and_reported(stage: int, reduce_scatter: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Bytes by collective that the logger has seen in one step, and the report of that step."""
     from deepspeed.comm.comm import comms_logger
 
-    fp8 = {"zero": {"reduce_scatter": "fp8"}}
+    fp8 = {"zero": {"reduce_scatter": reduce_scatter}}
     block = {"enabled": True, "verbose": False, "prof_all": True}
-    engine = training.build(training.ds_config(2, fp8, comms_logger=block))
+    engine = training.build(training.ds_config(stage, fp8, comms_logger=block))
     comms_logger.comms_dict.clear()
     try:
-        training.train(engine, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "MIN_BYTES", 0)  # what would be sent past deepspeed.comm without the logger
+            training.train(engine, 1)
         calls = comms_logger.get_raw_data()
     finally:
         comms_logger.enabled = False
@@ -200,6 +202,12 @@ def logged_and_reported() -> tuple[dict[str, int], dict[str, Any]]:
 
 
 def test_deepspeeds_comms_logger_sees_what_fp8_zero_moves(ranks: Any) -> None:
-    for logged, report in ranks(2).run(logged_and_reported):
+    for logged, report in ranks(2).run(logged_and_reported, 2, "fp8"):
         assert 2 * logged["all_gather_into_tensor"] == report["gathered_bytes"]  # it takes a gather's input
         assert logged["all_to_all_single"] == report["reduced_bytes"]
+
+
+def test_it_sees_all_of_zero_3(ranks: Any) -> None:
+    for logged, report in ranks(2).run(logged_and_reported, 3, "bf16"):
+        assert 2 * logged["all_gather_into_tensor"] == report["gathered_bytes"]
+        assert logged["reduce_scatter_tensor"] > 0

@@ -15,6 +15,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_ds.comm import grouped
+
 pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
@@ -138,7 +140,8 @@ class _Names(TorchDispatchMode):
 
 def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     """After two steps: persistent parameters; operators by which three weights that lie one behind the other, and two
-    that do not, are sent and taken out of one buffer; and whether their bytes are those of gathers one by one."""
+    that do not, are sent and taken out of one buffer, and by which each is sent by itself; and whether their bytes are
+    those of gathers one by one."""
     engine = build(fp8)
     training.train(engine, 1)
     engine.backward(engine(training.micro_batches(1, 1)[0]))
@@ -149,14 +152,20 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
     shards = optimizer._fp8_shards
     names, is_same = {}, True
-    for what, weights in (("adjacent", shards.weights[:3]), ("apart", shards.weights[:3:2])):
-        with _Names() as mode:
+    together, each = grouped.MIN_BYTES, 0
+    for what, weights, min_bytes in (
+        ("adjacent", shards.weights[:3], together),
+        ("apart", shards.weights[:3:2], together),
+        ("each", shards.weights[:3], each),
+    ):
+        with _Names() as mode, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "MIN_BYTES", min_bytes)
             shards.gather(weights).wait()
         names[what] = mode.names
-        together = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
+        arrived = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
         for weight in weights:
             weight.param.partition()
-        for weight, data in zip(weights, together, strict=True):
+        for weight, data in zip(weights, arrived, strict=True):
             shards.gather([weight]).wait()
             is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
             weight.param.partition()
@@ -172,6 +181,9 @@ def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(r
             names = found["names"][what]
             assert names["aten::cat"] == num_copies and names["aten::split_with_sizes_copy"] == 1
             assert not {"aten::clone", "aten::copy_"} & set(names)  # of a strided view: bytewise on CUDA
+        copies = {"aten::cat", "aten::split_with_sizes_copy", "aten::clone", "aten::copy_"}
+        assert not copies & set(found["names"]["each"])
+        assert found["names"]["each"]["c10d::allgather_into_tensor_coalesced_"] == 1
 
 
 def left(fp8: dict[str, Any]) -> dict[str, Any]:
@@ -209,8 +221,16 @@ def test_a_weight_is_left_as_stock_leaves_one_and_not_while_it_is_used(ranks: An
         assert "still active" in found["in use"]
 
 
-def losses_of_a_trace_that_breaks(fp8: dict[str, Any], num_prefetched: int) -> list[float]:
+def losses_of_a_trace_that_breaks(
+    fp8: dict[str, Any], num_prefetched: int, min_bytes: int = grouped.MIN_BYTES
+) -> list[float]:
     """Steps with all blocks, then some that go on after the first one with the third, then with all again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        return _losses_of_a_trace_that_breaks(fp8, num_prefetched)
+
+
+def _losses_of_a_trace_that_breaks(fp8: dict[str, Any], num_prefetched: int) -> list[float]:
     engine = build(fp8, stage3_prefetch_bucket_size=num_prefetched, stage3_max_reuse_distance=0)
     in_use: dict[str, Any] = engine.module.blocks._modules
     everything, losses = dict(in_use), []
@@ -233,6 +253,15 @@ def test_blocks_that_are_on_their_way_when_the_model_takes_another_way_do_no_har
     a_block = 4 * 64 * 64
     with_prefetch, without = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, num)[0] for num in (a_block, 0))
     assert with_prefetch == without and with_prefetch[-1] < with_prefetch[0]
+
+
+@pytest.mark.parametrize("fp8", [{}, STATES], ids=["fp32", "fp8"])
+def test_steps_have_the_same_bits_with_weights_and_gradients_sent_each_by_itself(
+    ranks: Any, fp8: dict[str, Any]
+) -> None:
+    a_block = 4 * 64 * 64
+    each, together = (ranks(2).run(losses_of_a_trace_that_breaks, fp8, a_block, *least) for least in ((0,), ()))
+    assert each == together
 
 
 def losses_after_a_skipped_step(num_prefetched: int) -> list[float]:

@@ -1,0 +1,47 @@
+"""Averages of ZeRO-3's gradients over NCCL, which divides by itself and adds up each tensor where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_ds.comm.equal_shares import reduce_scatter_shares
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+TINY = 2.0**-133
+"""A subnormal number of bf16: its half lies between two of them."""
+
+
+def both_ways(numels: list[int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Stock's shares and ours; with more than two ranks of whole numbers, whose sums are exact in any order."""
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    values = [torch.randn(numel, generator=generator, device="cuda") for numel in numels]
+    if dist.get_world_size() > 2:
+        values = [(4 * value).round() for value in values]
+    for value in values:
+        value[: value.numel() // 8] *= TINY
+    tensors = [value.to(dtype) for value in values]
+    stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
+    ours = reduce_scatter_shares(tensors, dist.group.WORLD)
+    return [one.cpu() for one in stock], [one.cpu() for one in ours]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "numels", [[4_000_000], [64, 8_000_000, 3_000_001, 4096, 12_000_000], [4096, 333]], ids=["one", "large", "small"]
+)
+def test_shares_over_nccl_have_stocks_bits(
+    gpu_ranks: Any, world_size: int, dtype: torch.dtype, numels: list[int]
+) -> None:
+    for stock, ours in gpu_ranks(world_size).run(both_ways, numels, dtype):
+        assert len(stock) == len(ours) == len(numels)
+        for one, other in zip(stock, ours, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
