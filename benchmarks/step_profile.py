@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import step_times
 
 TOP, TOP_GAPS = 40, 12
+MIN_PAUSE_US = 5.0
+"""Of the compute stream: what is shorter lies between two launches."""
 FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpose"
 ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
 CLASSES = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
@@ -97,6 +100,77 @@ def idle_gaps(
     ]
 
 
+def _stream(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(device, stream)."""
+    args = event.get("args", {})
+    return args.get("device"), args.get("stream")
+
+
+def _compute_stream(device: Sequence[Mapping[str, Any]]) -> tuple[Any, Any] | None:
+    """The one whose kernels other than NCCL's take most time; None without any."""
+    spent: dict[tuple[Any, Any], float] = defaultdict(float)
+    for event in device:
+        if event["cat"] == "kernel" and kernel_class(event["name"]) != NCCL:
+            spent[_stream(event)] += event["dur"]
+    return max(spent, key=lambda stream: spent[stream], default=None)
+
+
+def _covered(pause: Interval, others: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Microseconds of the pause by what runs: NCCL's kernels before all others, then what began first.
+
+    Args:
+        others: events of other streams, by their start.
+    """
+    start, stop = pause
+    clipped = [(max(start, event["ts"]), min(stop, event["ts"] + event["dur"]), event["name"]) for event in others]
+    ranked = sorted(clipped, key=lambda one: kernel_class(one[2]) != NCCL)
+    spent: dict[str, float] = defaultdict(float)
+    for left, right in pairwise(sorted({edge for one in clipped for edge in one[:2]})):
+        name = next((name for begun, ended, name in ranked if begun <= left and ended >= right), None)
+        if name is not None:
+            spent[name] += right - left
+    return spent
+
+
+def stream_waits(device: Sequence[Mapping[str, Any]], num_steps: int) -> tuple[list[list[Any]], float]:
+    """Where the compute stream pauses while other streams of its device work.
+
+    The compute stream is the one whose kernels other than NCCL's take most time. All that runs on it counts as its own,
+    NCCL's kernels and copies too. Pauses of less than `MIN_PAUSE_US`, and moments in which nothing runs (`idle_gaps`),
+    are left out. A moment is an NCCL kernel's if one runs; else that of the kernel or copy that began first.
+
+    Args:
+        device: events of kernels, copies and fills, of all streams.
+
+    Returns:
+        ([what runs meanwhile, what the compute stream runs before the pause, what after it, ms a step, times a step],
+        the longest in all first; ms a step of all such pauses).
+    """
+    stream = _compute_stream(device)
+    if stream is None:
+        return [], 0.0
+    ordered = sorted(device, key=lambda event: event["ts"])
+    own = [event for event in ordered if _stream(event) == stream]
+    others = deque(event for event in ordered if _stream(event) != stream and _stream(event)[0] == stream[0])
+    spent: dict[tuple[str, str, str], float] = defaultdict(float)
+    count: Counter[tuple[str, str, str]] = Counter()
+    running: list[Mapping[str, Any]] = []
+    end, before = math.inf, ""
+    for event in own:
+        if event["ts"] - end >= MIN_PAUSE_US:
+            while others and others[0]["ts"] < event["ts"]:
+                running.append(others.popleft())
+            running = [other for other in running if other["ts"] + other["dur"] > end]
+            for name, us in _covered((end, event["ts"]), running).items():
+                spent[name, before, event["name"]] += us / 1e3
+                count[name, before, event["name"]] += 1
+        if not before or event["ts"] + event["dur"] > end:
+            end, before = event["ts"] + event["dur"], event["name"]
+    longest = sorted(spent, key=lambda row: -spent[row])[:TOP_GAPS]
+    rows = [[*row, round(spent[row] / num_steps, 4), round(count[row] / num_steps, 2)] for row in longest]
+    return rows, round(sum(spent.values()) / num_steps, 3)
+
+
 def _is_call(event: Mapping[str, Any]) -> bool:
     """Whether it is one of the host, of CUDA."""
     return event.get("ph") == "X" and event.get("cat") in ("cuda_runtime", "cuda_driver")
@@ -121,7 +195,7 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
     Returns:
         `busy_ms`: with at least one kernel; `span_ms`: first start to last end, divided; `classes_ms` (a sum: streams
         that overlap make it exceed `busy_ms`); `kernels`: the top 40 as [name, class, ms, count]; `num_kernels`;
-        `gaps`: see `idle_gaps`.
+        `gaps`: see `idle_gaps`; `waits` and `exposed_ms`: see `stream_waits`.
     """
     device = _on_device(events)
     spent: dict[str, float] = defaultdict(float)
@@ -135,6 +209,7 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
     intervals = [(event["ts"], event["ts"] + event["dur"]) for event in device]
     span = (max(stop for _, stop in intervals) - min(start for start, _ in intervals)) / 1e3 if intervals else 0.0
     top = sorted(spent, key=lambda name: -spent[name])[:TOP]
+    waits, exposed_ms = stream_waits(device, num_steps)
     return {
         "busy_ms": round(union_ms(intervals) / num_steps, 3),
         "span_ms": round(span / num_steps, 3),
@@ -145,6 +220,8 @@ def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dic
             for name in top
         ],
         "gaps": idle_gaps(device, num_steps, {_correlation(event): event["ts"] for event in events if _is_call(event)}),
+        "waits": waits,
+        "exposed_ms": exposed_ms,
     }
 
 
@@ -284,4 +361,17 @@ def table(arm: str, result: Mapping[str, Any]) -> str:
         first, second = (name[:60].replace("|", "/") for name in (before, after))
         shown = f"{late[0]:.3f}" if late else ""  # results of before 2026-11-27, afternoon, do not have it
         lines.append(f"| `{first}` | `{second}` | {ms:.3f} | {count:g} | {shown} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_waits_lines(device)]) + "\n"
+
+
+def _waits_lines(device: Mapping[str, Any]) -> list[str]:
+    """Of `stream_waits`; results of before 2026-11-28 do not have it."""
+    if "exposed_ms" not in device:
+        return []
+    lines = ["", f"The compute stream waits {device['exposed_ms']:.2f} ms a step while others work."]
+    if device["waits"]:
+        lines += ["", "| what runs meanwhile | after | before | ms per step | count |", "|---|---|---|---|---|"]
+    for *names, ms, count in device["waits"]:
+        shown = " | ".join(f"`{name[:60].replace('|', '/')}`" for name in names)
+        lines.append(f"| {shown} | {ms:.3f} | {count:g} |")
+    return lines

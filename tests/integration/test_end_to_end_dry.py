@@ -459,6 +459,75 @@ def test_the_host_is_late_until_its_call_for_what_ends_a_gap_begins(bench: Any) 
     ]
 
 
+def on_stream(stream: int, name: str, ts: float, dur: float, device: int = 0) -> dict[str, Any]:
+    cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+    return event(cat, name, ts, dur) | {"args": {"device": device, "stream": stream}}
+
+
+def test_a_wait_of_the_compute_stream_is_nccls_before_all_others_and_idle_moments_are_none(bench: Any) -> None:
+    profile = bench("step_profile")
+    nccl = "ncclDevKernel_AllGather"
+    events = [
+        on_stream(7, "gemm", 0, 1000),
+        on_stream(7, "norm", 2000, 1000),  # after 1000: 600 of them NCCL's, 100 a copy's, 300 nobody's
+        on_stream(20, nccl, 500, 1100),
+        on_stream(24, "Memcpy DtoD (Device -> Device)", 1500, 200),
+        on_stream(7, "gemm", 3004, 996),  # after 4: no pause
+        on_stream(20, nccl, 2900, 200),
+        on_stream(7, "norm", 4500, 500),  # after 500, in which another device works
+        on_stream(20, nccl, 4100, 300, device=1),
+        on_stream(7, "gemm", 6000, 1000),  # after 1000: NCCL's all the while, twice, of two streams
+        on_stream(20, nccl, 3500, 600),
+        on_stream(20, nccl, 4900, 600),
+        on_stream(28, "ncclDevKernel_ReduceScatter", 5300, 2000),
+        on_stream(7, nccl, 7080, 100),  # on the stream itself
+        on_stream(7, "gemm", 7185, 100),
+        on_stream(20, "longer than all", 8000, 9000) | {"cat": "gpu_user_annotation"},
+    ]
+    found = profile.summarize_device(events[::-1], num_steps=2)
+    assert found["waits"] == [
+        [nccl, "gemm", "norm", 0.35, 1.0],
+        [nccl, "norm", "gemm", 0.25, 0.5],
+        ["ncclDevKernel_ReduceScatter", "norm", "gemm", 0.25, 0.5],
+        ["Memcpy DtoD (Device -> Device)", "gemm", "norm", 0.05, 0.5],
+        ["ncclDevKernel_ReduceScatter", "gemm", nccl, 0.04, 0.5],
+        ["ncclDevKernel_ReduceScatter", nccl, "gemm", 0.0025, 0.5],
+    ]
+    assert found["exposed_ms"] == pytest.approx(sum(row[3] for row in found["waits"]), abs=1e-3)
+
+
+def test_the_compute_stream_is_the_one_that_computes_most_however_long_nccl_runs(bench: Any) -> None:
+    profile = bench("step_profile")
+    events = [
+        on_stream(7, "gemm", 0, 100),
+        on_stream(7, "gemm", 200, 100),
+        on_stream(20, "ncclDevKernel_AllGather", 50, 5000),
+        on_stream(24, "Memcpy DtoD (Device -> Device)", 0, 5000),
+        on_stream(28, "adamw_kernel", 120, 60),
+    ]
+    found = profile.summarize_device(events, num_steps=1)
+    assert found["waits"] == [["ncclDevKernel_AllGather", "gemm", "gemm", 0.1, 1.0]]
+    only_nccl = profile.summarize_device(events[2:4], num_steps=1)
+    assert (only_nccl["waits"], only_nccl["exposed_ms"]) == ([], 0.0)
+
+
+def test_the_longest_waits_are_shown_and_all_are_counted(bench: Any) -> None:
+    profile = bench("step_profile")
+    events = [on_stream(20, "ncclDevKernel_AllReduce", 0, 1e6)]
+    events += [on_stream(7, f"kernel|{number}", 1000 * number, 900 - number) for number in range(20)]
+    found = profile.summarize_device(events, num_steps=1)
+    assert [row[1] for row in found["waits"]] == [f"kernel|{number}" for number in range(18, 6, -1)]
+    assert found["exposed_ms"] == pytest.approx(1.9 + sum(range(19)) / 1e3)
+    host = {"waits": {phase: {} for phase in profile.PHASES}, "cpu_ops": 0}
+    host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
+    result = {"step_ms": 20.0, "device": found, "host": host, "dispatches_per_linear": None}
+    text = profile.table("an arm", result)
+    assert "\n\nThe compute stream waits 2.07 ms a step while others work.\n\n| what runs meanwhile | " in text
+    assert text.endswith("| `ncclDevKernel_AllReduce` | `kernel/7` | `kernel/8` | 0.107 | 1 |\n")
+    del found["waits"], found["exposed_ms"]  # as results of before 2026-11-28 are
+    assert "while others work" not in profile.table("an arm", result)
+
+
 def host_events() -> list[dict[str, Any]]:
     node = "autograd::engine::evaluate_function: "
     launches = [
