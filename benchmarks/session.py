@@ -10,7 +10,7 @@ A step starts, in the order given, as soon as enough of the machine's GPUs are f
 GPUs steps run side by side. One that waits for GPUs holds back those of the list behind it; one that waits for another
 step (`parity-first` makes what `parity-8gpus` needs, on one GPU) does not. They share the host's cores: say so beside
 timings, and look at the log of a reference arm. The last form outlives a call, in a copy of the working tree; the
-next calls bring what is in --out, as one archive.
+next calls bring what is in --out, as one archive, but for checkpoints and traces other than those of the device alone.
 
 A step that no longer fits is left out with a line. One takes up to 1.3 times what is predicted, if the call has so much
 left; one that hangs is killed with everything it started, a little later or at the call's end. Results are written to
@@ -181,7 +181,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for results, logs and session.json")
     parser.add_argument("--detach", action="store_true", help="run on after this call, in a copy of the working tree")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="start nothing; wait for a detached session")
-    parser.add_argument("--archive", type=Path, metavar="TGZ", help="with --wait: what is in --out, to take along")
+    parser.add_argument(
+        "--archive", type=Path, metavar="TGZ", help="with --wait: what is in --out and not large, to take along"
+    )
     arguments = parser.parse_args()
     if arguments.archive is not None and arguments.wait is None:
         parser.error("--archive goes with --wait")

@@ -16,6 +16,8 @@ TREE = Path(__file__).resolve().parents[1]
 LOG, ENDED = "session.log", "session.ended"
 _STAYS_BEHIND = (".pt", ".lock")
 """Ends of names: what is too large to leave the machine, and what nobody needs."""
+_DEVICE_TRACE, _MAX_TRACE_BYTES = "device.json.gz", 8 * 2**20
+"""What leaves the machine of folders of traces: rank 0's of the device alone (end_to_end_worker.py), about 2 MB."""
 _POLL_SECONDS = 1.0
 
 
@@ -73,10 +75,17 @@ def wait(out: Path, seconds: float) -> bool:
     return ended
 
 
+def _travels(trace: Path) -> bool:
+    return trace.name == _DEVICE_TRACE and trace.stat().st_size < _MAX_TRACE_BYTES
+
+
 def archive(out: Path, file: Path) -> None:
-    """All of `out` as one .tgz, but for checkpoints and traces: few files leave a machine, and no large ones."""
+    """All of `out` as one .tgz, but for checkpoints and traces other than small ones of the device alone.
+
+    Few files leave a machine, and no large ones.
+    """
     with tarfile.open(file, "w:gz") as tar:
         for path in sorted(out.rglob("*")):
             name = path.relative_to(out)
-            if path.is_file() and path.suffix not in _STAYS_BEHIND and "traces" not in name.parts:
+            if path.is_file() and path.suffix not in _STAYS_BEHIND and ("traces" not in name.parts or _travels(path)):
                 tar.add(path, arcname=str(Path(out.name) / name))

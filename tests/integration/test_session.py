@@ -202,6 +202,24 @@ def test_a_detached_session_runs_on_in_a_copy_of_the_tree(
         assert sorted(tar.getnames()) == ["R/go", "R/logs/a.txt", "R/session.ended", "R/session.log"]
 
 
+def test_traces_of_the_device_alone_leave_the_machine_unless_they_are_large(bench: Any, tmp_path: Path) -> None:
+    """On 2026-11-28 a machine was lost with traces that no archive had."""
+    traces = tmp_path / "R" / "traces"
+    sizes = {
+        "ours/device.json.gz": 2**23 - 1,
+        "stock/device.json.gz": 2**23,
+        "ours/both.json.gz": 1,
+        "ours/device.pt": 1,
+    }
+    for name, size in sizes.items():
+        (traces / name).parent.mkdir(parents=True, exist_ok=True)
+        (traces / name).touch()
+        os.truncate(traces / name, size)
+    bench("session_detached").archive(tmp_path / "R", tmp_path / "R.tgz")
+    with tarfile.open(tmp_path / "R.tgz") as tar:
+        assert tar.getnames() == ["R/traces/ours/device.json.gz"]
+
+
 def test_a_session_that_is_detached_has_its_arguments_and_says_when_it_has_ended(
     run_main: Any, bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
