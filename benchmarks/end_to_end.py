@@ -150,7 +150,7 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
         spec_path.write_text(json.dumps(spec))
         command = [*launch_command(arm, model, port), "--spec", str(spec_path), "--out", str(out)]
         with output.open("w") as file:
-            code = _run(command, file, limit)
+            code = _run(command, file, limit, arm.env)
         text = output.read_text(errors="replace")
         result = json.loads(out.read_text()) if out.exists() else {"error": _error(code, text, limit)}
     for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
@@ -161,14 +161,18 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
     return {**result, "wall_s": round(time.monotonic() - began, 1)}
 
 
-def _run(command: list[str], output: Any, limit: float) -> int:
-    """Exit status of the command; `ENDED` if it and its children had to be ended."""
+def _run(command: list[str], output: Any, limit: float, variables: Mapping[str, str]) -> int:
+    """Exit status of the command; `ENDED` if it and its children had to be ended.
+
+    Args:
+        variables: of its environment, instead of or beside those of this process.
+    """
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     if not uses_cuda():
         env["DS_ACCELERATOR"] = "cpu"
-    return run_or_end(command, limit, stdout=output, stderr=subprocess.STDOUT, env=env)
+    return run_or_end(command, limit, stdout=output, stderr=subprocess.STDOUT, env={**env, **variables})
 
 
 def _error(code: int, output: str, limit: float) -> str:

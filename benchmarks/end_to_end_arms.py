@@ -101,6 +101,7 @@ class Arm:
         cuda_graphs: compiled graphs are replayed as CUDA graphs (mode "reduce-overhead").
         fa3: a peer's attention is FlashAttention-3, by the function that ours has by its key.
         zero: what differs from `ZERO`.
+        env: variables of the environment in which its ranks start.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Arm:
     cuda_graphs: bool = False
     fa3: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -154,7 +156,7 @@ GRAMMAR = (
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
     "+leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of peers: +fa3 (FlashAttention-3, which ours have by "
-    "+attention.backend=fa3); of all: +mb=N (micro-batch)"
+    "+attention.backend=fa3); of all: +mb=N (micro-batch), +env.NAME=VALUE (a variable of its ranks' environment)"
 )
 
 
@@ -179,6 +181,11 @@ def parse_arm(name: str, model: Model) -> Arm:
         key, _, value = option.partition("=")
         if key == "mb":
             arm = replace(arm, micro_batch=int(value))
+        elif key.startswith("env."):
+            variable = key.removeprefix("env.")
+            if not variable.isidentifier() or not value:
+                raise ValueError(f"arm: expected +env.NAME=VALUE, got {option!r} in {name!r}.")
+            arm = replace(arm, env={**arm.env, variable: value})
         elif key == "nowait" and arm.uses_deepspeed:
             arm = replace(arm, timer_waits=False)
         elif key == "leaf" and arm.uses_deepspeed:

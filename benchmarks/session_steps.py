@@ -48,6 +48,15 @@ def _parallel_layers(gpus: str) -> str:
     )
 
 
+_PROFILE_8B = (
+    "--model llama-8b --gpus 4 --attention cudnn --warm-up 5 --steps 5 --cross-entropy liger --chunk-mem-const 8 "
+    "--budget {seconds} --traces {out}/traces --profile ours-e4m11-compiled+delayed+fused+e4m3"
+    "+linear.fast_accumulation=output_and_grad_input+leaf+liger+ds.stage3_prefetch_bucket_size=218103808"
+    "+ds.stage3_max_live_parameters=2500000000+attention.backend=fa3"
+)
+"""Ends in the arm: options of it may follow."""
+
+
 STEPS = (
     *PARITY_STEPS,
     Step("tests", _tests("-n 8"), 300, "all of tests/gpu for one GPU; 947 tests took 211 s"),
@@ -305,15 +314,28 @@ STEPS = (
     ),
     Step(
         "8b-hosts-profile",
-        benchmark(
-            "end_to_end",
-            "--model llama-8b --gpus 4 --attention cudnn --warm-up 5 --steps 5 --cross-entropy liger "
-            "--chunk-mem-const 8 --budget {seconds} --traces {out}/traces --profile ours-e4m11-compiled+delayed+fused"
-            "+e4m3+linear.fast_accumulation=output_and_grad_input+leaf+liger+ds.stage3_prefetch_bucket_size=218103808"
-            "+ds.stage3_max_live_parameters=2500000000+attention.backend=fa3",
-        ),
+        benchmark("end_to_end", _PROFILE_8B),
         150,
         "issue 4 H 2: where that one waits",
+        gpus=4,
+    ),
+    Step(
+        "8b-channels",
+        benchmark(
+            "end_to_end",
+            "--piece 8b-channels --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 "
+            "--budget {seconds}",
+        ),
+        560,
+        "issue 4 H 2: NCCL's kernels take SMs from GEMMs of 132 blocks: with fewer channels, for ours and torchao; two "
+        "layers prefetched; predicted 530 ms with 8",
+        gpus=4,
+    ),
+    Step(
+        "8b-channels-profile",
+        benchmark("end_to_end", f"{_PROFILE_8B}+env.NCCL_MAX_CTAS=8"),
+        150,
+        "issue 4 H 2: where the same waits with 8 channels, and what its GEMMs take then",
         gpus=4,
     ),
     Step(
