@@ -27,7 +27,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one command measures, in at most ten minutes but for 8b-channels; the reference runs first and last.
+    """What one command measures, in at most ten minutes; the reference runs first and last.
 
     Args:
         cross_entropy: of all arms: "stock", "liger", or None: as the command line says.
@@ -191,8 +191,7 @@ PIECES = {
         ),
         cross_entropy="liger",
     ),
-    # NCCL's kernels take an SM a channel from GEMMs of 132 blocks: with fewer channels, in ours and in torchao; and
-    # with two layers prefetched. 680 s are predicted: for a detached session, whose steps may take 1.3 times theirs.
+    # NCCL's kernels take an SM a channel from GEMMs of 132 blocks: with fewer channels, in ours and in torchao.
     "8b-channels": Piece(
         "llama-8b",
         "torchao-tensorwise-compiled",
@@ -200,8 +199,6 @@ PIECES = {
             _DELAYED_8B,
             f"{_DELAYED_8B}+env.NCCL_MAX_CTAS=8",
             "torchao-tensorwise-compiled+env.NCCL_MAX_CTAS=8",
-            _DELAYED_8B.replace("prefetch_bucket_size=218103808", "prefetch_bucket_size=436207616"),
-            f"{_DELAYED_8B}+env.NCCL_MAX_CTAS=4",
             "stock-eager",
         ),
         cross_entropy="liger",

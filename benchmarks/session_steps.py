@@ -326,9 +326,9 @@ STEPS = (
             "--piece 8b-channels --gpus 4 --attention cudnn --warm-up 5 --steps 5 --chunk-mem-const 8 "
             "--budget {seconds}",
         ),
-        560,
-        "issue 4 H 2: NCCL's kernels take SMs from GEMMs of 132 blocks: with fewer channels, for ours and torchao; two "
-        "layers prefetched; predicted 530 ms with 8",
+        520,
+        "issue 4 H 2: weights and gradients sent without copies; NCCL takes SMs from GEMMs of 132 blocks: ours and "
+        "torchao with fewer channels; predicted 534 ms, with 8 channels 520 and 680",
         gpus=4,
     ),
     Step(

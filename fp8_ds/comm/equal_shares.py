@@ -34,8 +34,6 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     numels = [tensor.numel() for tensor in tensors]
     if not any(numels):
         return [tensor.view(-1) for tensor in tensors]
-    group = group or dist.group.WORLD
-    assert group is not None
     num_ranks, rank = ds_comm.get_world_size(group), ds_comm.get_rank(group)
     shares, sizes = equal_shares(numels, num_ranks, rank)
     used = [index for index, numel in enumerate(numels) if numel]
@@ -59,7 +57,7 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     return [found[i][: sizes[i]] if i in found else tensor.view(-1) for i, tensor in enumerate(tensors)]
 
 
-def _divided(wholes: Sequence[Tensor], num_ranks: int, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
+def _divided(wholes: Sequence[Tensor], num_ranks: int, group: dist.ProcessGroup | None) -> dist.ReduceOp.RedOpType:
     """The operator that makes averages of `wholes`, which are divided by the number of ranks unless it does that.
 
     NCCL multiplies by 1 / num_ranks in the tensors' dtype before it adds: for powers of two the bits of a division.

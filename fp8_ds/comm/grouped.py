@@ -35,8 +35,12 @@ def all_gather_each(wholes: Sequence[Tensor], owns: Sequence[Tensor], group: dis
     return group.allgather_into_tensor_coalesced(list(wholes), list(owns))
 
 
-def reduce_scatter_each(owns: Sequence[Tensor], wholes: Sequence[Tensor], op: Any, group: dist.ProcessGroup) -> None:
+def reduce_scatter_each(
+    owns: Sequence[Tensor], wholes: Sequence[Tensor], op: Any, group: dist.ProcessGroup | None
+) -> None:
     """Each of `owns` gets this rank's equal part of what all ranks' `wholes` (1-D, contiguous) are together."""
+    group = group or dist.group.WORLD
+    assert group is not None
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     group.reduce_scatter_tensor_coalesced(list(owns), list(wholes), options).wait()

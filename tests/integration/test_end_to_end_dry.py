@@ -38,16 +38,14 @@ def test_every_piece_names_arms_whose_fp8_block_is_valid(bench: Any) -> None:
 
 
 def test_every_piece_is_predicted_to_fit_into_its_command(bench: Any) -> None:
-    """Of ten minutes; that of a detached session may take more, as its step says."""
-    arms, pieces, session = bench("end_to_end_arms"), bench("end_to_end_pieces"), bench("session")
-    (detached,) = (step for step in session.STEPS if step.name == "8b-channels")
+    arms, pieces = bench("end_to_end_arms"), bench("end_to_end_pieces")
     for name, piece in pieces.PIECES.items():
         model = arms.MODELS[piece.model]
         first = [piece.reference] if piece.reference else []
         names = [*first, *piece.arms, *(first if piece.mode == "speed" else [])]
         steps = 200 if piece.mode == "losses" else 20 if piece.model == "llama-8b" else 40
         total = sum(pieces.predicted_seconds(arms.parse_arm(arm, model), model, piece.mode, steps, {}) for arm in names)
-        assert total <= (session.SLACK * detached.seconds if name == detached.name else 570), (name, total)
+        assert total <= 570, (name, total)
 
 
 def test_models_have_the_sizes_of_the_issue(bench: Any) -> None:
@@ -264,11 +262,10 @@ def test_arms_of_channels_differ_from_the_base_in_one_setting_each(bench: Any) -
     arms, piece = bench("end_to_end_arms"), bench("end_to_end_pieces").PIECES["8b-channels"]
     model = arms.MODELS[piece.model]
     parsed = [arms.parse_arm(name, model) for name in (piece.reference, *piece.arms)]
-    reference, base, eight, peer, two_layers, four, stock = (replace(arm, name="") for arm in parsed)
+    reference, base, eight, peer, stock = (replace(arm, name="") for arm in parsed)
     assert bench("end_to_end_pieces").PIECES["8b-hosts"].arms[1] == piece.arms[0]
-    assert (eight, four) == tuple(replace(base, env={"NCCL_MAX_CTAS": number}) for number in "84")
+    assert eight == replace(base, env={"NCCL_MAX_CTAS": "8"})
     assert peer == replace(reference, env={"NCCL_MAX_CTAS": "8"}) and not (base.env or stock.env or reference.env)
-    assert two_layers == replace(base, zero=base.zero | {"stage3_prefetch_bucket_size": 2 * 218_103_808})
     assert base.zero["stage3_prefetch_bucket_size"] == 218_103_808 and base.fp8["attention"] == {"backend": "fa3"}
     (profiled,) = (step.command for step in bench("session").STEPS if step.name == "8b-channels-profile")
     assert f"--profile {piece.arms[1]} " in profiled
