@@ -21,6 +21,8 @@ _DEFAULTS: dict[str, int] = {
     "sub_group_size": 1_000_000_000,
 }
 """DeepSpeed 0.19.8, runtime/zero/config.py; a value "auto" that nobody fills in is the default too."""
+_STAGE3 = "stage3_"
+"""How DeepSpeed's names of stage 3 begin, which it takes without, too."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def read_run(
         raise ConfigError(f"zero_optimization.stage: expected 1, 2 or 3, got {stage}. Only these are estimated.")
     _refuse_uncounted(config, fp8)
     zero = config["zero_optimization"] if isinstance(config.get("zero_optimization"), Mapping) else {}
+    zero = {**zero, **{f"{_STAGE3}{key}": value for key, value in zero.items() if f"{_STAGE3}{key}" in _DEFAULTS}}
     numbers = {key: _number(zero.get(key), default) for key, default in _DEFAULTS.items()}
     micro, accumulation = _batch(config, world_size, micro_batch)
     types = config.get("data_types") or {}

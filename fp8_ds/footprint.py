@@ -287,14 +287,14 @@ def _live(model: nn.Module, weights: Sequence[Weight], run: Run) -> int:
     cut = [weight for weight in weights if weight.numel >= threshold]
     numel = sum(weight.numel for weight in cut)
     num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else _BF16) for w in cut)
-    needed = live_weights(model, run.max_reuse_distance, run.holds_head)
+    needed = live_weights(model, run.max_reuse_distance, run.holds_head, threshold)
     bound = run.max_live_parameters
     if needed.leaves and run.fp8 is not None and not run.names_live:
         bound = max(bound, needed.total)
     held = needed.held if run.holds_head else 0
-    others = min(max(bound - held, 0), numel - held)
+    others = max(min(bound, numel) - held, needed.largest)
     if held and needed.leaves:
-        others = min(max(others, needed.largest), needed.leaves)
+        others = min(others, needed.leaves)
     return _BF16 * held + round((num_bytes - _BF16 * held) * others / max(numel - held, 1))
 
 

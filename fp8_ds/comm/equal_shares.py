@@ -22,11 +22,12 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     sent from where they lie, and torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
 
     The bits are stock's with two ranks, and where all are copied: the order in which backends add what more ranks have
-    may depend on how it is cut.
+    may depend on how it is cut. Several tensors stay as they are: autograd may hand out one storage as the gradients of
+    two parameters.
 
     Args:
-        tensors: contiguous, of one dtype and device, of the same sizes on all ranks. Those that are not copied may be
-            divided in place, as in stock a single one that needs no padding.
+        tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
+            is written to, as in stock.
 
     Returns:
         1-D, without padding: shorter or empty on the last ranks.
@@ -44,7 +45,13 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     wholes = [tensors[index].view(-1) for index in equal]
     if cut := sorted({*used} - {*equal}):
         wholes.append(torch._chunk_cat([tensors[index].view(-1) for index in cut], 0, num_ranks).view(-1))
-    op = _divided(wholes, num_ranks, group)
+    op = dist.ReduceOp.AVG
+    if not _is_divided_by_backend(wholes[0], num_ranks, group):
+        op = dist.ReduceOp.SUM
+        if len(wholes) == 1:
+            wholes[0].div_(num_ranks)
+        else:
+            wholes = list(torch._foreach_div(wholes, num_ranks))
     if len(wholes) == 1:
         owns = [wholes[0].view(num_ranks, -1)[rank]]
         ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
@@ -57,12 +64,7 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
     return [found[i][: sizes[i]] if i in found else tensor.view(-1) for i, tensor in enumerate(tensors)]
 
 
-def _divided(wholes: Sequence[Tensor], num_ranks: int, group: dist.ProcessGroup | None) -> dist.ReduceOp.RedOpType:
-    """The operator that makes averages of `wholes`, which are divided by the number of ranks unless it does that.
-
-    NCCL multiplies by 1 / num_ranks in the tensors' dtype before it adds: for powers of two the bits of a division.
-    """
-    if num_ranks & (num_ranks - 1) == 0 and dist.get_backend(group) == "nccl":
-        return dist.ReduceOp.AVG
-    torch._foreach_div_(list(wholes), num_ranks)
-    return dist.ReduceOp.SUM
+def _is_divided_by_backend(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether a reduction may average with a division's bits: NCCL multiplies by 1 / num_ranks, in the tensor's dtype,
+    before it adds."""
+    return tensor.is_cuda and num_ranks & (num_ranks - 1) == 0 and "nccl" in dist.get_backend(group)

@@ -6,7 +6,8 @@ Off, or without DeepSpeed (Megatron), they are torch's own calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,25 @@ def _logging() -> Any:
     return theirs if theirs is not None and theirs.comms_logger.enabled else None
 
 
-def is_logging() -> bool:
-    """Whether DeepSpeed counts the calls of deepspeed.comm now."""
-    return _logging() is not None
+def booked(name: str, num_bytes: int, call: Callable[[], Any]) -> Any:
+    """What `call` returns, which issues one collective past deepspeed.comm; in the logger's books while it is on.
+
+    It waits for the device then, as the logger does after each of DeepSpeed's own.
+
+    Args:
+        name: deepspeed.comm's of that kind.
+        num_bytes: as the logger counts them.
+    """
+    if (theirs := _logging()) is None:
+        return call()
+    from deepspeed.accelerator import get_accelerator
+
+    start = time.perf_counter()
+    result = call()
+    get_accelerator().synchronize()
+    if theirs.comms_logger.prof_all or name in theirs.comms_logger.prof_ops:
+        theirs.comms_logger.append(name, name, 1e3 * (time.perf_counter() - start), num_bytes)
+    return result
 
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 _OURS = "G['__import_fp8_ds_dot_"
 """How the names of guards on our modules begin: their functions, classes and constants."""
@@ -17,9 +21,9 @@ _SHARED = re.compile(r"\.fp8_recipe\.(shared|history|grad_format)$")
 def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
     """`compile_kwargs` of an engine, with a filter that leaves these guards out, after the user's own if there is one.
 
-    A quarter of a layer's guards are such, and most of those that run Python, one each for two layers that share an
-    object: a microsecond or two. With a "mode" other than torch's own "default" everything stays, for torch takes no
-    options beside one.
+    Half of a layer's guards are such, with delayed scales, and most of those that run Python, one each for two layers
+    that share an object: a microsecond or two. With a "mode" other than torch's own "default" everything stays, for
+    torch takes no options beside one.
     """
     if compile_kwargs.get("mode") not in (None, "default"):
         return compile_kwargs
@@ -37,7 +41,8 @@ class _Filter:
         """For each, whether it is kept."""
         kept = self.first(guards) if self.first is not None else [True] * len(guards)
         return [
-            bool(one) and not is_fixed(guard.name, guard.guard_type) for one, guard in zip(kept, guards, strict=True)
+            bool(one) and not (is_fixed(guard.name, guard.guard_type) or is_on_a_method(guard))
+            for one, guard in zip(kept, guards, strict=True)
         ]
 
 
@@ -53,3 +58,20 @@ def is_fixed(name: str, kind: str) -> bool:
     if kind == "DUPLICATE_INPUT":
         return _SHARED.search(name) is not None
     return ".fp8_recipe" in name and name.startswith(("type(", "dict(type("))
+
+
+def is_on_a_method(guard: Any) -> bool:
+    """Whether a guard looks that an object of ours has no attribute in the place of a method or property of its class.
+
+    None has. Not of modules, whose `forward` others replace, nor of a user's classes.
+
+    Args:
+        guard: torch's GuardFilterEntry.
+    """
+    if guard.guard_type != "NOT_PRESENT_IN_GENERIC_DICT" or not getattr(guard, "has_value", False):
+        return False
+    owner = type(guard.value)
+    if not owner.__module__.startswith("fp8_ds.") or issubclass(owner, nn.Module):
+        return False
+    name = getattr(guard.orig_guard.create_fn, "keywords", {}).get("attr", "")
+    return isinstance(inspect.getattr_static(owner, name, None), FunctionType | property)

@@ -105,7 +105,7 @@ def hint_on_live(engine: Any) -> str | None:
     )
 
 
-def live_weights(model: Module, reuse_distance: int, holds_head: bool) -> Live:
+def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold: int = 0) -> Live:
     """What is whole at once under a bound on live weights that lets every leaf be prefetched; no leaves: none.
 
     What DeepSpeed does not release after its forward is what it uses again within the reuse distance R (0.18.9 to
@@ -118,11 +118,12 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool) -> Live:
         model: with its leaves marked; its parameters whole, cut, or on the meta device.
         reuse_distance: DeepSpeed's, in elements.
         holds_head: the loss is Liger's by our key.
+        threshold: elements below which a parameter persists, where DeepSpeed has not marked those yet.
     """
-    outside, head = _num_outside(model), _num_of_head(model)
-    leaves = [_num_fetched(leaf) for leaf in _leaves(model)]
-    if not leaves:
-        return Live(head if holds_head else 0)
+    outside, head = _num_outside(model, threshold), _num_of_head(model, threshold)
+    leaves = [_num_gathered(leaf.parameters(), threshold) for leaf in _leaves(model)]
+    if not any(leaves):
+        return Live(_num_gathered(_output_weight(model), threshold) if holds_head else 0)
     if holds_head:
         held, behind = head + (outside - head if head < reuse_distance else 0), 0
     else:
@@ -151,26 +152,34 @@ def _holds_head(engine: Any) -> bool:
     return bool(engine.fp8.config.activations.cross_entropy == "liger")
 
 
-def _num_of_head(model: Any) -> int:
+def _num_of_head(model: Any, threshold: int = 0) -> int:
     """Elements of a Hugging Face model's head that is not its embedding; 0 of other models."""
-    find_head, find_embedding = (getattr(model, f"get_{way}_embeddings", None) for way in ("output", "input"))
+    head = _output_weight(model)
+    return 0 if head and head[0] is _weight_of(model, "input") else _num_gathered(head, threshold)
+
+
+def _output_weight(model: Any) -> list[Any]:
+    """The weight of a Hugging Face model's head, tied or not; nothing of other models."""
+    head = _weight_of(model, "output")
+    return [] if head is None or _weight_of(model, "input") is None else [head]
+
+
+def _weight_of(model: Any, way: str) -> Any:
+    find = getattr(model, f"get_{way}_embeddings", None)
     try:
-        head = getattr(find_head() if find_head is not None else None, "weight", None)
-        if head is None or find_embedding is None or head is getattr(find_embedding(), "weight", None):
-            return 0
+        return getattr(find() if find is not None else None, "weight", None)
     except NotImplementedError:  # transformers' base class where a model says nothing
-        return 0
-    return _num_gathered([head])
+        return None
 
 
 def _leaves(module: Module) -> Iterator[Module]:
     return (child for child in module.modules() if z3_leaf_module(child))
 
 
-def _num_outside(model: Module) -> int:
+def _num_outside(model: Module, threshold: int = 0) -> int:
     """Elements that are gathered with no leaf."""
     inside = {id(p) for leaf in _leaves(model) for p in leaf.parameters()}
-    return _num_gathered(p for p in model.parameters() if id(p) not in inside)
+    return _num_gathered((p for p in model.parameters() if id(p) not in inside), threshold)
 
 
 def _num_fetched(leaf: Module) -> int:
@@ -178,6 +187,7 @@ def _num_fetched(leaf: Module) -> int:
     return _num_gathered(leaf.parameters())
 
 
-def _num_gathered(parameters: Iterable[Any]) -> int:
-    """Of whole parameters; before DeepSpeed's optimizer is built none is known to be persistent."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not getattr(p, "ds_persist", False))
+def _num_gathered(parameters: Iterable[Any], threshold: int = 0) -> int:
+    """Of whole parameters; before DeepSpeed's optimizer is built none is known to be persistent but by `threshold`."""
+    numels = (getattr(p, "ds_numel", p.numel()) for p in parameters if not getattr(p, "ds_persist", False))
+    return sum(numel for numel in numels if numel >= threshold)

@@ -166,6 +166,7 @@ class Fp8GatherHandle:
         if not get_accelerator().is_synchronized_device():
             for buffer in self.buffers:
                 buffer.record_stream(get_accelerator().current_stream())
+        self.buffers, self.work = [], None  # a released weight's bytes are free, whoever keeps the handle
         self.complete = True
 
     def _whole(self) -> list[Tensor]:

@@ -73,3 +73,36 @@ def test_small_shares_are_copied_and_large_ones_are_not(ranks: Any) -> None:
             assert num == num_sent
             for one, other in zip(stock, ours, strict=True):
                 assert_bitwise(one, other)
+
+
+def of_one_storage() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """Stock's shares and ours of gradients that overlap, as autograd may hand them out; whether they are as before."""
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+    whole = torch.arange(24, dtype=torch.float32) + dist.get_rank()
+    gradients = [whole, whole.view(-1), whole[8:16]]
+    before = whole.clone()
+    stock = reduce_scatter_coalesced([one.clone() for one in gradients], dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "MIN_BYTES", SENT_EACH)
+        ours = reduce_scatter_shares(gradients, dist.group.WORLD)
+    return stock, ours, whole.equal(before)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_of_one_storage_are_averaged_once(ranks: Any, world_size: int) -> None:
+    for stock, ours, is_as_before in ranks(world_size).run(of_one_storage):
+        assert is_as_before
+        for one, other in zip(stock, ours, strict=True):
+            assert_bitwise(one, other)
+
+
+def is_split_in_detail(level: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_debug_level", lambda: getattr(dist.DebugLevel, level))
+        return grouped.is_worth_it(2, 2 * grouped.MIN_BYTES)
+
+
+def test_groups_that_check_every_call_get_one_buffer() -> None:
+    """Those of torch 2.11 have no collectives of several tensors."""
+    assert [is_split_in_detail(level) for level in ("OFF", "INFO", "DETAIL")] == [True, True, False]

@@ -235,13 +235,37 @@ LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.
         ("liger", LEAVES | {"stage3_max_reuse_distance": LAYER - 1}, 4 * HEAD + 2 * LAYER),
         ("liger", LEAVES, WHOLE),
         ("stock", LEAVES, WHOLE),
+        # The leaf at work, whatever the bound, priced as the mean of all weights.
+        ("stock", LEAVES | {"stage3_max_live_parameters": 0}, LAYER * WHOLE / (2 * HEAD + 3 * LAYER)),
+        ("liger", {"max_live_parameters": 0}, 2 * HEAD),  # its other name
+        ("liger", {"tied": True, "stage3_max_live_parameters": 0}, 2 * HEAD),
+        ("liger", LEAVES | {"tied": True, "stage3_max_live_parameters": 0}, 2 * HEAD + LAYER),
     ],
 )
 def test_a_head_that_is_held_counts_whatever_the_bound(loss: str, zero: dict[str, Any], gathered: float) -> None:
+    assert gathered_by(loss, zero) == pytest.approx(gathered, rel=0.01)
+
+
+def gathered_by(loss: str, zero: dict[str, Any]) -> int:
+    """Bytes of a small Llama that are whole on one of four ranks; "tied" says whether its head is the embedding."""
+    keys = {"stage3_param_persistence_threshold": 0, **zero}
+    tied = str(keys.pop("tied", False)).lower()
     settings = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=3", "vocab_size=512")
-    spec = read_spec("llama-8b", (*settings, "num_attention_heads=4", "num_key_value_heads=2"))
-    stage = config(3, {"activations": {"cross_entropy": loss}}, stage3_param_persistence_threshold=0, **zero)
-    assert estimate(spec, read_run(stage, 4, 1, 128)).gathered == pytest.approx(gathered, rel=0.01)
+    heads = ("num_attention_heads=4", "num_key_value_heads=2", f"tie_word_embeddings={tied}")
+    stage = config(3, {"activations": {"cross_entropy": loss}}, **keys)
+    return estimate(read_spec("llama-8b", (*settings, *heads)), read_run(stage, 4, 1, 128)).gathered
+
+
+@pytest.mark.parametrize(
+    ("threshold", "more"),
+    [
+        (10**9, 0),
+        (70_000, 4 * HEAD + 3 * HEAD),  # head and embedding, and a layer's MLP: attention persists
+    ],
+)
+def test_what_persists_is_held_and_fetched_once(threshold: int, more: int) -> None:
+    keys = {"stage3_param_persistence_threshold": threshold, "stage3_max_live_parameters": 0}
+    assert gathered_by("liger", LEAVES | keys) - gathered_by("stock", keys) == pytest.approx(more, rel=0.01)
 
 
 def test_release_holds_no_gradients() -> None:
