@@ -80,14 +80,15 @@ def test_llama_8b_in_zero_3_with_leaves_and_ligers_loss_is_estimated_within_1_pe
 
 
 @pytest.mark.slow
-def test_llama_8b_whose_head_is_held_is_estimated_within_1_percent() -> None:
-    """Four H200s, Liger's loss by our key, delayed scales: run 2026-11-27T21:45:41Z."""
+@pytest.mark.parametrize(("num_live", "gib"), [(10**9, 42.31), (25 * 10**8, 42.67)])
+def test_llama_8b_whose_head_is_held_is_estimated_within_2_percent(num_live: int, gib: float) -> None:
+    """Four H200s, Liger's loss by our key, delayed scales: runs 2026-11-27T21:45:41Z and 2026-11-28T01:00:17Z."""
     linear = {"recipe": "delayed", "grad_dtype": "e4m3"}
     loss = {"fused": True, "cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}
-    zero = {"stage3_prefetch_bucket_size": 218_103_808, "leaf_module": LEAF, "stage3_max_live_parameters": 10**9}
+    zero = {"stage3_prefetch_bucket_size": 218_103_808, "leaf_module": LEAF, "stage3_max_live_parameters": num_live}
     fp8 = {**E4M11, "linear": linear, "activations": loss}
     run = read_run(config(3, fp8, contiguous_gradients=False, **zero), 4, 1, 8192, compiled=True)
-    assert estimate(read_spec("llama-8b"), run).peak / GIB == pytest.approx(42.31, rel=0.01)
+    assert estimate(read_spec("llama-8b"), run).peak / GIB == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.slow
