@@ -22,8 +22,8 @@ def without_fixed(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
     """`compile_kwargs` of an engine, with a filter that leaves these guards out, after the user's own if there is one.
 
     Nearly half of a layer's guards are such, with delayed scales, and most of those that run Python, one each for two
-    layers that share an object: a microsecond or two. With a "mode" other than torch's own "default" everything stays, for
-    torch takes no options beside one.
+    layers that share an object: a microsecond or two. With a "mode" other than torch's own "default" everything stays,
+    for torch takes no options beside one.
     """
     if compile_kwargs.get("mode") not in (None, "default"):
         return compile_kwargs
