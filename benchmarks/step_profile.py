@@ -368,7 +368,8 @@ def _waits_lines(device: Mapping[str, Any]) -> list[str]:
     """Of `stream_waits`; results of before 2026-11-28 do not have it."""
     if "exposed_ms" not in device:
         return []
-    lines = ["", f"The compute stream waits {device['exposed_ms']:.2f} ms a step while others work."]
+    waits = f"The compute stream waits {device['exposed_ms']:.2f} ms a step while others work"
+    lines = ["", f"{waits}, also where the host is late."]
     if device["waits"]:
         lines += ["", "| what runs meanwhile | after | before | ms per step | count |", "|---|---|---|---|---|"]
     for *names, ms, count in device["waits"]:

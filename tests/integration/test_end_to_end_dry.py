@@ -596,7 +596,8 @@ def test_the_longest_waits_are_shown_and_all_are_counted(bench: Any) -> None:
     host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
     result = {"step_ms": 20.0, "device": found, "host": host, "dispatches_per_linear": None}
     text = profile.table("an arm", result)
-    assert "\n\nThe compute stream waits 2.07 ms a step while others work.\n\n| what runs meanwhile | " in text
+    sentence = "The compute stream waits 2.07 ms a step while others work, also where the host is late."
+    assert f"\n\n{sentence}\n\n| what runs meanwhile | " in text
     assert text.endswith("| `ncclDevKernel_AllReduce` | `kernel/7` | `kernel/8` | 0.107 | 1 |\n")
     del found["waits"], found["exposed_ms"]  # as results of before 2026-11-28 are
     assert "while others work" not in profile.table("an arm", result)
