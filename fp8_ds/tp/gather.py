@@ -2,8 +2,8 @@
 
 Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, C channels.
 
-Two buffers, codes [S, C] and scales [k] of every rank, travel in one collective (`allgather_into_tensor_coalesced`: on
-NCCL one launch of grouped all-gathers; on gloo, which concatenates them, one all-gather). Codes behind which the scales
+Two buffers, codes [S, C] and scales [k] of every rank, travel in one collective (`all_gather_each`: on NCCL one
+launch of grouped all-gathers; on gloo, which concatenates them, one all-gather). Codes behind which the scales
 lie in the same buffer would arrive with gaps between the ranks' rows, and a GEMM over all of them, or a transpose,
 would need a copy first (docs/decisions/0007).
 """
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fp8_ds.comm.grouped import all_gather_each
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Gathered:
 
     def _all_gather(self, group: dist.ProcessGroup, shard: Shard) -> Callable[[], Any]:
         received = [_bytes(self._codes), _bytes(self._scales)]
-        return group.allgather_into_tensor_coalesced(received, [_bytes(shard.codes), _bytes(shard.scale_inv)]).wait
+        return all_gather_each(received, [_bytes(shard.codes), _bytes(shard.scale_inv)], group).wait
 
     def _exchange(
         self, group: dist.ProcessGroup, shard: Shard, pieces_per_rank: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from importlib.metadata import version
 from typing import Any
@@ -151,7 +152,7 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     optimizer = engine.optimizer
     persistent = same_as_stocks(optimizer.persistent_parameters, optimizer._fp8_hooks[0].stock_all_gather)
     shards = optimizer._fp8_shards
-    names, is_same = {}, True
+    names, is_same, is_freed = {}, True, True
     together, each = grouped.MIN_BYTES, 0
     for what, weights, min_bytes in (
         ("adjacent", shards.weights[:3], together),
@@ -160,22 +161,25 @@ def gathered(fp8: dict[str, Any]) -> dict[str, Any]:
     ):
         with _Names() as mode, pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouped, "MIN_BYTES", min_bytes)
-            shards.gather(weights).wait()
+            handle = shards.gather(weights)
+            received = [weakref.ref(buffer) for buffer in handle.buffers]
+            handle.wait()
         names[what] = mode.names
         arrived = [weight.payload.data.clone().view(torch.uint8) for weight in weights]
         for weight in weights:
             weight.param.partition()
+        is_freed &= [buffer() for buffer in received] == [None] * len(received)  # though the handle is still here
         for weight, data in zip(weights, arrived, strict=True):
             shards.gather([weight]).wait()
             is_same &= torch.equal(weight.payload.data.view(torch.uint8), data)
             weight.param.partition()
     training.destroy(engine)
-    return {"persistent": persistent, "in step": in_step, "names": names, "is same": is_same}
+    return {"persistent": persistent, "in step": in_step, "names": names, "is same": is_same, "is freed": is_freed}
 
 
 def test_what_is_gathered_has_the_bits_of_stocks_way_and_of_gathers_one_by_one(ranks: Any) -> None:
     for found in ranks(2).run(gathered, {}):
-        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2) and found["is same"]
+        assert found["persistent"] == [(True, True)] * (2 * NUM_BLOCKS + 2) and found["is same"] and found["is freed"]
         assert found["in step"] == 1  # which lays out all that persists
         for what, num_copies in (("adjacent", 0), ("apart", 1)):
             names = found["names"][what]

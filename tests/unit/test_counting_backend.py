@@ -54,7 +54,7 @@ def loss(model: nn.Module) -> Tensor:
 def counted(kind: type[nn.Module], leaf_module: dict[str, Any] | None = None, **options: Any) -> Rehearsal:
     options = {"backend": CountingBackend(), "stage": 2, "releases": False, "is_fp8": True, **options}
     model = on_meta(kind)
-    for child in model.children() if leaf_module else ():
+    for child in model.children():
         mark_leaves(child, leaf_module or {})
     return rehearse(model, loss, lambda model: compile_as_trained(model, **options))
 

@@ -72,7 +72,9 @@ def test_llama_8b_in_zero_3_with_leaves_and_ligers_loss_is_estimated_within_1_pe
 
     In these the head was a module that computes the loss, which is called and therefore not held.
     """
-    monkeypatch.setattr(footprint, "live_weights", lambda model, reuse, _: live_weights(model, reuse, False))
+    monkeypatch.setattr(
+        footprint, "live_weights", lambda model, reuse, _, least: live_weights(model, reuse, False, least)
+    )
     fp8 = {**E4M11, "activations": {"fused": True, "cross_entropy": "liger"}}
     zero = {"contiguous_gradients": False, "stage3_prefetch_bucket_size": 250_000_000, "leaf_module": LEAF}
     run = read_run(config(3, fp8, **zero), num_gpus, 1, 8192, compiled=True)
