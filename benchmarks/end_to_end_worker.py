@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.attention import describe_backend
+from fp8_ds.testing.processes import leave
 
 NUM_BATCHES = 4
 """Of random tokens, which timed steps take in turn."""
@@ -317,9 +318,8 @@ def main() -> None:
     result["in_eager"] = in_eager.functions
     if not dist.is_initialized() or dist.get_rank() == 0:
         args.out.write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +30,7 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
 
 def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     from fp8_ds.device import uses_cuda
+    from fp8_ds.testing.processes import leave
 
     on_cuda = uses_cuda()
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
@@ -39,7 +39,4 @@ def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], a
     backend = "nccl" if on_cuda else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     work(device, *args)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # a thread of gloo's that still holds a tensor aborts Python's own way out (docs/troubleshooting.md)
+    leave()

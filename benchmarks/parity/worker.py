@@ -27,6 +27,7 @@ from fp8_ds.parity.loop import Length, State, device_ranks
 from fp8_ds.parity.loop import train as train_in_pieces
 from fp8_ds.parity.text import Windows
 from fp8_ds.schedule import PrecisionSchedule
+from fp8_ds.testing.processes import leave
 from parity import first_weights
 from parity.arms import ARMS, SCHEDULED, WITHOUT_DEEPSPEED
 from parity.emulated import EMULATED, emulate
@@ -411,3 +412,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

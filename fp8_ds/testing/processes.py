@@ -1,4 +1,4 @@
-"""run_or_end: a command that may hang, and leaves nothing behind."""
+"""How processes end: run_or_end is for a command that may hang, leave for a rank that is done."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 ENDED = 124
 """Exit status of what had to be ended, as of coreutils' timeout."""
@@ -32,3 +35,17 @@ def run_or_end(command: Sequence[str], limit: float, *, grace: float = 10.0, **o
                 os.killpg(process.pid, number)
                 process.wait(seconds)
         return ENDED
+
+
+def leave() -> NoReturn:
+    """This process ends with status 0: its process groups are destroyed, its output is written, nothing else is done.
+
+    Python's own way out may abort (-6, "terminate called without an active exception"): a thread of gloo's that lets go
+    of a tensor wants the interpreter lock, and Python unwinds threads that want it while it closes down. Functions of
+    `atexit` are not called.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.testing.processes import leave
 
 EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {
@@ -534,8 +535,8 @@ def main() -> None:
         result = CASES[name](folder, int(stage), *more)
         dist.barrier()
         Path(out, f"{folder.name}-{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

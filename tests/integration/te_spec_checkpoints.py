@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "megatron_
 import megatron_training as mt
 import transformer_engine_stand_in
 
+from fp8_ds.testing.processes import leave
+
 LAYOUT = mt.Layout(tp=2)
 SAME = ("key", "local_shape", "global_shape", "global_offset", "replica_id", "axis_fragmentations")
 
@@ -111,8 +113,8 @@ def main(folder: Path) -> None:
             assert goes_over(found[source], found[target], folder / str(i)), (source, target)
             if dist.get_rank() == 0:
                 print(f"{source} -> {target}: same parameters", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -30,6 +30,7 @@ from hosts import cable_bytes
 from model import ByteLlama, ModelSize
 
 import fp8_ds  # noqa: F401
+from fp8_ds.testing.processes import leave
 
 NUM_WARM = 2
 """ZeRO-3 traces its first step, and prefetches by the trace from the second on."""
@@ -98,8 +99,8 @@ def main() -> None:
         result = KINDS[case["kind"]](case)
         (args.out / f"{case['name']}-rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

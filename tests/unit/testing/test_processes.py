@@ -1,8 +1,10 @@
-"""run_or_end: what hangs is ended with all that it has started, what ends is left alone."""
+"""What hangs is ended with all that it has started, what ends is left alone, and ranks leave with status 0."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,3 +51,22 @@ def test_a_launcher_may_end_the_ranks_that_only_it_knows(tmp_path: Path) -> None
     with pid.open("w") as stdout:
         assert run_or_end(["sh", "-c", LAUNCHER], 2.0, grace=HANG, stdout=stdout) == ENDED
     assert_gone(int(pid.read_text()))
+
+
+GLOO = """
+import atexit
+import torch
+import torch.distributed as dist
+from fp8_ds.testing.processes import leave
+atexit.register(print, "Python's own way out")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(160):
+    dist.all_reduce(torch.ones(1000), async_op=True)  # threads of gloo's let go of the tensors
+print("done")
+leave()
+"""
+
+
+def test_a_rank_leaves_with_its_output_written_and_not_by_pythons_own_way_out() -> None:
+    run = subprocess.run([sys.executable, "-c", GLOO], capture_output=True, text=True, timeout=HANG)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
