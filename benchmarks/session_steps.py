@@ -328,7 +328,7 @@ STEPS = (
         ),
         520,
         "issue 4 H 2: weights and gradients sent without copies; NCCL takes SMs from GEMMs of 132 blocks: ours and "
-        "torchao with fewer channels; predicted 534 ms, with 8 channels 520 and 680",
+        "torchao with fewer channels; predicted 532 ms, with 8 channels 518 and 680",
         gpus=4,
     ),
     Step(

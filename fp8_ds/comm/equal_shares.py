@@ -14,7 +14,9 @@ from fp8_ds.comm.equal_parts import equal_shares
 
 
 @torch.no_grad()
-def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+def reduce_scatter_shares(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, places: Sequence[Tensor | None] = ()
+) -> list[Tensor]:
     """DeepSpeed's `reduce_scatter_coalesced`: this rank's share of the average of each tensor. Collective.
 
     Stock makes a tensor of each share of each tensor, for hundreds of ranks more than a backward launches otherwise
@@ -27,10 +29,12 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
 
     Args:
         tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
-            is written to, as in stock.
+            is written to, as in stock, where it has no place.
+        places: by tensor, where its share may be written (1-D): which saves a copy to there. Those of a share's size,
+            dtype and device are taken, where a tensor is sent by itself.
 
     Returns:
-        1-D, without padding: shorter or empty on the last ranks.
+        1-D, without padding: shorter or empty on the last ranks. What was written to its place is that tensor.
     """
     numels = [tensor.numel() for tensor in tensors]
     if not any(numels):
@@ -52,16 +56,28 @@ def reduce_scatter_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup | 
             wholes[0].div_(num_ranks)
         else:
             wholes = list(torch._foreach_div(wholes, num_ranks))
+    places = places or [None] * len(tensors)
+    own_places = [_place(places[index], tensors[index], num_ranks) for index in equal] + [None] * bool(cut)
     if len(wholes) == 1:
-        owns = [wholes[0].view(num_ranks, -1)[rank]]
+        owns = [wholes[0].view(num_ranks, -1)[rank] if own_places[0] is None else own_places[0]]
         ds_comm.reduce_scatter_fn(owns[0], wholes[0], op=op, group=group)
     else:
-        owns = [whole.new_empty(whole.numel() // num_ranks) for whole in wholes]
+        owns = [
+            whole.new_empty(whole.numel() // num_ranks) if place is None else place
+            for whole, place in zip(wholes, own_places, strict=True)
+        ]
         grouped.reduce_scatter_each(owns, wholes, op, group)
     found = dict(zip(equal, owns, strict=False))
     if cut:
         found |= zip(cut, owns[-1].split([shares[index] for index in cut]), strict=True)
     return [found[i][: sizes[i]] if i in found else tensor.view(-1) for i, tensor in enumerate(tensors)]
+
+
+def _place(place: Tensor | None, whole: Tensor, num_ranks: int) -> Tensor | None:
+    """`place`, if this rank's share of `whole` may be written there."""
+    if place is None or (place.dtype, place.device) != (whole.dtype, whole.device):
+        return None
+    return place if place.numel() * num_ranks == whole.numel() else None
 
 
 def _is_divided_by_backend(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> bool:

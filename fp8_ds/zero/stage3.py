@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,12 +205,17 @@ class Fp8ZeroStage3:
     # --- what the host calls ---
 
     # The name under which DeepSpeed's private `__avg_scatter_grads` is looked up.
-    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, *args: Any) -> list[Tensor]:
-        """Stock's, which cuts gradients for all ranks by the `reduce_scatter_coalesced` of its module: by ours."""
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self: Any, params: list[Any], *args: Any) -> list[Tensor]:
+        """Stock's, which cuts gradients for all ranks by the `reduce_scatter_coalesced` of its module: by ours.
+
+        A step's first gradients are written to where stock code copies them afterwards, which is then no copy.
+        """
         stock = ds_stage3.reduce_scatter_coalesced
-        ds_stage3.reduce_scatter_coalesced = reduce_scatter_shares
+        is_first = self._fp8_keeps_gradients and self.micro_step_id == 0
+        places = [self._fp8_gradient_buffer(p) for p in params] if is_first else ()
+        ds_stage3.reduce_scatter_coalesced = partial(reduce_scatter_shares, places=places)
         try:
-            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(*args)  # type: ignore[misc]
+            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, *args)  # type: ignore[misc]
         finally:
             ds_stage3.reduce_scatter_coalesced = stock
 

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import training
 
 from fp8_ds.comm import grouped
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.equal_shares import reduce_scatter_shares
 from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.zero import stage3
 
 pytestmark = pytest.mark.distributed
 
@@ -75,6 +77,45 @@ def test_small_shares_are_copied_and_large_ones_are_not(ranks: Any) -> None:
                 assert_bitwise(one, other)
 
 
+def into_places(numels: list[int], min_bytes: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+    """Stock's shares and ours with a place for each; which of ours are at theirs."""
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+    world_size = dist.get_world_size()
+    tensors = [torch.arange(numel, dtype=torch.bfloat16).mul(dist.get_rank() + 1) for numel in numels]
+    stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
+    places: list[torch.Tensor | None] = [torch.full([-(-numel // world_size)], 7.0).bfloat16() for numel in numels]
+    places[-1] = None if numels[-1] == 64 else places[-1]
+    places[-2:-1] = [place.float() for place in places[-2:-1] if place is not None]  # which cannot be taken
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        ours = reduce_scatter_shares(tensors, dist.group.WORLD, places)
+    assert all(one.dtype == torch.bfloat16 for one in ours)
+    return (
+        stock,
+        ours,
+        [one is not None and one.data_ptr() == a.data_ptr() for one, a in zip(places, ours, strict=True)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("numels", "min_bytes", "at_place"),
+    [
+        ([8], "SENT_EACH", [True]),
+        ([9], "SENT_EACH", [False]),
+        ([16, 12, 9, 8, 32, 64], "SENT_EACH", [True, True, False, True, False, False]),
+        ([16, 12, 9, 8, 32, 64], "COPIED", [False] * 6),
+    ],
+)
+def test_shares_are_written_to_their_places(
+    ranks: Any, numels: list[int], min_bytes: str, at_place: list[bool]
+) -> None:
+    for stock, ours, found in ranks(2).run(into_places, numels, globals()[min_bytes]):
+        assert found == at_place
+        for one, other in zip(stock, ours, strict=True):
+            assert_bitwise(one, other)
+
+
 def of_one_storage() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     """Stock's shares and ours of gradients that overlap, as autograd may hand them out; whether they are as before."""
     from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -106,3 +147,42 @@ def is_split_in_detail(level: str) -> bool:
 def test_groups_that_check_every_call_get_one_buffer() -> None:
     """Those of torch 2.11 have no collectives of several tensors."""
     assert [is_split_in_detail(level) for level in ("OFF", "INFO", "DETAIL")] == [True, True, False]
+
+
+def accumulated(fp8: dict[str, Any], patched: dict[str, Any]) -> tuple[list[set[bool]], dict[str, torch.Tensor]]:
+    """By micro-batch, whether shares of the blocks' gradients come in the place where DeepSpeed adds them up; and
+    masters after three steps of two micro-batches."""
+    engine = training.build(training.ds_config(3, fp8, gradient_accumulation_steps=2))
+    kind, found = type(engine.optimizer), []
+    stock = kind.partition_grads
+
+    def partition_grads(self: Any, params: list[Any], shares: list[torch.Tensor]) -> list[torch.Tensor]:
+        places = [self._fp8_gradient_buffer(p) for p in params]
+        if len(params) > 1:
+            found.append({a.data_ptr() == b.data_ptr() for a, b in zip(places, shares, strict=True)})
+        return stock(self, params, shares)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "MIN_BYTES", 0)
+        patch.setattr(kind, "partition_grads", partition_grads)
+        for name, value in patched.items():
+            patch.setattr(stage3, name, value)
+        training.train(engine, 3)
+    masters = training.full_masters(engine)
+    training.destroy(engine)
+    return found, masters
+
+
+def without_places(tensors: Any, group: Any, places: Any) -> list[torch.Tensor]:
+    return reduce_scatter_shares(tensors, group)
+
+
+@pytest.mark.parametrize("fp8", [{}, {"optimizer": {"states": "fp8", "master": "e4m19"}}], ids=["fp32", "e4m19"])
+def test_the_first_gradients_of_a_step_come_where_they_are_added_up(ranks: Any, fp8: dict[str, Any]) -> None:
+    copied = ranks(2).run(accumulated, fp8, {"reduce_scatter_shares": without_places})
+    for (found, masters), (found_copied, masters_copied) in zip(
+        ranks(2).run(accumulated, fp8, {}), copied, strict=True
+    ):
+        assert found == [{True}, {False}] * 3 and found_copied == [{False}] * 6
+        for name, master in masters.items():
+            assert_bitwise(master, masters_copied[name])
