@@ -17,8 +17,9 @@ TINY = 2.0**-133
 """A subnormal number of bf16: its half lies between two of them."""
 
 
-def both_ways(numels: list[int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Stock's shares and ours; with more than two ranks of whole numbers, whose sums are exact in any order."""
+def both_ways(numels: list[int], dtype: torch.dtype, has_places: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """Stock's shares and ours; with more than two ranks of whole numbers, whose sums are exact in any order. How many
+    of ours are at their places."""
     from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
@@ -29,19 +30,27 @@ def both_ways(numels: list[int], dtype: torch.dtype) -> tuple[list[Tensor], list
         value[: value.numel() // 8] *= TINY
     tensors = [value.to(dtype) for value in values]
     stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
-    ours = reduce_scatter_shares(tensors, dist.group.WORLD)
-    return [one.cpu() for one in stock], [one.cpu() for one in ours]
+    # As in DeepSpeed, whose places lie one behind the other in one buffer, at any address.
+    sizes = [-(-numel // dist.get_world_size()) for numel in numels] if has_places else []
+    places = torch.full([1 + sum(sizes)], torch.nan, dtype=dtype, device="cuda")[1:].split(sizes) if sizes else []
+    ours = reduce_scatter_shares(tensors, dist.group.WORLD, places)
+    num_placed = sum(one.data_ptr() == place.data_ptr() for one, place in zip(ours, places, strict=False))
+    return [one.cpu() for one in stock], [one.cpu() for one in ours], num_placed
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "numels", [[4_000_000], [64, 8_000_000, 3_000_001, 4096, 12_000_000], [4096, 333]], ids=["one", "large", "small"]
+    ("numels", "num_placed"),
+    [([4_000_000], 1), ([64, 8_000_000, 3_000_001, 4096, 12_000_000], 4), ([4096, 333], 0)],
+    ids=["one", "large", "small"],
 )
+@pytest.mark.parametrize("has_places", [False, True], ids=["new", "placed"])
 def test_shares_over_nccl_have_stocks_bits(
-    gpu_ranks: Any, world_size: int, dtype: torch.dtype, numels: list[int]
+    gpu_ranks: Any, world_size: int, dtype: torch.dtype, numels: list[int], num_placed: int, has_places: bool
 ) -> None:
-    for stock, ours in gpu_ranks(world_size).run(both_ways, numels, dtype):
+    for stock, ours, found in gpu_ranks(world_size).run(both_ways, numels, dtype, has_places):
+        assert found == has_places * num_placed
         assert len(stock) == len(ours) == len(numels)
         for one, other in zip(stock, ours, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
