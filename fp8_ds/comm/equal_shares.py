@@ -23,15 +23,16 @@ def reduce_scatter_shares(
     (docs/reliability.md), and copies all of them into one. Here large tensors that every rank has an equal part of are
     sent from where they lie, and torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
 
-    The bits are stock's with two ranks, and where all are copied: the order in which backends add what more ranks have
-    may depend on how it is cut. Several tensors stay as they are: autograd may hand out one storage as the gradients of
-    two parameters.
+    The bits are stock's with two ranks, over NCCL but for subnormal numbers (`_is_divided_by_backend`): the order in
+    which backends add what more ranks have may depend on how it is cut, and NCCL's choice of algorithm on who divides.
+    Several tensors stay as they are: autograd may hand out one storage as the gradients of two parameters.
 
     Args:
         tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
             is written to, as in stock, where it has no place.
-        places: by tensor, where its share may be written (1-D): which saves a copy to there. Those of a share's size,
-            dtype and device are taken, where a tensor is sent by itself.
+        places: by tensor, where its share may be written (1-D, contiguous): which saves a copy to there. Those of a
+            share's size, dtype and device are taken that begin at a multiple of 16 bytes, where a tensor is sent by
+            itself.
 
     Returns:
         1-D, without padding: shorter or empty on the last ranks. What was written to its place is that tensor.
@@ -74,13 +75,19 @@ def reduce_scatter_shares(
 
 
 def _place(place: Tensor | None, whole: Tensor, num_ranks: int) -> Tensor | None:
-    """`place`, if this rank's share of `whole` may be written there."""
-    if place is None or (place.dtype, place.device) != (whole.dtype, whole.device):
+    """`place`, if this rank's share of `whole` may be written there.
+
+    NCCL moves what does not begin at a multiple of 16 bytes one element at a time: copying it is faster.
+    """
+    if place is None or (place.dtype, place.device) != (whole.dtype, whole.device) or place.data_ptr() % 16:
         return None
     return place if place.numel() * num_ranks == whole.numel() else None
 
 
 def _is_divided_by_backend(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether a reduction may average with a division's bits: NCCL multiplies by 1 / num_ranks, in the tensor's dtype,
-    before it adds."""
+    """Whether a reduction may average with a division's bits, but for subnormal numbers.
+
+    NCCL multiplies by 1 / num_ranks in the tensor's dtype, in one instruction with the addition (2.28.9): what the
+    division would round, an odd multiple of the smallest number, is not rounded before the sum.
+    """
     return tensor.is_cuda and num_ranks & (num_ranks - 1) == 0 and "nccl" in dist.get_backend(group)

@@ -35,6 +35,7 @@ def is_worth_it(num_tensors: int, num_bytes: int) -> bool:
 
 def all_gather_each(wholes: Sequence[Tensor], owns: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
     """The handle of gathers under way: each of `wholes` (1-D, contiguous) gets every rank's `owns`, in rank order."""
+    _check(wholes, owns, group)
     # torch >= 2.12 renamed it; torch 2.11 has the old name only.
     gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
     num_bytes = sum(own.nbytes for own in owns)
@@ -47,8 +48,16 @@ def reduce_scatter_each(
     """Each of `owns` gets this rank's equal part of what all ranks' `wholes` (1-D, contiguous) are together."""
     group = group or dist.group.WORLD
     assert group is not None
+    _check(wholes, owns, group)
     scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     num_bytes = sum(whole.nbytes for whole in wholes)
     booked("reduce_scatter_tensor", num_bytes, lambda: scatter(list(owns), list(wholes), options).wait())
+
+
+def _check(wholes: Sequence[Tensor], owns: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """torch looks at nothing in these calls: another size would overwrite what lies behind a tensor."""
+    num_ranks = group.size()
+    for whole, own in zip(wholes, owns, strict=True):
+        assert whole.numel() == num_ranks * own.numel() and whole.is_contiguous() and own.is_contiguous()

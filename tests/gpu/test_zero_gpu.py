@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,29 @@ def test_overlap_and_prefetch_change_no_bit(gpu_ranks: Any, stage: int) -> None:
     assert asynchronous[0] == again[0] == synchronous[0]
     for name, master in synchronous[3].items():
         assert torch.equal(master, asynchronous[3][name]), name
+
+
+def run_grouped(min_bytes: int) -> tuple[Any, int, int]:
+    """`run` of ZeRO-3; launches by which several weights were gathered, and several gradients reduced."""
+    from fp8_ds.comm import grouped
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.object(grouped, "all_gather_each", wraps=grouped.all_gather_each) as gathers,
+        mock.patch.object(grouped, "reduce_scatter_each", wraps=grouped.reduce_scatter_each) as reductions,
+    ):
+        patch.setattr(grouped, "MIN_BYTES", min_bytes)
+        found = run(3, True, {}, 2)
+    return found, gathers.call_count, reductions.call_count
+
+
+def test_what_is_sent_by_itself_changes_no_bit(gpu_ranks: Any) -> None:
+    copied, *num_copied = gpu_ranks(2).run(run_grouped, 2**40)[0]
+    each, *num_each = gpu_ranks(2).run(run_grouped, 0)[0]
+    assert num_copied == [0, 0] and min(num_each) >= STEPS
+    assert each[0] == copied[0]
+    for name, master in copied[3].items():
+        assert torch.equal(master, each[3][name]), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
