@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -98,6 +97,8 @@ def targets_of(name: str, args: Any, kwargs: Any) -> list[Any]:
 def warn_of_loss(weight: Any) -> None:
     """A value made of the FP8 one is rounded to FP8 again, as when adapters are merged into a frozen weight."""
     if not weight._fp8.has_master:
+        from deepspeed.utils import logger  # not above: Megatron's optimizer imports this module, and no DeepSpeed
+
         logger.warning_once(
             "fp8: a frozen weight was written: it is rounded to FP8 again, and nothing keeps it in more bits. Merging "
             "adapters and taking them out again changes the weights. Use ZeRO stage 3, which has a bf16 shard of them, "

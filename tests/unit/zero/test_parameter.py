@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.scaling import scale_from_amax
-from fp8_ds.zero import parameter, writes
+from fp8_ds.zero import parameter
 from fp8_ds.zero.parameter import Fp8Parameter, has_payload
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.writes import WeightData
@@ -236,7 +237,7 @@ def test_a_write_into_a_frozen_weight_warns_that_nothing_keeps_it_in_more_bits(
 ) -> None:
     """As when adapters are merged, whose weights are then taken out again."""
     said: list[str] = []
-    monkeypatch.setattr(writes.logger, "warning_once", said.append)
+    monkeypatch.setattr(logger, "warning_once", said.append)
     retype(weight)
     weight._fp8.has_master = has_master
     with torch.no_grad():
