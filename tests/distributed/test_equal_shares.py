@@ -77,43 +77,76 @@ def test_small_shares_are_copied_and_large_ones_are_not(ranks: Any) -> None:
                 assert_bitwise(one, other)
 
 
-def into_places(numels: list[int], min_bytes: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+def place_of(kind: str, numel: int) -> torch.Tensor | None:
+    """Of a share of `numel` elements in bf16."""
+    if kind == "none":
+        return None
+    if kind == "odd":  # no multiple of 16 bytes, at which NCCL would be slow
+        return torch.zeros(numel + 1, dtype=torch.bfloat16)[1:]
+    return torch.zeros(numel, dtype=torch.float32 if kind == "float32" else torch.bfloat16)
+
+
+def into_places(
+    kinds: list[tuple[int, str]], min_bytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
     """Stock's shares and ours with a place for each; which of ours are at theirs."""
     from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 
-    world_size = dist.get_world_size()
-    tensors = [torch.arange(numel, dtype=torch.bfloat16).mul(dist.get_rank() + 1) for numel in numels]
+    tensors = [torch.arange(numel, dtype=torch.bfloat16).mul(dist.get_rank() + 1) for numel, _ in kinds]
     stock = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], dist.group.WORLD)
-    places: list[torch.Tensor | None] = [torch.full([-(-numel // world_size)], 7.0).bfloat16() for numel in numels]
-    places[-1] = None if numels[-1] == 64 else places[-1]
-    places[-2:-1] = [place.float() for place in places[-2:-1] if place is not None]  # which cannot be taken
+    places = [place_of(kind, -(-numel // dist.get_world_size())) for numel, kind in kinds]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "MIN_BYTES", min_bytes)
         ours = reduce_scatter_shares(tensors, dist.group.WORLD, places)
     assert all(one.dtype == torch.bfloat16 for one in ours)
-    return (
-        stock,
-        ours,
-        [one is not None and one.data_ptr() == a.data_ptr() for one, a in zip(places, ours, strict=True)],
-    )
+    is_at = [place is not None and place.data_ptr() == own.data_ptr() for place, own in zip(places, ours, strict=True)]
+    return stock, ours, is_at
+
+
+ALL_KINDS = [(16, "bf16"), (12, "bf16"), (9, "bf16"), (8, "odd"), (32, "float32"), (64, "none")]
 
 
 @pytest.mark.parametrize(
-    ("numels", "min_bytes", "at_place"),
+    ("kinds", "min_bytes", "at_place"),
     [
-        ([8], "SENT_EACH", [True]),
-        ([9], "SENT_EACH", [False]),
-        ([16, 12, 9, 8, 32, 64], "SENT_EACH", [True, True, False, True, False, False]),
-        ([16, 12, 9, 8, 32, 64], "COPIED", [False] * 6),
+        ([(8, "bf16")], SENT_EACH, [True]),
+        ([(9, "bf16")], SENT_EACH, [False]),
+        (ALL_KINDS, SENT_EACH, [True, True, False, False, False, False]),
+        (ALL_KINDS, COPIED, [False] * 6),
     ],
 )
 def test_shares_are_written_to_their_places(
-    ranks: Any, numels: list[int], min_bytes: str, at_place: list[bool]
+    ranks: Any, kinds: list[tuple[int, str]], min_bytes: int, at_place: list[bool]
 ) -> None:
-    for stock, ours, found in ranks(2).run(into_places, numels, globals()[min_bytes]):
+    for stock, ours, found in ranks(2).run(into_places, kinds, min_bytes):
         assert found == at_place
         for one, other in zip(stock, ours, strict=True):
             assert_bitwise(one, other)
+
+
+def refused(sizes: tuple[int, int]) -> list[bool]:
+    """Whether a gather and a reduction of a whole and a share of these sizes are refused before they begin."""
+    whole, own = (torch.zeros(size) for size in sizes)
+    group = dist.group.WORLD
+    calls = (
+        lambda: grouped.all_gather_each([whole], [own], group).wait(),
+        lambda: grouped.reduce_scatter_each([own], [whole], dist.ReduceOp.SUM, group),
+    )
+    found = []
+    for call in calls:
+        try:
+            call()
+        except AssertionError:
+            found.append(True)
+        else:
+            found.append(False)
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "is_refused"), [((8, 4), False), ((6, 4), True), ((8, 3), True)])
+def test_sizes_that_do_not_fit_are_refused(ranks: Any, sizes: tuple[int, int], is_refused: bool) -> None:
+    """torch looks at none of them, and NCCL would write past a tensor's end."""
+    assert ranks(2).run(refused, sizes) == [[is_refused] * 2] * 2
 
 
 def of_one_storage() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
