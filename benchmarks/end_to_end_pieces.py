@@ -109,7 +109,7 @@ PIECES = {
             "ours-e4m11-compiled+fused+monitor.every=10+monitor.sink=health-10.jsonl",
         ),
     ),
-    # The headline, whose parity is shown, beside the best peer and what comes nearest to it.
+    # The ends in bf16, whose parity is shown, beside the best peer and what comes nearest to it.
     "precise": Piece(
         "llama-2b",
         "stock-eager",
@@ -122,8 +122,8 @@ PIECES = {
         ),
     ),
     # All layers in FP8 with delayed scales, E4M3 gradients and fast sums but for grad_weight, whose pairs of parity are
-    # those of seeds 48 to 50: with FlashAttention-3, beside the best peer with the same; then without it; then without
-    # CUDA graphs, which take less memory.
+    # those of seeds 48 to 50 and 58 to 60: with FlashAttention-3, beside the best peer; then without it; then without
+    # CUDA graphs, which take less memory; the best peer with FlashAttention-3.
     "delayed": Piece(
         "llama-2b",
         "stock-eager",
@@ -135,14 +135,15 @@ PIECES = {
             "torchao-tensorwise-adamwfp8-compiled+fa3",
         ),
     ),
-    # The same in steps that its schedule computes in bf16, the last 3 % of a run; and the best peer with our attention.
+    # The headline: the same beside the best peer with our attention, and in steps that its schedule computes in bf16,
+    # the last 3 % of a run.
     "last-steps": Piece(
         "llama-2b",
         "stock-eager",
         (
             f"{_DELAYED}+attention.backend=fa3",
-            f"{_DELAYED}+attention.backend=fa3+schedule.bf16_until_step=1000000",
             "torchao-tensorwise-adamwfp8-compiled+fa3",
+            f"{_DELAYED}+attention.backend=fa3+schedule.bf16_until_step=1000000",
         ),
     ),
     "recipes": Piece(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -366,6 +367,14 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 # --- everything ---
 
 
+def _lines(arm: str, width: int = 56) -> list[str]:
+    """An arm's name in lines of at most so many characters, broken before its options where that is possible."""
+    lines = [""]
+    for part in re.split(r"(?=\+)", arm):
+        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= width else [*lines, part]
+    return [line for line in lines if line]
+
+
 def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     """Bars of tokens/s, a panel for the newest run of each piece that compares arms on a whole model.
 
@@ -381,14 +390,18 @@ def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    heights = [0.8 + 0.35 * len(speeds(run)) for run in newest.values()]
+    # Bars are equally high, as high as the longest name beside them.
+    heights = [
+        0.8 + len(speeds(run)) * (0.2 + 0.15 * max(len(_lines(arm)) for arm in speeds(run))) for run in newest.values()
+    ]
     figure, axes = plt.subplots(
-        len(newest), 1, figsize=(9, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
+        len(newest), 1, figsize=(11, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
     )
     for axis, ((model, piece), run) in zip(axes[:, 0], newest.items(), strict=True):
         speed = dict(sorted(speeds(run).items(), key=lambda item: item[1]))
         reference = speed.get(run["reference"])
-        bars = axis.barh(list(speed), list(speed.values()), color=[COLORS[name.split("-")[0]] for name in speed])
+        names = ["\n".join(_lines(arm)) for arm in speed]
+        bars = axis.barh(names, list(speed.values()), color=[COLORS[name.split("-")[0]] for name in speed])
         ratios = [f"{value:,.0f}" + (f"  ({value / reference:.2f}x)" if reference else "") for value in speed.values()]
         axis.bar_label(bars, ratios, padding=3, fontsize=8)
         axis.margins(x=0.2)

@@ -188,20 +188,20 @@ STEPS = (
         "precise",
         benchmark("end_to_end", "--piece precise --budget {seconds}"),
         480,
-        "issue 4 H 1: the headline beside the best peer, with the states of the pairs, and with the last layer's "
+        "issue 4 H 1: ends in bf16 beside the best peer, with the states of the pairs, and with the last layer's "
         "attention alone in bf16",
     ),
     Step(
         "delayed",
         benchmark("end_to_end", "--piece delayed --budget {seconds}"),
-        450,
+        560,
         "issue 4 H 1: delayed scales in all layers beside the best peer, both with FlashAttention-3 and without",
     ),
     Step(
         "last-steps",
         benchmark("end_to_end", "--piece last-steps --budget {seconds}"),
-        280,
-        "issue 4 H 1: what the last 3 % of a run in bf16 take a step with FP8 states; predicted 172 ms, 21 GiB",
+        460,
+        "issue 4 H 1: the headline's steps beside torchao with FlashAttention-3; predicted 110, 174 and 147 ms",
     ),
     Step(
         "profile-delayed",
@@ -327,8 +327,8 @@ STEPS = (
             "--budget {seconds}",
         ),
         520,
-        "issue 4 H 2: weights and gradients sent without copies; NCCL takes SMs from GEMMs of 132 blocks: ours and "
-        "torchao with fewer channels; predicted 532 ms, with 8 channels 518 and 680",
+        "issue 4 H 2: weights and gradients sent without copies, ours and torchao with fewer channels, too; measured "
+        "508.6 ms, with 8 channels 516 and 692",
         gpus=4,
     ),
     Step(

@@ -27,7 +27,7 @@ _FASTEST = "e4m11-delayed-e4m3-fast-input"
 _SHARES = {
     55: (("stock",), ("e4m11-delayed",), ("e4m11",)),
     **dict.fromkeys((56, 57), (("stock",), (_LAST_ATTENTION,))),
-    **dict.fromkeys((58, 59, 60), (("stock",), (_FASTEST, f"{_FASTEST}-bf16-last3", f"{_FASTEST}-bf16-last"))),
+    **dict.fromkeys(range(58, 64), (("stock",), (_FASTEST, f"{_FASTEST}-bf16-last3", f"{_FASTEST}-bf16-last"))),
 }
 """By seed, what each of some GPUs trains, 201 M tokens a run, from the same first weights: what has no
 three pairs yet. Four GPUs train two seeds of a and b side by side.

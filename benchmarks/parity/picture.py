@@ -33,13 +33,14 @@ def plot(rows: Rows, steps: int, path: Path, regimes: Sequence[int] = (1, 2, 3))
 
     regimes = [regime for regime in regimes if any(int(row["regime"]) == regime for row in rows)] or regimes
     colors = _colors(rows)
-    figure, axes = pyplot.subplots(
-        3, len(regimes), figsize=(10 * len(regimes), 13), squeeze=False, height_ratios=(4, 4, 5), layout="constrained"
-    )
+    figure = pyplot.figure(figsize=(10 * len(regimes), 13), layout="constrained")
+    # Figures of their own: the long names beside the last panel would take the others their width.
+    panels = figure.subfigures(3, len(regimes), squeeze=False, height_ratios=(4, 4, 5))
     for column, regime in enumerate(regimes):
-        _curves(axes[0][column], [row for row in rows if int(row["regime"]) == regime], regime, colors)
-        _training(axes[1][column], rows, regime, steps, colors)
-        _differences(axes[2][column], rows, regime, steps, colors)
+        curves, training, paired = (panel.subplots() for panel in panels[:, column])
+        _curves(curves, [row for row in rows if int(row["regime"]) == regime], regime, colors)
+        _training(training, rows, regime, steps, colors)
+        _differences(paired, rows, regime, steps, colors)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

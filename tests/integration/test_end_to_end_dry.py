@@ -103,7 +103,7 @@ def test_the_precise_arm_has_the_linears_of_its_configuration(bench: Any, root: 
     assert arm.fp8["linear"] == {"recipe": "tensorwise"} | ready and len(ready) == 3
 
 
-def test_the_headlines_arm_and_the_arm_of_its_parity_have_the_block_of_its_configuration(
+def test_the_arm_with_ends_in_bf16_and_that_of_its_parity_have_the_block_of_its_configuration(
     bench: Any, root: Path
 ) -> None:
     """What is timed is what trained at parity, but for the fused activations, which the GPT of those runs has not."""
@@ -865,6 +865,16 @@ def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) 
     text = report.publish(path)
     assert {file.suffix for file in (tmp_path / "out").glob("2026-11-23*")} == {".json", ".md", ".png"}
     assert "![tokens/s](2026-11-23-end-to-end.png)" in text
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_a_chart_has_room_for_arms_of_long_names(bench: Any, tmp_path: Path) -> None:
+    report, options = bench("end_to_end_report"), "+ds.stage3_prefetch_bucket_size=218103808" * 6
+    lines = report._lines(f"ours-e4m11-compiled{options}+leaf+liger")
+    assert "".join(lines) == f"ours-e4m11-compiled{options}+leaf+liger" and lines[-1].endswith("8+leaf+liger")
+    assert len(lines) == 7 and max(map(len, lines)) <= 56
+    assert report._lines("stock-eager") == ["stock-eager"]
+    assert report.chart(tmp_path / "chart.png", [speed_run(FULL | {f"ours-e4m11-compiled{options}": 1e4})])
 
 
 def test_runs_side_by_side_on_one_host_keep_each_others_results(bench: Any, tmp_path: Path) -> None:

@@ -564,7 +564,7 @@ def test_curves_of_training_losses_are_means_over_parts_and_seeds_as_far_as_both
 def test_the_report_has_every_regime_that_was_run(
     run_main: Callable[..., str], bench: Any, root: Path, tmp_path: Path
 ) -> None:
-    source = root / "benchmarks/results/2026-11-27-gpt-parity-recipes.csv"
+    source = root / "benchmarks/results/2026-11-28-gpt-parity-recipes.csv"
     said = run_main("gpt_parity", "--study", "1b", "--only-report", "--resume-from", source, "--out", tmp_path)
     assert 3 not in bench("parity.studies").STUDIES["1b"].regimes and "## Regime 3: branched off" in said
     assert next(tmp_path.glob("*.png")).stat().st_size > 20_000

@@ -113,7 +113,7 @@ TEXT = 4 * (175.8e6 + 5.3e6) / GIB
     [
         ("1b", None, 2, 16, 23.57),  # 2026-11-25-gpt-parity-1b.md: two H100s, ZeRO-1
         ("1b", {}, 2, 16, 20.35),
-        ("124m", None, 1, 32, 14.73),  # 2026-11-27-gpt-parity-recipes.md: one H100, ZeRO-1
+        ("124m", None, 1, 32, 14.73),  # 2026-11-28-gpt-parity-recipes.md: one H100, ZeRO-1
         ("124m", {}, 1, 32, 12.68),
         ("124m", E4M11, 1, 32, 11.66),  # 2026-11-24-gpt-parity-fast.md: one H200
     ],
