@@ -54,7 +54,7 @@ Llama 2.0 B, one GPU, 8192 tokens a step (ms; tokens/s; peak GiB), stock cross e
   DeepSpeed), on an H100 135.5 (measured 137.5, 2.04 x, 2026-11-26); the last layer's attention alone in bf16 121 and
   124, with all sums fast 119 and 122.5.
 - The headline since 2026-11-28, delayed scales and the last 3 % of a run in bf16 (piece last-steps), masters decoded by
-  one kernel: 174 ms a step of these, 112.6 in the mean of a run. Measured 173.7 and 111.7.
+  one kernel: 174 ms a step of these, 112.6 in the mean of a run. Measured 173.7 and 111.8.
 - Liger's cross entropy, all arms: peak -1.5 GiB (no whole logits), time within 2 ms.
 
 Llama-3-8B, 4 GPUs, ZeRO-3, 8192 tokens a step and GPU (tokens/s a GPU; peak GiB): stock-eager 8.0k; 94. FSDP2 bf16

@@ -231,7 +231,7 @@ STEPS = (
             "--budget {seconds}",
         ),
         125,
-        "issue 4 H 1: where the headline's recipe spends its time",
+        "issue 4 H 1: where one current scale a tensor spends its time",
     ),
     Step(
         "profile-nonlinear",

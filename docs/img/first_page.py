@@ -29,9 +29,13 @@ ARMS: tuple[tuple[tuple[str, str], dict[str, float], str], ...] = (
     (LAST_STEPS, {REFERENCE: 1}, "DeepSpeed ZeRO-2, bf16"),
     (DELAYED, {"torchao-tensorwise-adamwfp8-compiled": 1}, "torchao, compiled, AdamWFp8"),
     (LAST_STEPS, {FASTEST: 0.97, IN_BF16: 0.03}, "fp8_ds, the last 3 % of a run's steps in bf16"),
-    (LAST_STEPS, {FASTEST: 1}, "the same in FP8 to the end"),
-    (TENSORWISE, {"ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs": 1}, "one current scale a tensor"),
-    (PRECISE, {"ours-e4m11-compiled+fused+precise+cudagraphs": 1}, "that with the first and last layer in bf16"),
+    (LAST_STEPS, {FASTEST: 1}, "fp8_ds, the same in FP8 to the end"),
+    (
+        TENSORWISE,
+        {"ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs": 1},
+        "fp8_ds, one current scale a tensor",
+    ),
+    (PRECISE, {"ours-e4m11-compiled+fused+precise+cudagraphs": 1}, "fp8_ds, the first and last layer in bf16"),
 )
 """Run, arms with the share of a run's steps that each computes, and name in README."""
 OURS, PEERS = "#2a7f62", "#9aa5b1"
