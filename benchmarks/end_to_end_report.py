@@ -5,19 +5,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import end_to_end_chart
 import memory_profile
 import sampled_steps
 import step_profile
 from end_to_end_arms import MODELS
 from results_io import dated_stem
 
-COLORS = {"stock": "#9aa5b1", "torch": "#9aa5b1", "torchao": "#e0a458", "ours": "#2a7f62"}
 LAST = 20
 """Steps over which the end of a loss curve is averaged."""
 
@@ -367,14 +366,6 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 # --- everything ---
 
 
-def _lines(arm: str, width: int = 56) -> list[str]:
-    """An arm's name in lines of at most so many characters, broken before its options where that is possible."""
-    lines = [""]
-    for part in re.split(r"(?=\+)", arm):
-        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= width else [*lines, part]
-    return [line for line in lines if line]
-
-
 def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     """Bars of tokens/s, a panel for the newest run of each piece that compares arms on a whole model.
 
@@ -383,35 +374,13 @@ def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     """
     compared = [run for run in runs if run["mode"] == "speed" and len(speeds(run)) > 1 and is_whole(run)]
     newest = {(run["model"]["name"], run["piece"]): run for run in compared}
-    if not newest:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # Bars are equally high, as high as the longest name beside them.
-    heights = [
-        0.8 + len(speeds(run)) * (0.2 + 0.15 * max(len(_lines(arm)) for arm in speeds(run))) for run in newest.values()
+    panels = [
+        end_to_end_chart.Panel(f"{model}, {piece}: tokens/s a GPU", speeds(run), run["reference"])
+        for (model, piece), run in newest.items()
     ]
-    figure, axes = plt.subplots(
-        len(newest), 1, figsize=(11, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
-    )
-    for axis, ((model, piece), run) in zip(axes[:, 0], newest.items(), strict=True):
-        speed = dict(sorted(speeds(run).items(), key=lambda item: item[1]))
-        reference = speed.get(run["reference"])
-        names = ["\n".join(_lines(arm)) for arm in speed]
-        bars = axis.barh(names, list(speed.values()), color=[COLORS[name.split("-")[0]] for name in speed])
-        ratios = [f"{value:,.0f}" + (f"  ({value / reference:.2f}x)" if reference else "") for value in speed.values()]
-        axis.bar_label(bars, ratios, padding=3, fontsize=8)
-        axis.margins(x=0.2)
-        of = f" (x {run['reference']})" if reference else ""
-        axis.set_title(f"{model}, {piece}: tokens/s a GPU{of}", fontsize=9)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+    if panels:
+        end_to_end_chart.draw(path, panels)
+    return bool(panels)
 
 
 def publish(path: Path) -> str:

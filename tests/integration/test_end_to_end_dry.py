@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -867,14 +868,25 @@ def test_runs_of_several_files_are_joined_once_each(bench: Any, tmp_path: Path) 
     assert "![tokens/s](2026-11-23-end-to-end.png)" in text
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
-def test_a_chart_has_room_for_arms_of_long_names(bench: Any, tmp_path: Path) -> None:
-    report, options = bench("end_to_end_report"), "+ds.stage3_prefetch_bucket_size=218103808" * 6
-    lines = report._lines(f"ours-e4m11-compiled{options}+leaf+liger")
-    assert "".join(lines) == f"ours-e4m11-compiled{options}+leaf+liger" and lines[-1].endswith("8+leaf+liger")
-    assert len(lines) == 7 and max(map(len, lines)) <= 56
-    assert report._lines("stock-eager") == ["stock-eager"]
-    assert report.chart(tmp_path / "chart.png", [speed_run(FULL | {f"ours-e4m11-compiled{options}": 1e4})])
+def test_a_chart_has_room_for_arms_of_long_names(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    options = "+ds.stage3_prefetch_bucket_size=218103808" * 6
+    run = speed_run(FULL | {f"ours-e4m11-compiled{options}{last}": 1e4 for last in ("", "+leaf", "+leaf+liger")})
+    assert bench("end_to_end_report").chart(tmp_path / "chart.png", [run, run | {"piece": "another"}])
+    figure = pyplot.gcf()
+    figure.canvas.draw()  # what was saved has another resolution
+    monkeypatch.undo()
+    labels = [label for axis in figure.axes for label in axis.get_yticklabels()]
+    boxes = [label.get_window_extent() for label in labels]
+    drawn = {label.get_text().replace("\n", "") for label in labels}
+    pyplot.close(figure)
+    assert drawn == {result["arm"] for result in run["results"]}
+    assert len(boxes) == 2 * len(drawn) and min(box.x0 for box in boxes) >= 0
+    boxes.sort(key=lambda box: box.y0)
+    assert all(below.y1 <= above.y0 for below, above in pairwise(boxes))
+    assert min(axis.bbox.width for axis in figure.axes) > figure.bbox.width / 2
 
 
 def test_runs_side_by_side_on_one_host_keep_each_others_results(bench: Any, tmp_path: Path) -> None:

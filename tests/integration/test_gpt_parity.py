@@ -561,6 +561,26 @@ def test_curves_of_training_losses_are_means_over_parts_and_seeds_as_far_as_both
     assert found["e4m11"][0] == pytest.approx((15.0, 0.2)) and found["e4m11"][-1] == pytest.approx((195.0, 0.2))
 
 
+def test_the_long_names_of_one_panel_take_the_others_no_width(
+    bench: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    with (root / "benchmarks/results/2026-11-28-gpt-parity-recipes.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["held_out_loss"] and row["seed"] in ("58", "59")]
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    bench("parity.picture").plot(rows, 6144, tmp_path / "picture.png", [3])
+    figure = pyplot.gcf()
+    figure.canvas.draw()
+    monkeypatch.undo()
+    curves, training, paired = figure.axes
+    labels = [label.get_window_extent() for label in paired.get_yticklabels()]
+    pyplot.close(figure)
+    assert len(labels) == 5 and max(label.width for label in labels) > 0.4 * figure.bbox.width
+    assert min(label.x0 for label in labels) >= 0
+    assert min(curves.bbox.width, training.bbox.width) > 0.55 * figure.bbox.width
+
+
 def test_the_report_has_every_regime_that_was_run(
     run_main: Callable[..., str], bench: Any, root: Path, tmp_path: Path
 ) -> None:

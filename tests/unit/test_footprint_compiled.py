@@ -30,6 +30,11 @@ RELEASED = {
     "linear": {"recipe": "delayed"},
 }
 ENDS = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "grad_dtype": "e4m3"}
+LAST_STEPS = {
+    **FUSED,
+    "linear": {"recipe": "delayed", "grad_dtype": "e4m3"},
+    "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100},
+}
 LEAF = {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}
 
 
@@ -43,7 +48,8 @@ def config(stage: int, fp8: dict[str, Any] | None, **zero: Any) -> dict[str, Any
 
 
 # One GPU, ZeRO-2, 2 x 4096 tokens. Arms "release" and "recipes" of 2026-11-23-end-to-end.json (H200), "rest" of
-# 2026-11-26-end-to-end.json (H100). The largest moment of fp32 states and of stock is the step's, else the backward's.
+# 2026-11-26-end-to-end.json (H100), "last-steps" of 2026-11-28-end-to-end.json (H200). The largest moment of fp32
+# states and of stock is the step's, else the backward's.
 LLAMA_2B = [
     pytest.param(RELEASED, 12.870, 0.02, id="released, with Liger's loss"),
     pytest.param(FUSED, 15.674, 0.04, id="fused", marks=pytest.mark.slow),
@@ -53,6 +59,7 @@ LLAMA_2B = [
     pytest.param(
         {**FUSED, "linear": {"recipe": "rowwise_with_gw_hp"}}, 16.294, 0.045, id="gw_hp", marks=pytest.mark.slow
     ),
+    pytest.param(LAST_STEPS, 19.542, 0.035, id="layers in bf16", marks=pytest.mark.slow),
     pytest.param(None, 41.185, 0.005, id="stock", marks=pytest.mark.slow),
 ]
 
