@@ -36,8 +36,8 @@ from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
-    swiglu_backward_fp8,
-    swiglu_backward_packed_fp8,
+    swiglu_backward_packed_to_fp8,
+    swiglu_backward_to_fp8,
     swiglu_columns,
 )
 from fp8_ds.ops.transpose import transpose
@@ -90,9 +90,9 @@ def make_cases(device: str) -> list[Case]:
             Case(f"rmsnorm {name}", 2 * reads + 1, lambda x, one=one: rmsnorm(x.grad, x.weight, EPS, E4M3, one)),
             Case(f"swiglu {name}", 4 * reads + 1, lambda x, one=one: swiglu(x.gate, x.up, E4M3, one)),
             Case(
-                f"swiglu_backward_fp8 {name}",
+                f"swiglu_backward_to_fp8 {name}",
                 6 * reads + 2,
-                lambda x, two=two: swiglu_backward_fp8(x.grad, x.gate, x.up, E5M2, two),
+                lambda x, two=two: swiglu_backward_to_fp8(x.grad, x.gate, x.up, E5M2, two),
             ),
         ]
         if name != "rowwise":
@@ -114,9 +114,9 @@ def make_cases(device: str) -> list[Case]:
         Case("swiglu rowwise + bf16", 7, lambda x: swiglu(x.gate, x.up, E4M3, "rowwise", with_hp=True)),
         Case("swiglu_backward bf16", 10, lambda x: swiglu_backward(x.grad, x.gate, x.up)),
         Case(
-            "swiglu_backward_packed_fp8 rowwise",
+            "swiglu_backward_packed_to_fp8 rowwise",
             8,
-            lambda x: swiglu_backward_packed_fp8(x.grad, x.gate_up, E5M2, "rowwise"),
+            lambda x: swiglu_backward_packed_to_fp8(x.grad, x.gate_up, E5M2, "rowwise"),
         ),
     ]
 

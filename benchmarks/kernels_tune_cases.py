@@ -25,7 +25,13 @@ from fp8_ds.ops.quantize import (
 )
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_fp8, swiglu_backward_kept, swiglu_columns
+from fp8_ds.ops.swiglu import (
+    swiglu,
+    swiglu_backward_and_columns,
+    swiglu_backward_kept,
+    swiglu_backward_to_fp8,
+    swiglu_columns,
+)
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.optim.masters import E4M11
 from fp8_ds.scaling import AmaxHistory
@@ -102,7 +108,7 @@ def _kept(rows: int, cols: int, device: str) -> Any:
 
 
 def _beside(x: Any) -> Any:
-    return swiglu_backward_columns(
+    return swiglu_backward_and_columns(
         x[2], x[0], x[1], (E4M3, E5M2), tuple(x[3].slot(k) for k in (0, 1, 1)), rounding="twice"
     )
 
@@ -259,12 +265,12 @@ KERNELS = (
         (WIDE,),
     ),
     Kernel(
-        "swiglu_backward_fp8",
+        "swiglu_backward_to_fp8",
         "swiglu.triton",
         {"_BLOCK": (1024, 2048, 4096)},
         8,
         _three,
-        lambda x: swiglu_backward_fp8(x[2], x[0], x[1], E5M2, (x[3].slot(0), x[3].slot(1))),
+        lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, (x[3].slot(0), x[3].slot(1))),
         (WIDE,),
     ),
     Kernel(
@@ -277,7 +283,7 @@ KERNELS = (
         (WIDE,),
         _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
     ),
-    Kernel("swiglu_backward_columns", "swiglu.triton", _BOTH, 9, _three, _beside, (WIDE,)),
+    Kernel("swiglu_backward_and_columns", "swiglu.triton", _BOTH, 9, _three, _beside, (WIDE,)),
     Kernel(
         "swiglu_backward_kept",
         "swiglu.triton",

@@ -22,14 +22,9 @@ DELAYED = ("2026-11-28-end-to-end", "2026-11-28T07:08:41Z")
 PRECISE = ("2026-11-26-end-to-end", "2026-11-26T05:07:04Z")
 TENSORWISE = ("2026-11-23-end-to-end", "2026-11-23T17:27:14Z")
 """Result file and id of a run. Ratios are to the reference of the same run; `LAST_STEPS`'s is the one that is shown."""
-FASTEST = "ours-e4m11-compiled+delayed+fused+e4m3+linear.fast_accumulation=output_and_grad_input+attention.backend=fa3"
-IN_BF16 = f"{FASTEST}+schedule.bf16_until_step=1000000"
-"""As `FASTEST` computes the last steps of a run with "bf16_last_fraction"."""
 ARMS: tuple[tuple[tuple[str, str], dict[str, float], str], ...] = (
     (LAST_STEPS, {REFERENCE: 1}, "DeepSpeed ZeRO-2, bf16"),
     (DELAYED, {"torchao-tensorwise-adamwfp8-compiled": 1}, "torchao, compiled, AdamWFp8"),
-    (LAST_STEPS, {FASTEST: 0.97, IN_BF16: 0.03}, "fp8_ds, the last 3 % of a run's steps in bf16"),
-    (LAST_STEPS, {FASTEST: 1}, "fp8_ds, the same in FP8 to the end"),
     (
         TENSORWISE,
         {"ours-e4m11-compiled+fused+attention.backend=fa3+cudagraphs": 1},

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.host_copy import HostCopy
+from fp8_ds.ops._register import in_own_storage
 from fp8_ds.ops.observe import MAXIMA, new_counts
 
 Kind = Literal["input", "weight", "grad_output"]
@@ -87,7 +88,7 @@ class StatisticsTable:
 
     def slot(self, index: int, kind: Kind) -> Tensor:
         """float64 [NUM_COUNTS]: what `observe_codes` counts layer `index` into; good for the life of this object."""
-        return self._counts.data[index, KINDS.index(kind)]  # a version counter of its own, as AmaxHistory.slot
+        return in_own_storage(self._counts[index, KINDS.index(kind)])  # as AmaxHistory.slot
 
     @torch.no_grad()
     def send(self) -> None:

@@ -32,9 +32,9 @@ from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.swiglu import (
     Fp8Output,
     swiglu_backward,
-    swiglu_backward_columns,
-    swiglu_backward_fp8,
+    swiglu_backward_and_columns,
     swiglu_backward_kept,
+    swiglu_backward_to_fp8,
     swiglu_columns,
     swiglu_with_amax,
 )
@@ -226,7 +226,7 @@ class _FromKept:
         fmt, scalings = self.recipes.gate.grad_format, self.scalings
         gate, up = self.factors
         if len(gate) == 1:
-            columns, scale_inv, *grads = swiglu_backward_columns(
+            columns, scale_inv, *grads = swiglu_backward_and_columns(
                 grad_product, as_rows(*gate), as_rows(*up), (FORMAT, fmt), scalings, rounding="twice", amax=self.amax
             )
         else:
@@ -255,7 +255,7 @@ def swiglu_grads(
     scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
     with_hp = wanted.gate_bias or wanted.up_bias
     fmt = recipes.gate.grad_format
-    outputs = swiglu_backward_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
+    outputs = swiglu_backward_to_fp8(grad, gate, up, fmt, scaling, rounding="twice", with_hp=with_hp)
     gate_fp8, up_fp8 = (_rows(output, one) for output, one in zip(outputs, scales, strict=True))
     return (gate_fp8, up_fp8), (outputs[0].hp, outputs[1].hp)
 

@@ -1,13 +1,45 @@
-"""How an op of this package becomes a torch op."""
+"""How an op of this package becomes a torch op, and what it may write to."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._guards import TracingContext
 
 DEVICE_KEYS = ("CPU", "CUDA")
+
+
+def in_own_storage(view: Tensor) -> Tensor:
+    """Return the memory of `view` as a tensor that is the whole of its storage: offset 0, no base, its own version.
+
+    Arguments that an op writes must be such tensors (`register` checks it while a graph is traced). If two of them are
+    views of one storage, inductor writes the first in place and hands the op a clone of the second. Up to torch 2.12
+    that clone is read at twice the view's storage offset: memory of another tensor. Later versions clone the right
+    bytes, but still everything in front of the view as well, at every call.
+
+    Args:
+        view: contiguous, any dtype and device. Without memory ("meta") it is returned as it is.
+
+    Source: pytorch/pytorch, torch/_inductor/lowering.py `as_strided` (2.13 subtracts the offset of a graph's input);
+    docs/troubleshooting.md has the smallest program that shows it.
+    """
+    if view.is_meta:
+        return view
+    first = view.storage_offset() * view.element_size()
+    memory = view.untyped_storage()[first : first + view.numel() * view.element_size()]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)
+
+
+def _check_written(op: str, written: dict[str, Tensor]) -> None:
+    """Assert what `in_own_storage` is for."""
+    for name, x in written.items():
+        assert x.storage_offset() == 0, f"{op}: {name}, which is written, is a view at an offset: use in_own_storage."
+    storages = [x.untyped_storage()._cdata for x in written.values()]
+    assert len(set(storages)) == len(storages), f"{op}: {', '.join(written)} share a storage: use in_own_storage."
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> tuple[Any, torch.library.Library]:
@@ -19,7 +51,8 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     Args:
         schema: "name(arguments) -> results" in torch's schema language.
         kernel: same arguments; for CPU and CUDA tensors.
-        fake: same arguments; gives empty results of the right shape and dtype.
+        fake: same arguments; gives empty results of the right shape and dtype. While it is traced, tensors that the
+            schema says are written are checked: each must be the whole of a storage of its own.
 
     Returns:
         The op to call, and the library handle, which must be kept: the op is gone when it dies.
@@ -30,5 +63,23 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     name = schema.split("(", 1)[0]
     for key in DEVICE_KEYS:
         library.impl(name, kernel, key)
-    torch.library.register_fake(f"fp8_ds::{name}", fake, lib=library)
-    return getattr(torch.ops.fp8_ds, name).default, library
+    op = getattr(torch.ops.fp8_ds, name).default
+    torch.library.register_fake(f"fp8_ds::{name}", _checked(op, fake), lib=library)
+    return op, library
+
+
+def _checked(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake`, which checks first what the op writes, if torch.compile traces it. Lists are not: no graph has such ops.
+
+    Elsewhere (`torch.library.opcheck`) fake kernels see copies at offsets of torch's own choice.
+    """
+    arguments = enumerate(op._schema.arguments)
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    @functools.wraps(fake)
+    def checked(*args: Any) -> Any:
+        if TracingContext.try_get() is not None:
+            _check_written(op.name(), {name: args[i] for i, name in written if isinstance(args[i], Tensor)})
+        return fake(*args)
+
+    return checked if written else fake

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.ops._register import in_own_storage
 from fp8_ds.scaling.current import MAX_SCALE, scale_vector
 
 
 @dataclass(frozen=True)
 class AmaxSlot:
-    """One tensor's entries of an AmaxHistory: 0-dim float32 views with version counters of their own.
+    """One tensor's entries of an AmaxHistory: 0-dim float32 tensors in its memory, each the whole of its own storage.
 
-    With a shared counter, one linear recording its amax would invalidate what another has kept for backward.
+    With a shared version counter, one linear recording its amax would invalidate what another has kept for backward.
+    With a shared storage, torch.compile takes two amaxes that one op writes for overlapping tensors (`in_own_storage`).
 
     Args:
         origin: the history and the index in it, from which copies and pickles take their views: plain pickle cuts
@@ -81,9 +83,8 @@ class AmaxHistory:
 
     def slot(self, index: int) -> AmaxSlot:
         """The entries of tensor `index`; good for the life of this object."""
-        return AmaxSlot(
-            self.amax_local.data[index], self.scale.data[index], self.scale_inv.data[index], origin=(self, index)
-        )
+        vectors = self.amax_local, self.scale, self.scale_inv
+        return AmaxSlot(*(in_own_storage(vector[index]) for vector in vectors), origin=(self, index))
 
     @torch.no_grad()
     def update(self, amax_global: Tensor) -> None:

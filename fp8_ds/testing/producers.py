@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops._producer import Scaling
+from fp8_ds.ops._register import in_own_storage
 from fp8_ds.scaling.delayed import AmaxSlot
 from fp8_ds.testing.inputs import many_scales
 from fp8_ds.testing.metrics import assert_bitwise
@@ -26,7 +27,7 @@ def make_gate(num_rows: int, num_cols: int, seed: int = 0) -> Tensor:
 def make_slot(scale: float = 3.7, amax: float = 0.0, device: str = "cpu") -> AmaxSlot:
     """A slot in the middle of a vector, as AmaxHistory gives it."""
     vectors = (torch.tensor([9.0, value, 9.0], device=device) for value in (amax, scale, 1 / scale))
-    return AmaxSlot(*(vector[1] for vector in vectors))
+    return AmaxSlot(*(in_own_storage(vector[1]) for vector in vectors))
 
 
 def make_scaling(name: str, device: str = "cpu", scale: float = 3.7, amax: float = 0.0) -> Scaling:

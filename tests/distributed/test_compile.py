@@ -431,7 +431,7 @@ def test_fused_mlp_of_a_decoder_layer_is_in_its_graph(ranks: Any) -> None:
             "backward": {
                 "fp8_ds::quantize_tensorwise_planes": 5,
                 "fp8_ds::scaled_mm": 14,
-                "fp8_ds::swiglu_backward_columns": 1,
+                "fp8_ds::swiglu_backward_and_columns": 1,
                 "fp8_ds::transpose": 7 + 2,
             },
         }

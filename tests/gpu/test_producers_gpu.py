@@ -14,11 +14,11 @@ from fp8_ds.ops.swiglu import reference as swiglu_reference
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
-    swiglu_backward_columns,
-    swiglu_backward_fp8,
+    swiglu_backward_and_columns,
     swiglu_backward_kept,
     swiglu_backward_packed,
-    swiglu_backward_packed_fp8,
+    swiglu_backward_packed_to_fp8,
+    swiglu_backward_to_fp8,
     swiglu_columns,
     swiglu_with_amax,
 )
@@ -177,11 +177,11 @@ def test_swiglu_is_the_cpu_reference_within_its_bounds(shape, scaling, rounding)
     grads = swiglu_reference.gradients(grad, gate, up, rounding == "twice")
     one = make_scaling(scaling, "cuda")
     both = (one, two) if scaling == "given" else scaling
-    outputs = swiglu_backward_fp8(cuda_grad, cuda_gate, cuda_up, E5M2, both, **keys)
+    outputs = swiglu_backward_to_fp8(cuda_grad, cuda_gate, cuda_up, E5M2, both, **keys)
     for expected, output, slot in zip(grads, outputs, (one, two), strict=True):
         assert_output(expected, output, scaling, E5M2, slot, rounding)
     one = make_scaling(scaling, "cuda")
-    packed = swiglu_backward_packed_fp8(cuda_grad, gate_up, E4M3, one, **keys)
+    packed = swiglu_backward_packed_to_fp8(cuda_grad, gate_up, E4M3, one, **keys)
     assert_output(torch.cat(grads, dim=1), packed, scaling, E4M3, one, rounding)
     for a, b in zip(outputs, swiglu_backward(cuda_grad, cuda_gate, cuda_up, rounding=rounding), strict=True):
         assert_same(a.hp, b)
@@ -195,8 +195,8 @@ def test_one_fp8_code_in_a_thousand_differs_from_the_cpu_reference_at_most(fmt):
     got = swiglu(gate.cuda(), up.cuda(), fmt, make_scaling("given", "cuda"))
     assert_within_steps(expected.x_fp8, got.x_fp8, share=0.001)
     slots, cuda_slots = ([make_scaling("given", device) for _ in range(2)] for device in ("cpu", "cuda"))
-    grads = swiglu_backward_fp8(grad, gate, up, fmt, tuple(slots))
-    cuda_grads = swiglu_backward_fp8(grad.cuda(), gate.cuda(), up.cuda(), fmt, tuple(cuda_slots))
+    grads = swiglu_backward_to_fp8(grad, gate, up, fmt, tuple(slots))
+    cuda_grads = swiglu_backward_to_fp8(grad.cuda(), gate.cuda(), up.cuda(), fmt, tuple(cuda_slots))
     for a, b in zip(grads, cuda_grads, strict=True):
         assert_within_steps(a.x_fp8, b.x_fp8, share=0.001)
 
@@ -241,7 +241,7 @@ def test_backward_of_swiglu_leaves_fp8_close_to_autograd():
     truth_gate, truth_up = gate.double().requires_grad_(), up.double().requires_grad_()
     truth = torch.autograd.grad(torch.nn.functional.silu(truth_gate) * truth_up, (truth_gate, truth_up), grad.double())
     for true, output in zip(
-        truth, swiglu_backward_fp8(grad.cuda(), gate.cuda(), up.cuda(), E4M3, "rowwise"), strict=True
+        truth, swiglu_backward_to_fp8(grad.cuda(), gate.cuda(), up.cuda(), E4M3, "rowwise"), strict=True
     ):
         assert sqnr_db(true, (output.x_fp8.float() * output.scale_inv).cpu()) > 30  # E4M3: about 31.6 dB
 
@@ -251,7 +251,7 @@ def all_producers(gate, up, weight, slots):
     results = []
     for scaling in (slots[0], "rowwise", "tensorwise"):
         output, rstd = rmsnorm(gate, weight, 1e-5, E4M3, scaling)
-        grads = swiglu_backward_fp8(up, gate, up, E5M2, slots if scaling is slots[0] else scaling)
+        grads = swiglu_backward_to_fp8(up, gate, up, E5M2, slots if scaling is slots[0] else scaling)
         results += [*output[:2], *swiglu(gate, up, E4M3, scaling)[:2], *grads[0][:2], *grads[1][:2]]
     return [*results, *rmsnorm_backward(up, gate, weight, rstd), *swiglu_backward(up, gate, up)]
 
@@ -342,7 +342,7 @@ def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, 
         own, other = ([make_scaling(scaling, "cuda") for _ in range(3)] for _ in range(2))
         columns, scale_inv = swiglu_columns(*plain, E4M3, own[0], rounding="twice")
         of_both = tuple(own[1:]) if scaling == "given" else "tensorwise"
-        rows = swiglu_backward_fp8(grad, *plain, E5M2, of_both, rounding="twice")
+        rows = swiglu_backward_to_fp8(grad, *plain, E5M2, of_both, rounding="twice")
         amax = swiglu_with_amax(*plain, E4M3, own[0], record=False, rounding="twice")[1]
         for known in (None, amax):
             if is_kept:
@@ -352,7 +352,9 @@ def test_columns_beside_gradients_are_those_of_their_own_kernels_bitwise(shape, 
                 if amax is not None:
                     assert_same(found, amax)
             else:
-                got = swiglu_backward_columns(grad, *factors, (E4M3, E5M2), tuple(other), rounding="twice", amax=known)
+                got = swiglu_backward_and_columns(
+                    grad, *factors, (E4M3, E5M2), tuple(other), rounding="twice", amax=known
+                )
             assert_same(columns, got[0])
             assert_same(scale_inv, got[1])
             for one, another in zip(rows, got[2:], strict=True):

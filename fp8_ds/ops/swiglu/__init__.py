@@ -37,11 +37,11 @@ __all__ = [
     "Fp8Output",
     "swiglu",
     "swiglu_backward",
-    "swiglu_backward_columns",
-    "swiglu_backward_fp8",
+    "swiglu_backward_and_columns",
     "swiglu_backward_kept",
     "swiglu_backward_packed",
-    "swiglu_backward_packed_fp8",
+    "swiglu_backward_packed_to_fp8",
+    "swiglu_backward_to_fp8",
     "swiglu_columns",
     "swiglu_with_amax",
 ]
@@ -157,7 +157,7 @@ def swiglu_backward_packed(grad_hidden: Tensor, gate_up: Tensor, *, rounding: Ro
     return grad
 
 
-def swiglu_backward_fp8(
+def swiglu_backward_to_fp8(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -177,7 +177,7 @@ def swiglu_backward_fp8(
     (mode, gate_slot), (_, up_slot) = [
         mode_of(one) for one in (scaling if isinstance(scaling, tuple) else [scaling] * 2)
     ]
-    g_fp8, g_scale_inv, g_hp, u_fp8, u_scale_inv, u_hp = operators.swiglu_backward_fp8(
+    g_fp8, g_scale_inv, g_hp, u_fp8, u_scale_inv, u_hp = operators.swiglu_backward_to_fp8(
         grad_hidden, gate, up, False, mode, *gate_slot, *up_slot, record, fmt.torch_dtype, fmt.max, is_twice(rounding),
         with_hp,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def swiglu_backward_kept(
     record: bool = True,
     rounding: Rounding = "once",
 ) -> tuple[Fp8Output, Fp8Output, Tensor | None]:
-    """`swiglu_backward_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
+    """`swiglu_backward_to_fp8` of gate and up that `ops.groupwise.quantize_groupwise` keeps, read as they are.
 
     Args: as there, and
         scalings: of grad_gate and of grad_up: slots, or "tensorwise" for both.
@@ -236,7 +236,7 @@ def swiglu_backward_kept(
     return Fp8Output(found[2], found[3], None), Fp8Output(found[4], found[5], None), amax
 
 
-def swiglu_backward_columns(
+def swiglu_backward_and_columns(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -247,7 +247,7 @@ def swiglu_backward_columns(
     rounding: Rounding = "once",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Fp8Output, Fp8Output]:
-    """`swiglu_columns` and `swiglu_backward_fp8` in one read of gate, up and grad_hidden; the same bits.
+    """`swiglu_columns` and `swiglu_backward_to_fp8` in one read of gate, up and grad_hidden; the same bits.
 
     Args: as there, and
         formats: of the product; of the gradients.
@@ -279,10 +279,10 @@ def _backward_columns(
     if len(set(modes)) > 1 or mode == "rowwise":
         raise ValueError(
             f"scalings: expected AmaxSlots or 'tensorwise' for all, got {modes} ('given': a slot). See swiglu_columns "
-            "and swiglu_backward_fp8."
+            "and swiglu_backward_to_fp8."
         )
     of_product = slots[0] if len(slots) == 3 else SlotTensors(None, None, None)
-    found: SixTensors = operators.swiglu_backward_columns(
+    found: SixTensors = operators.swiglu_backward_and_columns(
         grad_hidden, *values, mode, *of_product[:2], amax, *gate_slot,
         *up_slot, record, formats[0].torch_dtype, formats[0].max, formats[1].torch_dtype, formats[1].max,
         is_twice(rounding),
@@ -290,7 +290,7 @@ def _backward_columns(
     return found
 
 
-def swiglu_backward_packed_fp8(
+def swiglu_backward_packed_to_fp8(
     grad_hidden: Tensor,
     gate_up: Tensor,
     fmt: Float8Format,
@@ -305,7 +305,7 @@ def swiglu_backward_packed_fp8(
     _check(grad_hidden, gate, up)
     mode, slot = mode_of(scaling)
     none = SlotTensors(None, None, None)
-    x_fp8, scale_inv, hp, *_ = operators.swiglu_backward_fp8(
+    x_fp8, scale_inv, hp, *_ = operators.swiglu_backward_to_fp8(
         grad_hidden, gate, up, True, mode, *slot, *none, record, fmt.torch_dtype, fmt.max, is_twice(rounding), with_hp
     )
     return _output(x_fp8, scale_inv, hp, with_hp)

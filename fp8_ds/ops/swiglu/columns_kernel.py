@@ -201,7 +201,7 @@ def _quarter_of_all(
         "up_amax", "gate_kept", "up_kept",
     ]
 )  # fmt: skip
-def swiglu_backward_columns_kernel(
+def swiglu_backward_and_columns_kernel(
     grad_hidden, gate, up, gate_kept, up_kept, columns, gate_fp8, up_fp8, scale, scale_inv, amax, gate_scale,
     gate_scale_inv, gate_amax, up_scale, up_scale_inv, up_amax, num_rows, num_cols, grad_stride, gate_stride, up_stride,
     kept_stride, kept_group_stride,

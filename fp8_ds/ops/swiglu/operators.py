@@ -93,11 +93,11 @@ def _backward_fp8_kernel(
     if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
-        outputs = triton.swiglu_backward_fp8(
+        outputs = triton.swiglu_backward_to_fp8(
             grad_hidden, gate, up, packed, scaling, slots, record, dtype, fp8_max, twice, with_hp
         )
     else:
-        outputs = reference.swiglu_backward_fp8(
+        outputs = reference.swiglu_backward_to_fp8(
             grad_hidden, gate, up, packed, scaling, slots, record, dtype, fp8_max, twice
         )
     return _six([[x_fp8, scale_inv, hp if with_hp else hp.new_empty(0)] for x_fp8, scale_inv, hp in outputs])
@@ -126,8 +126,8 @@ swiglu_backward, _handle = register(
     _backward_fake,
 )
 _KEEP.append(_handle)
-swiglu_backward_fp8, _handle = register(
-    "swiglu_backward_fp8(Tensor grad_hidden, Tensor gate, Tensor up, bool packed, str scaling, Tensor? gate_scale, "
+swiglu_backward_to_fp8, _handle = register(
+    "swiglu_backward_to_fp8(Tensor grad_hidden, Tensor gate, Tensor up, bool packed, str scaling, Tensor? gate_scale, "
     "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
     "bool record, ScalarType dtype, float fp8_max, bool twice, bool with_hp) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -208,7 +208,7 @@ def _backward_columns_kernel(
     if takes_kernel(gate):
         from fp8_ds.ops.swiglu import triton
 
-        return triton.swiglu_backward_columns(
+        return triton.swiglu_backward_and_columns(
             grad_hidden, gate, up, kept_scales, scaling, (product, *grads), amax, record,
             (dtype, grad_dtype), (fp8_max, grad_max), twice,
         )  # fmt: skip
@@ -221,7 +221,7 @@ def _backward_columns_kernel(
         else:
             measured = gate.new_empty((), dtype=torch.float32)
         columns = gate.new_empty((0, gate.shape[0]), dtype=dtype), measured
-    first, second = reference.swiglu_backward_fp8(
+    first, second = reference.swiglu_backward_to_fp8(
         grad_hidden, *factors, False, scaling, grads, record, grad_dtype, grad_max, twice
     )
     return *columns, *first[:2], *second[:2]
@@ -240,8 +240,8 @@ def _backward_columns_fake(
     return planes[0], scales[0], planes[1], scales[1], planes[2], scales[2]
 
 
-swiglu_backward_columns, _handle = register(
-    "swiglu_backward_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
+swiglu_backward_and_columns, _handle = register(
+    "swiglu_backward_and_columns(Tensor grad_hidden, Tensor gate, Tensor up, Tensor? gate_kept, Tensor? up_kept, "
     "str scaling, Tensor? scale, Tensor? scale_inv, Tensor? amax, Tensor? gate_scale, "
     "Tensor? gate_scale_inv, Tensor(a!)? gate_amax, Tensor? up_scale, Tensor? up_scale_inv, Tensor(b!)? up_amax, "
     "bool record, ScalarType dtype, float fp8_max, ScalarType grad_dtype, float grad_max, bool twice) -> "

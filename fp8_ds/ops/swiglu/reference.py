@@ -73,7 +73,7 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool,
     return (torch.cat([grad_gate, grad_up], dim=1), grad_up.new_empty(0)) if packed else (grad_gate, grad_up)
 
 
-def swiglu_backward_fp8(
+def swiglu_backward_to_fp8(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,

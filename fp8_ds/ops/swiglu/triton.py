@@ -12,7 +12,7 @@ from fp8_ds.ops import _producer_device as device
 from fp8_ds.ops._launch import ceil_div, launch
 from fp8_ds.ops._producer import SlotTensors, empty_amax, empty_output
 from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
-from fp8_ds.ops.swiglu.columns_kernel import swiglu_backward_columns_kernel, swiglu_columns_kernel
+from fp8_ds.ops.swiglu.columns_kernel import swiglu_backward_and_columns_kernel, swiglu_columns_kernel
 from fp8_ds.ops.swiglu.kernel import BF16, swiglu_backward_kernel, swiglu_kernel
 
 _MODES = {"given": [device.GIVEN], "rowwise": [device.ROWWISE], "tensorwise": [device.AMAX, device.FROM_AMAX]}
@@ -156,7 +156,7 @@ def swiglu_columns(
     return columns, scales[1]
 
 
-def swiglu_backward_columns(
+def swiglu_backward_and_columns(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -189,7 +189,7 @@ def swiglu_backward_columns(
     words = as_words(columns)
     for kernel_mode in _MODES[mode]:
         launch(
-            swiglu_backward_columns_kernel,
+            swiglu_backward_and_columns_kernel,
             num_tiles(num_rows, num_cols, _BOTH_QUARTER),
             grad_hidden,
             *tensors,
@@ -271,7 +271,7 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor, packed: bool,
     return hps[0], hps[1]
 
 
-def swiglu_backward_fp8(
+def swiglu_backward_to_fp8(
     grad_hidden: Tensor,
     gate: Tensor,
     up: Tensor,

@@ -18,7 +18,13 @@ from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn import mlp as mlp_module
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.ops.swiglu import swiglu, swiglu_backward_columns, swiglu_backward_kept, swiglu_columns, swiglu_with_amax
+from fp8_ds.ops.swiglu import (
+    swiglu,
+    swiglu_backward_and_columns,
+    swiglu_backward_kept,
+    swiglu_columns,
+    swiglu_with_amax,
+)
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
@@ -162,8 +168,8 @@ def test_kept_in_fp8_the_output_is_the_same_and_gradients_are_within_its_error(r
 
 
 OPS = {
-    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_backward_columns": 1, "transpose": 2 + 3},
-    "delayed": {"quantize_delayed_planes": 1, "swiglu_backward_columns": 1, "transpose": 2 + 3},
+    "tensorwise": {"quantize_tensorwise_planes": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
+    "delayed": {"quantize_delayed_planes": 1, "swiglu_backward_and_columns": 1, "transpose": 2 + 3},
     "rowwise": {"quantize_rowwise": 3, "quantize_colwise_t": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 1 + 3},
     "rowwise_with_gw_hp": {"quantize_rowwise": 3, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
     "blockwise": {"quantize_blockwise": 4, "swiglu": 1, "swiglu_backward": 1, "transpose": 3},
@@ -190,8 +196,8 @@ def test_what_is_kept_in_fp8_does_not_come_back_in_bf16(recipe):
     output = mlp(inputs().requires_grad_() * 1)
     with Calls() as calls:
         output.backward(inputs(1, 1e-3))
-    assert calls.names["swiglu_columns"] == calls.names["swiglu_backward_columns"] == 1
-    assert calls.names["dequantize_groupwise"] == calls.names["swiglu_backward_fp8"] == 0
+    assert calls.names["swiglu_columns"] == calls.names["swiglu_backward_and_columns"] == 1
+    assert calls.names["dequantize_groupwise"] == calls.names["swiglu_backward_to_fp8"] == 0
 
 
 @pytest.mark.parametrize("is_one_op", [True, False])
@@ -230,7 +236,7 @@ def test_the_products_amax_is_measured_with_what_is_read_for_something_else(reci
 
     def columns(*args, amax, **kwargs):
         used.append(amax)
-        return swiglu_backward_columns(*args, amax=amax, **kwargs)
+        return swiglu_backward_and_columns(*args, amax=amax, **kwargs)
 
     def kept(*args, **kwargs):
         found = swiglu_backward_kept(*args, **kwargs)
@@ -242,7 +248,7 @@ def test_the_products_amax_is_measured_with_what_is_read_for_something_else(reci
         return swiglu_columns(*args, amax=amax, **kwargs)
 
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_with_amax", forward)
-    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_columns", columns)
+    monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_and_columns", columns)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_backward_kept", kept)
     monkeypatch.setattr("fp8_ds.nn.swiglu.swiglu_columns", kept_columns)
     run(*[make(recipe, nonlinear)[0]] * 2)
@@ -388,7 +394,7 @@ def test_with_a_hook_a_graph_has_the_stock_module():
     mlp, _ = make()
     mlp.up_proj.register_forward_hook(lambda *_: None)
     forward, backward = map(ops_of, graphs_of(mlp))
-    assert forward["scaled_mm"] == 3 and forward["swiglu"] == 0 and backward["swiglu_backward_fp8"] == 0
+    assert forward["scaled_mm"] == 3 and forward["swiglu"] == 0 and backward["swiglu_backward_to_fp8"] == 0
 
 
 # --- graphs of torch.compile ---
@@ -444,8 +450,8 @@ def test_compiled_delayed_scaling_compiles_twice_over_many_steps():
 def test_a_graph_casts_the_input_once_and_makes_the_product_again_in_its_backward(recipe):
     forward, backward = map(ops_of, graphs_of(make(recipe)[0]))
     assert forward[f"quantize_{recipe}_planes"] == backward[f"quantize_{recipe}_planes"] == 1
-    assert forward["swiglu"] == backward["swiglu_backward_columns"] == 1
-    assert backward["swiglu_columns"] == backward["swiglu_backward_fp8"] == backward["swiglu"] == 0
+    assert forward["swiglu"] == backward["swiglu_backward_and_columns"] == 1
+    assert backward["swiglu_columns"] == backward["swiglu_backward_to_fp8"] == backward["swiglu"] == 0
 
 
 # --- autograd ---

@@ -51,7 +51,9 @@ def run_forward(gate, up, scaling, fmt=E4M3, twice=False, record=True):
 def run_backward(grad, gate, up, scaling, packed, fmt=E5M2, twice=False, record=True):
     scalings = [mode_of(make_scaling(scaling)) for _ in range(1 if packed else 2)]
     mode, slots = scalings[0][0], [slot for _, slot in scalings]
-    outputs = kernels.swiglu_backward_fp8(grad, gate, up, packed, mode, slots, record, fmt.dtype, fmt.max, twice, True)
+    outputs = kernels.swiglu_backward_to_fp8(
+        grad, gate, up, packed, mode, slots, record, fmt.dtype, fmt.max, twice, True
+    )
     expected = reference.swiglu_backward(grad, gate, up, packed, twice)[: len(slots)]
     assert_outputs(expected, outputs, scalings, fmt, twice, record)
 
@@ -138,7 +140,7 @@ def test_no_bf16_is_written_unless_asked_for():
     x_fp8, _, hp, _ = kernels.swiglu(gate, up, mode, slot, *tail)
     assert_same(run_forward(gate, up, "tensorwise")[0], x_fp8)
     assert hp.shape == (0,)
-    outputs = kernels.swiglu_backward_fp8(up, gate, up, True, mode, (slot, slot), *tail)
+    outputs = kernels.swiglu_backward_to_fp8(up, gate, up, True, mode, (slot, slot), *tail)
     assert len(outputs) == 1 and outputs[0][2].shape == (0,) and outputs[0][0].shape == (3, 100)
 
 
@@ -212,12 +214,12 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
     amax = None if mode == "given" else reference_amax(gate, up, twice)
     amaxes = [None] if amax is None else [None, amax]
     expected = kernels.swiglu_columns(gate, up, None, mode, own[0], amax, *formats[0], twice)
-    rows = kernels.swiglu_backward_fp8(grad, gate, up, False, mode, tuple(own[1:]), True, *formats[1], twice, False)
+    rows = kernels.swiglu_backward_to_fp8(grad, gate, up, False, mode, tuple(own[1:]), True, *formats[1], twice, False)
     expected = [*expected, *rows[0][:2], *rows[1][:2]]
     tail = (True, (E4M3.dtype, E5M2.dtype), (E4M3.max, E5M2.max), twice)
     if kept is not None:
         factors = kept[0][0], kept[1][0], (kept[0][1], kept[1][1])
-        none, measured, *grads = kernels.swiglu_backward_columns(grad, *factors, mode, tuple(other), None, *tail)
+        none, measured, *grads = kernels.swiglu_backward_and_columns(grad, *factors, mode, tuple(other), None, *tail)
         assert none.numel() == 0
         if amax is not None:
             assert_same(measured, amax)
@@ -226,7 +228,8 @@ def assert_columns_beside_gradients(grad, gate, up, scaling, twice, is_kept):
         ]
     else:
         found = [
-            kernels.swiglu_backward_columns(grad, gate, up, None, mode, tuple(other), known, *tail) for known in amaxes
+            kernels.swiglu_backward_and_columns(grad, gate, up, None, mode, tuple(other), known, *tail)
+            for known in amaxes
         ]
     for got in found:
         for a, b in zip(expected, got, strict=True):

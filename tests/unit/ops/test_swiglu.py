@@ -10,11 +10,11 @@ from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.ops.swiglu import (
     swiglu,
     swiglu_backward,
-    swiglu_backward_columns,
-    swiglu_backward_fp8,
+    swiglu_backward_and_columns,
     swiglu_backward_kept,
     swiglu_backward_packed,
-    swiglu_backward_packed_fp8,
+    swiglu_backward_packed_to_fp8,
+    swiglu_backward_to_fp8,
     swiglu_columns,
     swiglu_with_amax,
 )
@@ -87,13 +87,13 @@ def test_fp8_is_the_quantised_bf16(scaling, fmt):
     assert_quantised(swiglu(GATE, UP, fmt, one, with_hp=True), fmt, scaling, one)
     assert swiglu(GATE, UP, fmt, one).hp is None
     one = make_scaling(scaling)
-    grads = swiglu_backward_fp8(GRAD, GATE, UP, fmt, (one, two) if scaling == "given" else scaling, with_hp=True)
+    grads = swiglu_backward_to_fp8(GRAD, GATE, UP, fmt, (one, two) if scaling == "given" else scaling, with_hp=True)
     for expected, output, slot in zip(swiglu_backward(GRAD, GATE, UP), grads, (one, two), strict=True):
         assert_same(expected, output.hp)
         assert_quantised(output, fmt, scaling, slot)
     one = make_scaling(scaling)
     gate_up = torch.cat([GATE, UP], dim=1)
-    packed = swiglu_backward_packed_fp8(GRAD, gate_up, fmt, one, with_hp=True)
+    packed = swiglu_backward_packed_to_fp8(GRAD, gate_up, fmt, one, with_hp=True)
     assert_same(swiglu_backward_packed(GRAD, gate_up), packed.hp)
     assert_quantised(packed, fmt, scaling, one)
 
@@ -109,8 +109,8 @@ def test_halves_of_a_packed_tensor_give_the_bytes_of_two_tensors():
 def test_evaluation_leaves_the_recorded_amax():
     slots = make_slot(amax=0.5), make_slot(amax=0.25)
     swiglu(GATE, UP, E4M3, slots[0], record=False)
-    swiglu_backward_fp8(GRAD, GATE, UP, E5M2, slots, record=False)
-    swiglu_backward_packed_fp8(GRAD, torch.cat([GATE, UP], dim=1), E5M2, slots[0], record=False)
+    swiglu_backward_to_fp8(GRAD, GATE, UP, E5M2, slots, record=False)
+    swiglu_backward_packed_to_fp8(GRAD, torch.cat([GATE, UP], dim=1), E5M2, slots[0], record=False)
     assert [slot.amax_local.item() for slot in slots] == [0.5, 0.25]
 
 
@@ -126,7 +126,7 @@ def test_a_non_finite_gate_is_seen_in_what_its_scale_covers(scaling, bad):
 def test_a_non_finite_up_spoils_the_gradient_of_gate_alone():
     up = UP.clone()
     up[5, 7] = INF
-    grad_gate, grad_up = swiglu_backward_fp8(GRAD, GATE, up, E5M2, "tensorwise")
+    grad_gate, grad_up = swiglu_backward_to_fp8(GRAD, GATE, up, E5M2, "tensorwise")
     assert grad_gate.scale_inv.isnan() and grad_up.scale_inv.isfinite()
 
 
@@ -147,7 +147,7 @@ def test_no_elements_are_no_work(shape, scaling):
     assert output.x_fp8.shape == output.hp.shape == shape
     assert output.scale_inv.shape == ((shape[0], 1) if scaling == "rowwise" else ())
     scalings = (make_slot(), make_slot()) if scaling == "given" else scaling
-    assert [one.x_fp8.shape for one in swiglu_backward_fp8(empty, empty, empty, E5M2, scalings)] == [shape, shape]
+    assert [one.x_fp8.shape for one in swiglu_backward_to_fp8(empty, empty, empty, E5M2, scalings)] == [shape, shape]
     assert swiglu_backward_packed(empty, torch.cat([empty, empty], dim=1)).shape == (shape[0], 2 * shape[1])
     if scaling != "given":
         assert (output.scale_inv == 1).all()
@@ -167,7 +167,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="got e4m4"):
         swiglu(GATE, UP, E4M4, "rowwise")
     with pytest.raises(ValueError, match="scaling: expected an AmaxSlot"):
-        swiglu_backward_fp8(GRAD, GATE, UP, E5M2, "delayed")
+        swiglu_backward_to_fp8(GRAD, GATE, UP, E5M2, "delayed")
     with pytest.raises(ValueError, match="rounding: expected"):
         swiglu_backward(GRAD, GATE, UP, rounding="never")
 
@@ -184,7 +184,7 @@ def test_ops_pass_opcheck(scaling, packed):
     torch.library.opcheck(ops.swiglu.default, (GATE, UP, scaling, *one, *tail), test_utils=checks)
     torch.library.opcheck(ops.swiglu_backward.default, (GRAD, GATE, UP, packed, False), test_utils=checks)
     arguments = (GRAD, GATE, UP, packed, scaling, *one, *two, *tail)
-    torch.library.opcheck(ops.swiglu_backward_fp8.default, arguments, test_utils=checks)
+    torch.library.opcheck(ops.swiglu_backward_to_fp8.default, arguments, test_utils=checks)
     if scaling != "rowwise":
         arguments = (GATE, UP, None, None, scaling, *one[:2], None, *tail[1:4])
         torch.library.opcheck(ops.swiglu_columns.default, arguments, test_utils=checks)
@@ -193,7 +193,7 @@ def test_ops_pass_opcheck(scaling, packed):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_without_a_graph_break_the_bytes_are_the_same(scaling):
     def all_of_them(gate, up, grad, one, two):
-        grads = swiglu_backward_fp8(grad, gate, up, E5M2, (one, two) if scaling == "given" else one)
+        grads = swiglu_backward_to_fp8(grad, gate, up, E5M2, (one, two) if scaling == "given" else one)
         return *swiglu(gate, up, E4M3, one)[:2], *grads[0][:2], *grads[1][:2], *swiglu_backward(grad, gate, up)
 
     eager = [make_scaling(scaling), make_scaling(scaling)]
@@ -224,7 +224,7 @@ def test_the_op_of_columns_beside_gradients_passes_opcheck(scaling, is_kept):
     values, scales = zip(*(quantize_groupwise(x) if is_kept else (x, None) for x in (GATE, UP)), strict=True)
     tail = (True, E4M3.dtype, E4M3.max, E5M2.dtype, E5M2.max, True)
     torch.library.opcheck(
-        torch.ops.fp8_ds.swiglu_backward_columns.default,
+        torch.ops.fp8_ds.swiglu_backward_and_columns.default,
         (GRAD, *values, *scales, scaling, *product[:2], None, *gate, *up, *tail),
         test_utils=("test_faketensor",) if is_kept else ("test_schema", "test_faketensor"),  # torch's fails on FP8
     )
@@ -237,7 +237,7 @@ def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
     factors = [quantize_groupwise(x) if is_kept else x for x in (GATE, UP)]
     gate, up = (dequantize_groupwise(*one) if is_kept else one for one in factors)
     columns = swiglu_columns(gate, up, E4M3, own[0], rounding="twice")
-    grads = swiglu_backward_fp8(
+    grads = swiglu_backward_to_fp8(
         GRAD, gate, up, E5M2, tuple(own[1:]) if scaling == "given" else "tensorwise", rounding="twice"
     )
     if is_kept:
@@ -247,7 +247,7 @@ def test_columns_beside_gradients_are_both_ops_at_once(scaling, is_kept):
             assert_same(amax, swiglu_with_amax(gate, up, E4M3, scaling, rounding="twice")[1])
         got = *swiglu_columns(*factors, E4M3, other[0], rounding="twice", amax=amax), *both
     else:
-        got = swiglu_backward_columns(GRAD, *factors, (E4M3, E5M2), tuple(other), rounding="twice")
+        got = swiglu_backward_and_columns(GRAD, *factors, (E4M3, E5M2), tuple(other), rounding="twice")
     for a, b in zip([*columns, *grads[0][:2], *grads[1][:2]], [*got[:2], *got[2][:2], *got[3][:2]], strict=True):
         assert_same(a, b)
     assert got[2].hp is got[3].hp is None
@@ -264,7 +264,7 @@ def test_columns_beside_gradients_refuse_what_they_cannot_read():
     with pytest.raises(ValueError, match="up: expected to be kept as gate is"):
         swiglu_columns((codes, scales), UP, E4M3, "tensorwise")
     with pytest.raises(ValueError, match="grad_hidden: expected bfloat16"):
-        swiglu_backward_columns(GRAD[1:], GATE, UP, (E4M3, E5M2), three)
+        swiglu_backward_and_columns(GRAD[1:], GATE, UP, (E4M3, E5M2), three)
     slot = make_scaling("given")
     for scalings in (
         ("rowwise",) * 3,
@@ -274,7 +274,7 @@ def test_columns_beside_gradients_refuse_what_they_cannot_read():
         (slot, slot, "tensorwise"),
     ):
         with pytest.raises(ValueError, match="expected AmaxSlots or 'tensorwise' for all"):
-            swiglu_backward_columns(GRAD, GATE, UP, (E4M3, E5M2), scalings)
+            swiglu_backward_and_columns(GRAD, GATE, UP, (E4M3, E5M2), scalings)
     with pytest.raises(ValueError, match="up: expected scales with the strides of gate's"):
         swiglu_columns((codes, scales), (codes, scales.repeat(1, 2)[:, :1]), E4M3, "tensorwise")
 

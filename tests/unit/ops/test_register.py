@@ -1,0 +1,96 @@
+"""Tensors that an op writes are the whole of their storage; what torch makes of others in a graph."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from fp8_ds.formats import E5M2
+from fp8_ds.monitor.statistics import StatisticsTable
+from fp8_ds.ops._register import in_own_storage
+from fp8_ds.ops.swiglu import swiglu_backward_to_fp8
+from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@pytest.fixture
+def add_one_to_both():
+    """An op that writes two arguments. docs/troubleshooting.md shows the same program."""
+    library = torch.library.Library("fp8_ds_test", "FRAGMENT")
+    library.define("add_one_to_both(Tensor(a!) x, Tensor(b!) y) -> ()")
+
+    def kernel(x, y):
+        x.add_(1)
+        y.add_(1)
+
+    library.impl("add_one_to_both", kernel, "CPU")
+    torch.library.register_fake("fp8_ds_test::add_one_to_both", lambda x, y: None, lib=library)
+    yield torch.ops.fp8_ds_test.add_one_to_both
+    library._destroy()
+    torch._dynamo.reset()
+
+
+def written_by(add_one_to_both, make_view):
+    """The vector after a compiled call with its entries 2 and 4."""
+    vector = torch.arange(100.0, 116.0)
+
+    def function(x, y):
+        add_one_to_both(x, y)
+
+    with torch._inductor.utils.fresh_cache():
+        torch.compile(function)(make_view(vector, 2), make_view(vector, 4))
+    return vector.tolist()[:6]
+
+
+def test_torch_up_to_2_12_takes_a_second_written_view_from_twice_its_offset(add_one_to_both):
+    """Where this fails, torch has changed: see whether `in_own_storage` is still needed."""
+    got = written_by(add_one_to_both, lambda vector, i: vector[i])
+    assert got == [100.0, 101.0, 103.0, 103.0, 105.0 if TORCH >= (2, 13) else 109.0, 105.0]
+
+
+def test_entries_in_storages_of_their_own_are_written_in_place(add_one_to_both):
+    got = written_by(add_one_to_both, lambda vector, i: in_own_storage(vector[i]))
+    assert got == [100.0, 101.0, 103.0, 103.0, 105.0, 105.0]
+
+
+def test_own_storage_is_the_same_memory_and_keeps_it():
+    matrix = torch.arange(24.0).view(4, 6)
+    row = in_own_storage(matrix[2])
+    assert row.storage_offset() == 0 and row._base is None and row.untyped_storage().nbytes() == 24
+    version = matrix._version
+    row.add_(100)
+    assert matrix[2].tolist() == [112.0, 113.0, 114.0, 115.0, 116.0, 117.0] and matrix._version == version
+    del matrix
+    gc.collect()
+    torch.full((4, 6), -1.0)  # takes freed memory of that size
+    assert row.tolist() == [112.0, 113.0, 114.0, 115.0, 116.0, 117.0]
+
+
+def whole(x):
+    return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def test_what_recipes_and_the_monitor_record_into_are_whole_storages():
+    history, table = AmaxHistory(4, [448.0] * 4), StatisticsTable(("a", "b"), "cpu")
+    slots = [history.slot(index) for index in range(4)]
+    assert all(whole(x) for slot in slots for x in (slot.amax_local, slot.scale, slot.scale_inv))
+    assert all(whole(table.slot(index, kind)) for index in (0, 1) for kind in ("input", "weight", "grad_output"))
+
+
+@pytest.mark.parametrize("how", ["at an offset", "of one storage"])
+def test_a_graph_that_writes_views_is_refused_while_it_is_traced(how):
+    gate = torch.randn(8, 32).bfloat16()
+    vector = torch.zeros(2)
+    one, other = (vector[1], torch.zeros(())) if how == "at an offset" else (vector[0], vector.data[0])
+    slots = [AmaxSlot(amax, torch.ones(()), torch.ones(())) for amax in (one, other)]
+
+    def function(grad):
+        return swiglu_backward_to_fp8(grad, gate, gate, E5M2, tuple(slots))[0].x_fp8.float()
+
+    match = "a view at an offset" if how == "at an offset" else "share a storage"
+    with pytest.raises(Exception, match=match):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(gate)
+    torch._dynamo.reset()
