@@ -1,74 +1,25 @@
-"""Whole training steps: ours beside stock DeepSpeed, plain torch and torchao. Speed, memory, losses, profiles.
+"""Training runs: ours beside stock DeepSpeed, plain torch and torchao. One run gives speed, memory and loss.
 
-    python benchmarks/end_to_end.py --piece peers --out $OUT             # at most ten minutes on one H200
-    python benchmarks/end_to_end.py --piece 8b --out $OUT                # four
-    python benchmarks/end_to_end.py --model llama-2b --reference stock-eager --arms ours-e4m11-compiled+rowwise
-    python benchmarks/end_to_end.py --model llama-2b --profile stock-eager ours-e4m11-compiled
-    python benchmarks/end_to_end.py --model llama-2b --losses stock-eager ours-e4m11-eager
-    python benchmarks/end_to_end.py --report FETCHED.json ...            # adds runs from elsewhere; table and chart
-    python benchmarks/end_to_end.py --model tiny-llama --arms stock-eager ours-e4m11-eager --steps 2    # on CPU
+    python benchmarks/end_to_end.py --model llama-2b --reference stock-eager --arms headline torchao
+    python benchmarks/end_to_end.py --model llama-124m --reference stock-compiled --arms headline delayed-fp32 \\
+        --seeds 60 --steps 6144 --trunk-steps 1536 --evaluations 12 --text-bytes 0 --budget 1500        # parity: a pair
+    python benchmarks/end_to_end.py --model llama-2b --arms stock-eager headline --profile
+    python benchmarks/end_to_end.py --report FETCHED.json ...            # adds runs from elsewhere; table and picture
+    python benchmarks/end_to_end.py --model tiny-llama --reference stock-eager --arms ours-e4m11-eager --steps 20
 
-Models and the names of arms: end_to_end_arms.py. Pieces: end_to_end_pieces.py. Every arm is a process of its own;
-DeepSpeed's arms are started by the `deepspeed` launcher and differ in the "fp8" block only (stage and buckets: `ZERO`
-of end_to_end_arms.py), or in what their names say. A piece measures its reference first and last, and ratios are taken
-within it. A step's time is the median of 3 blocks of 10 steps after a warm-up; tokens are random and uniform; gradients
-are clipped at norm 1 in all arms. An arm that fails is recorded with the end of its log, one that no longer fits into
-`--budget` is left out with a line, the rest goes on. Each call appends a run to one dated JSON and makes table and
-chart from it. Losses: the whole model (8 layers), 200 steps, learning rate 3e-4 after 20 steps of warm-up, text of
-parity/data.py, the same windows for all arms.
+An arm is a configuration (end_to_end_arms.py). Every run is a process of its own and trains on the same windows of text
+as the other arms of its seed; DeepSpeed's arms differ in the "fp8" block only, or in what their names say. Gradients
+are clipped at norm 1; the learning rate rises to 3e-4 and falls to zero. A step's time is the median of blocks of 10
+steps, from the third block on; of a run that ends in bf16 the mean over its steps. The reference runs first, and, with
+one seed and no trunk, once more at the end from other initial weights: the spread of these two bf16 runs is what the
+loss column is judged by. An arm that is off by more than three times that is marked.
 
-Predictions, written before the first run on an H200. Of peers: what was measured there for DESIGN.md.
+`--trunk-steps N`: a bf16 run takes N steps first, and all arms start from its weights. From scratch two runs part by
+tenths of a per cent, whatever differs between them, where the model learns to copy from its context.
 
-Llama 2.0 B, one GPU, 8192 tokens a step (ms; tokens/s; peak GiB), stock cross entropy, no fused activations:
-- stock-eager 253; 32.4k; 42.3. stock-compiled 221; 37.1k; 41.2. torch-compiled 197; 41.6k; 38.2.
-- torchao-tensorwise-compiled 156; 52.6k; 32.2. With AdamWFp8 149; 55.1k; 16.5. Clipping costs 2 to 3 ms of these.
-- ours-e4m11-compiled 114; 72k; 17.0. Time: GEMMs 68, attention 16, casts and elementwise 22, the step and all around
-  it 8, no idle. Memory, at the end of forward: weights and states 7.8, activations 7.4 (944 MiB a layer: 208 of FP8
-  inputs, 448 gate and up, 160 attention, 128 residuals), logits 1.5. So 16 needs Liger's loss, or gate and up in FP8.
-- ours-e4m19-compiled 115; 71k; 18.7. Release 116; 70.5k; 16.5: gradients are not what peaks at this size.
-- ours-e4m11-eager 155; 53k; 21: 41 ms of unfused elementwise where compiled fuses 22. ours-fp32-eager 200; 41k; 39.
-  ours-fp32-compiled 165; 50k; 38 (AdamW 16, DeepSpeed's own copies and norms 25).
-- recipes, compiled, against tensorwise: delayed -6 ms (no amax pass), rowwise -3, rowwise_with_gw_hp +22 (a third of
-  the GEMMs in bf16), blockwise +12 (GEMMs at 85 %). activations.fused works in eager only: -25 ms and 17.5 GiB for
-  tensorwise, delayed and rowwise; with nonlinear fp8 -20 ms and 15.5 GiB.
-- Of the 57 ms that DeepSpeed spends outside the model's kernels at most 8 remain. No wait of the host in forward and
-  backward that stock has not. At most 20 dispatches a linear.
-- Since tables of rotary embeddings are made once a step (predicted before its first run on an H200): compiled+fused
-  123, with delayed scales 119.5, with Liger's loss besides 119 and 14.5. Release, layers compiled one by one, inputs
-  of norms and SwiGLUs in FP8, Liger's loss: 122; 12.5.
-- As CUDA graphs (piece graphs): 118 against 120.5, of which 2.6 were gaps between kernels and before the forward.
-- With FlashAttention-3 (piece fastest): attention 15.5 ms for 17.5, so 118.5 against 120.5; as CUDA graphs 116.5.
-  Measured on 2026-11-23: 121.0 against 123.3, for torch 2.11's graphs had no tables, and 120.2 with none replayed, for
-  delayed scales were written where a CUDA graph may not write. Both mended, predicted: 113 with delayed scales, 116.5
-  tensorwise; 119 without FlashAttention-3; 124 with neither.
-- Since the model hands out its loss alone (its logits took a gradient of zeros: filled, copied into the graph, added),
-  SwiGLU's columns are written where they are computed, both planes by tiles of words, the norm in long programs and
-  half as many small operators between two steps (piece fastest, 2026-11-23, late): delayed 113.8, tensorwise 117.5;
-  stock and torchao within 0.3. Peak of the compiled tensorwise arm 15.5 for 16.01.
-- Since SwiGLU's columns are written beside its gradients, and norms in graphs keep FP8 where asked (late on
-  2026-11-23): delayed 113.7, tensorwise 117.6; release's peak 12.87 for 13.59. Measured 113.9, 117.5 and 13.04, which
-  the eager final norm explains: compiled 12.86 by peak_on_cpu.py, 12.87 measured.
-- Since the update takes 60 instructions an element for 68 (piece precise, 2026-11-26, without FlashAttention-3):
-  compiled+fused 119.5 for 118.3 to 121.8, as CUDA graphs 118; that with ends in bf16 and E4M3 gradients 131.
-- What was the headline, ends in bf16 with fast sums but for grad_weight, as CUDA graphs: on an H200 133 ms (1.94 x
-  DeepSpeed), on an H100 135.5 (measured 137.5, 2.04 x, 2026-11-26); the last layer's attention alone in bf16 121 and
-  124, with all sums fast 119 and 122.5.
-- The headline since 2026-11-28, delayed scales and the last 3 % of a run in bf16 (piece last-steps), masters decoded by
-  one kernel: 174 ms a step of these, 112.6 in the mean of a run. Measured 173.7 and 111.8.
-- Liger's cross entropy, all arms: peak -1.5 GiB (no whole logits), time within 2 ms.
-
-Llama-3-8B, 4 GPUs, ZeRO-3, 8192 tokens a step and GPU (tokens/s a GPU; peak GiB): stock-eager 8.0k; 94. FSDP2 bf16
-compiled 9.7k; 71. torchao-tensorwise-compiled with float8 gathers 11.7k; 65. ours-e4m11-compiled 15.0k (546 ms); 49,
-of which 9.8 are logits in bf16, float32 and their gradient: 45 needs Liger's loss. Eager 12.0k; 58. In stock's memory
-ours takes micro-batch 2, and then 15.6k.
-All of it on two GPUs, by the 8 layers measured there: ours 680 ms, 12.0k; stock 1,100; torchao 876.
-On four, by all of it on two (605, 1,018 and 746 ms): ours 585, 14.0k, 41 GiB; stock 1,000, 82 GiB; torchao 715.
-With the headline's recipe, and weights and gradients sent without copies (piece 8b-channels): 532. Measured 508.6.
-
-GPT-2 small (16 x 1024): all layers in FP8 0.80 of stock-eager (K = 768 is too short for the casts), measured 1.00 to
-1.05; compiled 0.95 and 1.02 of stock-compiled.
-
-Losses after 200 steps: e4m19 and fp32 within 0.5 % of stock's held-out loss, e4m11 within 1 %, recipes alike.
+An arm that fails is recorded with the end of its log, one that no longer fits into `--budget` is left out with a line,
+the rest goes on. With several GPUs, arms that need one each run side by side. Each call appends a run to one dated JSON
+and makes table and picture from it. What was predicted for a run stands in docs/speed.md and docs/parity.md.
 """
 
 from __future__ import annotations
@@ -79,21 +30,23 @@ import importlib.metadata
 import json
 import os
 import platform
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import end_to_end_report
 import torch
 from end_to_end_arms import GRAMMAR, MODELS, Arm, Model, ds_config, parse_arm, sized
-from end_to_end_pieces import PIECES, Piece, Timing, predicted_seconds
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
+from training_text import prepare
 
 from fp8_ds.device import num_gpus, uses_cuda
 from fp8_ds.launcher import free_port, which_gpus
@@ -103,8 +56,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")
 ENVIRONMENT = ("FP8_DS_", "NCCL_", "PYTORCH_", "TORCH_", "CUDA_", "TRITON_")
 ERROR_CHARS = 3000
-TEXT_BYTES = 24_000_000
-"""Of text for the losses: about 6 M tokens, of which 200 steps of 8192 read 1.6 M."""
+TRUNK = "stock-compiled"
 
 
 def machine() -> dict[str, Any]:
@@ -127,22 +79,111 @@ def machine() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Job:
+    """One run of the list.
+
+    Attributes:
+        seed: decides the order of the text, initial weights and rounding.
+        is_second: the reference once more, from other initial weights.
+        is_trunk: trains the weights that the other runs of its seed start from.
+    """
+
+    arm: Arm
+    seed: int
+    is_second: bool = False
+    is_trunk: bool = False
+
+
+def work_list(args: argparse.Namespace, model: Model) -> list[Job]:
+    """By seed: the trunk, the reference, the arms, the reference again."""
+    jobs = []
+    reference = [parse_arm(args.reference, model)] if args.reference else []
+    arms = [parse_arm(name, model) for name in args.arms if name != args.reference]
+    for seed in args.seeds:
+        jobs += [Job(parse_arm(TRUNK, model), seed, is_trunk=True)] if args.trunk_steps else []
+        jobs += [Job(arm, seed) for arm in (*reference, *arms)]
+    if reference and arms and len(args.seeds) == 1 and not args.trunk_steps and not args.profile:
+        jobs.append(Job(reference[0], args.seeds[0], is_second=True))
+    return jobs
+
+
+def make_spec(args: argparse.Namespace, job: Job, model: Model, cache: Path) -> dict[str, Any]:
+    """All that a worker needs to know."""
+    arm = with_run(with_chunks(job.arm, args.chunk_mem_const), job.seed, args.steps)
+    trunk = args.cache / f"trunk-{model.kind}-{model.hidden}-s{job.seed}.pt" if args.trunk_steps else None
+    return {
+        "arm": arm.as_dict(),
+        "model": vars(sized(model, arm)),
+        "on_cuda": uses_cuda(),
+        "ds_config": ds_config(arm, model, args.clip, not uses_cuda()) if arm.uses_deepspeed else None,
+        "seed": job.seed,
+        "init_seed": job.seed + job.is_second,
+        "steps": args.trunk_steps if job.is_trunk else args.steps,
+        "first_step": 0 if job.is_trunk else args.trunk_steps,
+        "decays": not job.is_trunk,
+        "weights": None if job.is_trunk or trunk is None else str(trunk),
+        "save_weights": str(trunk) if job.is_trunk else None,
+        "evaluations": args.evaluations,
+        "held_out_tokens": args.held_out_tokens,
+        "cross_entropy": args.cross_entropy,
+        "chunk_mem_const": args.chunk_mem_const,
+        "attention": args.attention,
+        "clip": args.clip,
+        "profile": args.profile,
+        "traces": _trace_folder(args, arm),
+        "text": {"cache": str(cache)},
+    }
+
+
+def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
+    """The arm, with the constant in its fp8 block if Liger's loss is named there; else the model hands it to Liger."""
+    activations = (arm.fp8 or {}).get("activations", {})
+    if chunk_mem_const == 1 or activations.get("cross_entropy") != "liger":
+        return arm
+    activations = {**activations, "cross_entropy_chunk_mem_const": chunk_mem_const}
+    return replace(arm, fp8={**arm.fp8, "activations": activations})
+
+
+def with_run(arm: Arm, seed: int, steps: int) -> Arm:
+    """The arm, with what of its fp8 block depends on the run: what FP8 states round by, and how long it is."""
+    if arm.fp8 is None:
+        return arm
+    fp8 = {**arm.fp8, "optimizer": {**arm.fp8.get("optimizer", {}), "seed": seed}}
+    if "bf16_last_fraction" in fp8.get("schedule", {}):
+        fp8["schedule"] = {"total_steps": steps, **fp8["schedule"]}
+    return replace(arm, fp8=fp8)
+
+
+def _trace_folder(args: argparse.Namespace, arm: Arm) -> str | None:
+    """Of an arm's traces; it exists then."""
+    if args.traces is None:
+        return None
+    folder = args.traces.resolve() / re.sub(r"[^\w.=-]", "_", arm.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+# --- processes ---
+
+
 def launch_command(arm: Arm, model: Model, port: int) -> list[str]:
-    """What precedes the worker's own arguments."""
+    """What precedes the worker's own arguments; on one GPU nothing but Python."""
     worker = str(HERE / "end_to_end_worker.py")
-    if arm.uses_deepspeed:
-        launcher = ["-m", "deepspeed.launcher.runner", *which_gpus(model.gpus), "--master_port", str(port)]
-    elif model.gpus > 1:
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={model.gpus}", f"--master_port={port}"]
-    else:
+    if model.gpus == 1:
         launcher = []
+    elif arm.uses_deepspeed:
+        launcher = ["-m", "deepspeed.launcher.runner", *which_gpus(model.gpus), "--master_port", str(port)]
+    else:
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={model.gpus}", f"--master_port={port}"]
     return [sys.executable, *launcher, worker]
 
 
-def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Path | None) -> dict[str, Any]:
+def run_arm(spec: dict[str, Any], arm: Arm, model: Model, slot: int, limit: float, log: Path | None) -> dict[str, Any]:
     """The worker's result, or "error": that it is not installed, ran too long, or the end of its output.
 
     Args:
+        slot: which of this machine's groups of `model.gpus` GPUs.
         limit: seconds after which all its processes are ended.
         log: to which all output is appended.
     """
@@ -153,7 +194,9 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
         spec_path.write_text(json.dumps(spec))
         command = [*launch_command(arm, model, port), "--spec", str(spec_path), "--out", str(out)]
         with output.open("w") as file:
-            code = _run(command, file, limit, arm.env)
+            code = run_or_end(
+                command, limit, stdout=file, stderr=subprocess.STDOUT, env=environment(arm, model, port, slot)
+            )
         text = output.read_text(errors="replace")
         result = json.loads(out.read_text()) if out.exists() else {"error": _error(code, text, limit)}
     for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
@@ -164,18 +207,20 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, limit: float, log: Pat
     return {**result, "wall_s": round(time.monotonic() - began, 1)}
 
 
-def _run(command: list[str], output: Any, limit: float, variables: Mapping[str, str]) -> int:
-    """Exit status of the command; `ENDED` if it and its children had to be ended.
-
-    Args:
-        variables: of its environment, instead of or beside those of this process.
-    """
+def environment(arm: Arm, model: Model, port: int, slot: int) -> dict[str, str]:
+    """Of the command: where our code is, which device, and for one GPU what a launcher would set."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     if not uses_cuda():
         env["DS_ACCELERATOR"] = "cpu"
-    return run_or_end(command, limit, stdout=output, stderr=subprocess.STDOUT, env={**env, **variables})
+    if model.gpus == 1:
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if uses_cuda():
+            visible = env.get("CUDA_VISIBLE_DEVICES", "")
+            devices = visible.split(",") if visible else [str(k) for k in range(num_gpus())]
+            env["CUDA_VISIBLE_DEVICES"] = devices[slot]
+    return {**env, **arm.env}
 
 
 def _error(code: int, output: str, limit: float) -> str:
@@ -189,193 +234,154 @@ def _error(code: int, output: str, limit: float) -> str:
     return without_folders(f"{reason}: {told[-1] if told else 'no error in its output'}\n{output[-ERROR_CHARS:]}")
 
 
-def run_piece(
-    piece: Piece,
-    budget: float,
-    run: Callable[[str, float], dict[str, Any]],
-    predict: Callable[[str, Mapping[tuple[str, str], float]], float],
-    known: Mapping[tuple[str, str], float],
-    clock: Callable[[], float] = time.monotonic,
-    save: Callable[[list[dict[str, Any]], list[str]], None] = lambda results, skipped: None,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Reference, arms, reference again (in mode "speed"); what does not fit any more is skipped.
-
-    The first arm goes before the reference's second run, which shows nothing without an arm.
+class Scheduler:
+    """Takes the jobs in their order, one on each group of GPUs; those of a seed wait for its trunk.
 
     Args:
-        budget: seconds for all.
-        run: (name, seconds left) to a result with `wall_s`.
-        predict: (name, known) to the seconds that an arm will take.
-        known: (name, mode) to the seconds that arms took before; what is measured here is added.
-        save: called after every arm.
-
-    Returns:
-        (results in order, each with its "arm"; lines about what was skipped).
+        budget: seconds; a job starts only if the longest run so far would still fit.
+        run: (job, group of GPUs, seconds left) to a result with `wall_s`.
+        save: called after every job with all results, in the jobs' order, and lines about what was left out.
     """
-    known, results, skipped = dict(known), [], []
-    began = clock()
-    first = [piece.reference] if piece.reference else []
-    last = first if piece.mode == "speed" and piece.arms else []
-    names = [*first, *piece.arms, *last]
-    for number, name in enumerate(names):
-        has_arm = len(results) > len(first)
-        if number == len(names) - 1 and last and not has_arm:
-            break
-        kept = last if number < len(names) - 1 and has_arm else []
-        left, needed = budget - (clock() - began), sum(predict(some, known) for some in (name, *kept))
-        if results and needed > left:
-            skipped.append(
-                f"{name}: left out, it takes {needed:.0f} s{' with the reference' if kept else ''}, {left:.0f} are left"
-            )
-            print(skipped[-1], flush=True)
-            continue
-        result = {"arm": name, **run(name, left)}
-        if "error" not in result:
-            known[name, piece.mode] = result["wall_s"]
-        results.append(result)
-        print(end_to_end_report.line(result), flush=True)
-        save(results, skipped)
-    save(results, skipped)
-    return results, skipped
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        num_groups: int,
+        budget: float,
+        run: Callable[[Job, int, float], dict[str, Any]],
+        save: Callable[[list[dict[str, Any]], list[str]], None] = lambda results, skipped: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.jobs, self.groups, self.run_job, self.save, self.clock = jobs, range(num_groups), run, save, clock
+        self.end = clock() + budget
+        self.results: dict[int, dict[str, Any]] = {}
+        self.skipped: list[str] = []
+        self.waiting = queue.SimpleQueue[int]()
+        for number in range(len(jobs)):
+            self.waiting.put(number)
+        self.trunks = {job.seed: threading.Event() for job in jobs if job.is_trunk}
+        self.lock = threading.Lock()
+
+    def run(self) -> tuple[list[dict[str, Any]], list[str]]:
+        threads = [threading.Thread(target=self._serve, args=(group,)) for group in self.groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.save(self._in_order(), self.skipped)
+        return self._in_order(), self.skipped
+
+    def _in_order(self) -> list[dict[str, Any]]:
+        return [self.results[number] for number in sorted(self.results)]
+
+    def _serve(self, group: int) -> None:
+        while True:
+            try:
+                number = self.waiting.get_nowait()
+            except queue.Empty:
+                return
+            job = self.jobs[number]
+            if not job.is_trunk and job.seed in self.trunks:
+                self.trunks[job.seed].wait()
+            left, needed = self.end - self.clock(), self._longest(job)
+            if needed > left:
+                line = f"{job.arm.name}, seed {job.seed}: left out, it takes {needed:.0f} s, {left:.0f} are left"
+                print(line, flush=True)
+                with self.lock:
+                    self.skipped.append(line)
+                continue
+            about = {"arm": job.arm.name, "seed": job.seed, "is_second": job.is_second, "is_trunk": job.is_trunk}
+            result = {**about, **self.run_job(job, group, left)}
+            print(end_to_end_report.line(result), flush=True)
+            with self.lock:
+                self.results[number] = result
+                self.save(self._in_order(), self.skipped)
+            if job.is_trunk:
+                self.trunks[job.seed].set()
+
+    def _longest(self, job: Job) -> float:
+        alike = [r["wall_s"] for r in self.results.values() if "error" not in r and r["is_trunk"] == job.is_trunk]
+        return max(alike, default=0.0)
 
 
-def make_spec(
-    args: argparse.Namespace, piece: Piece, arm: Arm, model: Model, text: dict[str, Any] | None
-) -> dict[str, Any]:
-    """All that a worker needs to know."""
-    timing = Timing(args.warm_up, args.blocks, args.steps)
-    arm = with_chunks(arm, args.chunk_mem_const)
-    return {
-        "arm": arm.as_dict(),
-        "model": vars(sized(model, arm)),
-        "on_cuda": uses_cuda(),
-        "ds_config": ds_config(arm, model, args.clip, not uses_cuda()) if arm.uses_deepspeed else None,
-        "mode": piece.mode,
-        "cross_entropy": piece.cross_entropy or args.cross_entropy,
-        "chunk_mem_const": args.chunk_mem_const,
-        "attention": args.attention,
-        "clip": args.clip,
-        "warm_up": timing.warm_up,
-        "blocks": timing.blocks,
-        "steps": args.loss_steps if piece.mode == "losses" else timing.steps,
-        "profile_steps": 3,
-        "traces": _trace_folder(args, arm),
-        "text": text,
-    }
+# --- the command ---
 
 
-def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
-    """The arm, with the constant in its fp8 block if Liger's loss is named there; else the model hands it to Liger."""
-    activations = (arm.fp8 or {}).get("activations", {})
-    if chunk_mem_const == 1 or activations.get("cross_entropy") != "liger":
-        return arm
-    activations = {**activations, "cross_entropy_chunk_mem_const": chunk_mem_const}
-    return replace(arm, fp8={**arm.fp8, "activations": activations})
-
-
-def _trace_folder(args: argparse.Namespace, arm: Arm) -> str | None:
-    """Of an arm's traces; it exists then."""
-    if args.traces is None:
-        return None
-    folder = args.traces.resolve() / re.sub(r"[^\w.=-]", "_", arm.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
-
-
-def prepare_text(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Tokens of this machine's text in a folder; what the result says about them."""
-    from parity.data import prepare
-
-    needed = args.loss_steps * model.micro_batch * model.gpus * model.seq
+def prepare_text(args: argparse.Namespace, model: Model) -> tuple[str, Path]:
+    """(what the text is, the folder of its tokens)"""
+    steps = args.steps + args.trunk_steps
+    epochs = 1 if args.text_bytes else 2
+    needed = steps * model.micro_batch * model.gpus * model.seq // epochs
     is_tiny = model.vocab < 32000
     kind, size = ("bytes", 256) if is_tiny else ("bpe", model.vocab)
-    text, cache = prepare(args.cache / f"{kind}-{size}", kind, size, needed, 400_000 if is_tiny else TEXT_BYTES)
-    return {"cache": str(cache), "about": text.describe()}
+    most = 400_000 if is_tiny else args.text_bytes or None
+    text, cache = prepare(args.cache / f"{kind}-{size}-{most or 'all'}", kind, size, needed, most)
+    return text.describe(), cache
 
 
-def chosen_piece(args: argparse.Namespace) -> tuple[str, Piece]:
-    """(name, what to measure)."""
-    if args.piece:
-        return args.piece, PIECES[args.piece]
-    for mode, arms in (("profile", args.profile), ("losses", args.losses), ("speed", args.arms)):
-        if arms:
-            reference = args.reference if mode == "speed" else None
-            names = [name for part in arms for name in part.split(",") if name != reference]
-            return mode, Piece(args.model, reference, tuple(names), mode)
-    raise AssertionError("argparse wants one of them")
-
-
-def chosen_model(args: argparse.Namespace, piece: Piece) -> Model:
-    """The piece's model with what the command line changes."""
+def chosen_model(args: argparse.Namespace) -> Model:
+    """The model with what the command line changes."""
     changes = {key: getattr(args, key) for key in ("layers", "seq", "micro_batch", "stage", "gpus")}
-    return replace(MODELS[piece.model], **{key: value for key, value in changes.items() if value is not None})
+    return replace(MODELS[args.model], **{key: value for key, value in changes.items() if value is not None})
 
 
 def measure(args: argparse.Namespace) -> Path:
-    """Runs a piece; returns the JSON to which it was appended."""
-    name, piece = chosen_piece(args)
-    if args.chunk_mem_const != 1 and (piece.cross_entropy or args.cross_entropy) != "liger":
+    """Runs the list; returns the JSON to which it was appended."""
+    if args.chunk_mem_const != 1 and args.cross_entropy != "liger":
         raise SystemExit(
             f"--chunk-mem-const: expected 1 with cross entropy stock, got {args.chunk_mem_const}. Add --cross-entropy "
-            "liger, or take a piece that has it."
+            "liger."
         )
-    model, timing = chosen_model(args, piece), Timing(args.warm_up, args.blocks, args.steps)
-    began = time.monotonic()
-    for arm_name in filter(None, (piece.reference, *piece.arms)):
-        parse_arm(arm_name, model)
-    text = prepare_text(args, model) if piece.mode == "losses" else None
-    stem = dated_stem(args.out, "end-to-end")
-    path = stem.with_suffix(".json")
-    earlier = end_to_end_report.load(path)
+    began, model = time.monotonic(), chosen_model(args)
+    jobs = work_list(args, model)
+    about, cache = prepare_text(args, model)
+    path = dated_stem(args.out, end_to_end_report.NAME).with_suffix(".json")
     run: dict[str, Any] = {
         "id": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "piece": name,
-        "mode": piece.mode,
-        "model": {"name": piece.model, **vars(model)},
-        "reference": piece.reference,
-        "cross_entropy": piece.cross_entropy or args.cross_entropy,
+        "mode": "profile" if args.profile else "train",
+        "model": {"name": args.model, **vars(model)},
+        "reference": args.reference,
+        "steps": args.steps,
+        "trunk_steps": args.trunk_steps,
+        "cross_entropy": args.cross_entropy,
         "chunk_mem_const": args.chunk_mem_const,
         "attention": args.attention,
         "clip": args.clip,
-        "timing": str(timing),
         "zero_optimization": ds_config(Arm("", "stock", False), model, args.clip, False)["zero_optimization"],
-        "text": text and text["about"],
+        "text": about,
         "command": command_line(),
         "machine": machine(),
     }
+    print(f"text: {about}, {time.monotonic() - began:.0f} s", flush=True)
 
-    def one(arm_name: str, left: float) -> dict[str, Any]:
-        arm = parse_arm(arm_name, model)
-        spec = make_spec(args, piece, arm, model, text)
-        return run_arm(spec, arm, model, min(args.arm_timeout, max(left, 30)), args.log)
+    def one(job: Job, group: int, left: float) -> dict[str, Any]:
+        spec = make_spec(args, job, model, cache)
+        return run_arm(spec, job.arm, model, group, min(args.arm_timeout, max(left, 30)), args.log)
 
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
-    num_steps = args.loss_steps if piece.mode == "losses" else timing.num_steps
-
-    def predict(arm_name: str, known: Mapping[tuple[str, str], float]) -> float:
-        return predicted_seconds(parse_arm(arm_name, model), model, piece.mode, num_steps, known)
-
-    known = end_to_end_report.known_seconds(earlier, run["model"], run["timing"])
-    run_piece(piece, args.budget - (time.monotonic() - began), one, predict, known, save=save)
+    num_groups = max(1, min(args.groups or 99, num_gpus() // model.gpus)) if uses_cuda() else 1
+    Scheduler(jobs, num_groups, args.budget - (time.monotonic() - began), one, save).run()
     return path
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(epilog=f"Arms: {GRAMMAR}.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--piece", choices=list(PIECES))
-    what.add_argument("--arms", nargs="+", help="separated by spaces or commas")
-    what.add_argument("--losses", nargs="+", metavar="ARM", help="losses over --loss-steps steps on text")
-    what.add_argument("--profile", nargs="+", metavar="ARM", help="where these arms spend their time")
+    what.add_argument("--arms", nargs="+")
     what.add_argument("--report", nargs="*", type=Path, metavar="JSON", help="measure nothing; add these files' runs")
     how = parser.add_argument_group("how")
-    how.add_argument("--model", choices=list(MODELS), default="llama-2b", help="a piece has its own")
-    how.add_argument("--reference", metavar="ARM", help="is measured before and after --arms")
-    how.add_argument(
-        "--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms; some pieces have their own"
-    )
+    how.add_argument("--model", choices=list(MODELS), default="llama-2b")
+    how.add_argument("--reference", metavar="ARM", help="bf16, with which the others' speed and loss are compared")
+    how.add_argument("--seeds", nargs="+", type=int, default=[0])
+    how.add_argument("--steps", type=int, default=200)
+    how.add_argument("--trunk-steps", type=int, default=0, help="in bf16, from whose weights all arms start")
+    how.add_argument("--evaluations", type=int, default=1, help="of the held-out loss, the last after the last step")
+    how.add_argument("--held-out-tokens", type=int, default=131_072, help="that an evaluation reads")
+    how.add_argument("--profile", action="store_true", help="where the arms spend their time and memory, no losses")
+    how.add_argument("--traces", type=Path, help="folder in which profiles leave rank 0's traces, in Chrome's format")
+    how.add_argument("--cross-entropy", choices=["stock", "liger"], default="stock", help="of all arms")
     how.add_argument(
         "--chunk-mem-const",
         type=int,
@@ -388,17 +394,14 @@ def parse_args() -> argparse.Namespace:
         "--attention", choices=["causal", "sdpa", "cudnn"], default="causal", help="of all arms: end_to_end_trainers.py"
     )
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
-    how.add_argument("--blocks", type=int, default=3, help="that are timed")
-    how.add_argument("--steps", type=int, default=10, help="of a block")
-    how.add_argument("--warm-up", type=int, default=10)
-    how.add_argument("--loss-steps", type=int, default=200)
     for name in ("layers", "seq", "micro-batch", "stage", "gpus"):
         how.add_argument(f"--{name}", type=int, help="instead of the model's")
+    how.add_argument("--groups", type=int, help="of GPUs that train side by side; else as many as there are")
     how.add_argument("--budget", type=float, default=570, help="seconds for the whole command")
-    how.add_argument("--arm-timeout", type=float, default=240)
+    how.add_argument("--arm-timeout", type=float, default=1500)
+    how.add_argument("--text-bytes", type=int, default=24_000_000, help="of text that is read; 0: all, twice at most")
     how.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "end_to_end_text"))
     how.add_argument("--out", type=Path, default=HERE / "results")
-    how.add_argument("--traces", type=Path, help="folder in which profiles leave rank 0's traces, in Chrome's format")
     how.add_argument("--log", type=Path, help="append all output of all arms to this file")
     return parser.parse_args()
 

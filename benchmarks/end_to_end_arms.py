@@ -16,7 +16,8 @@ class Model:
     """A model and the run it is measured in.
 
     Args:
-        kind: "llama" (Hugging Face's LlamaForCausalLM) or "gpt" (the GPT of parity/models.py).
+        kind: "llama", "qwen3" (Hugging Face's classes) or "gpt" (the GPT of parity/models.py).
+        heads: of `head_dim` = hidden / heads features each.
         micro_batch: sequences a rank and step; no accumulation.
         stage: of ZeRO, in all DeepSpeed arms.
     """
@@ -39,10 +40,14 @@ class Model:
         return self.micro_batch * self.seq
 
     @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
     def num_parameters(self) -> int:
         """Of matrices; a GPT's MLP has two, a Llama's three."""
         attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
-        mlp = (3 if self.kind == "llama" else 2) * self.hidden * self.ffn
+        mlp = (2 if self.kind == "gpt" else 3) * self.hidden * self.ffn
         return round(self.layers * (attention + mlp) + 2 * self.vocab * self.hidden)
 
 
@@ -50,9 +55,14 @@ MODELS = {
     "llama-2b": Model("llama", 8, 4096, 14336, 32, 8, 32000, 4096, 2, stage=2, gpus=1),
     "llama-8b": Model("llama", 32, 4096, 14336, 32, 8, 128256, 8192, 1, stage=3, gpus=4),
     "llama-8b-2gpus": Model("llama", 8, 4096, 14336, 32, 8, 128256, 8192, 1, stage=3, gpus=2),
+    # The models of parity: 124 M and 0.94 B parameters, heads of 128 features, 32,768 and 65,536 tokens a step.
+    "llama-124m": Model("llama", 12, 768, 2048, 6, 2, 32000, 1024, 32, stage=2, gpus=1),
+    "llama-1b": Model("llama", 18, 2048, 5632, 16, 4, 32000, 2048, 32, stage=2, gpus=1),
+    "qwen3-1b": Model("qwen3", 18, 2048, 5632, 16, 4, 32000, 2048, 4, stage=2, gpus=1),
     "gpt2": Model("gpt", 12, 768, 3072, 12, 12, 50304, 1024, 16, stage=2, gpus=1),
     "tiny-llama": Model("llama", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
     "tiny-llama-3": Model("llama", 2, 64, 256, 4, 2, 512, 32, 1, stage=3, gpus=2),
+    "tiny-qwen3": Model("qwen3", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
     "tiny-gpt": Model("gpt", 2, 64, 256, 1, 1, 512, 32, 2, stage=2, gpus=1),
 }
 
@@ -131,6 +141,15 @@ class Arm:
         return asdict(self)
 
 
+_FAST = "compiled+delayed+fused+e4m3"
+NAMED = {
+    "headline": f"ours-e4m11-{_FAST}+linear.fast_accumulation=output_and_grad_input+attention.backend=fa3"
+    "+schedule.bf16_last_fraction=0.03",
+    "delayed-fp32": f"ours-fp32-{_FAST}+attention.backend=fa3+schedule.bf16_last_fraction=0.03",
+    "torchao": "torchao-tensorwise-adamwfp8-compiled+fa3",
+}
+"""Arms with a name of their own, which options may follow. "delayed-fp32" is what `{"enabled": true}` is to become."""
+
 _NAME = re.compile(
     r"(?:(?P<plain>stock|torch)"
     rf"|torchao-(?P<recipe>{'|'.join(RECIPES)})(?P<low>-adamwfp8)?"
@@ -146,8 +165,9 @@ KEPT = {
         "layers.-1.mlp.down_proj",
     ],
 }
-"""Linears of the Llama, as those of parity/arms.py of the GPT."""
+"""Linears of the Llama that stay in bf16."""
 GRAMMAR = (
+    f"{', '.join(NAMED)}, "
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
     "+liger (activations.cross_entropy), +measured (linear.layer_choice), +fast (linear.fast_accumulation all), +e4m3 "
@@ -166,7 +186,8 @@ def parse_arm(name: str, model: Model) -> Arm:
     Raises:
         ValueError: naming the part that is not understood.
     """
-    stem, *options = name.split("+")
+    first, *more = name.split("+")
+    stem, *options = "+".join([NAMED.get(first, first), *more]).split("+")
     match = _NAME.fullmatch(stem)
     if match is None:
         raise ValueError(f"arm: expected {GRAMMAR}; got {name!r}.")

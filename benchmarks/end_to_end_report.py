@@ -1,24 +1,29 @@
-"""Tables, verdicts and chart of end_to_end.py, made from its JSON alone."""
+"""Tables, pairs and picture of end_to_end.py, made from its JSON alone."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import end_to_end_chart
 import memory_profile
-import sampled_steps
 import step_profile
-from end_to_end_arms import MODELS
 from results_io import dated_stem
 
-LAST = 20
-"""Steps over which the end of a loss curve is averaged."""
+from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired
+
+NAME = "training"
+"""Of the files. Those of before 2026-11-28, "end-to-end" and "gpt-parity-...", have speed and loss apart."""
+LAST_SHARE = 0.1
+"""Of the steps, over which training losses are averaged."""
+MOST_OFF = 3.0
+"""Times the spread of two bf16 runs by which an arm's loss may be off."""
+_SMOOTHED = 10
+"""Blocks of the picture's running mean."""
 
 
 # --- files ---
@@ -30,9 +35,14 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The file as a whole or not at all."""
+    """The file as a whole or not at all; a line a result, so that its curves do not fill pages."""
+    lines = []
+    for run in runs:
+        about = {key: value for key, value in run.items() if key != "results"}
+        results = ",\n".join(json.dumps(result) for result in run["results"])
+        lines.append(json.dumps(about)[:-1] + ', "results": [\n' + results + "\n]}")
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    part.write_text('{"runs": [\n' + ",\n".join(lines) + "\n]}\n")
     os.replace(part, path)
 
 
@@ -47,15 +57,14 @@ def merged(out: Path, files: Iterable[Path]) -> Path:
     """The JSON in `out`, dated by the newest run, with the runs of `files` added, each once (by second and command)."""
     sources = list(files)
     if not sources:
-        newest = sorted(out.glob("*-end-to-end.json"))
+        newest = sorted(out.glob(f"*-{NAME}.json"))
         if not newest:
-            raise SystemExit(f"report: expected a file *-end-to-end.json in {out.name}, got none. Name one.")
+            raise SystemExit(f"report: expected a file *-{NAME}.json in {out.name}, got none. Name one.")
         return newest[-1]
     added = [run for path in sources for run in load(path)]
     if not added:
         raise SystemExit(f"report: expected files with runs, got {[path.name for path in sources]}.")
-    stem = dated_stem(out, "end-to-end")
-    path = stem.with_name(max(run["id"] for run in added)[:10] + "-end-to-end.json")
+    path = dated_stem(out, NAME).with_name(max(run["id"] for run in added)[:10] + f"-{NAME}.json")
     write(path, each_once([*load(path), *added]))
     return path
 
@@ -66,98 +75,156 @@ def each_once(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def known_seconds(
-    runs: Iterable[Mapping[str, Any]], model: Mapping[str, Any], timing: str
-) -> dict[tuple[str, str], float]:
-    """(arm, mode) to seconds that it took last, with the very model and as many steps."""
-    return {
-        (result["arm"], run["mode"]): result["wall_s"]
-        for run in runs
-        if run["model"] == model and run["timing"] == timing
-        for result in run["results"]
-        if "error" not in result
-    }
-
-
-# --- one run ---
-
-
-def is_whole(run: Mapping[str, Any]) -> bool:
-    """Whether the model is what its name says, layers, lengths and GPUs: only the micro-batch may be another."""
-    model = run["model"]
-    expected = vars(MODELS[model["name"]])
-    return all(model[key] == value for key, value in expected.items() if key != "micro_batch")
+# --- numbers of one result ---
 
 
 def good(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [result for result in run["results"] if "error" not in result]
 
 
-def peak(result: Mapping[str, Any]) -> float:
-    """GiB. What replayed graphs keep counts as reserved, and not as allocated."""
-    gib: float = result["peak_reserved_gib" if "+cudagraphs" in result["arm"] else "peak_allocated_gib"]
-    return gib
+def in_cuda_graphs(result: Mapping[str, Any]) -> bool:
+    """What replayed graphs keep counts as reserved, and not as allocated."""
+    return "+cudagraphs" in result["arm"]
+
+
+def late_loss(result: Mapping[str, Any]) -> float:
+    """Mean training loss of the last tenth of the steps, at least of the last block."""
+    first = (1 - LAST_SHARE) * result["last_steps"][-1]
+    late = [loss for step, loss in zip(result["last_steps"], result["losses"], strict=True) if step > first]
+    return fmean(late or result["losses"][-1:])
+
+
+def held_out(result: Mapping[str, Any]) -> float:
+    """Held-out loss after the last step."""
+    loss: float = result["held_out"][-1][1]
+    return loss
+
+
+def bases(run: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """By seed: the reference's run."""
+    of_reference = (r for r in good(run) if r["arm"] == run["reference"] and not r["is_trunk"])
+    return {r["seed"]: r for r in of_reference if not r["is_second"]}
+
+
+def spread(run: Mapping[str, Any]) -> float | None:
+    """Per cent by which the training loss of the second bf16 run is from that of the first; None: there are no two."""
+    second = next((r for r in good(run) if r["is_second"]), None)
+    base = None if second is None else bases(run).get(second["seed"])
+    return None if second is None or base is None else abs(percent(late_loss(second), late_loss(base)))
+
+
+def percent(value: float, base: float) -> float:
+    return 100 * (value / base - 1)
 
 
 def line(result: Mapping[str, Any]) -> str:
-    """What is printed when an arm is done."""
+    """What is printed when a run is done."""
+    name = f"{result['arm']}, seed {result['seed']}"
     if "error" in result:
-        return f"{result['arm']}: FAILED after {result['wall_s']:.0f} s: {result['error'].splitlines()[0]}"
-    if "losses" in result:
-        return f"{result['arm']}: held-out loss {result['held_out_loss']:.4f}, {result['wall_s']:.0f} s"
+        return f"{name}: FAILED after {result['wall_s']:.0f} s: {result['error'].splitlines()[0]}"
+    if "losses" not in result:
+        return f"{name}: profiled, {result['wall_s']:.0f} s"
     return (
-        f"{result['arm']}: {result['step_ms']:.1f} ms, {result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU, "
-        f"{peak(result):.1f} GiB, {result['wall_s']:.0f} s"
+        f"{name}: {result['step_ms']:.1f} ms, {result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU, "
+        f"{result['peak_allocated_gib']:.1f} GiB, loss {late_loss(result):.4f}, held out {held_out(result):.4f}, "
+        f"{result['wall_s']:.0f} s"
     )
 
 
-def speeds(run: Mapping[str, Any]) -> dict[str, float]:
-    """Arm to tokens/s a GPU, the mean where it was measured twice; of a "speed" run."""
-    found: dict[str, list[float]] = {}
-    for result in good(run):
-        if "tokens_per_second_per_gpu" in result:
-            found.setdefault(result["arm"], []).append(result["tokens_per_second_per_gpu"])
-    return {arm: fmean(values) for arm, values in found.items()}
+# --- tables ---
 
 
-def _failed(result: Mapping[str, Any], num_columns: int) -> str:
-    reason = result["error"].splitlines()[0][:200].replace("|", "/")
-    return f"| {result['arm']} | **{reason}** |" + " |" * (num_columns - 2)
-
-
-def speed_table(run: Mapping[str, Any]) -> str:
-    speed = speeds(run)
-    reference = speed.get(run["reference"])
+def training_table(run: Mapping[str, Any]) -> str:
+    """A row a run: speed, memory, and the loss beside that of bf16 on the same batches."""
+    base_of, noise = bases(run), spread(run)
+    speed = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"] and not r["is_trunk"]]
     lines = [
-        f"| arm | ms/step (blocks) | tokens/s a GPU | of {run['reference'] or 'the reference'} "
-        "| peak GiB allocated / reserved | peak while building | resident FP8 weights GiB | loss |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| arm | seed | ms/step | tokens/s a GPU | of {run['reference'] or 'the reference'} | peak GiB allocated / "
+        "reserved | training loss, last tenth | % of bf16's | held out | % of bf16's |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in run["results"]:
+        name = r["arm"] + (" (trunk)" if r["is_trunk"] else " (other initial weights)" if r["is_second"] else "")
         if "error" in r:
-            lines.append(_failed(r, 8))
+            reason = r["error"].splitlines()[0][:200].replace("|", "/")
+            lines.append(f"| {name} | {r['seed']} | **{reason}** |" + " |" * 7)
             continue
-        ratio = f"{r['tokens_per_second_per_gpu'] / reference:.3f}" if reference else ""
-        blocks = ", ".join(f"{ms:.1f}" for ms in r["block_ms"])
-        resident = f"{r['fp8']['resident_weight_bytes'] / 2**30:.2f}" if r["fp8"] else ""
-        allocated = "in graphs" if "+cudagraphs" in r["arm"] else f"{r['peak_allocated_gib']:.2f}"
+        base = None if r["is_trunk"] else base_of.get(r["seed"])
+        off = ["", ""] if base is None or base is r else differences(r, base)
+        if noise is not None and off[0] and not r["is_second"] and abs(float(off[0])) > MOST_OFF * noise:
+            off[0] = f"**{off[0]}, off**"
+        in_bf16 = f" ({r['step_ms_of_bf16_steps']:.1f} in bf16)" if r["step_ms_of_bf16_steps"] else ""
+        ratio = f"{r['tokens_per_second_per_gpu'] / fmean(speed):.3f}" if speed and not r["is_trunk"] else ""
+        allocated = "in graphs" if in_cuda_graphs(r) else f"{r['peak_allocated_gib']:.2f}"
         lines.append(
-            f"| {r['arm']} | {r['step_ms']:.1f} ({blocks}) | {r['tokens_per_second_per_gpu']:,.0f} | {ratio} "
-            f"| {allocated} / {r['peak_reserved_gib']:.2f} | {r['build_peak_allocated_gib']:.2f} "
-            f"| {resident} | {r['loss']:.3f}{'' if r['finite'] else ' **not finite**'} |"
+            f"| {name} | {r['seed']} | {r['step_ms']:.1f}{in_bf16} | {r['tokens_per_second_per_gpu']:,.0f} | {ratio} "
+            f"| {allocated} / {r['peak_reserved_gib']:.2f} | {late_loss(r):.4f} | {off[0]} | {held_out(r):.4f} "
+            f"| {off[1]} |"
         )
-    lines += _in_eager(run)
-    measured = [r["tokens_per_second_per_gpu"] for r in good(run) if r["arm"] == run["reference"]]
-    if len(measured) == 2:
-        lines += ["", f"The reference drifted by {100 * (measured[1] / measured[0] - 1):+.2f} % from first to last."]
-    sampled = [sampled_steps.sentence(r["arm"], r["samples"]) for r in good(run) if "samples" in r]
-    if sampled:
-        lines += ["", *sampled]
+    if noise is not None:
+        lines += ["", f"Two bf16 runs from other initial weights are {noise:.2f} % apart; an arm {MOST_OFF:g} times as "
+                  "far from the first is marked as off."]  # fmt: skip
+        lines += [f"The reference drifted by {percent(speed[-1], speed[0]):+.2f} % in speed from first to last."]
+    return "\n".join([*lines, *_in_eager(run)])
+
+
+def differences(result: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Training and held-out loss, in signed per cent of the base's."""
+    return [f"{percent(of(result), of(base)):+.3f}" for of in (late_loss, held_out)]
+
+
+def pairs(runs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[str, dict[int, tuple[float, float]]]]:
+    """By (model, reference, steps), by arm, by seed: per cent by which training and held-out loss are above bf16's.
+
+    Of the same seed in several runs the last counts.
+    """
+    found: dict[tuple[str, str, int], dict[str, dict[int, tuple[float, float]]]] = {}
+    for run in runs:
+        if run["mode"] != "train" or not run["reference"]:
+            continue
+        base_of = bases(run)
+        arms = found.setdefault((run["model"]["name"], run["reference"], run["steps"]), {})
+        for r in good(run):
+            base = base_of.get(r["seed"])
+            if base is not None and base["arm"] != r["arm"] and not r["is_trunk"]:
+                values = tuple(percent(of(r), of(base)) for of in (late_loss, held_out))
+                arms.setdefault(r["arm"], {})[r["seed"]] = values  # type: ignore[assignment]
+    return {key: arms for key, arms in found.items() if any(len(seeds) > 1 for seeds in arms.values())}
+
+
+def pair_tables(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Of arms with several seeds: each pair, the mean, its 95 % interval and the verdict."""
+    lines = []
+    for (model, reference, steps), arms in pairs(runs).items():
+        lines += [f"## Pairs: {model}, {steps} steps, above {reference}", ""]
+        lines += ["| arm | held out, % by seed | mean (95 % interval) | verdict | training loss, last tenth, % |"]
+        lines += ["|---|---|---|---|---|"]
+        for arm, by_seed in arms.items():
+            training, ends = (Paired(tuple(by_seed[seed][k] for seed in sorted(by_seed))) for k in (0, 1))
+            each = ", ".join(f"{value:+.3f}" for value in ends.by_pair)
+            low, high = ends.mean - ends.half_width, ends.mean + ends.half_width
+            lines.append(
+                f"| {arm} | {each} | {ends.mean:+.3f} ({low:+.3f} to {high:+.3f}) | {ends.verdict()} "
+                f"| {', '.join(f'{value:+.3f}' for value in training.by_pair)} |"
+            )
+        lines += [
+            "",
+            f"Parity: a mean of at most {MEAN_BOUND} %, its interval's upper end at most {UPPER_BOUND} %.",
+            "",
+        ]
     return "\n".join(lines)
 
 
+def profile_tables(run: Mapping[str, Any]) -> str:
+    """Every profiled arm."""
+    parts = [step_profile.table(r["arm"], r) + memory_profile.table(r.get("memory")) for r in good(run)]
+    parts += [f"{line}\n" for line in _in_eager(run) if line]
+    parts += [f"{r['arm']}: **{r['error'].splitlines()[0]}**\n" for r in run["results"] if "error" in r]
+    return "\n".join(parts)
+
+
 def _in_eager(run: Mapping[str, Any]) -> list[str]:
-    """What torch.compile gave up on, a paragraph an arm; runs of before 2026-11-28 do not say."""
+    """What torch.compile gave up on, a paragraph an arm."""
     told = [
         f"**In eager, past torch's limit**: {', '.join(r['in_eager'])}, in {r['arm']}"
         for r in good(run)
@@ -166,231 +233,79 @@ def _in_eager(run: Mapping[str, Any]) -> list[str]:
     return [line for one in told for line in ("", one)]
 
 
-def loss_table(run: Mapping[str, Any]) -> str:
-    """Losses beside those of the first arm that is stock."""
-    base = next((r for r in good(run) if r["arm"].startswith("stock")), None)
-    lines = [
-        f"| arm | loss at the middle | mean of the last {LAST} | held-out | held-out against stock |",
-        "|---|---|---|---|---|",
-    ]
-    for r in run["results"]:
-        if "error" in r:
-            lines.append(_failed(r, 5))
-            continue
-        ratio = f"{100 * (r['held_out_loss'] / base['held_out_loss'] - 1):+.2f} %" if base else ""
-        losses = r["losses"]
-        lines.append(
-            f"| {r['arm']} | {losses[len(losses) // 2]:.4f} | {fmean(losses[-LAST:]):.4f} | {r['held_out_loss']:.4f} "
-            f"| {ratio} |"
-        )
-    return "\n".join(lines)
-
-
-def profile_tables(run: Mapping[str, Any]) -> str:
-    """Every profiled arm; waits of the host beside stock's."""
-    parts = [step_profile.table(r["arm"], r) + memory_profile.table(r.get("memory")) for r in good(run)]
-    parts += [f"{line}\n" for line in _in_eager(run) if line]
-    parts += [f"{r['arm']}: **{r['error'].splitlines()[0]}**\n" for r in run["results"] if "error" in r]
-    stock = next((r for r in good(run) if r["arm"] == "stock-eager"), None)
-    if stock:
-        base = step_profile.host_waits(stock["host"])
-        for r in good(run):
-            more = step_profile.host_waits(r["host"]) - base
-            parts.append(f"- {r['arm']}: host waits in forward and backward, more than stock-eager's: {more:+g}\n")
-    return "\n".join(parts)
-
-
-def _picked(run: Mapping[str, Any]) -> str:
-    """What SDPA took; runs of before 2026-11-22 do not say."""
-    found = sorted({r["attention"] for r in good(run) if "attention" in r})
-    return f" ({'; '.join(found)})" if found else ""
-
-
-def _loss(run: Mapping[str, Any]) -> str:
-    """Which one, and how much larger than by itself Liger makes its logits, of which the first runs do not say."""
-    times = run.get("chunk_mem_const", 1)
-    return f"cross entropy {run['cross_entropy']}" + (f" with chunk_mem_const {times}" if times != 1 else "")
-
-
 def section(run: Mapping[str, Any]) -> str:
     """One run: what it was, its table, what was left out."""
     m, box = run["model"], run["machine"]
-    tables = {"speed": speed_table, "losses": loss_table, "profile": profile_tables}
     versions = ", ".join(f"{name} {version}" for name, version in box["versions"].items())
     zero = ", ".join(f"{key} {value}" for key, value in run["zero_optimization"].items())
+    attention = "; ".join(sorted({r["attention"] for r in good(run) if "attention" in r}))
+    chunks = f" with chunk_mem_const {run['chunk_mem_const']}" if run["chunk_mem_const"] != 1 else ""
+    trunk = f" after {run['trunk_steps']} in bf16, which they share" if run["trunk_steps"] else ""
     lines = [
-        f"## {run['piece']} ({m['name']}, {run['id']})",
+        f"## {m['name']}, {run['steps']} steps{trunk} ({run['id']})",
         "",
-        f"`{run['command']}` on {m['gpus']} x {box['device']}; {versions}, Python {box['python']}, CUDA {box['cuda']}.",
+        f"`{run['command']}` on {box['num_gpus']} x {box['device']}; {versions}, Python {box['python']}, CUDA "
+        f"{box['cuda']}.",
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
-        f"{m['micro_batch']}; {run['timing']}; clip {run['clip']:g}; {_loss(run)}; attention "
-        f"{run['attention']}{_picked(run)}. All DeepSpeed arms: {zero}.",
-        *([f"Text: {run['text']}."] if run.get("text") else []),
+        f"{m['micro_batch']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}{chunks}; attention "
+        f"{run['attention']} ({attention}). All DeepSpeed arms: {zero}.",
+        f"Text: {run['text']}.",
         "",
-        tables[run["mode"]](run),
+        profile_tables(run) if run["mode"] == "profile" else training_table(run),
         "",
         *(f"- {skipped}" for skipped in run["skipped"]),
     ]
     return "\n".join(lines) + "\n"
 
 
-# --- verdicts ---
-
-
-def _best(speed: Mapping[str, float], prefix: str, without: str = "+mb=") -> str | None:
-    names = [name for name in speed if name.startswith(prefix) and "+mb=" not in name and without not in name]
-    return max(names, key=lambda name: speed[name], default=None)
-
-
-def _peak(run: Mapping[str, Any], arm: str) -> float:
-    return max(peak(r) for r in good(run) if r["arm"] == arm)
-
-
-TARGETS = {
-    # model: (tokens/s a GPU, of stock-eager, of the best torchao arm, GiB)
-    "llama-2b": (72_000, 2.2, 1.3, 16.0),
-    "llama-8b": (15_000, 1.87, 1.29, 45.0),
-}
-RELEASE_GIB = 13.0
-
-
-def _speed_checks(run: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-    """(claim, met, numbers) that this run can judge."""
-    model, speed = run["model"]["name"], speeds(run)
-    ours = _best(speed, "ours")
-    if ours is None or model not in TARGETS:
-        return []
-    tokens, of_stock, of_peer, gib = TARGETS[model]
-    checks = []
-    if "stock-eager" in speed:  # a run of recipes, or of one arm, is not where the fastest one is
-        checks = [
-            (f"{model}: >= {tokens:,} tokens/s a GPU", speed[ours] >= tokens, f"{ours} {speed[ours]:,.0f}"),
-            (f"{model}: peak <= {gib:g} GiB", _peak(run, ours) <= gib, f"{ours} {_peak(run, ours):.2f}"),
-        ]
-    # Where the others have stock's loss ours is to have it, too.
-    alike = ours if run.get("cross_entropy") == "liger" else _best(speed, "ours", "+liger")
-    for claim, other, target in (("stock-eager", "stock-eager", of_stock), ("the best torchao", None, of_peer)):
-        name = other if other in speed else _best(speed, "torchao") if other is None else None
-        if name is not None and alike is not None:
-            ratio = speed[alike] / speed[name]
-            checks.append((f"{model}: >= {target} x {claim}", ratio >= target, f"{alike} / {name} = {ratio:.3f}"))
-    released = [name for name in speed if "-release" in name]
-    if model == "llama-2b" and released:
-        least = min(released, key=lambda name: _peak(run, name))
-        checks.append(
-            (
-                f"{model}: peak with release <= {RELEASE_GIB:g} GiB",
-                _peak(run, least) <= RELEASE_GIB,
-                f"{least} {_peak(run, least):.2f}",
-            )
-        )
-    return checks
-
-
-def _small_checks(run: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-    speed = speeds(run)
-    checks = []
-    for mode in ("eager", "compiled"):
-        ours = [name for name in speed if name.startswith("ours") and f"-{mode}" in name and "measured" in name]
-        if run["model"]["name"] == "gpt2" and ours and f"stock-{mode}" in speed:
-            ratio = max(speed[name] for name in ours) / speed[f"stock-{mode}"]
-            checks.append((f"gpt2 {mode}, layer_choice measured: >= 1.0 x stock", ratio >= 1.0, f"{ratio:.3f}"))
-    return checks
-
-
-def _memory_checks(run: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-    """Ours at the largest micro-batch that fits into stock's peak; no bound but that it is there."""
-    stock = [r for r in good(run) if r["arm"] == "stock-eager"]
-    tried = [r for r in good(run) if "+mb=" in r["arm"]]
-    if run["model"]["name"] != "llama-8b" or not stock or not tried:
-        return []
-    bound = max(map(peak, stock))
-    fits = [r for r in tried if peak(r) <= bound]
-    if not fits:
-        return [
-            ("llama-8b: a larger micro-batch in stock's memory", False, f"none of {len(tried)} within {bound:.1f} GiB")
-        ]
-    best = max(fits, key=lambda r: int(r["arm"].rpartition("+mb=")[2].split("+")[0]))
-    ratio = best["tokens_per_second_per_gpu"] / speeds(run)["stock-eager"]
-    numbers = f"{best['arm']}: {peak(best):.1f} of {bound:.1f} GiB, {ratio:.3f} x stock"
-    return [("llama-8b: a larger micro-batch in stock's memory", True, numbers)]
-
-
-def _waits_claim(model: str) -> str:
-    return f"{model}: no host wait in forward and backward that stock-eager has not"
-
-
-def _profile_checks(run: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-    checks = []
-    model = run["model"]["name"]
-    ours = [r for r in good(run) if r["arm"].startswith("ours")]
-    for r in ours if model == "llama-2b" else []:
-        owners = r["host"]["owner_ms"]
-        outside = r["step_ms"] - r["device"]["busy_ms"] + owners["engine in backward"] + owners["engine in update"]
-        if "ours-fp32" not in r["arm"]:
-            checks.append((f"{r['arm']}: <= 8 ms outside the model's kernels", outside <= 8, f"{outside:.1f} ms"))
-        if r["dispatches_per_linear"] is not None:
-            count = r["dispatches_per_linear"]
-            checks.append((f"{r['arm']}: <= 20 dispatches per linear", count <= 20, str(count)))
-    stock = next((r for r in good(run) if r["arm"] == "stock-eager"), None)
-    if stock and ours and model in TARGETS:
-        base = step_profile.host_waits(stock["host"])
-        more = {r["arm"]: step_profile.host_waits(r["host"]) - base for r in ours}
-        numbers = ", ".join(f"{arm} {number:+g}" for arm, number in more.items())
-        checks.append((_waits_claim(model), max(more.values()) <= 0, numbers))
-    return checks
-
-
-def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The issue's bounds: met or missed by the newest run of the whole model that can judge it, or not measured."""
-    found: dict[str, str] = {}
-    checks: dict[str, list[Callable[[Mapping[str, Any]], list[tuple[str, bool, str]]]]] = {
-        "speed": [_speed_checks, _small_checks, _memory_checks],
-        "profile": [_profile_checks],
-        "losses": [],
-    }
-    for run in filter(is_whole, runs):
-        for check in checks[run["mode"]]:
-            for claim, met, numbers in check(run):
-                found[claim] = f"{'met' if met else 'MISSED'}: {claim} ({numbers}; {run['piece']}, {run['id']})"
-    expected = [f"{model}: >= {target[0]:,} tokens/s a GPU" for model, target in TARGETS.items()]
-    expected += [f"{model}: >= {target[1]} x stock-eager" for model, target in TARGETS.items()]
-    expected += [f"{model}: >= {target[2]} x the best torchao" for model, target in TARGETS.items()]
-    expected += [f"{model}: peak <= {target[3]:g} GiB" for model, target in TARGETS.items()]
-    expected += [f"llama-2b: peak with release <= {RELEASE_GIB:g} GiB"]
-    expected += [_waits_claim(model) for model in TARGETS]
-    expected += [f"gpt2 {mode}, layer_choice measured: >= 1.0 x stock" for mode in ("eager", "compiled")]
-    return [*found.values(), *(f"NOT MEASURED: {claim}" for claim in expected if claim not in found)]
-
-
 # --- everything ---
 
 
-def chart(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Bars of tokens/s, a panel for the newest run of each piece that compares arms on a whole model.
+def curves(run: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
+    """By name: steps, and per cent by which the training loss is above the reference's, in a running mean."""
+    base_of = bases(run)
+    found = {}
+    for r in good(run):
+        base = base_of.get(r["seed"])
+        if base is None or base is r or r["is_trunk"] or "losses" not in r or len(r["losses"]) <= 2 * _SMOOTHED:
+            continue
+        off = [percent(mine, theirs) for mine, theirs in zip(r["losses"], base["losses"], strict=False)]
+        means = [fmean(off[k - _SMOOTHED : k]) for k in range(_SMOOTHED, len(off) + 1)]
+        name = f"{r['arm']}, seed {r['seed']}" + (", other initial weights" if r["is_second"] else "")
+        found[name] = (r["last_steps"][_SMOOTHED - 1 : len(off)], means)
+    return found
 
-    Returns:
-        False if there is nothing to show.
-    """
-    compared = [run for run in runs if run["mode"] == "speed" and len(speeds(run)) > 1 and is_whole(run)]
-    newest = {(run["model"]["name"], run["piece"]): run for run in compared}
-    panels = [
-        end_to_end_chart.Panel(f"{model}, {piece}: tokens/s a GPU", speeds(run), run["reference"])
-        for (model, piece), run in newest.items()
-    ]
-    if panels:
-        end_to_end_chart.draw(path, panels)
-    return bool(panels)
+
+def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
+    """A panel a run: how far each arm's training loss is from bf16's. False if there is nothing to show."""
+    panels = [(run, found) for run in runs if run["mode"] == "train" and (found := curves(run))]
+    if not panels:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(10, 4 * len(panels)), squeeze=False, layout="constrained")
+    for axis, (run, found) in zip(axes[:, 0], panels, strict=True):
+        for name, (steps, values) in found.items():
+            axis.plot(steps, values, label=name if len(name) < 70 else name[:67] + "...", linewidth=1)
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_title(f"{run['model']['name']} ({run['id']}): training loss above {run['reference']}, %", fontsize=10)
+        axis.set_xlabel("step")
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+    return True
 
 
 def publish(path: Path) -> str:
-    """Markdown and chart beside the JSON; returns the Markdown."""
+    """Markdown and picture beside the JSON; returns the Markdown."""
     runs = load(path)
     stem = path.with_suffix("")
-    has_chart = chart(stem.with_suffix(".png"), runs)
-    lines = [f"# {stem.name}", "", "Ratios are taken within a run.", ""]
-    lines += [f"![tokens/s]({stem.name}.png)", ""] if has_chart else []
-    lines += [f"- {verdict}" for verdict in verdicts(runs)] + [""]
-    text = "\n".join([*lines, *(section(run) for run in runs)])
+    lines = [f"# {stem.name}", "", "Ratios and differences are taken within a run.", ""]
+    if draw(stem.with_suffix(".png"), runs):
+        lines += [f"![training losses beside bf16's]({stem.name}.png)", ""]
+    text = "\n".join([*lines, pair_tables(runs), *(section(run) for run in runs)])
     stem.with_suffix(".md").write_text(text)
     return text

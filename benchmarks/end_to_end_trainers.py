@@ -25,7 +25,7 @@ def need(package: str) -> None:
 # --- models ---
 
 
-def llama(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
+def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int) -> Callable[[], nn.Module]:
     """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
 
     "stock" hands out the loss alone; "untouched" is transformers' own class; "liger" predicts the same tokens, and its
@@ -33,34 +33,37 @@ def llama(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1
     "sdpa", as the library has it, or "causal": the same, but never given a mask, which compiled graphs otherwise get
     (docs/compile.md).
     """
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     AttentionInterface.register("causal", sdpa_attention_forward)
 
-    config = LlamaConfig(
+    Config, CausalLM = (LlamaConfig, LlamaForCausalLM) if m.kind == "llama" else (Qwen3Config, Qwen3ForCausalLM)
+    config = Config(
         vocab_size=m.vocab,
         hidden_size=m.hidden,
         intermediate_size=m.ffn,
         num_hidden_layers=m.layers,
         num_attention_heads=m.heads,
         num_key_value_heads=m.kv_heads,
+        head_dim=m.head_dim,
         max_position_embeddings=m.seq,
         attn_implementation=attention,
         use_cache=False,
+        tie_word_embeddings=False,
     )
     if cross_entropy == "untouched":
-        return lambda: LlamaForCausalLM(config)
+        return lambda: CausalLM(config)
     if cross_entropy == "stock":
 
-        class LlamaLoss(LlamaForCausalLM):  # type: ignore[misc]
+        class LossAlone(CausalLM):  # type: ignore[misc]
             """Hands out no logits, of which a compiled graph would take a gradient of zeros (docs/compile.md)."""
 
             def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutputWithPast:
                 return CausalLMOutputWithPast(loss=super().forward(input_ids=input_ids, labels=labels).loss)
 
-        return lambda: LlamaLoss(config)
+        return lambda: LossAlone(config)
 
     need("liger_kernel")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -74,8 +77,8 @@ def llama(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
             return liger_fused_linear_cross_entropy(hidden.to(dtype), self.weight.to(dtype), targets, **chunks)
 
-    class LlamaWithFusedLoss(LlamaForCausalLM):  # type: ignore[misc]
-        def __init__(self, config: LlamaConfig) -> None:
+    class WithFusedLoss(CausalLM):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.lm_head.__class__ = FusedHead
 
@@ -84,10 +87,10 @@ def llama(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1
             targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
             return CausalLMOutputWithPast(loss=self.lm_head(hidden.flatten(0, 1), targets.flatten()))
 
-    return lambda: LlamaWithFusedLoss(config)
+    return lambda: WithFusedLoss(config)
 
 
-def gpt(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
+def gpt(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int) -> Callable[[], nn.Module]:
     """Makes, on the CPU, a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
     from parity.models import GPT, Size
 
@@ -105,8 +108,8 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
     """Imports what the model needs (not possible under zero.Init) and returns what makes it.
 
     Args:
-        cross_entropy: see `llama`, as for `chunk_mem_const`.
-        attention: see `llama`; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick; "fa3":
+        cross_entropy: see `transformers_model`, as for `chunk_mem_const`.
+        attention: see there; "cudnn": as "causal", by cuDNN or not at all, whatever SDPA would pick; "fa3":
             FlashAttention-3 or not at all.
     """
     if attention == "fa3":
@@ -114,10 +117,10 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
         from fp8_ds.attention.huggingface import use_backend
         from fp8_ds.device import uses_cuda
 
-        if m.kind != "llama":
+        if m.kind == "gpt":
             raise SystemExit(f"attention: expected a Llama with fa3, got {m.kind}, which has its own. Leave +fa3 out.")
         require_backend("fa3", torch.device("cuda" if uses_cuda() else "cpu"))
-        made = llama(m, cross_entropy, "causal", chunk_mem_const)
+        made = transformers_model(m, cross_entropy, "causal", chunk_mem_const)
 
         def with_fa3() -> nn.Module:
             model = made()
@@ -128,7 +131,7 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
     if attention == "cudnn":
         demand_cudnn()
         attention = "causal"
-    return (llama if m.kind == "llama" else gpt)(m, cross_entropy, attention, chunk_mem_const)
+    return (gpt if m.kind == "gpt" else transformers_model)(m, cross_entropy, attention, chunk_mem_const)
 
 
 def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
@@ -146,9 +149,18 @@ def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 
 def factory_of(arm: Arm, m: Model, spec: dict[str, Any]) -> Callable[[], nn.Module]:
-    """What makes the arm's model, as the specification of the worker has it."""
+    """What makes the arm's model, as the worker's specification has it; with the weights of a file if it names one."""
     attention = "fa3" if arm.fa3 else spec["attention"]
-    return factory(m, loss_of_model(arm, spec), attention, spec["chunk_mem_const"])
+    make = factory(m, loss_of_model(arm, spec), attention, spec["chunk_mem_const"])
+    if spec["weights"] is None:
+        return make
+
+    def with_weights() -> nn.Module:
+        model = make()
+        model.load_state_dict(torch.load(spec["weights"], weights_only=True))
+        return model
+
+    return with_weights
 
 
 # --- trainers ---
@@ -272,7 +284,7 @@ class PlainTrainer(Trainer):
         model = model.to(self.device, torch.bfloat16)
         if not self.low_bit:
             model = model.float()
-            if self.m.kind == "llama":
+            if self.m.kind != "gpt":
                 # Autocast leaves embeddings alone, and the residual stream would be fp32.
                 model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
         self._convert(model, arm)

@@ -1,4 +1,4 @@
-"""One arm of end_to_end.py, in a process a GPU: builds it, and times, profiles or trains it.
+"""One run of end_to_end.py, in a process a GPU: trains an arm on text, and times it while it does.
 
 Reads the settings that end_to_end.py wrote (`--spec`), writes its result (`--out`, rank 0).
 """
@@ -7,47 +7,35 @@ from __future__ import annotations
 
 import argparse
 import gc
-import gzip
 import json
 import logging
-import math
 import os
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import memory_profile
-import sampled_steps
 import sdpa
-import step_profile
-import step_times
 import torch
 import torch.distributed as dist
 from end_to_end_arms import LR, Arm, Model
+from end_to_end_profile import profile_steps
 from end_to_end_trainers import EngineTrainer, PlainTrainer, Trainer
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from fp8_ds.attention import describe_backend
+from fp8_ds.parity.text import Windows
 
-NUM_BATCHES = 4
-"""Of random tokens, which timed steps take in turn."""
-WARM_STEPS = 20
-"""Over which the learning rate rises when losses are compared."""
-HELD_OUT = 16
-"""Windows."""
-MOST_EVERY = 20
-"""Steps between samples of a monitor, for these to be timed one by one; the warm-up has had the first."""
+BLOCK = 10
+"""Steps between two looks at the clock and the losses; the device is idle at both ends of a block."""
+UNTIMED_BLOCKS = 2
+"""At a run's start: compilation, and once more where delayed scales begin."""
 
 
-class Device:
+class Gauge:
     """Synchronisation and memory of the device, zero on CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,133 +63,123 @@ class Device:
         return {"peak_allocated_gib": allocated, "peak_reserved_gib": reserved}
 
 
-def timed(device: Device, step: Callable[[int], Tensor], num_blocks: int, num_steps: int) -> list[float]:
-    """Milliseconds per step of each block, the device idle before and after a block."""
-    blocks = []
-    for block in range(num_blocks):
-        device.synchronize()
-        start = time.perf_counter()
-        for number in range(num_steps):
-            step(block * num_steps + number)
-        device.synchronize()
-        blocks.append(1000 * (time.perf_counter() - start) / num_steps)
-    return blocks
+def learning_rate(step: int, steps: int, decays: bool) -> float:
+    """Of step 0, 1, ...: rises over 5 % of the steps, at least 20; then falls linearly to zero, or stays."""
+    warm = min(max(20, steps // 20), steps)
+    if step < warm:
+        return LR * (step + 1) / warm
+    return LR * (steps - step) / (steps - warm) if decays else LR
 
 
-def random_batches(m: Model, device: torch.device, rank: int) -> list[Tensor]:
-    """int64 [micro_batch, seq + 1] of uniform tokens."""
-    generator = torch.Generator().manual_seed(17 + rank)
-    shape = (m.micro_batch, m.seq + 1)
-    return [torch.randint(m.vocab, shape, generator=generator).to(device) for _ in range(NUM_BATCHES)]
+@dataclass
+class Block:
+    """Steps in a row.
 
-
-class _Count(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def dispatches_per_linear(trainer: Trainer, device: torch.device) -> int | None:
-    """Operators that one linear of the model dispatches in forward and backward; gradients are not accumulated.
-
-    In bf16 11 (12 with three dimensions, as here), torchao tensorwise 82. None where weights are sharded.
+    Attributes:
+        last_step: steps taken at its end.
+        ms: of a step, in the mean.
+        loss: mean training loss, over all ranks.
+        num_in_bf16: FP8 layers that computed in bf16 then.
     """
-    if trainer.m.gpus > 1:
-        return None
-    linear = next(x for fqn, x in trainer.model.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in fqn)
-    x = torch.randn(2, 128, linear.in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=getattr(trainer, "autocast", False))
-    with _Count() as count:
-        with autocast:
-            y = linear(x)
-        # The Parameter itself: ours answers functions of torch with a de-quantised copy.
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.grad(y, [x, linear.weight], torch.ones_like(y))
-    return count.calls - 1  # without ones_like
+
+    last_step: int
+    ms: float
+    loss: float
+    num_in_bf16: int = 0
 
 
-@contextmanager
-def _trace(activities: list[Any], events: list[Any], kept: Path | None) -> Iterator[None]:
-    with profile(activities=activities) as prof:
-        yield
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        prof.export_chrome_trace(str(path))
-        text = path.read_bytes()
-    events += json.loads(text)["traceEvents"]
-    if kept is not None:
-        kept.write_bytes(gzip.compress(text))
-
-
-def profiled(
-    trainer: Trainer, device: Device, step: Callable[[int], Tensor], num_steps: int, traces: Path | None = None
-) -> dict[str, Any]:
-    """`device` and `host` of step_profile.py, `memory` of memory_profile.py; all ranks take the steps.
+class TextRun:
+    """Trains on windows of text whose order only the seed decides, the same for all arms.
 
     Args:
-        traces: a folder for what they were made of, in Chrome's format.
+        spec: as end_to_end.py wrote it.
+        rank: of `m.gpus` ranks, each of which takes its own windows.
     """
-    on_device: list[Any] = []
-    on_both: list[Any] = []
-    cuda = [ProfilerActivity.CUDA] if device.on_cuda else []
-    for name, activities, events in (
-        ("device", cuda or [ProfilerActivity.CPU], on_device),
-        ("both", [ProfilerActivity.CPU, *cuda], on_both),
-    ):
-        device.synchronize()
-        with _trace(activities, events, traces and traces / f"{name}.json.gz"):
-            for number in range(num_steps):
-                step(number)
-            device.synchronize()
-    result: dict[str, Any] = {
-        "device": step_profile.summarize_device(on_device, num_steps),
-        "host": step_profile.summarize_host(on_both, num_steps),
-        "dispatches_per_linear": None,
-    }
-    try:
-        result["dispatches_per_linear"] = dispatches_per_linear(trainer, device.device)
-    except RuntimeError as error:  # a count that fails must not cost the traces
-        result["dispatches_error"] = str(error)[:500]
-    if device.on_cuda:
-        result["memory"] = memory_profile.profile_memory(lambda: step(0))
-    return result
+
+    def __init__(self, trainer: Trainer, m: Model, spec: dict[str, Any], device: torch.device, rank: int) -> None:
+        self.trainer, self.m, self.spec, self.rank = trainer, m, spec, rank
+        cache = Path(spec["text"]["cache"])
+        self.windows = Windows(cache / "train.npy", m.seq, device)
+        self.held_out = Windows(cache / "held_out.npy", m.seq, device)
+        first, count = spec["first_step"], spec["steps"]
+        order = self.windows.order((first + count) * m.gpus * m.micro_batch, spec["seed"])
+        self.order = order.view(-1, m.gpus, m.micro_batch)[first:, rank].to(device)
+        self.gauge = Gauge(device)
+
+    def block(self, first: int, num: int) -> Block:
+        losses = []
+        self.gauge.synchronize()
+        start = time.perf_counter()
+        for step in range(first, first + num):
+            self.trainer.set_lr(learning_rate(step, self.spec["steps"], self.spec["decays"]))
+            losses.append(self.trainer.step(self.windows.batch(self.order[step])).float())
+        self.gauge.synchronize()
+        ms = 1000 * (time.perf_counter() - start) / num
+        loss = self._mean(torch.stack(losses).mean())
+        return Block(first + num, ms, loss, (self.trainer.report() or {}).get("num_layers_in_bf16", 0))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean held-out loss, the same windows for all arms, seeds and steps."""
+        per_batch = self.m.micro_batch * self.m.gpus
+        num = min(-(-self.spec["held_out_tokens"] // self.m.seq), self.held_out.num_windows)
+        num = max(per_batch, num // per_batch * per_batch)
+        mine = torch.arange(num).view(-1, self.m.gpus, self.m.micro_batch)[:, self.rank]
+        self.trainer.model.eval()
+        losses = [self.trainer.forward(self.held_out.batch(part)).double() for part in mine]
+        self.trainer.model.train()
+        return self._mean(torch.stack(losses).mean())
+
+    def _mean(self, value: Tensor) -> float:
+        if self.m.gpus > 1:
+            dist.all_reduce(value)
+            value = value / self.m.gpus
+        return float(value)
+
+    def run(self) -> dict[str, Any]:
+        """Blocks of steps with evaluations between them."""
+        steps, num_evaluations = self.spec["steps"], self.spec["evaluations"]
+        due = {round(steps * k / num_evaluations / BLOCK) * BLOCK for k in range(1, num_evaluations)}
+        blocks: list[Block] = []
+        held_out = [(0, self.evaluate())] if num_evaluations > 1 else []
+        for first in range(0, steps, BLOCK):
+            if len(blocks) == UNTIMED_BLOCKS:
+                self.gauge.reset_peak()
+            blocks.append(self.block(first, min(BLOCK, steps - first)))
+            if blocks[-1].last_step in due:
+                held_out.append((blocks[-1].last_step, self.evaluate()))
+        peaks = self.gauge.peaks()
+        held_out.append((steps, self.evaluate()))
+        return {**timing(blocks, self.m.tokens), **peaks, "held_out": held_out, **as_columns(blocks)}
 
 
-def train_on_text(trainer: Trainer, m: Model, spec: dict[str, Any], device: torch.device, rank: int) -> dict[str, Any]:
-    """Losses of `steps` steps on the same windows of text for every arm, and of held-out windows after them."""
-    from fp8_ds.parity.text import Windows
+def timing(blocks: list[Block], tokens: int) -> dict[str, Any]:
+    """Milliseconds a step in the mean of the run: of its steps in FP8 and of those in bf16 the median of their blocks.
 
-    cache, num_ranks = Path(spec["text"]["cache"]), m.gpus
-    windows = Windows(cache / "train.npy", m.seq, device)
-    per_step = m.micro_batch * num_ranks
-    order = windows.order(spec["steps"] * per_step, seed=0).view(spec["steps"], num_ranks, m.micro_batch)[:, rank]
-    losses = torch.zeros(spec["steps"], device=device)
-    for number in range(spec["steps"]):
-        trainer.set_lr(LR * min(1.0, (number + 1) / WARM_STEPS))
-        losses[number] = trainer.step(windows.batch(order[number])).float()
-    held_out = Windows(cache / "held_out.npy", m.seq, device)
-    num = max(m.micro_batch, min(HELD_OUT, held_out.num_windows) // m.micro_batch * m.micro_batch)
-    trainer.model.eval()
-    with torch.no_grad():
-        after = [trainer.forward(held_out.batch(part)).double() for part in torch.arange(num).split(m.micro_batch)]
-    if num_ranks > 1:
-        dist.all_reduce(losses)
-        losses /= num_ranks
+    Args:
+        tokens: a rank and step.
+    """
+    shown = blocks[UNTIMED_BLOCKS:] or blocks
+    num_bf16 = sum(block.num_in_bf16 > 0 for block in blocks)
+    in_bf16, in_fp8 = ([b.ms for b in shown if (b.num_in_bf16 > 0) == phase] for phase in (True, False))
+    phases = [(num, statistics.median(ms)) for num, ms in ((num_bf16, in_bf16), (len(blocks) - num_bf16, in_fp8)) if ms]
+    ms = sum(num * median for num, median in phases) / sum(num for num, _ in phases)
     return {
-        "losses": [round(float(loss), 5) for loss in losses],
-        "held_out_loss": round(float(torch.stack(after).mean()), 5),
-        "windows": spec["steps"] * per_step,
-        "text_windows": windows.num_windows,
+        "step_ms": round(ms, 3),
+        "step_ms_of_bf16_steps": round(statistics.median(in_bf16), 3) if in_bf16 and in_fp8 else None,
+        "tokens_per_second_per_gpu": round(1000 * tokens / ms, 1),
+    }
+
+
+def as_columns(blocks: list[Block]) -> dict[str, Any]:
+    return {
+        "last_steps": [block.last_step for block in blocks],
+        "losses": [round(block.loss, 5) for block in blocks],
+        "block_ms": [round(block.ms, 2) for block in blocks],
     }
 
 
 # --- one arm ---
-
-
-_COMPILER = "torch._dynamo.convert_frame"
-"""The logger that says so."""
 
 
 class InEager(logging.Handler):
@@ -213,6 +191,8 @@ class InEager(logging.Handler):
         functions: "'name' (file:line)" of each.
     """
 
+    LOGGER = "torch._dynamo.convert_frame"
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.functions: list[str] = []
@@ -222,12 +202,11 @@ class InEager(logging.Handler):
             self.functions.append(re.sub(r"\((?:.*/)?([^/]+)\)$", r"(\1)", str(record.args[2])))
 
     def __enter__(self) -> InEager:
-        """Hears torch's compiler from now on."""
-        logging.getLogger(_COMPILER).addHandler(self)
+        logging.getLogger(self.LOGGER).addHandler(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        logging.getLogger(_COMPILER).removeHandler(self)
+        logging.getLogger(self.LOGGER).removeHandler(self)
 
 
 def start(arm: Arm, m: Model, on_cuda: bool, local_rank: int) -> torch.device:
@@ -250,59 +229,36 @@ def kernel_of_attention(arm: Arm, m: Model, device: torch.device) -> str:
     """What the arm asks for; else what SDPA picks for the model's sizes."""
     if arm.fa3 or (arm.fp8 or {}).get("attention", {}).get("backend") == "fa3":
         return describe_backend("fa3")
-    return sdpa.picked(m.micro_batch, m.seq, m.heads, m.kv_heads, m.hidden // m.heads, device)
+    return sdpa.picked(m.micro_batch, m.seq, m.heads, m.kv_heads, m.head_dim, device)
 
 
 def measure(spec: dict[str, Any], local_rank: int) -> dict[str, Any]:
-    """The result of the arm in `spec`."""
+    """The result of the run that `spec` describes."""
     began = time.monotonic()
     arm, m = Arm(**spec["arm"]), Model(**spec["model"])
     device = start(arm, m, spec["on_cuda"], local_rank)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(0)
+    torch.manual_seed(spec["init_seed"])
     trainer = (EngineTrainer if arm.uses_deepspeed else PlainTrainer)(arm, m, spec, device)
     gc.collect()
-    gauge = Device(device)
+    gauge = Gauge(device)
     result: dict[str, Any] = {
         "attention": kernel_of_attention(arm, m, device),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
         "build_seconds": round(time.monotonic() - began, 1),
         **{f"build_{name}": value for name, value in gauge.peaks().items()},
     }
-    if spec["mode"] == "losses":
-        result |= train_on_text(trainer, m, spec, device, rank)
-        return {**result, "fp8": trainer.report()}
-    batches = random_batches(m, device, rank)
-    loss = torch.zeros(())
-
-    def step(number: int) -> Tensor:
-        nonlocal loss
-        loss = trainer.step(batches[number % NUM_BATCHES])
-        return loss
-
-    timed(gauge, step, 1, spec["warm_up"])
-    result["warm_seconds"] = round(time.monotonic() - began, 1)
-    gauge.reset_peak()
-    blocks = timed(gauge, step, spec["blocks"], spec["steps"])
-    ms = statistics.median(blocks)
-    result |= {
-        "block_ms": [round(value, 3) for value in blocks],
-        "step_ms": round(ms, 3),
-        "tokens_per_second_per_gpu": round(1000 * m.tokens / ms, 1),
-        **gauge.peaks(),
-        "loss": round(float(loss), 4),
-        "finite": math.isfinite(float(loss)),
-        "fp8": trainer.report(),
-    }
-    every = (arm.fp8 or {}).get("monitor", {}).get("every", 0)
-    if spec["mode"] == "speed" and 3 <= every <= MOST_EVERY:
-        result["samples"] = sampled_steps.measure(step, trainer.engine.global_steps, every)
-    if spec["mode"] == "profile":
-        device_and_host = step_times.measure(step, 2 * spec["steps"], gauge.on_cuda)
-        result["ranks"] = step_times.of_all_ranks(device_and_host)
+    run = TextRun(trainer, m, spec, device, rank)
+    if spec["profile"]:
+        run.block(0, BLOCK)
+        result["step_ms"] = round(run.block(BLOCK, BLOCK).ms, 3)
         traces = Path(spec["traces"]) if spec["traces"] and rank == 0 else None
-        result |= profiled(trainer, gauge, step, spec["profile_steps"], traces)
-    return result
+        return result | profile_steps(trainer, gauge, lambda k: trainer.step(run.windows.batch(run.order[k])), traces)
+    result |= run.run()
+    if spec["save_weights"] and rank == 0:
+        weights = {name: p.detach().bfloat16().cpu() for name, p in trainer.model.named_parameters()}
+        torch.save(weights, spec["save_weights"])
+    return {**result, "fp8": trainer.report()}
 
 
 def main() -> None:

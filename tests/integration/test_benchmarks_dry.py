@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8_ds.testing import HANG
 
@@ -253,7 +252,7 @@ def test_the_peak_of_a_step_is_counted_and_is_lower_with_the_final_norm_compiled
     assert output.strip() in result.read_text()
 
 
-# --- accumulation.py, gradient_error.py ---
+# --- accumulation.py, liger_chunks.py ---
 
 
 def test_accumulation_bench_runs_each_setting_with_the_products_that_it_names(
@@ -277,38 +276,6 @@ def test_accumulation_bench_runs_each_setting_with_the_products_that_it_names(
     assert len(re.findall(r"^\| e[45]m[23] \|", output, flags=re.MULTILINE)) == 6
     (found,) = tmp_path.glob("*-accumulation.json")
     assert len(json.loads(found.read_text())["sums"]) == 24
-
-
-def test_gradient_bench_tells_formats_of_gradients_apart(run_main: Callable[..., str], tmp_path: Path) -> None:
-    run_main("gradient_error", "--dry-run", "--batches", 1, "--out", tmp_path)
-    (path,) = tmp_path.glob("*-gradient-error.json")
-    decibels = {row["arm"]: row["db"] for row in json.loads(path.read_text())}
-    assert decibels["bf16"] > 40 > 27 > decibels["tensorwise, E4M3 gradients"] > decibels["tensorwise"] + 1.5 > 20
-    assert decibels["tensorwise, all fast"] == decibels["tensorwise"]  # a CPU has one accumulation
-
-
-def test_gradient_bench_leaves_the_ends_in_bf16(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, size = bench("gradient_error"), bench("parity.models").Size(4, 64, 128, 32, 2, 64)
-    monkeypatch.setattr(errors, "ARMS", {"tensorwise": {}})
-    torch.manual_seed(0)
-    weights = errors.GPT(size, 128, seed=0).state_dict()
-    found = errors.measure(weights, [torch.randint(128, (2, 33))], size, 128, "cpu", errors.arms_of(size, False))
-    by_arm = {each.arm: each.db for each in found}
-    assert list(by_arm) == ["tensorwise", "tensorwise, ends in bf16", "tensorwise, E4M3 gradients, ends in bf16"]
-    assert (
-        by_arm["tensorwise, E4M3 gradients, ends in bf16"]
-        > by_arm["tensorwise, ends in bf16"]
-        > by_arm["tensorwise"] + 1
-    )
-
-
-def test_gradient_bench_finds_each_linears_share_of_the_noise(run_main: Callable[..., str], tmp_path: Path) -> None:
-    output = run_main("gradient_error", "--dry-run", "--each", "--batches", 1, "--out", tmp_path)
-    (path,) = tmp_path.glob("*-gradient-error-each.json")
-    arms = [row["arm"] for row in json.loads(path.read_text())]
-    assert arms[:2] == ["bf16", "tensorwise"] and len(arms) % 4 == 2
-    total = re.search(r"^\| all \|.* ([\d.]+) \| [+-][\d.]+ at once \|$", output, flags=re.MULTILINE)
-    assert total is not None and 70 < float(total[1]) < 130  # errors of linears are nearly independent
 
 
 def test_chunks_of_ligers_loss_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:

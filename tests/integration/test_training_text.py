@@ -1,4 +1,4 @@
-"""The text of the parity studies: what a machine has, held out by package."""
+"""The text that runs train on: what a machine has, held out by package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text_folder(tmp_path: Path) -> Path:
 
 
 def test_held_out_packages_share_no_document_with_training(bench: Any, text_folder: Path) -> None:
-    data = bench("parity.data")
+    data = bench("training_text")
     documents = data.find_documents([text_folder])
     assert len(documents) == 60  # no copy, nothing short, no table, nothing that is not UTF-8
     assert [name for _, name, _ in documents] == sorted(name for _, name, _ in documents)
@@ -39,7 +39,7 @@ def test_held_out_packages_share_no_document_with_training(bench: Any, text_fold
 def test_tokens_are_the_same_again_and_too_little_text_stops(
     bench: Any, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = bench("parity.data")
+    data = bench("training_text")
     monkeypatch.setattr(data, "text_roots", lambda: [text_folder])
     first, cache = data.prepare(tmp_path / "a", "bytes", 512, 1000)
     again, _ = data.prepare(tmp_path / "b", "bytes", 512, 1000)
@@ -55,7 +55,7 @@ def test_tokens_are_the_same_again_and_too_little_text_stops(
 
 def test_bpe_gives_back_the_text(bench: Any, text_folder: Path) -> None:
     pytest.importorskip("tokenizers")
-    data = bench("parity.data")
+    data = bench("training_text")
     contents = [content for _, _, content in data.find_documents([text_folder])]
     train, held_out = data._bpe(contents[:50], contents[50:], 512)
     assert (train == 0).sum() == 50 and (held_out == 0).sum() == 10  # documents end with token 0
@@ -66,7 +66,7 @@ def test_bpe_gives_back_the_text(bench: Any, text_folder: Path) -> None:
 def test_a_linked_text_is_found_where_the_cache_is_named_by_a_relative_path(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = bench("parity.data")
+    data = bench("training_text")
     monkeypatch.chdir(tmp_path)
     source, cache = Path("out/cache"), Path("out/cache_parts")
     source.mkdir(parents=True)
