@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.engine.health import Health
@@ -18,6 +19,8 @@ from fp8_ds.engine.precision import LayerPrecision, Request
 from fp8_ds.engine.retyping import start_count_anew, widen_states
 from fp8_ds.monitor.sinks import Change
 from fp8_ds.nn.convert import INPUT_SLOTS
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.scale_check import ScaleCheck
 from fp8_ds.schedule import Stays
 
 _NUM_SHOWN = 4
@@ -52,6 +55,7 @@ class Following:
             say,
         )
         self._update_precision()
+        _check_scales(engine)
         self.health = Health.of(engine, self._send_to_bf16, say, partial(warn, rank=engine.global_rank))
         if self.health is not None:
             self.health.monitor.start(engine.global_steps)
@@ -218,6 +222,15 @@ class Following:
         if (done := self._engine.micro_steps - self._first_micro_step) > 0:
             return f"after micro-batch {done} of {self._engine.gradient_accumulation_steps()}"
         return "between a forward and its step" if self.has_graph else ""
+
+
+def _check_scales(engine: Any) -> None:
+    """One rank of each ZeRO group, which shares its delayed scales, names those that do not fit, if there are any."""
+    history: AmaxHistory | None = engine.fp8.history
+    if history is not None and dist.get_rank(engine.optimizer.dp_process_group) == 0:
+        rank = engine.global_rank
+        tell = say if rank == 0 else partial(warn, rank=rank)  # of another pipeline stage, or part of its layers
+        history.check = ScaleCheck(history.names, history.amax_local, history.fp8_max, tell)
 
 
 def _total_steps(engine: Any) -> int | None:

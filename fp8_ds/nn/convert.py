@@ -351,7 +351,8 @@ def apply_plan(
             convert(_RECIPES[linear_config.recipe](linear_config, shared))
         return None
     fp8_max = [E4M3.max, BY_NAME[linear_config.grad_dtype].max] * len(converters)
-    history = AmaxHistory(len(fp8_max), fp8_max, device=device)
+    names = [f"{layer.fqn} {kind}" for layer in plan.layers if layer.converted for kind in ("input", "grad_output")]
+    history = AmaxHistory(len(fp8_max), fp8_max, device=device, names=names)
     for i, convert in enumerate(converters):
         convert(DelayedRecipe(linear_config, history, 2 * i, 2 * i + 1, shared))
     _name_leaders(model)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops._register import in_own_storage
 from fp8_ds.scaling.current import MAX_SCALE, scale_vector
+from fp8_ds.scaling.scale_check import ScaleCheck
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class AmaxHistory:
         history_len: steps remembered. 16 instead of Transformer Engine's 1024: a scale that is too small for 1024
             steps after one outlier costs more than the rare saturation that a short window risks.
         device: where the vectors live: the linears' device.
+        names: of the slots, for the log.
 
     Attributes:
+        check: of the scales in use, by one rank of those that share this history; None: nothing is checked. Copies and
+            pickles have none.
         amax_local: float32 [num_slots], maximum since the last update on this rank.
         scale: float32 [num_slots], multiply to enter FP8.
         scale_inv: float32 [num_slots], multiply to leave.
@@ -65,6 +69,7 @@ class AmaxHistory:
         fp8_max: Sequence[float],
         history_len: int = 16,
         device: torch.device | str = "cpu",
+        names: Sequence[str] = (),
     ) -> None:
         if len(fp8_max) != num_slots:
             raise ConfigError(f"fp8_max: expected {num_slots} values, one per slot, got {len(fp8_max)}. Give one each.")
@@ -80,6 +85,11 @@ class AmaxHistory:
         self.amax_history = torch.zeros(history_len, num_slots, dtype=torch.float32, device=device)
         self.num_updates = 0
         self.ready = False
+        self.names = tuple(names) or tuple(f"slot {index}" for index in range(num_slots))
+        self.check: ScaleCheck | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "check": None}
 
     def slot(self, index: int) -> AmaxSlot:
         """The entries of tensor `index`; good for the life of this object."""
@@ -103,6 +113,8 @@ class AmaxHistory:
                 f"amax_global: expected shape {tuple(self.amax_local.shape)}, got {tuple(amax_global.shape)}. "
                 "Pass one value per slot."
             )
+        if self.check is not None and self.ready:
+            self.check.after_step(amax_global, self.scale)
         last_maximum = self.amax_history.amax(dim=0)
         finite = amax_global < torch.inf
         self.amax_history.mul_(finite)
@@ -124,6 +136,8 @@ class AmaxHistory:
             vector.fill_(1.0)
         self.num_updates = 0
         self.ready = False
+        if self.check is not None:
+            self.check.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and integers, readable by `torch.load(weights_only=True)`; what resumes bit for bit."""
@@ -153,3 +167,5 @@ class AmaxHistory:
             getattr(self, name).copy_(state[name])
         self.num_updates = int(state["num_updates"])
         self.ready = self.num_updates > 0
+        if self.check is not None:
+            self.check.restart()

@@ -61,10 +61,14 @@ def marked(owner: Any, method: str, names: list[str]) -> Iterator[list[str]]:
         delattr(owner, method)
 
 
-def operators(stage: int, fp8: dict[str, Any] | None, num_blocks: int) -> dict[str, list[str]]:
+def operators(
+    stage: int, fp8: dict[str, Any] | None, num_blocks: int, with_scale_check: bool = True
+) -> dict[str, list[str]]:
     """Operators of the third step: "step", all; "refresh", those that bring the FP8 weights up to date."""
     config = training.ds_config(stage, fp8, bf16={"check_grad_overflow": True})
     engine = training.build(config, {"num_blocks": num_blocks, "bias": True})
+    if not with_scale_check:
+        engine.fp8.history.check = None
     training.train(engine, 2)
     engine.backward(engine(training.micro_batches(2, 1)[0]))
     with _Names() as mode:
@@ -92,6 +96,16 @@ def test_weights_are_requantised_by_as_many_operators_for_many_as_for_few(ranks:
     assert few["fp8_ds::quantize_parts"] == many["fp8_ds::quantize_parts"] == 1
     grown = (many - few).total() / (WEIGHTS * (MANY - FEW))
     assert grown == 0 if recipe in PER_TENSOR else grown <= 2, many - few
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_delayed_scales_are_checked_by_a_product_and_a_copy_on_one_rank(ranks: Any, stage: int) -> None:
+    """And without a read of the device: what numpy detaches is on the host."""
+    fp8 = {"linear": {"recipe": "delayed"}}
+    without, first = (Counter(ranks(2).run(operators, stage, fp8, FEW, w)[0]["step"]) for w in (False, True))
+    assert first - without == {"aten::mul": 1, "aten::copy_": 1, "aten::detach": 1} and not without - first
+    second = Counter(ranks(2).run(operators, stage, fp8, FEW)[1]["step"])
+    assert second == Counter(ranks(2).run(operators, stage, fp8, FEW, False)[1]["step"])
 
 
 @pytest.mark.parametrize(

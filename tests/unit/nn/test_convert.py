@@ -324,6 +324,7 @@ def test_delayed_gives_each_layer_its_two_slots():
     history = apply_plan(model, make_plan(model, config), config, "cpu")
     assert history.num_slots == 8
     assert history.fp8_max.tolist() == [448.0, 57344.0] * 4
+    assert history.names == tuple(f"{fqn} {operand}" for fqn in BLOCKS for operand in ("input", "grad_output"))
     recipes = [model.get_submodule(fqn).fp8_recipe for fqn in BLOCKS]
     assert all(isinstance(recipe, DelayedRecipe) and recipe.history is history for recipe in recipes)
     scales = [history.scale[index].data_ptr() for index in range(8)]
