@@ -150,7 +150,7 @@ def with_run(arm: Arm, seed: int, steps: int) -> Arm:
     if arm.fp8 is None:
         return arm
     fp8 = {**arm.fp8, "optimizer": {**arm.fp8.get("optimizer", {}), "seed": seed}}
-    if "bf16_last_fraction" in fp8.get("schedule", {}):
+    if fp8.get("schedule", {}).get("bf16_last_fraction"):
         fp8["schedule"] = {"total_steps": steps, **fp8["schedule"]}
     return replace(arm, fp8=fp8)
 

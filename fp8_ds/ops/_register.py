@@ -31,7 +31,8 @@ def in_own_storage(view: Tensor) -> Tensor:
         return view
     first = view.storage_offset() * view.element_size()
     memory = view.untyped_storage()[first : first + view.numel() * view.element_size()]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)
+    whole: Tensor = torch.empty(0, dtype=view.dtype, device=view.device).set_(memory, 0, view.shape)  # type: ignore[call-overload]
+    return whole
 
 
 def _check_written(op: str, written: dict[str, Tensor]) -> None:
