@@ -146,10 +146,12 @@ def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
 
 
 def with_run(arm: Arm, seed: int, steps: int) -> Arm:
-    """The arm, with what of its fp8 block depends on the run: what FP8 states round by, and how long it is."""
+    """The arm, with what of its fp8 block depends on the run: what FP8 states round by, and its length for a schedule."""
     if arm.fp8 is None:
         return arm
-    fp8 = {**arm.fp8, "optimizer": {**arm.fp8.get("optimizer", {}), "seed": seed}}
+    fp8 = dict(arm.fp8)
+    if fp8["optimizer"]["states"] == "fp8":
+        fp8["optimizer"] = {**fp8["optimizer"], "seed": seed}
     if fp8.get("schedule", {}).get("bf16_last_fraction"):
         fp8["schedule"] = {"total_steps": steps, **fp8["schedule"]}
     return replace(arm, fp8=fp8)

@@ -222,13 +222,15 @@ def test_reference_runs_first_and_last_and_with_several_seeds_once_a_seed(
 
 
 def test_what_depends_on_the_run_is_in_the_arms_block(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--model", "tiny-llama", "--arms", "headline", "stock-eager", "--seeds", 7, "--trunk-steps", 20)
+    names = ("headline", "stock-eager", "delayed-fp32", "ours-e4m11-eager+schedule.bf16_last_fraction=0.0")
+    options = ("--model", "tiny-llama", "--arms", *names, "--seeds", 7, "--trunk-steps", 20)
     args, jobs = jobs_of(bench, monkeypatch, *options, "--steps", 60)
     driver, model = bench("end_to_end"), bench("end_to_end_arms").MODELS["tiny-llama"]
-    trunk, headline, stock = (driver.make_spec(args, job, model, Path("text")) for job in jobs)
+    trunk, headline, stock, *others = (driver.make_spec(args, job, model, Path("text")) for job in jobs)
     block = headline["ds_config"]["fp8"]
     assert block["schedule"] == {"total_steps": 60, "bf16_last_fraction": 0.03} and block["optimizer"]["seed"] == 7
-    Fp8Config.from_block(block)
+    for one in (headline, *others):
+        Fp8Config.from_block(one["ds_config"]["fp8"])
     assert (trunk["steps"], trunk["first_step"], trunk["decays"]) == (20, 0, False)
     assert (stock["steps"], stock["first_step"], stock["decays"]) == (60, 20, True)
     assert trunk["save_weights"] == stock["weights"] == headline["weights"] != None  # noqa: E711
