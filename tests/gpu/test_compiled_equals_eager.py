@@ -1,0 +1,27 @@
+"""Compiled trains as eager, each step from eager's state, on a GPU: recipes, states, stages, models, modes, features.
+
+The short selection (at most 4 minutes) is `-m "gpu and not slow"`, all of it (at most 12) `-m gpu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compiled_and_eager as cells
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.mark.parametrize("cell", cells.params(cells.covering_cells(), slow_from=cells.NUM_SHORT))
+def test_compiled_trains_as_eager(gpu_ranks: Any, cell: cells.Cell) -> None:
+    ((losses, result),) = gpu_ranks(1).run(cells.compare, cell)
+    assert cells.exceeded(result) == [], result
+    assert cells.jump(losses) >= cells.JUMP, losses
+
+
+@pytest.mark.skipif(not cells.HAS_OLD_FAULT, reason="torch 2.13 clones the right bytes of a view")
+def test_the_old_fault_is_seen(gpu_ranks: Any) -> None:
+    ((_, result),) = gpu_ranks(1).run(cells.compare, cells.FIRST, only_fused=True, with_old_fault=True)
+    cells.assert_shows_old_fault(result)
