@@ -146,7 +146,7 @@ def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
 
 
 def with_run(arm: Arm, seed: int, steps: int) -> Arm:
-    """The arm, with what of its fp8 block depends on the run: what FP8 states round by, and its length for a schedule."""
+    """The arm, with what of its block depends on the run: what FP8 states round by, and the length for a schedule."""
     if arm.fp8 is None:
         return arm
     fp8 = dict(arm.fp8)
