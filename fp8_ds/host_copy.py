@@ -36,3 +36,7 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
+
+    def read_if_arrived(self) -> Tensor | None:
+        """As `read`, or None where it would wait. Never waits."""
+        return self._host if self._arrived is None or self._arrived.query() else None

@@ -28,7 +28,8 @@ class ScaleCheck:
     It sees a scale that does not fit the recorded amax; an amax that is recorded wrongly in every step makes a scale
     that fits it, and is seen by the monitor alone, which counts the elements themselves.
 
-    The device multiplies two vectors and copies the product, which the host judges when the next step ends.
+    The device multiplies two vectors and copies the product, which the host judges when the next step ends. It never
+    waits: while a copy is still on its way, steps are left out.
 
     Args:
         names: of the slots: layer and operand.
@@ -57,7 +58,10 @@ class ScaleCheck:
             scale: float32 [num_slots], by which its tensors were cast.
         """
         if self._is_sent:
-            self._judge(self._host.read().numpy())
+            scaled = self._host.read_if_arrived()
+            if scaled is None:
+                return
+            self._judge(scaled.numpy())
         self._host.send(amax * scale)
         self._is_sent = True
 

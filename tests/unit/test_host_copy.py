@@ -41,6 +41,9 @@ def test_from_cuda_an_event_follows_each_copy_and_only_a_read_waits_for_it(monke
         def synchronize(self) -> None:
             told.append(("synchronize", None))
 
+        def query(self) -> bool:
+            return has_arrived
+
     def empty(shape: Any, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         told.append(("pinned", pin_memory))
         return torch.zeros(shape, dtype=dtype)
@@ -54,3 +57,7 @@ def test_from_cuda_an_event_follows_each_copy_and_only_a_read_waits_for_it(monke
     assert told == [("pinned", True), ("record", [1.0, 2.0]), ("record", [3.0, 4.0])]
     assert copy.read().tolist() == [3.0, 4.0]
     assert told[3:] == [("synchronize", None)]
+    has_arrived = False
+    assert copy.read_if_arrived() is None
+    has_arrived = True
+    assert copy.read_if_arrived().tolist() == [3.0, 4.0] and len(told) == 4

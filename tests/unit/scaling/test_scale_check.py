@@ -52,6 +52,17 @@ def test_limits_are_of_the_product_and_of_the_slots_own_format(scaled, fp8_max, 
     assert len(said) == is_named
 
 
+def test_steps_whose_copy_is_still_on_its_way_are_left_out(monkeypatch):
+    check, said = checked()
+    feed(check, LOW, LOW)
+    arrives, read = [False], check._host.read_if_arrived
+    monkeypatch.setattr(check._host, "read_if_arrived", lambda: read() if arrives[0] else None)
+    feed(check, *[FITS] * 5)  # the host is ahead: neither judged nor sent
+    arrives[0] = True
+    feed(check, LOW, LOW)
+    assert len(said) == 1
+
+
 def test_a_step_that_fits_ends_the_run():
     check, said = checked()
     feed(check, *[LOW, LOW, FITS] * 5)
