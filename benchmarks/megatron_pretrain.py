@@ -56,16 +56,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import end_to_end_report
 import megatron_pretrain_report as report
-from end_to_end import ERROR_CHARS, machine, run_piece
+from end_to_end import ERROR_CHARS, machine
 from end_to_end_arms import MODELS, Model
-from end_to_end_pieces import Piece
 from megatron_pretrain_arms import (
     EVAL_ITERS,
     GRAMMAR,
@@ -74,6 +73,7 @@ from megatron_pretrain_arms import (
     MODES,
     PIECES,
     Arm,
+    Piece,
     Settings,
     parse_arm,
     predicted_seconds,
@@ -246,6 +246,56 @@ def chosen_model(args: argparse.Namespace, piece: Piece) -> Model:
     return replace(MODELS[piece.model], **{key: value for key, value in changes.items() if value is not None})
 
 
+def run_piece(
+    piece: Piece,
+    budget: float,
+    run: Callable[[str, float], dict[str, Any]],
+    predict: Callable[[str, Mapping[tuple[str, str], float]], float],
+    known: Mapping[tuple[str, str], float],
+    clock: Callable[[], float] = time.monotonic,
+    save: Callable[[list[dict[str, Any]], list[str]], None] = lambda results, skipped: None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Reference, arms, reference again (in mode "speed"); what does not fit any more is skipped.
+
+    The first arm goes before the reference's second run, which shows nothing without an arm.
+
+    Args:
+        budget: seconds for all.
+        run: (name, seconds left) to a result with `wall_s`.
+        predict: (name, known) to the seconds that an arm will take.
+        known: (name, mode) to the seconds that arms took before; what is measured here is added.
+        save: called after every arm.
+
+    Returns:
+        (results in order, each with its "arm"; lines about what was skipped).
+    """
+    known, results, skipped = dict(known), [], []
+    began = clock()
+    first = [piece.reference] if piece.reference else []
+    last = first if piece.mode == "speed" and piece.arms else []
+    names = [*first, *piece.arms, *last]
+    for number, name in enumerate(names):
+        has_arm = len(results) > len(first)
+        if number == len(names) - 1 and last and not has_arm:
+            break
+        kept = last if number < len(names) - 1 and has_arm else []
+        left, needed = budget - (clock() - began), sum(predict(some, known) for some in (name, *kept))
+        if results and needed > left:
+            skipped.append(
+                f"{name}: left out, it takes {needed:.0f} s{' with the reference' if kept else ''}, {left:.0f} are left"
+            )
+            print(skipped[-1], flush=True)
+            continue
+        result = {"arm": name, **run(name, left)}
+        if "error" not in result:
+            known[name, piece.mode] = result["wall_s"]
+        results.append(result)
+        print(report.line(result), flush=True)
+        save(results, skipped)
+    save(results, skipped)
+    return results, skipped
+
+
 def measure(args: argparse.Namespace) -> Path:
     """Runs a piece; returns the JSON to which it was appended."""
     began = time.monotonic()
@@ -283,7 +333,7 @@ def measure(args: argparse.Namespace) -> Path:
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.write(path, [*earlier, {**run, "results": results, "skipped": skipped}])
 
-    known = end_to_end_report.known_seconds(earlier, run["model"], run["timing"])
+    known = report.known_seconds(earlier, run["model"], run["timing"])
     run_piece(piece, args.budget - (time.monotonic() - began), one, predict, known, save=save)
     return path
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from end_to_end_arms import BETAS, EPS, LR, MODELS, WEIGHT_DECAY, Model
-from end_to_end_pieces import Piece
 
 TENSORWISE = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
@@ -210,6 +209,16 @@ def words_of(arm: Arm, m: Model, s: Settings, cache: Path) -> list[str]:
         # Named, so that Transformer Engine cannot fall back to unfused attention; ours leaves it evaluation only.
         words += ["--attention-backend", "fused"]
     return [*words, *own, *s.extra]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one command measures, in at most ten minutes; the reference runs first and last."""
+
+    model: str
+    reference: str | None
+    arms: tuple[str, ...]
+    mode: str = "speed"
 
 
 BF16_GRADS_STOCK = "stock-tensorwise+bf16grads"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from end_to_end_report import chart, each_once, good, load, speeds, write
+from end_to_end_report import each_once, good, load, write
 from megatron_pretrain_arms import WORDS, parse_arm, without_option
 from results_io import dated_stem
 
@@ -111,6 +111,38 @@ def by_seed(run: Mapping[str, Any]) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 
 # --- one run ---
+
+
+def known_seconds(
+    runs: Iterable[Mapping[str, Any]], model: Mapping[str, Any], timing: str
+) -> dict[tuple[str, str], float]:
+    """(arm, mode) to seconds that it took last, with the very model and as many steps."""
+    return {
+        (result["arm"], run["mode"]): result["wall_s"]
+        for run in runs
+        if run["model"] == model and run["timing"] == timing
+        for result in run["results"]
+        if "error" not in result
+    }
+
+
+def line(result: Mapping[str, Any]) -> str:
+    """What is printed when an arm is done."""
+    if "error" in result:
+        return f"{result['arm']}: FAILED after {result['wall_s']:.0f} s: {result['error'].splitlines()[0]}"
+    return (
+        f"{result['arm']}: {result['step_ms']:.1f} ms, {result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU, "
+        f"{result['peak_allocated_gib']:.1f} GiB, {result['wall_s']:.0f} s"
+    )
+
+
+def speeds(run: Mapping[str, Any]) -> dict[str, float]:
+    """Arm to tokens/s a GPU, the mean where it was measured twice; of a "speed" run."""
+    found: dict[str, list[float]] = {}
+    for result in good(run):
+        if "tokens_per_second_per_gpu" in result:
+            found.setdefault(result["arm"], []).append(result["tokens_per_second_per_gpu"])
+    return {arm: fmean(values) for arm, values in found.items()}
 
 
 def best_stock(run: Mapping[str, Any]) -> str | None:
@@ -352,12 +384,10 @@ def write_curves(stem: Path, run: Mapping[str, Any]) -> bool:
 
 
 def publish(path: Path) -> str:
-    """Markdown, chart, and CSV and PNG of the newest losses of each kind, beside the JSON; returns the Markdown."""
+    """Markdown, and CSV and PNG of the newest losses of each kind, beside the JSON; returns the Markdown."""
     runs = side_by_side(load(path))
     stem = path.with_suffix("")
     lines = [f"# {stem.name}", "", "Ratios are taken within a run.", ""]
-    if chart(stem.with_suffix(".png"), [{**run, "piece": f"{run['piece']}, {run['id']}"} for run in runs]):
-        lines += [f"![tokens/s]({stem.name}.png)", ""]
     for name in ("losses", "seeds", "parallel"):
         newest = [run for run in runs if kind(run) == name][-1:]
         curves = stem.with_name(f"{stem.name}-{name}")
