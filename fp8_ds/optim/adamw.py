@@ -18,7 +18,8 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense
+from fp8_ds.optim.param_state import absorb_state, checked_state
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, read_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
 from fp8_ds.zero.parameter import Fp8Parameter
@@ -264,19 +265,27 @@ class Fp8AdamW(torch.optim.Optimizer):
         Parameters without a state in it (it was saved before their first step) have none afterwards, as in torch.
 
         Raises:
-            ValueError: groups or parameters differ in number.
+            ValueError: groups or parameters differ in number, a state has not its parameter's shape, is not finite or
+                lacks an entry. Nothing has changed then.
         """
         saved_groups = state_dict["param_groups"]
-        self.load_groups(saved_groups)
+        groups = self._checked_groups(saved_groups)
         ids = [i for g in saved_groups for i in g["params"]]
-        for row, (p, i) in enumerate(zip(self.flat_params(), ids, strict=True)):
-            state = state_dict["state"].get(i)
+        states = [state_dict["state"].get(i) for i in ids]
+        params = self.flat_params()
+        if not self._is_managed:
+            states = [
+                checked_state(flat.pieces[0].shard.name, p.shape, state) if state else None
+                for p, flat, state in zip(params, self.core.flats, states, strict=True)
+            ]
+        self._set_groups(groups)
+        for row, (p, state) in enumerate(zip(params, states, strict=True)):
             if not state:
                 self.core.forget(row)
             elif self._is_managed:
                 self.state[p] = dict(state)
             else:
-                self._absorb(row, state)
+                absorb_state(self.core, row, state)
         if self._is_managed and not self.is_dense:
             self.absorb_dense()
 
@@ -286,39 +295,25 @@ class Fp8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: groups or parameters differ in number, or a number is out of its range.
         """
+        self._set_groups(self._checked_groups(saved_groups))
+
+    def _set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+
+    def _checked_groups(self, saved_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as `load_groups` leaves them; nothing changes yet."""
         groups = self.param_groups
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
             raise ValueError(
                 f"state_dict: expected {[len(g['params']) for g in groups]} parameters by group, "
                 f"got {[len(g['params']) for g in saved_groups]}. Build the optimizer with the same groups."
             )
+        loaded = []
         for group, saved in zip(groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "master")})
-            _check_group(group)
-
-    def _absorb(self, row: int, state: dict[str, Any]) -> None:
-        core = self.core
-        flat = core.flats[row]
-        if "master" in state:
-            self._rescale(flat.pieces[0].shard, state)
-            absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
-        if "exp_avg" in state:
-            core.allocate()
-            for key in MOMENTS:
-                absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
-        if "step" in state:
-            core.step_count[row] = int(state["step"])
-
-    def _rescale(self, shard: AdamShard, state: dict[str, Any]) -> None:
-        """The scale of a loaded master is that it was saved with; the smallest that fits where none was saved."""
-        if not (shard.fmt.is_split and shard.fmt.is_fp8):
-            return
-        scales, index = self.core.scales, shard.scale_index
-        scales.wait()
-        amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
-        amax[index] = torch.linalg.vector_norm(state["master"].float(), float("inf"))
-        scale_inv[index] = state.get("scale_inv", 0.0)
-        scales.set(amax, scale_inv)
+            loaded.append({**group, **{k: v for k, v in saved.items() if k not in ("params", "master")}})
+            _check_group(loaded[-1])
+        return loaded
 
     @contextmanager
     def _dense_state(self, device: torch.device | str) -> Iterator[None]:
@@ -351,7 +346,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         for row, p in enumerate(self.flat_params() if params is None else params):
             state = self.state.get(p)
             if state:
-                self._absorb(row, state)
+                absorb_state(self.core, row, state)
         self.state.clear()
 
     def read_moment(self, shard: AdamShard, key: str) -> Tensor:

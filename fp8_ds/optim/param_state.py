@@ -1,0 +1,104 @@
+"""State of one parameter in the dense form of torch's Adam: what may be loaded, and how it is quantised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.ops.adamw import AdamShard
+from fp8_ds.optim.core import AdamCore
+from fp8_ds.optim.states import MOMENTS, absorb_flat
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NUM_STEPS = 2**31
+"""Rounding noise has counts below this (optim/rounding.py)."""
+_NUMBERS = ("step", "scale_inv")
+_REMEDY = "Load what was saved for the same parameters, in the same order."
+
+
+def checked_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries that a parameter of this shape takes from a state; others are ignored.
+
+    Args:
+        name: of the parameter, for messages.
+        state: "step", "exp_avg" and "exp_avg_sq", and perhaps "master" and "scale_inv".
+
+    Raises:
+        ValueError: an entry is missing, or has another shape, or values that it cannot have.
+        UnsupportedError: an entry is a DTensor.
+    """
+    if any(key not in state for key in ("step", *MOMENTS)):
+        raise ValueError(
+            f"state_dict: expected step, exp_avg and exp_avg_sq of {name}, got {list(state)}. Load a state of AdamW or "
+            "Adam."
+        )
+    found = {key: torch.as_tensor(state[key]) for key in (*_NUMBERS, *MOMENTS, "master") if key in state}
+    for key, value in found.items():
+        _check_entry(name, shape, key, value)
+    return found
+
+
+def _check_entry(name: str, shape: torch.Size, key: str, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        raise UnsupportedError(
+            f"state_dict: expected {key} of {name} as a plain tensor, got a DTensor. Load by "
+            "torch.distributed.checkpoint, or gather it first (StateDictOptions(full_state_dict=True))."
+        )
+    is_number = key in _NUMBERS
+    if value.numel() != 1 if is_number else value.shape != shape:
+        expected = "one element" if is_number else f"shape {list(shape)}"
+        raise ValueError(f"state_dict: expected {key} of {name} with {expected}, got {list(value.shape)}. {_REMEDY}")
+    if key != "step" and value.dtype not in _DTYPES:
+        raise ValueError(f"state_dict: expected {key} of {name} as floating numbers, got {value.dtype}. {_REMEDY}")
+    if not _is_possible(key, value):
+        expected = {
+            "step": "a count below 2**31",
+            "scale_inv": "a power of two",
+            "exp_avg_sq": "finite in float32 and >= 0",
+        }.get(key, "finite in float32")
+        found = float(value) if is_number else "others"
+        raise ValueError(f"state_dict: expected {key} of {name} to be {expected}, got {found}. Load a sound state.")
+
+
+def _is_possible(key: str, value: Tensor) -> bool:
+    if key == "step":
+        count = float(value)
+        return 0 <= count < _NUM_STEPS and count.is_integer()
+    if key == "scale_inv":
+        scale_inv = float(value)
+        return 0 < scale_inv < math.inf and math.frexp(scale_inv)[0] == 0.5
+    value = value.detach().float()
+    is_possible = torch.isfinite(value)
+    return bool((is_possible & (value >= 0) if key == "exp_avg_sq" else is_possible).all())
+
+
+def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
+    """Quantise the entries that `state` has into the shards of row `row`."""
+    flat = core.flats[row]
+    if "master" in state:
+        _rescale(core, flat.pieces[0].shard, state)
+        absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
+    if "exp_avg" in state:
+        core.allocate()
+        for key in MOMENTS:
+            absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
+    if "step" in state:
+        core.step_count[row] = int(state["step"])
+
+
+def _rescale(core: AdamCore, shard: AdamShard, state: Mapping[str, Any]) -> None:
+    """The scale of a loaded master is that it was saved with; the smallest that fits where none was saved."""
+    if not (shard.fmt.is_split and shard.fmt.is_fp8):
+        return
+    scales, index = core.scales, shard.scale_index
+    scales.wait()
+    amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
+    amax[index] = torch.linalg.vector_norm(state["master"].float(), float("inf"))
+    scale_inv[index] = state.get("scale_inv", 0.0)
+    scales.set(amax, scale_inv)
