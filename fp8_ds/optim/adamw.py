@@ -252,7 +252,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         """As torch's Adam would give it: "step", "exp_avg", "exp_avg_sq" in float32, on the CPU under ZeRO.
 
         Lossless: `load_state_dict` gives the same bytes again. "master" (float32) is there where it is neither the
-        parameter nor kept by ZeRO, and with it "scale_inv" (0-dim) where the parameter is FP8.
+        parameter nor kept by ZeRO, and with it "scale_inv" (0-dim) where the parameter is FP8. Of such a parameter
+        there is a state before the first step, too: "step" and moments are 0.
         """
         if self._core is None or any(self.state.values()):  # entries of nothing: somebody has looked there
             return super().state_dict()
@@ -321,12 +322,15 @@ class Fp8AdamW(torch.optim.Optimizer):
         core = self.core
         try:
             for p, flat in zip(self.flat_params(), core.flats, strict=True):
-                if not core.has_moments:
-                    continue
+                if not core.has_moments and (self._is_managed or not flat.pieces[0].shard.fmt.is_fp8):
+                    continue  # the parameter is the master still, but for FP8's first one, of which it is the high part
                 shape = p.shape
                 state = {"step": core.step_count[flat.row].cpu().float()}
                 for key in MOMENTS:
-                    state[key] = dense_flat(flat, key, core.scales.scale_inv, device).view(shape)
+                    if core.has_moments:
+                        state[key] = dense_flat(flat, key, core.scales.scale_inv, device).view(shape)
+                    else:
+                        state[key] = torch.zeros(shape, device=device)
                 if not self._is_managed and _has_own_master(flat.pieces[0].shard, p):
                     shard = flat.pieces[0].shard
                     state["master"] = dense_flat(flat, None, core.scales.scale_inv, device).view(shape)

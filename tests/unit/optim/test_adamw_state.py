@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from fp8_ds import Fp8AdamW
 
-MASTERS = {"own": torch.float32, "fp32": torch.bfloat16, "bf16_8": torch.bfloat16, "e4m19": torch.bfloat16}
-"""Formats and the dtypes of their parameters; "own": a float32 parameter is its master."""
+MASTERS = ("own", "fp32", "bf16_8", "e4m19")
+"""Of bf16 parameters, but "own": of float32 ones, which are their masters."""
 
 
 def make(master: str, shape: tuple[int, ...] = (24, 16), seed: int = 0, **options: Any) -> Fp8AdamW:
     """An optimizer of two parameters."""
     torch.manual_seed(seed)
-    params = [nn.Parameter(torch.randn(shape).to(MASTERS[master])), nn.Parameter(torch.randn(5).to(MASTERS[master]))]
+    dtype = torch.float32 if master == "own" else torch.bfloat16
+    params = [nn.Parameter(torch.randn(shape).to(dtype)), nn.Parameter(torch.randn(5).to(dtype))]
     return Fp8AdamW([{"params": params, "master": None if master in ("own", "bf16_8") else master}], **options)
 
 
@@ -152,3 +153,37 @@ def test_states_in_other_floating_dtypes_and_counts_as_numbers_are_taken(dtype: 
     for index, entry in state["state"].items():
         assert found[index]["step"] == 3
         assert torch.allclose(found[index]["exp_avg"], entry["exp_avg"].float(), rtol=0.07, atol=1e-4)
+
+
+# --- before the first step ---
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["made", "skipped"])
+@pytest.mark.parametrize("master", ["own", "bf16_8", "e4m19", "e4m11"])
+def test_a_run_that_is_saved_before_its_first_step_goes_on_with_the_same_bits(master: str, skips: bool) -> None:
+    first, second = make(master, seed=1), make(master, seed=2)
+    if skips:
+        first.flat_params()[0].grad = torch.full_like(first.flat_params()[0], float("nan"))
+        first.step()
+    weights, state = [p.detach().clone() for p in first.flat_params()], copy.deepcopy(first.state_dict())
+    with torch.no_grad():
+        for p, value in zip(second.flat_params(), weights, strict=True):
+            p.copy_(value)
+    second.load_state_dict(state)
+    for _ in range(2):
+        step(first)
+        step(second)
+        assert_equal(everything(second), everything(first))
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_a_state_from_before_the_first_step_is_one_that_torch_goes_on_from(master: str) -> None:
+    ours = make(master, weight_decay=0.0)
+    state = ours.state_dict()
+    values = [state["state"][index]["master"] for index in range(2)]
+    stock, fresh = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    loaded, plain = (torch.optim.AdamW(params, weight_decay=0.0) for params in (stock, fresh))
+    loaded.load_state_dict({"state": state["state"], "param_groups": loaded.state_dict()["param_groups"]})
+    step(loaded, 2)
+    step(plain, 2)
+    assert_equal([p.detach() for p in stock], [p.detach() for p in fresh])
