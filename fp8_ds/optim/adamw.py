@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.optim.param_state import absorb_state, checked_state
+from fp8_ds.optim.param_state import absorb_state, amax_of, checked_state
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, read_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
@@ -43,7 +45,7 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or param groups, all on one device.
-        lr: number or 0-dim tensor (read on the device).
+        lr: number or tensor of one element (read on the device).
         betas: with beta1**2 < beta2.
         eps: >= 1e-30.
         weight_decay: >= 0.
@@ -52,7 +54,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         check_finite: look for infinities and NaN in the gradients first (one more read of them).
 
     Raises:
-        ValueError: a number out of its range, an unknown master, a dtype that is neither float32 nor bf16.
+        ValueError: a number out of its range, an unknown master, a dtype that is neither float32 nor bf16, a parameter
+            that is there twice.
     """
 
     is_dense = False
@@ -143,6 +146,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         chosen = [(p, g, _format_of(p, group)) for g, group in enumerate(self.param_groups) for p in group["params"]]
         if not chosen:
             raise ValueError("params: expected at least one parameter, got none.")
+        if len({id(p) for p, _, _ in chosen}) < len(chosen):
+            raise ValueError("params: expected every parameter once, got one twice. It would have two states.")
         device = chosen[0][0].device
         num_fp8 = sum(fmt.is_split and fmt.is_fp8 for _, _, fmt in chosen)
         scales = PredictedScales(num_fp8, device)
@@ -156,7 +161,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             flats.append(Flat(row, p.numel(), [Piece(0, shard)]))
             index += fmt.is_split and fmt.is_fp8
         self._core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
-        amaxes = [torch.linalg.vector_norm(p.detach().float(), float("inf")) for p, _, f in chosen if f.is_fp8]
+        amaxes = [amax_of(p.detach()) for p, _, fmt in chosen if fmt.is_fp8]
         if amaxes:
             scales.set(torch.stack(amaxes))
         for (p, _, fmt), flat in zip(chosen, flats, strict=True):
@@ -190,6 +195,8 @@ class Fp8AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _overwrite(self, shard: AdamShard, value: Tensor) -> None:
         """A user has written into an FP8 parameter: the value becomes its master, but where it is what was read."""
+        if not shard.numel:
+            return
         scales, flat = self.core.scales, value.reshape(-1)
         kept = overwrite(shard.hi, flat, scales, shard.scale_index, shard.fmt)
         write_low(shard, flat, kept, scales.scale_inv)
@@ -269,6 +276,10 @@ class Fp8AdamW(torch.optim.Optimizer):
             ValueError: groups or parameters differ in number, a state has not its parameter's shape, is not finite or
                 lacks an entry. Nothing has changed then.
         """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         saved_groups = state_dict["param_groups"]
         groups = self._checked_groups(saved_groups)
         ids = [i for g in saved_groups for i in g["params"]]
@@ -289,6 +300,8 @@ class Fp8AdamW(torch.optim.Optimizer):
                 absorb_state(self.core, row, state)
         if self._is_managed and not self.is_dense:
             self.absorb_dense()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def load_groups(self, saved_groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the groups of a state_dict say but masters' formats; no states.
@@ -312,7 +325,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             )
         loaded = []
         for group, saved in zip(groups, saved_groups, strict=True):
-            loaded.append({**group, **{k: v for k, v in saved.items() if k not in ("params", "master")}})
+            loaded.append({**group, **deepcopy({k: v for k, v in saved.items() if k not in ("params", "master")})})
             _check_group(loaded[-1])
         return loaded
 
@@ -361,14 +374,16 @@ class Fp8AdamW(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    if not isinstance(group["lr"], Tensor) and group["lr"] < 0:
-        raise ValueError(f"lr: expected a number >= 0, got {group['lr']}.")
-    if not group["eps"] >= SMALLEST_EPS:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: expected a number or a tensor of one element, got {list(lr.shape)}. Take one of them.")
+    for name in ("lr", "weight_decay"):
+        if not 0 <= float(group[name]) < math.inf:
+            raise ValueError(f"{name}: expected a finite number >= 0, got {group[name]}.")
+    if not SMALLEST_EPS <= group["eps"] < math.inf:
         raise ValueError(
-            f"eps: expected a number >= {SMALLEST_EPS}, got {group['eps']}. FP8 states divide by it where v is 0."
+            f"eps: expected a finite number >= {SMALLEST_EPS}, got {group['eps']}. FP8 states divide by it if v is 0."
         )
-    if group["weight_decay"] < 0:
-        raise ValueError(f"weight_decay: expected a number >= 0, got {group['weight_decay']}.")
     check_betas(*group["betas"])
     master = group.get("master")
     if master is not None and master not in BY_NAME:

@@ -220,7 +220,7 @@ class AdamCore:
         has_tensors = False
         for index, group in enumerate(param_groups):
             if isinstance(group["lr"], Tensor):
-                self._constants[_Constant.LR, index].copy_(group["lr"], non_blocking=True)
+                self._constants[_Constant.LR, index].copy_(group["lr"].reshape(()), non_blocking=True)
                 has_tensors = True
         if has_tensors and self.decoupled:
             lr, weight_decay = self._constants[_Constant.LR], self._constants[_Constant.WEIGHT_DECAY]

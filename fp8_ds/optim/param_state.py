@@ -99,6 +99,12 @@ def _rescale(core: AdamCore, shard: AdamShard, state: Mapping[str, Any]) -> None
     scales, index = core.scales, shard.scale_index
     scales.wait()
     amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
-    amax[index] = torch.linalg.vector_norm(state["master"].float(), float("inf"))
+    amax[index] = amax_of(state["master"])
     scale_inv[index] = state.get("scale_inv", 0.0)
     scales.set(amax, scale_inv)
+
+
+def amax_of(value: Tensor) -> Tensor:
+    """float32, 0-dim: the largest magnitude; 0 where there are no elements."""
+    value = value.float()
+    return torch.linalg.vector_norm(value, float("inf")) if value.numel() else value.new_zeros(())

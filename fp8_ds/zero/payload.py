@@ -99,4 +99,4 @@ class Fp8Payload:
 
     def nominal(self, shape: torch.Size) -> Tensor:
         """NaN of `shape` at the cost of one element."""
-        return self.placeholder.expand(shape)
+        return self.placeholder.expand(shape) if shape else self.placeholder.view(())

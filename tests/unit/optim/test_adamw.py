@@ -225,8 +225,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "betas": (lambda: build("fp32", betas=(0.99, 0.9)), ValueError, r"beta1\*\*2 < beta2, got \(0.99, 0.9\)"),
     "betas equal to the bound": (lambda: build("fp32", betas=(0.5, 0.25)), ValueError, "no bound"),
-    "lr": (lambda: build("fp32", lr=-1.0), ValueError, "lr: expected a number >= 0, got -1.0"),
-    "eps": (lambda: build("fp32", eps=0.0), ValueError, "eps: expected a number >= 1e-30, got 0.0"),
+    "lr": (lambda: build("fp32", lr=-1.0), ValueError, "lr: expected a finite number >= 0, got -1.0"),
+    "eps": (lambda: build("fp32", eps=0.0), ValueError, "eps: expected a finite number >= 1e-30, got 0.0"),
     "weight decay": (lambda: build("fp32", weight_decay=-0.1), ValueError, "weight_decay: .* got -0.1"),
     "amsgrad": (
         lambda: Fp8AdamW([{"params": parameters(torch.float32), "amsgrad": True}]),

@@ -1,0 +1,275 @@
+"""torch's own tests of its optimizers (test/test_optim.py) that apply to Fp8AdamW, with the inputs that torch has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8_ds import Fp8AdamW, UnsupportedError
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "non-default lr": {"lr": 0.01},
+    "nonzero weight_decay": {"weight_decay": 0.1},
+    "Tensor lr": {"lr": torch.tensor(0.01)},
+    "Tensor lr, Tensor betas": {
+        "lr": torch.tensor([0.001]),
+        "betas": (torch.tensor([[[0.9]]]), torch.tensor([[0.99]])),
+    },
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+    "amsgrad": {"weight_decay": 0.1, "amsgrad": True},
+}
+"""With INPUTS what torch has for AdamW on the CPU, and what of the rest is not of "capturable"."""
+FORMATS = ("fp32", "bf16_8", "e4m19")
+SCHEDULERS = {
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, threshold=1.0, patience=0),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
+}
+
+
+def weights(master: str = "fp32") -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((10, 5), (10,))]
+
+
+def groups_of(params: list[nn.Parameter], master: str = "fp32") -> list[dict[str, Any]]:
+    return [{"params": params, "master": None if master == "bf16_8" else master}]
+
+
+def set_gradients(params: list[nn.Parameter], value: float = 1.0) -> None:
+    for p in params:
+        p.grad = torch.full(p.shape, value, dtype=p.dtype)
+
+
+@pytest.mark.slow
+def test_the_inputs_are_those_of_torch() -> None:
+    """In a process of its own: that module sets flags for good, and wants a package that only its own tests need."""
+    program = """
+import json, sys, types, unittest
+sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)
+from torch.testing._internal.common_optimizers import optim_db
+info = next(info for info in optim_db if info.optim_cls.__name__ == "AdamW")
+inputs = [x for device in ("cpu", "mps") for x in info.optim_inputs_func(device=device)]
+print(json.dumps([[x.desc, {key: str(value) for key, value in x.kwargs.items()}] for x in inputs]))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    ours = {**INPUTS, **REFUSED}
+    del ours["Tensor lr, Tensor betas"]  # torch has it on CUDA only
+    assert dict(json.loads(found)) == {name: {k: str(v) for k, v in kwargs.items()} for name, kwargs in ours.items()}
+
+
+@pytest.mark.parametrize("kwargs", REFUSED.values(), ids=REFUSED)
+def test_options_without_a_bound_are_refused_by_name(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"maximize|amsgrad"):
+        Fp8AdamW([{"params": weights(), **kwargs}])
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULERS])
+@pytest.mark.parametrize("kwargs", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "other strides"])
+def test_it_goes_where_torch_goes(kwargs: dict[str, Any], schedule: str | None, is_contiguous: bool) -> None:
+    found = {}
+    for kind in (torch.optim.AdamW, Fp8AdamW):
+        torch.manual_seed(0)
+        weight, bias, x = torch.randn(10, 5), torch.randn(10), torch.randn(5)
+        if not is_contiguous:
+            weight, bias = torch.stack([weight] * 2, dim=-1)[..., 0], torch.stack([bias] * 2, dim=-1)[..., 0]
+        params = [nn.Parameter(weight), nn.Parameter(bias)]
+        assert params[0].is_contiguous() is is_contiguous
+        optimizer = kind(params, **copy.deepcopy(kwargs))
+        scheduler = None if schedule is None else SCHEDULERS[schedule](optimizer)
+        start, losses = [p.detach().clone() for p in params], []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (weight_times(params[0], x) + params[1]).pow(2).sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            if schedule == "plateau":
+                scheduler.step(losses[-1])
+            elif scheduler is not None:
+                scheduler.step()
+        assert losses[-1] < losses[0]
+        found[kind] = [p.detach() - first for p, first in zip(params, start, strict=True)]
+    for ours, theirs in zip(found[Fp8AdamW], found[torch.optim.AdamW], strict=True):
+        assert (ours - theirs).norm() < 0.07 * theirs.norm()  # the rounding of moments (test_adamw.py)
+
+
+def weight_times(weight: Tensor, x: Tensor) -> Tensor:
+    return (weight * x).sum(dim=1)
+
+
+@pytest.mark.parametrize("master", FORMATS)
+def test_gradients_are_never_written(master: str) -> None:
+    params = weights(master)
+    optimizer = Fp8AdamW(groups_of(params, master))
+    for _ in range(3):
+        set_gradients(params, 0.5)
+        versions = [p.grad._version for p in params]
+        optimizer.step()
+        assert [p.grad._version for p in params] == versions
+        assert all(bool((p.grad == 0.5).all()) for p in params)
+
+
+@pytest.mark.parametrize("master", FORMATS)
+def test_zero_gradients_without_decay_move_nothing(master: str) -> None:
+    params = weights(master)
+    optimizer = Fp8AdamW(groups_of(params, master), weight_decay=0.0)
+    before = [p.detach().clone() for p in params]
+    for _ in range(3):
+        set_gradients(params, 0.0)
+        optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("master", FORMATS)
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (), (1,)], ids=str)
+def test_parameters_without_elements_or_dims_step_and_come_back(shape: tuple[int, ...], master: str) -> None:
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16
+    optimizer, other = (Fp8AdamW(groups_of([nn.Parameter(torch.ones(shape, dtype=dtype))], master)) for _ in range(2))
+    (p,) = optimizer.flat_params()
+    assert p.shape == shape and p.dtype == dtype and bool((p == 1).all())
+    for _ in range(100):
+        set_gradients([p])
+        optimizer.step()
+    assert p.shape == shape and bool(((p - 0.9).abs() < 0.04).all())
+    with torch.no_grad():
+        p.fill_(0.5)
+    assert p.shape == shape and bool((p == 0.5).all())
+    state = optimizer.state_dict()["state"][0]
+    assert state["exp_avg"].shape == shape
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state_dict()["state"][0].keys() == state.keys()
+
+
+# --- errors ---
+
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no iterable": (lambda p: Fp8AdamW(p), TypeError, "params argument given to the optimizer should be an iterable"),
+    "one in two groups": (
+        lambda p: Fp8AdamW([{"params": p}, {"params": p}]),
+        ValueError,
+        "more than one parameter group",
+    ),
+    "some with names": (lambda p: Fp8AdamW([("w", p), weights()[1]]), ValueError, "with/without names"),
+    "lr of two elements": (lambda p: Fp8AdamW([p], lr=torch.tensor([0.1, 0.1])), ValueError, r"lr: .* got \[2\]"),
+    "lr tensor below 0": (lambda p: Fp8AdamW([p], lr=torch.tensor(-1.0)), ValueError, "lr: expected .* got -1"),
+    "betas": (lambda p: Fp8AdamW([p], betas=(1.0, 0.0)), ValueError, r"betas: .* got \(1.0, 0.0\)"),
+    "weight decay": (lambda p: Fp8AdamW([p], weight_decay=-1), ValueError, "weight_decay: expected .* got -1"),
+    **{
+        f"{name} {value}": (
+            lambda p, name=name, value=value: Fp8AdamW([p], **{name: value}),
+            ValueError,
+            f"{name}: expected a finite number",
+        )
+        for name in ("lr", "weight_decay", "eps")
+        for value in (float("nan"), float("inf"))
+    },
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_what_torch_refuses_is_refused(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make(weights()[0])
+
+
+def test_one_parameter_twice_in_a_group_is_an_error() -> None:
+    """torch warns and updates it twice with one state; here it would have two masters."""
+    p = weights()[0]
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match="got one twice"):
+        Fp8AdamW([p, p])
+
+
+# --- states ---
+
+
+@pytest.mark.parametrize("kwargs", INPUTS.values(), ids=INPUTS)
+def test_a_loaded_optimizer_takes_the_same_steps_and_shares_nothing(kwargs: dict[str, Any]) -> None:
+    left, right = (Fp8AdamW(weights(), **copy.deepcopy(kwargs)) for _ in range(2))
+    for _ in range(2):
+        set_gradients(left.flat_params())
+        left.step()
+    with torch.no_grad():
+        for p, value in zip(right.flat_params(), left.flat_params(), strict=True):
+            p.copy_(value)
+    right.load_state_dict(left.state_dict())
+    for optimizer in (left, right):
+        set_gradients(optimizer.flat_params())
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(left.flat_params(), right.flat_params(), strict=True))
+    numbers = [float(right.param_groups[0]["lr"]), *map(float, right.param_groups[0]["betas"])]
+    for value in (left.param_groups[0]["lr"], *left.param_groups[0]["betas"]):
+        if isinstance(value, Tensor):
+            value.fill_(0.5)
+    assert [float(right.param_groups[0]["lr"]), *map(float, right.param_groups[0]["betas"])] == numbers
+
+
+def test_groups_of_older_state_dicts_that_lack_options_are_loaded() -> None:
+    optimizer = Fp8AdamW(weights(), weight_decay=0.25)
+    state = optimizer.state_dict()
+    for key in ("weight_decay", "master", "eps"):
+        del state["param_groups"][0][key]
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25 and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_names_of_parameters_travel_with_the_state() -> None:
+    params = weights()
+    optimizer = Fp8AdamW([("layer.weight", params[0]), ("layer.bias", params[1])])
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["param_names"] == ["layer.weight", "layer.bias"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["param_names"] == ["layer.weight", "layer.bias"]
+
+
+def test_the_hooks_of_loading_see_and_change_a_copy_of_the_dict() -> None:
+    optimizer = Fp8AdamW(weights(), lr=0.1)
+    seen: list[float] = []
+
+    def in_place(self: Any, state: dict[str, Any]) -> None:
+        state["param_groups"] = [{**state["param_groups"][0], "lr": 0.2}]
+
+    def anew(self: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**state["param_groups"][0], "lr": 2 * state["param_groups"][0]["lr"]}]}
+
+    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.register_load_state_dict_pre_hook(anew)
+    optimizer.register_load_state_dict_post_hook(lambda self: seen.append(self.param_groups[0]["lr"]))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert seen == [0.4] and state["param_groups"][0]["lr"] == 0.1
+
+
+def test_the_hooks_of_saving_and_stepping_are_called() -> None:
+    optimizer = Fp8AdamW(weights())
+    called: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda self: called.append("before state_dict"))
+    optimizer.register_state_dict_post_hook(lambda self, state: {**state, "extra": 1})
+    optimizer.register_step_pre_hook(lambda self, args, kwargs: called.append("before step"))
+    optimizer.register_step_post_hook(lambda self, args, kwargs: called.append("after step"))
+    set_gradients(optimizer.flat_params())
+    optimizer.step()
+    assert optimizer.state_dict()["extra"] == 1
+    assert called == ["before step", "after step", "before state_dict"]
+
+
+def test_it_prints_its_groups() -> None:
+    text = repr(Fp8AdamW(weights(), lr=0.125))
+    assert "Fp8AdamW" in text and "lr: 0.125" in text
