@@ -20,7 +20,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.optim.param_state import absorb_state, amax_of, checked_state
+from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, read_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
@@ -37,7 +37,8 @@ class Fp8AdamW(torch.optim.Optimizer):
     A parameter's master weight follows from its dtype: float32 is its own master; bf16 gets 8 more bits ("bf16_8").
     A param group may say otherwise with the key "master": "fp32" keeps float32 masters of bf16 parameters; "e4m19" and
     "e4m11" store its bf16 parameters in FP8, the byte being the high part of the master (for the weights of Fp8Linear
-    layers). Those become `Fp8Parameter`s in place: `p.data` is a placeholder, readers get de-quantised values.
+    layers). Those become `Fp8Parameter`s in place: `p.data` is a placeholder, readers get de-quantised values. Steps go
+    on from what is written into a parameter and from data that replace its own; its shape, dtype and device stay.
 
     Differences from torch.optim.AdamW: the update is clamped to the bound that exact Adam obeys; a step with an
     infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, and "master"
@@ -78,6 +79,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         self.seed = seed
         self.check_finite = check_finite
         self._core: AdamCore | None = None
+        self._params: list[ParamState] = []
         self._is_managed = False
         super().__init__(params, defaults)
         for group in self.param_groups:
@@ -96,6 +98,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         """
         new = cls.__new__(cls)
         new._core = None
+        new._params = []
         torch.optim.Optimizer.__init__(new, [{"params": []}], dict(client.defaults))
         new.param_groups = client.param_groups
         new.decoupled = _is_decoupled(client)
@@ -166,6 +169,18 @@ class Fp8AdamW(torch.optim.Optimizer):
             scales.set(torch.stack(amaxes))
         for (p, _, fmt), flat in zip(chosen, flats, strict=True):
             self._adopt(p, flat.pieces[0].shard, fmt, scales)
+        self._params = [ParamState(self._core, row, p) for row, (p, _, _) in enumerate(chosen)]
+
+    def _follow(self) -> None:
+        """Masters follow what has been done to their parameters; those in the groups must be the same objects."""
+        params = self.flat_params()
+        if [id(p) for p in params] != [id(held.param) for held in self._params]:
+            raise UnsupportedError(
+                f"param_groups: expected the {len(self._params)} parameters of construction, got {len(params)}, some "
+                "of them others. Make a new optimizer and load the state_dict of this one."
+            )
+        for held in self._params:
+            held.follow()
 
     @torch.no_grad()
     def _adopt(self, p: Any, shard: AdamShard, fmt: MasterFormat, scales: PredictedScales) -> None:
@@ -176,8 +191,6 @@ class Fp8AdamW(torch.optim.Optimizer):
             return
         allocate_lo(shard, p.device)
         if not fmt.is_fp8:
-            if not p.is_contiguous():
-                raise ValueError(f"params: expected contiguous parameters, got one of shape {tuple(p.shape)}.")
             shard.hi = flat
             return
         shard.hi = torch.empty(p.numel(), dtype=torch.uint8, device=p.device)
@@ -235,8 +248,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = self.flat_params()
-        grads = [_flat_grad(p) for p in params]
+        self._follow()
+        grads = [_flat_grad(held.param) for held in self._params]
         if all(grad is None for grad in grads):
             return loss
         core = self.core
@@ -248,9 +261,9 @@ class Fp8AdamW(torch.optim.Optimizer):
         inputs = core.begin(self.param_groups, skip=skip, moves=moves)
         core.run(grads, inputs)
         core.end()
-        for p, piece, grad in zip(params, (flat.pieces[0] for flat in core.flats), grads, strict=True):
-            if grad is not None and not piece.shard.fmt.is_split and piece.shard.hi.data_ptr() != p.data_ptr():
-                p.copy_(piece.shard.hi.view(p.shape))
+        for held, grad in zip(self._params, grads, strict=True):
+            if grad is not None:
+                held.write_back()
         return loss
 
     # --- dense form ---
@@ -264,6 +277,8 @@ class Fp8AdamW(torch.optim.Optimizer):
         """
         if self._core is None or any(self.state.values()):  # entries of nothing: somebody has looked there
             return super().state_dict()
+        if not self._is_managed:
+            self._follow()
         with self._dense_state("cpu" if self._is_managed else self.core.device):
             return super().state_dict()
 
@@ -287,9 +302,10 @@ class Fp8AdamW(torch.optim.Optimizer):
         params = self.flat_params()
         if not self._is_managed:
             states = [
-                checked_state(flat.pieces[0].shard.name, p.shape, state) if state else None
-                for p, flat, state in zip(params, self.core.flats, states, strict=True)
+                checked_state(held.shard.name, held.param.shape, state) if state else None
+                for held, state in zip(self._params, states, strict=True)
             ]
+            self._follow()
         self._set_groups(groups)
         for row, (p, state) in enumerate(zip(params, states, strict=True)):
             if not state:
@@ -297,7 +313,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             elif self._is_managed:
                 self.state[p] = dict(state)
             else:
-                absorb_state(self.core, row, state)
+                self._params[row].load(state)
         if self._is_managed and not self.is_dense:
             self.absorb_dense()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -344,7 +360,7 @@ class Fp8AdamW(torch.optim.Optimizer):
                         state[key] = dense_flat(flat, key, core.scales.scale_inv, device).view(shape)
                     else:
                         state[key] = torch.zeros(shape, device=device)
-                if not self._is_managed and _has_own_master(flat.pieces[0].shard, p):
+                if not self._is_managed and self._params[flat.row].has_own_master:
                     shard = flat.pieces[0].shard
                     state["master"] = dense_flat(flat, None, core.scales.scale_inv, device).view(shape)
                     if shard.fmt.is_split and shard.fmt.is_fp8:
@@ -430,10 +446,6 @@ def _format_of(p: Any, group: dict[str, Any]) -> MasterFormat:
             raise ValueError(f"master: expected None or fp32 for float32 parameters, got {master!r}. Make them bf16.")
         return FP32
     return BF16_8 if master is None else BY_NAME[master]
-
-
-def _has_own_master(shard: AdamShard, p: Any) -> bool:
-    return shard.lo is not None or shard.hi.data_ptr() != p.data_ptr()
 
 
 def _flat_grad(p: Any) -> Tensor | None:

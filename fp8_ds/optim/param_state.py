@@ -1,4 +1,4 @@
-"""State of one parameter in the dense form of torch's Adam: what may be loaded, and how it is quantised."""
+"""What Fp8AdamW has of one parameter outside ZeRO: its master, and its state in the dense form of torch's Adam."""
 
 from __future__ import annotations
 
@@ -13,13 +13,102 @@ from torch.distributed.tensor import DTensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import MOMENTS, absorb_flat
+from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat
+from fp8_ds.zero.parameter import has_payload
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_STEPS = 2**31
 """Rounding noise has counts below this (optim/rounding.py)."""
 _NUMBERS = ("step", "scale_inv")
 _REMEDY = "Load what was saved for the same parameters, in the same order."
+
+
+class ParamState:
+    """A parameter and its shard, outside ZeRO.
+
+    A master that is not in the parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it
+    follows what others write there, and the parameter follows each step.
+
+    Args:
+        core: that steps it.
+        row: of the parameter in it.
+        param: float32 or bf16; an Fp8Parameter where its master is FP8.
+    """
+
+    def __init__(self, core: AdamCore, row: int, param: Any) -> None:
+        self._core = core
+        self._row = row
+        self.param = param
+        self._made = param.shape, param.dtype, param.device
+
+    @property
+    def shard(self) -> AdamShard:
+        return self._core.flats[self._row].pieces[0].shard
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameter's memory is the master, or its high part."""
+        shard, p = self.shard, self.param
+        if shard.fmt.is_fp8:
+            return True
+        return p.dtype == shard.hi.dtype and p.is_contiguous() and p.data_ptr() == shard.hi.data_ptr()
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master is anything but the parameter."""
+        return self.shard.lo is not None or not self.is_in_place
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The master follows what has been done to the parameter: other data (`p.data = `, `module.to`), other values.
+
+        Low parts stay: they are less than half a step of bf16.
+
+        Raises:
+            UnsupportedError: it has another shape, dtype or device than at construction.
+        """
+        shard, p = self.shard, self.param
+        if shard.fmt.is_fp8:
+            self._check(has_payload(p))
+            return
+        self._check((p.shape, p.dtype, p.device) == self._made)
+        if self.is_in_place:
+            return
+        values = p.detach().contiguous().view(-1)
+        is_of_its_dtype = p.dtype == shard.hi.dtype
+        if is_of_its_dtype and (p.is_contiguous() or _share_memory(p, shard.hi)):
+            shard.hi = values
+            self._core.moved()
+        elif is_of_its_dtype:
+            shard.hi.copy_(values)
+        else:
+            for master, value in zip(shard.hi.split(CHUNK), values.split(CHUNK), strict=True):
+                master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
+
+    def _check(self, is_as_made: bool) -> None:
+        if not is_as_made:
+            p, (shape, dtype, device) = self.param, self._made
+            raise UnsupportedError(
+                f"{self.shard.name}: expected {list(shape)} of {dtype} on {device} as the optimizer was made for, got "
+                f"{type(p).__name__} {list(p.shape)} of {p.dtype} on {p.device}. Change the model first, then make the "
+                "optimizer, and load its state_dict."
+            )
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """The parameter follows its master."""
+        if not self.is_in_place:
+            self.param.copy_(self.shard.hi.view(self.param.shape))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state that `checked_state` gave."""
+        absorb_state(self._core, self._row, state)
+        if "master" in state:
+            self.write_back()
+
+
+def _share_memory(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
 def checked_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,215 @@
+"""Steps of Fp8AdamW go on from what others have done to its parameters: other data, other layouts, other values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from fp8_ds import Fp8AdamW, UnsupportedError
+
+FORMATS = ("own", "fp32", "bf16_8", "e4m19", "e4m11")
+"""Masters of bf16 parameters, but "own": of float32 ones, which are their masters."""
+PLAIN = FORMATS[:3]
+Write = Callable[[Any, Tensor], None]
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(6, 4, 3, bias=False, dtype=dtype)
+        self.square = nn.Parameter(torch.randn(16, 16).to(dtype))
+
+
+def make(master: str, net: nn.Module | None = None) -> tuple[nn.Module, Fp8AdamW]:
+    net = Net(torch.float32 if master == "own" else torch.bfloat16) if net is None else net
+    key = None if master in ("own", "bf16_8") else master
+    return net, Fp8AdamW([{"params": list(net.parameters()), "master": key}], lr=1e-2, weight_decay=0.0)
+
+
+def step(net: nn.Module, optimizer: Fp8AdamW, num: int = 1, value: float | None = None, first: int = 0) -> None:
+    for number in range(first, first + num):
+        generator = torch.Generator().manual_seed(number)
+        for p in net.parameters():
+            grad = torch.randn(p.shape, generator=generator) if value is None else torch.full(p.shape, value)
+            p.grad = grad.to(p.dtype)
+        optimizer.step()
+
+
+def everything(net: nn.Module, optimizer: Fp8AdamW) -> dict[str, Tensor]:
+    found = {f"weight {name}": p.detach().clone() for name, p in net.named_parameters()}
+    for index, entry in copy.deepcopy(optimizer.state_dict()["state"]).items():
+        found.update({f"{key} {index}": value for key, value in entry.items()})
+    return found
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+def assign(p: Any, value: Tensor) -> None:
+    p.data = value.clone()
+
+
+def copy_into_data(p: Any, value: Tensor) -> None:
+    p.data.copy_(value)
+
+
+@torch.no_grad()
+def copy_into(p: Any, value: Tensor) -> None:
+    p.copy_(value)
+
+
+@torch.no_grad()
+def assign_with_other_strides(p: Any, value: Tensor) -> None:
+    p.data = torch.stack([value, value], dim=-1)[..., 0]
+
+
+WRITES: dict[str, Write] = {
+    "p.data = value": assign,
+    "p.data.copy_": copy_into_data,
+    "p.copy_": copy_into,
+    "p.data = with other strides": assign_with_other_strides,
+}
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("master", FORMATS)
+def test_steps_go_on_from_what_was_written(master: str, write: Write, num_before: int) -> None:
+    net, optimizer = make(master)
+    step(net, optimizer, num_before, value=1.0)
+    for p in net.parameters():
+        write(p, torch.full(p.shape, 0.5, dtype=p.dtype))
+    step(net, optimizer, 10, value=1.0)
+    for p in net.parameters():
+        assert float((p.detach().float() - 0.4).abs().max()) < {"own": 1e-5}.get(master, 0.4 * 2.0**-4)
+    for entry in optimizer.state_dict()["state"].values():
+        if "master" in entry:
+            bound = {"bf16_8": 2.0**-9}.get(master, 0.0)  # low parts stay: half a step of bf16
+            assert float((entry["master"] - 0.4).abs().max()) < bound + 2.0**-11
+
+
+@pytest.mark.parametrize("master", FORMATS)
+def test_a_vector_of_parameters_comes_back_as_it_was_read(master: str) -> None:
+    """Then nothing has been written: low parts of masters stay."""
+    (net, optimizer), (other, plain) = make(master), make(master)
+    for module, stepper in ((net, optimizer), (other, plain)):
+        step(module, stepper, 2)
+    vector_to_parameters(parameters_to_vector(net.parameters()).detach(), net.parameters())
+    assert_equal(everything(net, optimizer), everything(other, plain))
+    for module, stepper in ((net, optimizer), (other, plain)):
+        step(module, stepper, 2, first=2)
+    assert_equal(everything(net, optimizer), everything(other, plain))
+
+
+@pytest.mark.parametrize("num_before", [None, 0, 2])
+@pytest.mark.parametrize("master", FORMATS)
+def test_the_layout_of_a_parameter_changes_no_number(master: str, num_before: int | None) -> None:
+    """None: channels_last already when the optimizer is made."""
+    other, plain = make(master)
+    step(other, plain, 5)
+    net = Net(torch.float32 if master == "own" else torch.bfloat16)
+    if num_before is None:
+        net.to(memory_format=torch.channels_last)
+        assert not net.conv.weight.is_contiguous()
+    net, optimizer = make(master, net)
+    step(net, optimizer, num_before or 0)
+    net.to(memory_format=torch.channels_last)
+    step(net, optimizer, 4 - (num_before or 0), first=num_before or 0)
+    assert master in ("e4m19", "e4m11") or not net.conv.weight.is_contiguous()
+    net.to(memory_format=torch.contiguous_format)
+    step(net, optimizer, 1, first=4)
+    assert_equal(
+        {k: v for k, v in everything(net, optimizer).items() if not k.startswith("master") or master != "own"},
+        everything(other, plain),
+    )
+
+
+@pytest.mark.parametrize("master", PLAIN)
+def test_data_that_is_its_own_transpose_is_what_it_says(master: str) -> None:
+    """The same address, dtype and shape, other strides."""
+    (net, optimizer), (other, plain) = make(master), make(master)
+    step(net, optimizer, 2)
+    step(other, plain, 2)
+    net.square.data = net.square.data.t()
+    other.square.data = other.square.data.t().contiguous()
+    step(net, optimizer, 2, first=2)
+    step(other, plain, 2, first=2)
+    assert torch.equal(net.square, other.square)
+    assert_equal(
+        {k: v for k, v in everything(net, optimizer).items() if not k.startswith("master") or master != "own"},
+        everything(other, plain),
+    )
+
+
+@pytest.mark.parametrize("master", FORMATS)
+def test_a_model_that_is_loaded_after_the_optimizer_was_made_trains_on(master: str) -> None:
+    source, first = make(master)
+    step(source, first, 3)
+    weights = {name: value.detach().clone() for name, value in source.state_dict().items()}
+    for order in ("model last", "model first"):
+        net, optimizer = make(master)
+        step(net, optimizer, 1, first=9)
+        if order == "model first":
+            net.load_state_dict(weights)
+        optimizer.load_state_dict(first.state_dict())
+        if order == "model last":
+            net.load_state_dict(weights)
+        assert_equal(everything(net, optimizer), everything(source, first))
+
+
+def test_a_loaded_master_is_what_readers_get() -> None:
+    source, first = make("fp32")
+    step(source, first, 3)
+    net, optimizer = make("fp32")
+    step(net, optimizer, 1, first=9)
+    optimizer.load_state_dict(first.state_dict())
+    assert_equal(everything(net, optimizer), everything(source, first))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dtype": (lambda p: p.data.double(), r"torch\.float64"),
+    "shape": (lambda p: p.data.reshape(8, 32), r"\[8, 32\]"),
+    "no elements": (lambda p: p.data.new_empty(0), r"\[0\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("master", PLAIN)
+def test_data_of_another_shape_or_dtype_are_refused_by_name(master: str, change: Any, message: str) -> None:
+    net, optimizer = make(master)
+    step(net, optimizer)
+    data = net.square.data
+    net.square.data = change(net.square)
+    net.square.grad = None
+    with pytest.raises(UnsupportedError, match=rf"parameter 0: expected \[16, 16\] of .* got .*{message}"):
+        optimizer.step(lambda: net.square.sum().backward())
+    with pytest.raises(UnsupportedError, match=message):
+        optimizer.state_dict()
+    net.square.data = data
+    step(net, optimizer)
+
+
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
+def test_an_fp8_parameter_whose_bytes_are_gone_is_refused_by_name(master: str) -> None:
+    net, optimizer = make(master)
+    step(net, optimizer)
+    net.square.data = torch.zeros(3)
+    with pytest.raises(UnsupportedError, match="parameter 0: expected"):
+        optimizer.step()
+
+
+def test_other_parameters_in_the_groups_are_refused() -> None:
+    net, optimizer = make("own")
+    step(net, optimizer)
+    optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.zeros(4, 6, 3, 3))
+    with pytest.raises(UnsupportedError, match="param_groups: expected the 2 parameters of construction"):
+        step(net, optimizer)
