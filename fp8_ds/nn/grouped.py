@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8_ds.nn.expert_products import expert_products
 from fp8_ds.nn.groups import Groups
+from fp8_ds.nn.linear import checked_weights
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
 from fp8_ds.once_differentiable import once_differentiable
@@ -43,7 +44,9 @@ class _GroupedFunction(torch.autograd.Function):
             # Which rows are whose, too: on ctx it would be held through a checkpoint, and a backward would go by it
             # where the rows are those of a forward that was done again, whose router may have chosen otherwise.
             whose = products.kept_groups()
-            ctx.save_for_backward(*whose, *kept, *(weight_fp8 if ctx.weight is None else (None, None)))
+            checked = checked_weights((weight, ctx.needs_input_grad[0]))
+            ctx.num_checked = len(checked)
+            ctx.save_for_backward(*checked, *whose, *kept, *(weight_fp8 if ctx.weight is None else (None, None)))
         return output
 
     @staticmethod
@@ -51,7 +54,7 @@ class _GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         recipe = ctx.recipe
-        ends, place, order, *kept, data, scale_inv = ctx.saved_tensors
+        ends, place, order, *kept, data, scale_inv = ctx.saved_tensors[ctx.num_checked :]
         groups = Groups(ends, place, order, ctx.num_choices)
         weight_fp8 = recipe.read_weight(ctx.weight) if data is None else Fp8Weight(data, scale_inv)
         grad_PN = grad_PN.contiguous()

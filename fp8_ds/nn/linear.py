@@ -134,7 +134,7 @@ def check_features(input: Tensor, num: int) -> None:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, and no weight.
+    """y = x W^T + b; kept for backward is x in FP8, transposed as grad_weight wants it, its scale_inv, no copy of W.
 
     The tensor core reads operands along the contracted dim, so each of x and grad_output is needed in two layouts. Both
     are written where the cast is made, in one read; of x only the one that backward wants is kept, one byte an element.
@@ -184,7 +184,22 @@ def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool
     # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
     ctx.weight = weight if isinstance(weight, nn.Parameter) else None
     ctx.weight_dtype = weight.dtype if ctx.weight is None else None
-    return weight_fp8 if record and ctx.weight is None else ()
+    if ctx.weight is None:
+        return weight_fp8 if record else ()
+    checked = checked_weights((weight, record and ctx.needs_input_grad[0]))
+    ctx.num_checked = len(checked)
+    return checked
+
+
+def checked_weights(*weights: tuple[Tensor, bool]) -> tuple[Tensor, ...]:
+    """Weights to be saved, and read from ctx: autograd raises where one was changed before its backward unpacks them.
+
+    Weights with a payload are left out (see `keep_weight`); it is a ZeRO optimizer or Fp8AdamW that changes them.
+
+    Args:
+        weights: and whether the backward reads them, as nn.Linear's does for the input's gradient.
+    """
+    return tuple(w for w, is_read in weights if is_read and type(w) is nn.Parameter and not hasattr(w, "_fp8"))
 
 
 def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, tuple[Tensor, ...] | None]:
@@ -195,7 +210,8 @@ def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight,
         needs_weight: whether the weight's gradient is wanted.
     """
     if ctx.weight is not None:
-        return ctx.weight, ctx.saved_tensors if needs_weight else None
+        kept = ctx.saved_tensors[ctx.num_checked :] if needs_weight or ctx.num_checked else ()
+        return ctx.weight, kept if needs_weight else None
     data, scale_inv, *kept_x = ctx.saved_tensors
     return KeptWeight(Fp8Weight(data, scale_inv), ctx.weight_dtype), tuple(kept_x) if needs_weight else None
 

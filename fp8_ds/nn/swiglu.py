@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
-from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, linear_grads, linear_output
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, checked_weights, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.once_differentiable import once_differentiable
@@ -98,7 +98,11 @@ class _MlpFunction(torch.autograd.Function):
         kept_x = recipes.gate.kept(x, x_fp8) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            ctx.save_for_backward(*kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
+            wanted = Wanted(*ctx.needs_input_grad[:7])
+            pairs = (gate_weight, wanted.x), (up_weight, wanted.x), (down_weight, wanted.product)
+            checked = checked_weights(*pairs)
+            ctx.num_checked = len(checked)
+            ctx.save_for_backward(*checked, *kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
         output: Tensor = torch.ops.aten._unsafe_view(output_TI, (*x.shape[:-1], output_TI.shape[-1]))
         return output
 
@@ -107,7 +111,7 @@ class _MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         wanted = Wanted(*ctx.needs_input_grad[:7])
         recipes: Recipes = ctx.recipes
-        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors, ctx.num_kept_x)
+        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
         grad_TI = as_matrix(grad_output)
         down_bias = bias_grad(grad_TI, ctx.bias_dtypes[2]) if wanted.down_bias else None
         down_weight, dtype = ctx.weights[2], grad_output.dtype

@@ -264,6 +264,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         for held, grad in zip(self._params, grads, strict=True):
             if grad is not None:
                 held.write_back()
+                torch.autograd.graph.increment_version(held.param)  # a kernel's writes are unknown to autograd
         return loss
 
     # --- dense form ---

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.nn.fused import Nonlinear
-from fp8_ds.nn.linear import check_width, linear_grads, linear_output, read_weight
+from fp8_ds.nn.linear import check_width, checked_weights, linear_grads, linear_output, read_weight
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import as_matrix
 from fp8_ds.nn.swiglu import (
@@ -87,7 +87,11 @@ class _ParallelMlp(torch.autograd.Function):
         kept_x = rules.gate.keep_input(gathered) if keeps_x else ()
         ctx.num_kept_x = len(kept_x)
         if record and any(ctx.needs_input_grad):
-            ctx.save_for_backward(*kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
+            wanted = Wanted._make([*ctx.needs_input_grad[:6], False])
+            pairs = (gate_weight, wanted.x), (up_weight, wanted.x), (down_weight, wanted.product)
+            checked = checked_weights(*pairs)
+            ctx.num_checked = len(checked)
+            ctx.save_for_backward(*checked, *kept_x, *keep_factors(gate_TF, up_TF, nonlinear, amax))
         own_SI = output()
         result: Tensor = torch.ops.aten._unsafe_view.default(own_SI, (1, *own_SI.shape))
         return result
@@ -101,7 +105,7 @@ class _ParallelMlp(torch.autograd.Function):
         dtype = grad_output.dtype
         gathered = gather_shard(rules.down.send_grad(as_matrix(grad_output)), ctx.tp)
         # Until it is there: what the GEMMs read beside it.
-        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors, ctx.num_kept_x)
+        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
         down_fp8 = rules.down.prepared(read_weight(down_weight, rules.down.recipe)) if wanted.product else None
         weights_fp8 = [
             rule.prepared(read_weight(weight, rule.recipe))

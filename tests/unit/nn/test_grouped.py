@@ -193,12 +193,15 @@ def test_what_is_kept_for_backward_is_one_byte_an_element_of_each_token_once_and
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         recipe = TensorwiseRecipe(LinearConfig())
-        grouped_linear(x.requires_grad_(), nn.Parameter(weight), groups, recipe, is_spread=False)
+        p = nn.Parameter(weight)
+        grouped_linear(x.requires_grad_(), p, groups, recipe, is_spread=False)
+    assert kept.pop(0) is p
     assert [(t.dtype, t.numel()) for t in kept] == [*whose, (torch.float8_e4m3fn, x.numel()), (torch.float32, 1)]
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         frozen = nn.Parameter(weight, requires_grad=False)
         grouped_linear(x.requires_grad_(), frozen, groups, recipe, is_spread=False)
+    assert kept.pop(0) is frozen
     assert [(t.dtype, t.numel()) for t in kept] == whose
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_ds import Fp8AdamW
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
@@ -115,19 +116,24 @@ def test_a_weight_that_is_a_sum_is_not_kept_until_the_backward(recipe: str, monk
     assert len(seen) == 1 + 1 + 2 + 2
 
 
-def test_a_sum_in_fp8_is_saved_for_the_backward_and_a_parameter_is_not() -> None:
-    """So a checkpoint, or hooks that move what is saved, have the one, and ZeRO-3 drops the other."""
+def test_a_sum_in_fp8_is_saved_for_the_backward_and_of_a_parameter_no_copy() -> None:
+    """So a checkpoint, or hooks that move what is saved, have the one. The other is saved as by nn.Linear, but not
+    with FP8 bytes, which ZeRO-3 drops."""
     model, linear, _ = adapted("tensorwise")
-    saved: list[tuple[torch.dtype, torch.Size]] = []
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append((tensor.dtype, tensor.shape))
+        saved.append(tensor)
         return tensor
 
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(x)
-        assert (torch.float8_e4m3fn, torch.Size((48, 32))) in saved
+        assert (torch.float8_e4m3fn, torch.Size((48, 32))) in [(tensor.dtype, tensor.shape) for tensor in saved]
+        saved.clear()
+        linear(x)
+        assert [id(tensor) for tensor in saved] == [id(linear.weight)]
+        Fp8AdamW([{"params": [linear.weight], "master": "e4m19"}])
         saved.clear()
         linear(x)
         assert saved == []
