@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,8 @@ class Fp8AdamW(torch.optim.Optimizer):
 
     Differences from torch.optim.AdamW: the update is clamped to the bound that exact Adam obeys; a step with an
     infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, and "master"
-    where the master is not the parameter ("scale_inv" beside it in FP8).
+    where the master is not the parameter ("scale_inv" beside it in FP8). After the first step `state[p]` has the same
+    entries, each decoded into a copy when it is read and quantised when it is set.
 
     Args:
         params: parameters or param groups, all on one device.
@@ -172,15 +173,28 @@ class Fp8AdamW(torch.optim.Optimizer):
         self._params = [ParamState(self._core, row, p) for row, (p, _, _) in enumerate(chosen)]
 
     def _follow(self) -> None:
-        """Masters follow what has been done to their parameters; those in the groups must be the same objects."""
+        """Masters and moments follow what has been done to parameters and to `state`; the groups' must be the same."""
         params = self.flat_params()
         if [id(p) for p in params] != [id(held.param) for held in self._params]:
             raise UnsupportedError(
                 f"param_groups: expected the {len(self._params)} parameters of construction, got {len(params)}, some "
                 "of them others. Make a new optimizer and load the state_dict of this one."
             )
-        for held in self._params:
+        has_moments = self.core.has_moments
+        for row, held in enumerate(self._params):
             held.follow()
+            entry = self.state.get(held.param)
+            if entry is held:
+                continue
+            if entry:
+                held.load(checked_state(held.shard.name, held.param.shape, entry))
+            elif has_moments:
+                self.core.forget(row)
+
+    def _fill_state(self) -> None:
+        """`state` has an entry for each parameter once there are moments; it is how others see that there are."""
+        if self.core.has_moments:
+            self.state.update({held.param: held for held in self._params})
 
     @torch.no_grad()
     def _adopt(self, p: Any, shard: AdamShard, fmt: MasterFormat, scales: PredictedScales) -> None:
@@ -265,6 +279,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             if grad is not None:
                 held.write_back()
                 torch.autograd.graph.increment_version(held.param)  # a kernel's writes are unknown to autograd
+        self._fill_state()
         return loss
 
     # --- dense form ---
@@ -276,12 +291,33 @@ class Fp8AdamW(torch.optim.Optimizer):
         parameter nor kept by ZeRO, and with it "scale_inv" (0-dim) where the parameter is FP8. Of such a parameter
         there is a state before the first step, too: "step" and moments are 0.
         """
-        if self._core is None or any(self.state.values()):  # entries of nothing: somebody has looked there
+        if self._core is None or (self._is_managed and any(self.state.values())):
             return super().state_dict()
-        if not self._is_managed:
+        held = self.state
+        if self._is_managed:
+            dense = {**held, **self._dense_flats()}  # entries of nothing: somebody has looked there
+        else:
             self._follow()
-        with self._dense_state("cpu" if self._is_managed else self.core.device):
+            # Before the first step a parameter is its master, but for FP8's first one, of which it is the high part.
+            has_moments = self.core.has_moments
+            dense = {entry.param: dict(entry) for entry in self._params if has_moments or entry.shard.fmt.is_fp8}
+        self.state = defaultdict(dict, dense)
+        try:
             return super().state_dict()
+        finally:
+            self.state = held
+            if self._is_managed:
+                held.clear()
+
+    def _dense_flats(self) -> dict[Any, dict[str, Tensor]]:
+        """State under ZeRO by flat tensor, as torch's Adam has it, on the CPU; none before the first step."""
+        core, found = self.core, {}
+        if not core.has_moments:
+            return {}
+        for p, flat in zip(self.flat_params(), core.flats, strict=True):
+            moments = {key: dense_flat(flat, key, core.scales.scale_inv, "cpu").view(p.shape) for key in MOMENTS}
+            found[p] = {"step": core.step_count[flat.row].cpu().float(), **moments}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state_dict of this class, or of torch's AdamW and Adam; float32 moments are quantised.
@@ -315,7 +351,9 @@ class Fp8AdamW(torch.optim.Optimizer):
                 self.state[p] = dict(state)
             else:
                 self._params[row].load(state)
-        if self._is_managed and not self.is_dense:
+        if not self._is_managed:
+            self._fill_state()
+        elif not self.is_dense:
             self.absorb_dense()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -345,31 +383,6 @@ class Fp8AdamW(torch.optim.Optimizer):
             loaded.append({**group, **deepcopy({k: v for k, v in saved.items() if k not in ("params", "master")})})
             _check_group(loaded[-1])
         return loaded
-
-    @contextmanager
-    def _dense_state(self, device: torch.device | str) -> Iterator[None]:
-        """While inside, `self.state` is that of a torch Adam."""
-        core = self.core
-        try:
-            for p, flat in zip(self.flat_params(), core.flats, strict=True):
-                if not core.has_moments and (self._is_managed or not flat.pieces[0].shard.fmt.is_fp8):
-                    continue  # the parameter is the master still, but for FP8's first one, of which it is the high part
-                shape = p.shape
-                state = {"step": core.step_count[flat.row].cpu().float()}
-                for key in MOMENTS:
-                    if core.has_moments:
-                        state[key] = dense_flat(flat, key, core.scales.scale_inv, device).view(shape)
-                    else:
-                        state[key] = torch.zeros(shape, device=device)
-                if not self._is_managed and self._params[flat.row].has_own_master:
-                    shard = flat.pieces[0].shard
-                    state["master"] = dense_flat(flat, None, core.scales.scale_inv, device).view(shape)
-                    if shard.fmt.is_split and shard.fmt.is_fp8:
-                        state["scale_inv"] = core.scales.scale_inv[shard.scale_index].to(device, copy=True)
-                self.state[p] = state
-            yield
-        finally:
-            self.state.clear()
 
     def absorb_dense(self, params: list[Any] | None = None) -> None:
         """Quantise what stock code has put into `self.state` (float32, one entry per flat tensor), and empty it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat
+from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_moments
 from fp8_ds.zero.parameter import has_payload
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -23,8 +23,11 @@ _NUMBERS = ("step", "scale_inv")
 _REMEDY = "Load what was saved for the same parameters, in the same order."
 
 
-class ParamState:
-    """A parameter and its shard, outside ZeRO.
+class ParamState(MutableMapping[str, Any]):
+    """A parameter and its shard, outside ZeRO; as a mapping, its state in the dense form that torch's Adam has.
+
+    An item is decoded when it is read, into a tensor of its own, and quantised when it is set: no dense copy is held.
+    Writing into what was read changes nothing.
 
     A master that is not in the parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it
     follows what others write there, and the parameter follows each step.
@@ -57,6 +60,46 @@ class ParamState:
     def has_own_master(self) -> bool:
         """Whether the master is anything but the parameter."""
         return self.shard.lo is not None or not self.is_in_place
+
+    def __iter__(self) -> Iterator[str]:
+        own = ("master",) if self.has_own_master else ()
+        return iter(("step", *MOMENTS, *own, *(("scale_inv",) if self.shard.fmt.is_fp8 else ())))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in tuple(self):
+            raise KeyError(key)
+        core, shard, shape = self._core, self.shard, self.param.shape
+        if key == "step":
+            return core.step_count[self._row].cpu().float()
+        if key == "scale_inv":
+            return core.scales.scale_inv[shard.scale_index].clone()
+        if key != "master" and not has_moments(shard):
+            return torch.zeros(shape, device=core.device)
+        self.follow()
+        name = None if key == "master" else key
+        return dense_flat(core.flats[self._row], name, core.scales.scale_inv, core.device).view(shape)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in tuple(self):
+            raise UnsupportedError(f"state: expected one of {list(self)}, got {key!r}. Keep other values elsewhere.")
+        value = torch.as_tensor(value)
+        _check_entry(self.shard.name, self.param.shape, key, value)
+        entries = {key: value}
+        if self.shard.fmt.is_fp8 and key in ("master", "scale_inv"):
+            entries = {"master": self["master"], "scale_inv": self["scale_inv"], **entries}
+        self.follow()
+        self.load(entries)
+
+    def __delitem__(self, key: str) -> None:
+        raise UnsupportedError(
+            f"state: expected {key!r} to stay, got its removal. Remove the parameter's whole entry to start it anew."
+        )
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -173,10 +216,11 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
     if "master" in state:
         _rescale(core, flat.pieces[0].shard, state)
         absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
-    if "exp_avg" in state:
+    if any(key in state for key in MOMENTS):
         core.allocate()
         for key in MOMENTS:
-            absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
+            if key in state:
+                absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
     if "step" in state:
         core.step_count[row] = int(state["step"])
 
