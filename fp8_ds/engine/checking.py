@@ -22,7 +22,7 @@ from fp8_ds.checkpoint.manifest import Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.engine.cut_models import lacks_info
-from fp8_ds.engine.fit import other_parameters, other_run
+from fp8_ds.engine.fit import in_form_of, other_parameters, other_run, other_universal
 from fp8_ds.engine.saving import host_of, is_first_of_host
 from fp8_ds.engine.waiting import Say, all_do, tell_all
 from fp8_ds.errors import CheckpointError
@@ -229,7 +229,7 @@ def _problems(engine: Any, request: _Request, choice: _Choice, readers: Collecti
     if manifest is not None and is_first_of_host(engine):  # stock code takes any file of such a name
         found += [f"{path / name} is not in {manifests.MANIFEST}" for name in sorted(present - manifest.files.keys())]
     if request.is_universal:
-        return found + _absent(engine, request, path) + _problems_of_latest(request, readers)
+        return found + _misfits(engine, request, path) + _problems_of_latest(request, readers)
     if manifest is not None and request.with_optimizer:
         found += _problems_of_rank(engine, request, choice, files, found)
     return found
@@ -276,13 +276,14 @@ def _problems_of_rank(
     return []
 
 
-def _absent(engine: Any, request: _Request, path: Path) -> list[str]:
-    """What this rank would look for in a universal checkpoint in vain: the other ranks would wait for this one.
+def _misfits(engine: Any, request: _Request, path: Path) -> list[str]:
+    """What this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
 
     In stages 1 and 2 a parameter that has had no gradient has no moments.
     """
     if not (model_files := engine._get_all_ckpt_names(str(request.folder), path.name)):
-        return [f"a model file of this ZeRO stage is missing in {path}"]
+        stage = int(engine.zero_optimization_stage())
+        return [f"a model file of this ZeRO stage is missing in {path} ({in_form_of(path, stage)}, if it is whole)"]
     if lacks_info(engine.module, Path(model_files[0])):
         return [
             f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
@@ -293,7 +294,10 @@ def _absent(engine: Any, request: _Request, path: Path) -> list[str]:
     tensors = TENSORS if engine.zero_optimization_partition_weights() and request.with_optimizer else TENSORS[:1]
     names = [name for group in engine._get_zero_param_shapes() for name in group]
     wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
-    return [f"{file} is missing" for file in wanted if not file.is_file()]
+    if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
+        return missing
+    other = other_universal(engine, path, Path(model_files[0]))
+    return [other] if other else []
 
 
 def _problems_of_latest(request: _Request, readers: Collection[int]) -> list[str]:

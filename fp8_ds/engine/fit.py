@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM, VOCAB_TENSOR
+
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.engine.cut_models import is_cut
 
 _NUM_SHOWN = 3
+_AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
+"""DeepSpeed's attribute of parameters, from 0.19 on."""
 
 
 def other_run(engine: Any, header: dict[str, Any], with_optimizer: bool) -> str:
@@ -61,16 +68,83 @@ def other_parameters(engine: Any, folder: Path, tag: str) -> str:
     # Order counts: shards are cut from one flat tensor.
     if [list(group.items()) for group in theirs] == [list(group.items()) for group in ours]:
         return ""
-    before, now = [{name: shape for group in side for name, shape in group.items()} for side in (theirs, ours)]
+    before, now = _by_name(theirs), _by_name(ours)
+    return _differing(path, before, now) or f"{path} has the model's parameters in another order or in other groups"
+
+
+def _by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Shapes, of whatever group."""
+    return {name: list(shape) for group in groups for name, shape in group.items()}
+
+
+def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> str:
+    """Which shapes differ, by name; empty if none does."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if not names:
-        return f"{path} has the model's parameters in another order or in other groups"
+        return ""
     shown = ", ".join(
         f"{name} {before.get(name, 'missing')} in the checkpoint, {now.get(name, 'missing')} now"
         for name in names[:_NUM_SHOWN]
     )
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     return f"{path} is of another model: {shown}{more}"
+
+
+def other_universal(engine: Any, path: Path, model_file: Path) -> str:
+    """How the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of another
+    stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing in 3:
+    what is left of a parameter becomes the start of the next.
+
+    Args:
+        engine: of ZeRO, that is to load it.
+        path: has a file of each of its parameters.
+        model_file: with the shapes of parameters that are flat in their files, which only stage 3 reads.
+    """
+    stage = int(engine.zero_optimization_stage())
+    listed = read_structure(model_file, deepspeed_classes()).get("param_shapes") if stage == 3 else None
+    flat_shapes = _by_name(listed or ())
+    parameters = dict(engine.module.named_parameters())
+    before, now = {}, {}
+    for name, shape in _by_name(engine._get_zero_param_shapes()).items():
+        content = read_structure(path / "zero" / name / TENSORS[0], deepspeed_classes())
+        if isinstance(content, dict):
+            before[name] = list(content[PARAM].shape)
+            now[name] = _whole_shape(parameters[name], shape, content, 1 if stage == 3 else engine.mp_world_size)
+        elif stage < 3:
+            return f"{path} is in the form that stage 3 reads ({in_form_of(path, stage)})"
+        else:
+            saved = flat_shapes.get(name, shape)
+            before[name], now[name] = saved if prod(saved) == content.numel() else list(content.shape), shape
+    return _differing(path, before, now)
+
+
+def in_form_of(path: Path, stage: int) -> str:
+    """What brings the universal checkpoint in `path` into the form that `stage` reads."""
+    return f"`python -m fp8_ds.checkpoint.universal {path} {stage}` makes it that of stage {stage}"
+
+
+def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:
+    """The shape in a universal checkpoint of which stock code gives this rank `shape`, as it is, or as a part.
+
+    Source: deepspeed/checkpoint/universal_checkpoint.py, load_hp_checkpoint_state (0.19.8).
+
+    Args:
+        p: AutoTP says on it how it has cut it.
+        shape: of `p` on this rank.
+        content: of the parameter's file, which says along which dim it is cut.
+        num_parts: tensor-parallel ranks.
+    """
+    saved, dim = list(content[PARAM].shape), content.get(CAT_DIM, 0)
+    cut_by_autotp: Mapping[str, Any] = getattr(p, _AUTOTP_META, None) or {}
+    if logical := cut_by_autotp.get("logical_shape"):
+        is_view = len(logical) != len(saved) and prod(logical) == prod(saved)  # of fused parts
+        return saved if is_view else list(logical)
+    if saved == shape or dim >= len(shape):
+        return shape
+    whole = [size * num_parts if i == dim else size for i, size in enumerate(shape)]
+    if content.get(VOCAB_TENSOR):  # without the rows that only pad it
+        whole[0] = min(whole[0], saved[0])
+    return whole
 
 
 def layout(engine: Any) -> dict[str, int]:

@@ -11,6 +11,8 @@ import test_checkpoint as base
 import training
 from torch import Tensor
 
+from fp8_ds.errors import CheckpointError, ConfigError
+
 pytestmark = pytest.mark.distributed
 
 SOURCES = (1, 2, 3)
@@ -105,9 +107,97 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
         check({2: [(3, 3, False)]})
 
 
+def save(folder: str) -> None:
+    engine = base.build(2, {})
+    training.train(engine, 1)
+    engine.save_checkpoint(folder)
+    training.destroy(engine)
+
+
+STATES = {"optimizer": {"states": "fp8"}}
+OTHER_MODELS = {
+    "up.weight [72, 32] in the checkpoint, [80, 32] now": {"hidden": 80},
+    "up.weight [72, 32] in the checkpoint, [64, 32] now": {"hidden": 64},
+    "embedding.weight [96, 32] in the checkpoint, [96, 48] now": {"width": 48},
+    "up.weight [72, 32] in the checkpoint, [32, 72] now": {"conv1d": True},
+}
+"""What is said of a model with other options than the one saved."""
+
+
+def load_into_others(folder: str, stage: int, fp8: dict[str, Any], form: int) -> list[str]:
+    """What each of OTHER_MODELS gets for the universal checkpoint, and the same model, whose masters change alone."""
+    said = []
+    for model in [*OTHER_MODELS.values(), {}]:
+        config = training.ds_config(stage, fp8, checkpoint={"load_universal": True})
+        engine = training.build(config, {**base.MODEL, **model}, seed=1)
+        before = training.full_masters(engine)
+        try:
+            engine.load_checkpoint(folder, tag=f"form{form}")
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+            base.assert_same(training.full_masters(engine), before)
+            assert engine.global_steps == 0
+        training.destroy(engine)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "form"),
+    [
+        (3, {}, 3),
+        (2, STATES, 2),
+        pytest.param(1, {}, 2, marks=pytest.mark.slow),
+        pytest.param(2, {}, 2, marks=pytest.mark.slow),
+        pytest.param(3, STATES, 3, marks=pytest.mark.slow),
+        pytest.param(3, {}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_universal_checkpoint_of_other_shapes_is_refused_on_all_ranks(
+    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], form: int
+) -> None:
+    """DeepSpeed's stage 3 loads it in silence, with weights that are shifted, and no stage minds a transposed one."""
+    from fp8_ds.checkpoint.convert import convert
+
+    ranks(2).run(save, str(tmp_path))
+    convert(tmp_path, tmp_path / f"form{form}", "universal", stage=form)
+    for found in ranks(2).run(load_into_others, str(tmp_path), stage, fp8, form):
+        *refused, same = found
+        assert same == "loaded"
+        for expected, text in zip(OTHER_MODELS, refused, strict=True):
+            assert "is of another model: " in text and expected in text
+
+
+def load_in_stage(folder: str, stage: int) -> str:
+    config = training.ds_config(stage, {}, checkpoint={"load_universal": True})
+    engine = training.build(config, base.MODEL, seed=1)
+    before, said = training.full_masters(engine), "loaded"
+    try:
+        engine.load_checkpoint(folder, tag="universal")
+    except CheckpointError as error:
+        said = str(error)
+        base.assert_same(training.full_masters(engine), before)
+    training.destroy(engine)
+    return said
+
+
+def test_the_form_of_another_stage_is_named_with_what_brings_it_into_this_one(ranks: Any, tmp_path: Path) -> None:
+    """Stage 1 and 2 ended with an IndexError in the middle of the load."""
+    from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.checkpoint.universal import prepare_universal
+
+    ranks(2).run(save, str(tmp_path))
+    universal = tmp_path / "universal"
+    convert(tmp_path, universal, "universal")
+    for stage in (3, 2):
+        remedy = f"python -m fp8_ds.checkpoint.universal {universal} {stage}"
+        assert all(remedy in said for said in ranks(2).run(load_in_stage, str(tmp_path), stage))
+        prepare_universal(universal, stage)
+        assert ranks(2).run(load_in_stage, str(tmp_path), stage) == ["loaded"] * 2
+
+
 def test_what_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
     from fp8_ds.checkpoint.universal import prepare_universal
-    from fp8_ds.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"Name the output folder of ds_to_universal\.py"):
         prepare_universal(tmp_path, 3)

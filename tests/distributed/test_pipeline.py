@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import training
 from torch import Tensor, nn
 
+from fp8_ds.errors import CheckpointError
+
 pytestmark = pytest.mark.distributed
 
 WIDTH, HIDDEN = 64, 160
@@ -150,3 +152,25 @@ def test_a_universal_checkpoint_of_stages_goes_on_bit_for_bit_in_another_number_
     losses = ranks(2).run(save_stages, str(tmp_path))[0]
     convert(tmp_path, tmp_path / "universal", "universal", stage=1)
     assert ranks(1).run(load_as_one_stage, str(tmp_path))[0] == (losses, [])
+
+
+def load_other_shapes(directory: str) -> None:
+    engine = pipeline_engine({}, "balanced", checkpoint={"load_universal": True})
+    before = training.full_masters(engine)
+    with pytest.raises(CheckpointError, match=r"of another model: .*lm_head.weight \[48, 128\] in the checkpoint, \["):
+        engine.load_checkpoint(directory)
+    after = training.full_masters(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    destroy(engine)
+
+
+def test_a_shape_that_one_stage_alone_can_see_is_refused_on_all(ranks: Any, tmp_path: Path) -> None:
+    from fp8_ds.checkpoint.adopt import adopt
+    from fp8_ds.checkpoint.convert import convert
+
+    ranks(2).run(save_stages, str(tmp_path))
+    convert(tmp_path, tmp_path / "universal", "universal")
+    path = next((tmp_path / "universal/zero").glob("*lm_head.weight")) / "fp32.pt"
+    torch.save({"param": torch.load(path)["param"].view(48, 128)}, path)  # as many numbers
+    adopt(tmp_path / "universal")
+    ranks(2).run(load_other_shapes, str(tmp_path))
