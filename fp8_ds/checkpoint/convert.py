@@ -2,7 +2,7 @@
 
 Weights leave as bf16 of the masters, bitwise what `save_16bit_model` gives; nothing passes through FP8. One process, on
 the CPU. DeepSpeed's files are pickles, and its converters execute them: so all are read without executing anything
-first, and what holds more than data is refused.
+first, and what holds more than data is refused. They find files by patterns: so they are given a folder of those alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -162,22 +163,22 @@ _REFUSED: Mapping[tuple[str, str], str] = {
 def _of_deepspeed(source: Path, tag: str | None, trust_pickle: bool) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    folder, tag = _save_of(source, tag, trust_pickle)
-    if any((folder / tag).glob("layer_*-model_states.pt")):
-        raise UnsupportedError(
-            "convert: expected a checkpoint without pipeline stages, got one of a PipelineModule, whose names are "
-            "those of its stages. Convert it to universal, or export with your own names."
-        )
-    # In stage 3 each data-parallel rank has a file, of zero_pp_rank_0_mp_rank_01 and the like.
-    mp_ranks = {path.name.split("mp_rank_")[1] for path in (folder / tag).glob("*mp_rank_*_model_states.pt")}
-    if len(mp_ranks) > 1:
-        raise UnsupportedError(
-            "convert: expected one tensor-parallel rank, got several, whose weights are cut. Convert it to universal, "
-            "load that without tensor parallelism, and call engine.save_16bit_model there."
-        )
-    _refuse_without_frozen(folder / tag)
-    with _as_incomplete(folder / tag):
-        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, lazy_mode=True)
+    save = _save_of(source, tag)
+    with _staged(save, trust_pickle) as staged:
+        if any(staged.glob("layer_*-model_states.pt")):
+            raise UnsupportedError(
+                "convert: expected a checkpoint without pipeline stages, got one of a PipelineModule, whose names are "
+                "those of its stages. Convert it to universal, or export with your own names."
+            )
+        # In stage 3 each data-parallel rank has a file, of zero_pp_rank_0_mp_rank_01 and the like.
+        if len({path.name.split("mp_rank_")[1] for path in staged.glob("*mp_rank_*_model_states.pt")}) > 1:
+            raise UnsupportedError(
+                "convert: expected one tensor-parallel rank, got several, whose weights are cut. Convert it to "
+                "universal, load that without tensor parallelism, and call engine.save_16bit_model there."
+            )
+        _refuse_without_frozen(staged)
+        with _as_incomplete(save, staged):
+            state = get_fp32_state_dict_from_zero_checkpoint(str(staged.parent), staged.name, lazy_mode=True)
     made: dict[int, str] = {}
     for name, lazy in state.items():
         if id(lazy) in made:  # a tied weight: its other name is enough, as in save_pretrained
@@ -209,12 +210,12 @@ def _refuse_without_frozen(folder: Path) -> None:
         )
 
 
-def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, str]:
-    """(the folder of all saves, the tag of one that DeepSpeed's converters may open); `source` may be either folder.
+def _save_of(source: Path, tag: str | None) -> Path:
+    """The folder of one save; `source` may be that, or the folder of all.
 
     Raises:
         ConfigError: there is no such save.
-        CheckpointError: it did not end, its files are not as they were written, or they hold more than data.
+        CheckpointError: it did not end, or its files are not as they were written.
     """
     if any(source.glob("*_model_states.pt")) and tag is None:
         folder, tag = source.resolve().parent, source.resolve().name
@@ -240,34 +241,59 @@ def _save_of(source: Path, tag: str | None, trust_pickle: bool) -> tuple[Path, s
             f"convert: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. "
             f"{folders.describe_complete(folder, tag)}"
         )
-    if not trust_pickle:
-        _refuse_code(folder / tag)
-    return folder, tag
+    return folder / tag
 
 
 @contextlib.contextmanager
-def _as_incomplete(save: Path) -> Iterator[None]:
+def _staged(save: Path, trust_pickle: bool) -> Iterator[Path]:
+    """A folder of links to the files of `save` that have been checked: those of its manifest, or all, if it has none.
+
+    DeepSpeed's converters open whatever has a name that begins or matches so, in folders within as well, and take the
+    names of folders for patterns: `a[b]` for `ab`.
+
+    Raises:
+        CheckpointError: a file holds more than data.
+    """
+    manifest = manifests.read_manifest(save)
+    files = [path for path in sorted(save.glob("*_states.pt")) if manifest is None or path.name in manifest.files]
+    if not trust_pickle:
+        _refuse_code(files)
+    with tempfile.TemporaryDirectory() as place:
+        staged = Path(place, "save")
+        staged.mkdir()
+        for path in files:
+            (staged / path.name).symlink_to(path.absolute())
+        yield staged
+
+
+@contextlib.contextmanager
+def _as_incomplete(save: Path, staged: Path) -> Iterator[None]:
     """What DeepSpeed's readers raise of a save without a manifest, which would tell what is missing, is an error of
-    that save. What torch raises of a full disk stays what it is.
+    that save, and so is a file that they do not find. What torch raises of a full disk stays what it is.
+
+    Args:
+        staged: the folder that they read, of links to files of `save`.
     """
     try:
         yield
-    except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
-        if manifests.read_manifest(save) is not None or "inline_container" in str(error):
+    except (AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, ValueError) as error:
+        is_known = manifests.read_manifest(save) is not None and not isinstance(error, FileNotFoundError)
+        if is_known or "inline_container" in str(error):
             raise
+        said = str(error).rstrip(".").replace(str(staged), str(save))
         raise CheckpointError(
             f"convert: expected the files of all ranks in {save}, got some that DeepSpeed cannot join "
-            f"({type(error).__name__}: {str(error).rstrip('.')}). Copy the checkpoint again."
+            f"({type(error).__name__}: {said}). Copy the checkpoint again."
         ) from error
 
 
-def _refuse_code(folder: Path) -> None:
-    """Every file of torch.save in `folder` holds data only.
+def _refuse_code(files: Iterable[Path]) -> None:
+    """Every one of these files of torch.save holds data only.
 
     Raises:
         CheckpointError: a file does not, or cannot be read so.
     """
-    for path in sorted(folder.rglob("*.pt")):
+    for path in files:
         try:
             if names := unknown_names(path, deepspeed_classes()):
                 raise CheckpointError(f"{path}: expected tensors and plain data, got {', '.join(names)}.")
@@ -293,7 +319,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             "tensor parallelism, and call engine.save_16bit_model there."
         )
     if not trust_pickle:
-        _refuse_code(source)
+        _refuse_code(sorted(source.rglob("*.pt")))
     state = _load(files[0], trust_pickle)
     frozen = state.get("frozen_param_fragments") or {}
     if frozen:
@@ -330,7 +356,7 @@ def _to_universal(
             if kind == "universal":
                 refuse_damage(source)
                 if not trust_pickle:
-                    _refuse_code(source)
+                    _refuse_code(sorted(source.rglob("*.pt")))
                 shutil.copytree(source, staging)
             elif kind == "safetensors":
                 assert stage is not None
@@ -343,7 +369,7 @@ def _to_universal(
             sizes = _sizes(staging, trust_pickle)
         staging.rename(out)
         manifests.sync_folder(out.parent)
-        latest = out.parent / folders.LATEST_UNIVERSAL if (work / folders.LATEST_UNIVERSAL).is_file() else None
+        latest = None if kind == "universal" else out.parent / folders.LATEST_UNIVERSAL
         if latest is not None:
             manifests.write_text(latest, out.name)
     finally:
@@ -384,13 +410,16 @@ def _has_whole_layers(folder: Path) -> bool:
 
 
 def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
-    """DeepSpeed's converter has written `out`, and the name of `out` into the file latest_universal beside it."""
+    """DeepSpeed's converter has written `out`."""
     from deepspeed.checkpoint import ds_to_universal
 
-    folder, tag = _save_of(source, tag, trust_pickle)
-    _refuse_unknown_cuts(folder / tag)
-    out.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"input_folder": str(folder / tag), "output_folder": str(out)}
-    options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    with _as_incomplete(folder / tag):
-        ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))
+    save = _save_of(source, tag)
+    with _staged(save, trust_pickle) as staged:
+        _refuse_unknown_cuts(staged)
+        out.mkdir(parents=True, exist_ok=True)
+        target = staged.parent / "universal"  # it takes the name of this folder for a pattern, too
+        target.symlink_to(out.absolute())
+        options: dict[str, Any] = {"input_folder": str(staged), "output_folder": str(target)}
+        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        with _as_incomplete(save, staged):
+            ds_to_universal.main(argparse.Namespace(**options, inject_missing_state=True))

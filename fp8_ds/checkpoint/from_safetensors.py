@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fp8_ds import json_text
-from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -47,8 +46,8 @@ def refuse_without_safetensors() -> None:
 
 
 def write_universal(source: Path, out: Path, stage: int) -> None:
-    """`out` has the tensors of a universal checkpoint for ZeRO stage `stage`, and its parent names it as the latest.
-    Not yet all of its files: `rewrite_universal` makes those.
+    """`out` has the tensors of a universal checkpoint for ZeRO stage `stage`. Not yet all of its files:
+    `rewrite_universal` makes those.
 
     One weight is in memory at a time; moments need no room on the disk.
 
@@ -83,7 +82,6 @@ def write_universal(source: Path, out: Path, stage: int) -> None:
         raise ConfigError(f"safetensors: expected weights in {source}, got none. Name the folder of a model.")
     torch.save(_global_state(len(shapes)), out / GLOBAL_STATE)
     torch.save(_model_state(shapes), out / _MODEL_FILE)
-    (out.parent / folders.LATEST_UNIVERSAL).write_text(out.name)
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ rank finds is an error on all. Ranks wait for each other as in waiting.py.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,9 +191,20 @@ def _choose(request: _Request) -> _Choice:
     path = request.folder / tag
     if not path.is_dir():
         raise CheckpointError(f"{path} is missing")
+    _refuse_pattern(path)
     if path.name.endswith(folders.INCOMPLETE):
         raise CheckpointError(f"{path} is of a save that did not end")
     return _Choice(tag, manifests.read_manifest(path))
+
+
+def _refuse_pattern(path: Path) -> None:
+    """Stock code takes the names of folders for patterns: of `a[b]` it opens the files of `ab`, which nobody checked.
+
+    Raises:
+        CheckpointError: `path` is a pattern of others.
+    """
+    if glob.has_magic(str(path)) and (found := glob.glob(str(path))) != [str(path)]:
+        raise CheckpointError(f"{path} is to DeepSpeed a pattern of names, of {found or 'no folder'} (rename it)")
 
 
 def _asked(request: _Request) -> str | None:
@@ -306,5 +318,6 @@ def _problems_of_latest(request: _Request, readers: Collection[int]) -> list[str
     if not newest:
         return []
     path = request.folder / newest
+    _refuse_pattern(path)
     shares = manifests.share_out(manifests.files_in(path, "_states.pt"), readers)
     return [problem for name in shares[dist.get_rank()] if (problem := _problem(path, name, None, True))]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,72 @@ def test_code_in_a_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, t
     assert result.exit_code == 2 and "posix.mkdir" in json.loads(result.stdout)["error"] and not mark.exists()
     assert CliRunner().invoke(app, [*arguments, "--trust-pickle"]).exit_code == 0
     assert mark.exists()  # it is hostile
+
+
+PREFIXED = ("mp_rank_00_a", "zero_pp_rank_0_mp_rank_00_a", "bf16_zero_pp_rank_9_mp_rank_00", "more/mp_rank_00_a")
+"""DeepSpeed opens files by how their names begin (stages 1 and 2), in folders within as well."""
+MATCHING = ("zero_pp_rank_9_mp_rank_00_optim_states.pt", "mp_rank_07_model_states.pt", "more_states.pt")
+"""Names that its patterns match, or ours: the manifest does not know them."""
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_files_that_are_none_of_the_save_are_not_opened(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2).run(save_kinds, str(tmp_path), stage)
+    mark = tmp_path / "mark"
+    for kind, names in (("ours", PREFIXED + MATCHING), ("stock", PREFIXED)):
+        folder = tmp_path / kind
+        convert(folder, tmp_path / kind / "clean", "universal")
+        (folder / "first/more").mkdir()
+        for name in names:
+            torch.save(Hostile(mark), folder / "first" / name)
+        convert(folder, folder / "universal", "universal")
+        convert(folder, folder / "weights", "safetensors")
+        assert not mark.exists()
+        found, clean = (manifest.read_manifest(folder / name) for name in ("universal", "clean"))
+        assert found is not None and clean is not None
+        assert {name: entry.num_bytes for name, entry in found.files.items()} == {
+            name: entry.num_bytes for name, entry in clean.files.items()
+        }
+
+
+def save_kinds(folder: str, stage: int) -> None:
+    for name, fp8 in (("ours", {}), ("stock", None)):
+        engine = training.build(training.ds_config(stage, fp8))
+        training.train(engine, 1)
+        engine.save_checkpoint(f"{folder}/{name}", tag="first")
+        training.destroy(engine)
+
+
+def load_refused(folder: str, stage: int) -> None:
+    engine = training.build(training.ds_config(stage, {}), seed=5)
+    with pytest.raises(CheckpointError, match=r"a\[b\] is to DeepSpeed a pattern of names, of .*/ab'\] \(rename it"):
+        engine.load_checkpoint(folder)
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_name_of_a_folder_is_no_pattern_that_opens_another(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """`latest` comes with the checkpoint: of `a[b]` DeepSpeed opened the files of `ab`, without a check."""
+    ranks(2).run(save_kinds, str(tmp_path), stage)
+    folder, mark = tmp_path / "ours", tmp_path / "mark"
+    (folder / "first").rename(folder / "a[b]")
+    (folder / "latest").write_text("a[b]")
+    shutil.copytree(folder / "a[b]", folder / "ab")
+    for path in (folder / "ab").glob("*_states.pt"):
+        torch.save(Hostile(mark), path)
+    ranks(2).run(load_refused, str(folder), stage)
+    assert not mark.exists()
+    universal, again = folder / "u[n]", folder / "again"
+    found = convert(folder, universal, "universal")
+    assert found == replace(convert(folder, again, "universal"), files=found.files, latest=found.latest)
+    convert(folder, folder / "weights", "safetensors")
+    assert not mark.exists()
+    saved = load_file(folder / "weights/model.safetensors")
+    for name in ("lm_head.weight", "blocks.0.up.weight"):  # of the masters, not of bf16 weights
+        content = [torch.load(path / "zero" / name / "fp32.pt") for path in (universal, again)]
+        one, other = (x["param"] if isinstance(x, dict) else x for x in content)
+        assert torch.equal(one, other) and not torch.equal(one, one.bfloat16().float())
+        assert torch.equal(one.bfloat16().flatten(), saved[name].flatten())
 
 
 def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, tmp_path: Path) -> None:
