@@ -24,6 +24,8 @@ from fp8_ds.scaling.scale_check import ScaleCheck
 from fp8_ds.schedule import Stays
 
 _NUM_SHOWN = 4
+_NUM_SKIPPED = 3
+"""Steps skipped one after another that are told; now and then one is skipped in a healthy run."""
 
 
 class Following:
@@ -43,6 +45,7 @@ class Following:
         self.has_graph = False
         self._amaxes_before_evaluation: Tensor | None = None
         self._is_running = False
+        self._num_skipped = 0
         self._first_micro_step: int = engine.micro_steps
         config = engine.fp8.config
         self.precision = engine.fp8.precision = LayerPrecision(
@@ -110,6 +113,7 @@ class Following:
         self.has_graph = False
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps + 1  # stock counts the one that ends after this
+        self._tell_of_skipped()
         if not self._calls:
             return
         self._is_running = True
@@ -119,6 +123,17 @@ class Following:
                 call()
         finally:
             self._is_running = False
+
+    def _tell_of_skipped(self) -> None:
+        """A line where step after step is skipped, once until one is not. The host knows of them, maybe a step late."""
+        self._num_skipped = 0 if self._engine.was_step_applied() else self._num_skipped + 1
+        if self._num_skipped == _NUM_SKIPPED:
+            say(
+                f"fp8: {_NUM_SKIPPED} steps in a row were skipped, up to step {self._engine.global_steps}: a gradient "
+                "was infinite or NaN in each. If the loss is NaN too, look for NaN in engine.module.state_dict(), at "
+                "what was last written into weights, and load a checkpoint; else look at the batches. More in "
+                "docs/troubleshooting.md"
+            )
 
     def widen_states_if_due(self) -> None:
         """FP8 optimizer states are fp32, if the step since which they shall be has come. Collective then.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fp8_ds.zero.writes import WeightData, is_writer, plain, targets_of, warn_of_loss, write
+from fp8_ds.zero.writes import WeightData, is_writer, plain, refuse_sharing, targets_of, warn_of_loss, write
 
 # What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
 _METADATA = frozenset(
@@ -113,6 +113,20 @@ class Fp8Parameter(nn.Parameter):
             args, kwargs = tree_map(convert, (args, kwargs))
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock until the next step, by `data =`: torch asks no subclass about this one."""
+        if not has_payload(self):
+            return super().set_(*args, **kwargs)
+        source, *rest = args
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            _set_data(self, plain(_as_true_value(self)).clone().set_(plain(_as_true_value(source)), *rest, **kwargs))
+        return self
+
+    def share_memory_(self) -> Any:
+        if has_payload(self):
+            refuse_sharing(self)
+        return super().share_memory_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain Parameter with the true values: a copy has no shards, no scale and no owner."""
         if id(self) not in memo:
@@ -151,16 +165,14 @@ def _as_kept_value(x: Any) -> Any:
 
 
 def _set_data(weight: Any, value: Tensor) -> None:
-    """`weight.data = value` by somebody else: DeepSpeed frees the weight, or a user writes it."""
-    if value.shape == weight.shape:
-        value = plain(value)
-        if _is_as_read(weight, value):
-            return
+    """`weight.data = value` by somebody else: ZeRO-3 frees the weight, or a user writes it."""
+    value = plain(_as_true_value(value))  # of another weight in FP8, or this one, the nominal data is NaN
+    if value.shape != weight.shape and weight._fp8.write is None:
+        weight._fp8.data = None
+        _DATA_SET(weight, value)
+    elif value.shape != weight.shape or not _is_as_read(weight, value):
         warn_of_loss(weight)
         write(weight, value)
-        return
-    weight._fp8.data = None
-    _DATA_SET(weight, value)
 
 
 def _is_as_read(weight: Any, value: Tensor) -> bool:

@@ -51,6 +51,9 @@ class WeightData(Tensor):
             write(x.weight, x.root)
         return tree_map(lambda y: _alias(y, owners.values()), result)
 
+    def share_memory_(self) -> Any:
+        refuse_sharing(self.weight)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied: Tensor = plain(self).clone()
         return copied
@@ -106,8 +109,31 @@ def warn_of_loss(weight: Any) -> None:
         )
 
 
+def refuse_sharing(weight: Any) -> None:
+    """The values of `weight` lie nowhere: a reader gets a tensor of its own.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"{weight._fp8.name}: expected a weight that is not in FP8, got share_memory_() of one that is. Share a copy, "
+        "which has bf16 of all weights: copy.deepcopy(engine.module).share_memory()."
+    )
+
+
 def write(weight: Any, value: Tensor) -> None:
+    """`weight` reads as `value` from now on.
+
+    Raises:
+        ValueError: `value` has another shape.
+        UnsupportedError: nothing takes writes now.
+    """
     payload = weight._fp8
+    if value.shape != weight.shape:
+        raise ValueError(
+            f"{payload.name}: expected values of shape {tuple(weight.shape)}, got {tuple(value.shape)}. Write "
+            "values of the weight's shape, or give deepspeed.initialize a model that has the other."
+        )
     if payload.write is None:
         raise UnsupportedError(
             f"FP8 weight {payload.name} cannot be written while it is gathered for compute. "

@@ -456,3 +456,33 @@ def test_a_listener_that_nobody_would_call_is_refused(ranks: Any) -> None:
 
 def test_a_monitor_that_nobody_reads_is_refused(ranks: Any) -> None:
     assert all("fp8.monitor.sink: expected a path" in message for message in ranks(2).run(refused))
+
+
+def lines_of_skipped_steps(stage: int, fp8: dict[str, Any], waits: bool, bad: set[int]) -> list[int]:
+    """How many lines on skipped steps were said after each of ten. Those of `bad` have an infinite gradient."""
+    config = training.ds_config(stage, fp8, bf16={"enabled": True, "check_grad_overflow": waits})
+    with training.log_lines() as said:
+        engine, told = training.build(config, {"width": 32, "hidden": 64, "num_blocks": 1}), []
+        if not waits:
+            engine.optimizer.fp8_flag = training.late_flag()
+        for step in range(10):
+            factor = float("inf") if torch.distributed.get_rank() == 0 and step in bad else 1.0
+            handle = engine.module.norm.bias.register_hook(lambda grad, factor=factor: grad * factor)
+            training.train(engine, 1, step)
+            handle.remove()
+            told.append(sum("steps in a row were skipped" in line for line in said))
+        training.destroy(engine)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "waits"),
+    [(2, {}, True), (1, STATES, False), (3, {}, True), pytest.param(3, STATES, False, marks=pytest.mark.slow)],
+)
+def test_three_skipped_steps_in_a_row_are_said_once_by_rank_0(
+    ranks: Any, stage: int, fp8: dict[str, Any], waits: bool
+) -> None:
+    """A step late where the host does not wait for the flag of a step."""
+    first, second = ranks(2).run(lines_of_skipped_steps, stage, fp8, waits, {1, 2, 4, 5, 6, 7})
+    due = 6 if waits else 7
+    assert first == [int(step >= due) for step in range(10)] and second == [0] * 10

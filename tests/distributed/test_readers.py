@@ -290,6 +290,58 @@ def test_users_read_true_values_between_steps(ranks: Any, stage: int) -> None:
         assert result == {"wrong": 0.0, "nan": 0, "num": 6}
 
 
+def assigned(stage: int, fp8: dict[str, Any] | None, how: str) -> dict[str, Any]:
+    """The second block's weights are the first's by `how`: what they read as, and after a step at a rate of zero."""
+    engine = training.build(training.ds_config(stage, fp8, optimizer={"params": {"lr": 0.0, "torch_adam": True}}))
+    losses = training.train(engine, 1)
+    source, target = (engine.module.blocks[i].up.weight for i in (0, 1))
+    values = [p.detach().clone() for p in (source, target)]
+    with torch.no_grad():
+        if how == "data":
+            target.data = source
+        elif how == "set":
+            target.set_(source)
+        elif how == "itself":
+            target.data = target
+    result = {"values": values, "read": target.detach().clone()}
+    losses += training.train(engine, 3, first_step=1)
+    result |= {"losses": losses, "skipped": engine.skipped_steps, "after": target.detach().clone()}
+    training.destroy(engine)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "how"),
+    [
+        (1, {}, "set"),
+        (2, {}, "data"),
+        (2, SPLIT, "data"),
+        (2, {}, "itself"),
+        pytest.param(1, SPLIT, "set", marks=pytest.mark.slow),
+        pytest.param(1, SPLIT, "itself", marks=pytest.mark.slow),
+    ],
+)
+def test_a_weight_that_is_assigned_another_has_its_values_until_the_next_step(
+    ranks: Any, stage: int, fp8: dict[str, Any], how: str
+) -> None:
+    from fp8_ds.testing import sqnr_db
+
+    stock = ranks(2).run(assigned, stage, None, how)
+    for ours, theirs in zip(ranks(2).run(assigned, stage, fp8, how), stock, strict=True):
+        source, target = ours["values"]
+        assert ours["skipped"] == theirs["skipped"] == 0
+        assert max_difference(ours["losses"], theirs["losses"]) < 0.03
+        if how == "itself":
+            assert torch.equal(ours["read"], target) and torch.equal(theirs["read"], theirs["values"][1])
+            continue
+        assert sqnr_db(source, ours["read"]) > 30 and torch.equal(theirs["read"], theirs["values"][0])
+        assert torch.equal(theirs["after"], theirs["values"][1])  # stock's masters win
+        if fp8 == SPLIT:  # what is written is the master
+            assert sqnr_db(source, ours["after"]) > 25
+        else:
+            assert torch.equal(ours["after"], target)
+
+
 def copied(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     """A copy of the model, as moving averages start with: its losses before and after the engine trains on."""
     engine = training.build(training.ds_config(stage, fp8))

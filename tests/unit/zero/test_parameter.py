@@ -177,6 +177,66 @@ def test_write_becomes_the_new_fp8_bytes(weight: Any, writer: str) -> None:
     assert weight.untyped_storage().nbytes() == 2  # still the placeholder
 
 
+ASSIGNMENTS = {
+    "data": lambda p, value: setattr(p, "data", value),
+    "data in float32": lambda p, value: setattr(p, "data", value.float()),
+    "set": lambda p, value: p.set_(value),
+    "set to a storage": lambda p, value: p.set_(value.data.untyped_storage(), 0, SHAPE, (SHAPE[1], 1)),
+    "data of data": lambda p, value: setattr(p, "data", value.data),
+}
+
+
+@pytest.mark.parametrize("of_fp8", [False, True])
+@pytest.mark.parametrize("how", ASSIGNMENTS)
+def test_what_is_assigned_is_what_the_weight_reads_as(weight: Any, how: str, of_fp8: bool) -> None:
+    """As when a policy's weights become those of its reference model."""
+    retype(weight)
+    value = nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))
+    true = retype(value) if of_fp8 else value.detach()
+    with torch.no_grad():
+        ASSIGNMENTS[how](weight, value)
+    scale, _ = scale_from_amax(true.float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(true, scale, E4M3).view(torch.uint8))
+    assert weight.untyped_storage().nbytes() == 2 and torch.equal(value.detach(), true)
+
+
+def test_a_weight_assigned_to_itself_keeps_its_bytes(weight: Any) -> None:
+    """`module.to(...)` does where it finds nothing to move."""
+    true = retype(weight)
+    before = weight._fp8.data.clone()
+    weight.data = weight
+    assert torch.equal(weight._fp8.data.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(weight.detach(), true)
+
+
+OTHER_SHAPES = {
+    "nothing": lambda p: setattr(p, "data", torch.empty(0, dtype=p.dtype)),
+    "transposed": lambda p: setattr(p, "data", p.data.t()),
+    "of another": lambda p: setattr(p, "data", nn.Parameter(torch.zeros(3, 10))),
+    "set": lambda p: p.set_(torch.zeros(2, 2, dtype=p.dtype)),
+    "in place": lambda p: p.t_(),
+    "resized": lambda p: p.resize_(3, 3),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_SHAPES)
+def test_another_shape_is_refused_by_name_and_changes_nothing(weight: Any, how: str) -> None:
+    true = retype(weight)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^w: expected .*\(6, 10\)"):
+        OTHER_SHAPES[how](weight)
+    assert weight.shape == SHAPE and torch.equal(weight.detach(), true)
+
+
+@pytest.mark.parametrize("how", ["weight", "data", "module"])
+def test_sharing_a_weight_with_processes_is_refused_by_name(weight: Any, how: str) -> None:
+    """They would get a copy."""
+    true = retype(weight)
+    shared = {"weight": weight, "data": weight.data, "module": _holding(weight)}[how]
+    with pytest.raises(UnsupportedError, match=r"^w: "):
+        shared.share_memory() if how == "module" else shared.share_memory_()
+    assert torch.equal(weight.detach(), true)
+
+
 DATA_WRITERS = {
     "copy": lambda p, value: p.data.copy_(value),
     "of another weight": lambda p, value: p.data.copy_(_retyped(value)),
@@ -282,7 +342,7 @@ def test_write_into_a_weight_gathered_for_compute_is_refused(weight: Any) -> Non
 
 
 def test_data_of_another_shape_releases_the_bytes(weight: Any) -> None:
-    retype(weight)
+    retype(weight, writable=False)  # as in ZeRO-3
     weight.data = torch.empty(0, dtype=torch.bfloat16)  # what deepspeed's free_param does
     assert not has_payload(weight) and weight.numel() == 0
 
@@ -294,6 +354,7 @@ def test_data_of_a_released_weight_is_read_and_assigned_without_a_walk_over_argu
     true = retype(weight)
     other = nn.Parameter(torch.zeros(SHAPE, dtype=weight.dtype))
     retype(other)
+    weight._fp8.write = None
     weight.data = torch.empty(0, dtype=weight.dtype)
 
     def walk(*args: Any) -> Any:
