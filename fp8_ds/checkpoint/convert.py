@@ -33,6 +33,8 @@ Kind = Literal["deepspeed", "universal", "safetensors"]
 
 _NUM_SHOWN = 3
 _CONFIG = "config.json"
+_PATTERN_SIGNS = frozenset("*?[(){}+^$|\\")
+"""Of globs and regular expressions, which DeepSpeed's converter makes of names."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,10 @@ def _save_of(source: Path, tag: str | None) -> Path:
                 f"convert: expected a file {folders.LATEST!r} in {source}, which the end of a save writes, got none. "
                 f"Name one of its saves by --tag: {', '.join(_tags(source))}."
             )
-        folder, tag = source, folders.find(source, tag or (source / folders.LATEST).read_text().strip())
+        if tag is None:
+            tag = (source / folders.LATEST).read_text().strip()
+            manifests.refuse_paths([tag], source / folders.LATEST)
+        folder, tag = source, folders.find(source, tag)
     if not (folder / tag).is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
     if tag.endswith(folders.INCOMPLETE):
@@ -328,6 +333,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             f"({next(iter(frozen))}), which ds_to_universal.py leaves out. Convert the DeepSpeed checkpoint instead."
         )
     for group in state["param_shapes"]:
+        manifests.refuse_paths(group, files[0])
         for name, shape in group.items():
             content = _load(source / "zero" / name / "fp32.pt", trust_pickle)
             master = content["param"] if isinstance(content, dict) else content
@@ -409,6 +415,38 @@ def _has_whole_layers(folder: Path) -> bool:
     return bool(files) and len({file.name.split("-")[0] for file in files}) == len(files)
 
 
+def _refuse_names(save: Path, staged: Path, trust_pickle: bool) -> None:
+    """DeepSpeed's converter makes a folder of each parameter's name, and looks in it by a pattern of that name.
+
+    Raises:
+        CheckpointError: a name leads elsewhere.
+        UnsupportedError: a name is no pattern of itself: masters and moments would be left out.
+    """
+    for path in sorted(staged.iterdir()):
+        names = list(_parameter_names(_load(path, trust_pickle, "meta")))
+        manifests.refuse_paths(names, save / path.name)
+        if odd := next((name for name in names if set(name) & _PATTERN_SIGNS), None):
+            raise UnsupportedError(
+                "convert: expected names of parameters that DeepSpeed's converter finds again, without any of "
+                f"{' '.join(sorted(_PATTERN_SIGNS))}, got {odd!r}. Load the checkpoint at its own stage and world size."
+            )
+
+
+def _parameter_names(content: Any) -> Iterator[Any]:
+    """Names in a file of a save of which DeepSpeed's converter makes folders."""
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
+
+    if not isinstance(content, Mapping):
+        return
+    optimizer = content.get(OPTIMIZER_STATE_DICT)
+    groups = [content.get("module")]
+    for owner, key in ((content, PARAM_SHAPES), (optimizer, PARAM_SLICE_MAPPINGS)):
+        listed = owner.get(key) if isinstance(owner, Mapping) else None
+        groups += listed.values() if isinstance(listed, Mapping) else listed or ()  # by the number of a group
+    for group in groups:
+        yield from group if isinstance(group, Mapping) else ()
+
+
 def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> None:
     """DeepSpeed's converter has written `out`."""
     from deepspeed.checkpoint import ds_to_universal
@@ -416,6 +454,7 @@ def _run_stock(source: Path, tag: str | None, out: Path, trust_pickle: bool) -> 
     save = _save_of(source, tag)
     with _staged(save, trust_pickle) as staged:
         _refuse_unknown_cuts(staged)
+        _refuse_names(save, staged, trust_pickle)
         out.mkdir(parents=True, exist_ok=True)
         target = staged.parent / "universal"  # it takes the name of this folder for a pattern, too
         target.symlink_to(out.absolute())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8_ds import json_text
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
+from fp8_ds.checkpoint.manifest import refuse_paths
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -99,7 +100,7 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
                             f"safetensors: expected each tensor once, got {name} in {path.name} and in another file. "
                             f"Leave one of them in {source}."
                         )
-                    _refuse_path(name, path)
+                    refuse_paths([name], path)
                     seen.add(name)
                     missing.discard(name)
                     yield name, file.get_tensor(name)
@@ -126,20 +127,11 @@ def _files_by_tensor(index: Path) -> dict[str, str]:
             f'{index}: expected JSON with "weight_map", names of files by names of tensors, got '
             f"{str(listed)[:_WIDTH]}. Copy the model again."
         )
-    for name in listed.values():
-        _refuse_path(name, index)
+    refuse_paths(listed.values(), index)
     absent = sorted(name for name in set(listed.values()) if not (index.parent / name).is_file())
     if absent:
         raise CheckpointError(f"{index}: expected the files that it lists, got none of {absent[:3]}. Copy them again.")
     return listed
-
-
-def _refuse_path(name: str, file: Path) -> None:
-    """Names become names of files and folders: one that leads elsewhere would be read or written there."""
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        raise CheckpointError(
-            f"{file}: expected names of tensors and files without a path, got {name!r}. Do not use it."
-        )
 
 
 def _global_state(num_groups: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from fp8_ds import json_text
@@ -144,9 +144,25 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(
             f"{path}: expected format {_FORMAT}, got {form!r} of fp8_ds {header.get('fp8_ds')}. Load it with that."
         )
-    if text != _text(manifest) or any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
+    if text != _text(manifest) or any(map(leads_elsewhere, manifest.files)):
         raise _damaged(path)
     return manifest
+
+
+def leads_elsewhere(name: Any) -> bool:
+    """Whether `folder / name` is not in `folder`. Names in a checkpoint are whatever its sender has written."""
+    path = PurePath(name) if isinstance(name, str) else None
+    return path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(name)
+
+
+def refuse_paths(names: Iterable[Any], file: Path) -> None:
+    """Nothing happens if all `names`, which `file` has, can be names in a folder.
+
+    Raises:
+        CheckpointError: what is written or read there would be elsewhere.
+    """
+    for name in filter(leads_elsewhere, names):
+        raise CheckpointError(f"{file}: expected names that stay in their folder, got {name!r}. Do not use it.")
 
 
 def lacks_manifest(folder: Path) -> str:

@@ -57,7 +57,7 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
     try:
         staging = beside(folder, folders.INCOMPLETE)
         if folder.is_dir():
-            shutil.copytree(folder, staging, symlinks=True, copy_function=folders.link)
+            shutil.copytree(folder, staging, copy_function=_link_or_copy)
         rewrite_universal(staging, folder, stage, trust_pickle)
         commit = folders.Commit(folder.parent, folder.name, adopt(staging, trust_pickle), is_latest=False)
         commit.stage()
@@ -116,9 +116,18 @@ def rewrite_universal(folder: Path, name: Path, stage: int, trust_pickle: bool) 
     model_state = load(files[0])
     _complete_global_state(state_path, model_state["ds_version"], load)
     shapes = {key: shape for group in model_state["param_shapes"] for key, shape in group.items()}
+    manifests.refuse_paths(shapes, files[0])
     for key, shape in shapes.items():
         for tensor in TENSORS:
             _rewrap(folder / "zero" / key / tensor, shape, load, flat=stage == 3)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """`target` is the same file as `source`; of a link a copy, for to write into that would be to write elsewhere."""
+    if Path(source).is_symlink():
+        shutil.copy2(source, target)
+    else:
+        folders.link(source, target)
 
 
 def _trusting(path: Path) -> Any:

@@ -187,6 +187,8 @@ def _choose(request: _Request) -> _Choice:
         return _Choice(None)
     if not tag and request.tag is None:
         raise CheckpointError(f"{_latest(request)} is empty")
+    if request.tag is None:
+        manifests.refuse_paths([tag], _latest(request))
     tag = folders.find(request.folder, tag)
     path = request.folder / tag
     if not path.is_dir():
@@ -317,6 +319,7 @@ def _problems_of_latest(request: _Request, readers: Collection[int]) -> list[str
     newest = _named_by(request.folder / folders.LATEST) if request.reads_latest else None
     if not newest:
         return []
+    manifests.refuse_paths([newest], request.folder / folders.LATEST)
     path = request.folder / newest
     _refuse_pattern(path)
     shares = manifests.share_out(manifests.files_in(path, "_states.pt"), readers)

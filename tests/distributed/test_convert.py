@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -236,9 +236,48 @@ def save_kinds(folder: str, stage: int) -> None:
         training.destroy(engine)
 
 
-def load_refused(folder: str, stage: int) -> None:
+NAME = "blocks.0.up.weight"
+
+
+def renamed(value: Any, name: Any) -> Any:
+    """`value`, of a checkpoint, in which NAME is called `name`."""
+    if isinstance(value, dict):
+        return type(value)((name if key == NAME else key, renamed(item, name)) for key, item in value.items())
+    return [renamed(item, name) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_parameters_name_leads_to_no_other_folder(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Whoever sends a checkpoint has written the names, which become folders."""
+    ranks(2).run(save_kinds, str(tmp_path), stage)
+    elsewhere, save = tmp_path / "elsewhere", tmp_path / "stock/first"
+    places = {"model": ("param_shapes",)} if stage == 3 else PLACES
+    for kind, keys in places.items():
+        path = next(save.glob(f"*_{kind}_states.pt"))
+        content = path.read_bytes()
+        state = torch.load(path, weights_only=False)
+        for key in keys:
+            for name in ("../" * 30 + str(elsewhere)[1:], str(elsewhere), PurePosixPath(elsewhere), ".", "a/../../b"):
+                torch.save({**state, key: renamed(state[key], name)}, path)
+                for trusts in (False, True):
+                    with pytest.raises(
+                        CheckpointError, match=rf"{path.name}: expected names that stay in their folder"
+                    ):
+                        convert(tmp_path / "stock", tmp_path / "out", "universal", trust_pickle=trusts)
+            torch.save({**state, key: renamed(state[key], "up[0].weight")}, path)
+            with pytest.raises(UnsupportedError, match=r"converter finds again, .* got 'up\[0\]\.weight'"):
+                convert(tmp_path / "stock", tmp_path / "out", "universal")
+        path.write_bytes(content)
+    assert not elsewhere.exists() and not (tmp_path / "out").exists()
+
+
+PLACES = {"model": ("param_shapes", "module"), "optim": ("optimizer_state_dict",)}
+"""Where the files of stages 1 and 2 have names of parameters."""
+
+
+def load_refused(folder: str, stage: int, message: str) -> None:
     engine = training.build(training.ds_config(stage, {}), seed=5)
-    with pytest.raises(CheckpointError, match=r"a\[b\] is to DeepSpeed a pattern of names, of .*/ab'\] \(rename it"):
+    with pytest.raises(CheckpointError, match=message):
         engine.load_checkpoint(folder)
     training.destroy(engine)
 
@@ -253,7 +292,9 @@ def test_the_name_of_a_folder_is_no_pattern_that_opens_another(ranks: Any, tmp_p
     shutil.copytree(folder / "a[b]", folder / "ab")
     for path in (folder / "ab").glob("*_states.pt"):
         torch.save(Hostile(mark), path)
-    ranks(2).run(load_refused, str(folder), stage)
+    ranks(2).run(
+        load_refused, str(folder), stage, r"a\[b\] is to DeepSpeed a pattern of names, of .*/ab'\] \(rename it"
+    )
     assert not mark.exists()
     universal, again = folder / "u[n]", folder / "again"
     found = convert(folder, universal, "universal")
@@ -266,6 +307,12 @@ def test_the_name_of_a_folder_is_no_pattern_that_opens_another(ranks: Any, tmp_p
         one, other = (x["param"] if isinstance(x, dict) else x for x in content)
         assert torch.equal(one, other) and not torch.equal(one, one.bfloat16().float())
         assert torch.equal(one.bfloat16().flatten(), saved[name].flatten())
+    for latest in ("../stock/first", str(tmp_path / "stock/first")):
+        (folder / "latest").write_text(latest)
+        message = rf"latest: expected names that stay in their folder, got '{latest}'"
+        ranks(2).run(load_refused, str(folder), stage, message)
+        with pytest.raises(CheckpointError, match=message):
+            convert(folder, tmp_path / "out", "safetensors")
 
 
 def test_code_in_a_universal_checkpoint_is_not_executed_unless_it_is_trusted(ranks: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fp8_ds.checkpoint import manifest as m
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.convert import convert, kind_of
-from fp8_ds.checkpoint.universal import rewrite_universal
+from fp8_ds.checkpoint.universal import prepare_universal, rewrite_universal
 from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -115,6 +115,60 @@ def test_a_file_that_cannot_be_written_is_an_error_of_files(tmp_path: Path) -> N
         assert result.exit_code == 3, result.stderr
         assert "out" in result.stderr and "Traceback" not in result.stderr
         assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def universal_of(folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    (folder / "model").mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model/model.safetensors")
+    convert(folder / "model", folder / "universal", "universal", stage=2)
+    (folder / "universal" / m.MANIFEST).unlink()
+    return folder / "universal"
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "{}/elsewhere"])
+def test_names_in_a_universal_checkpoint_lead_to_no_other_folder(tmp_path: Path, name: str) -> None:
+    universal = universal_of(tmp_path)
+    (universal / "zero/w").rename(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in (tmp_path / "elsewhere").iterdir()}
+    for path in universal.glob("*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        torch.save({**state, "param_shapes": [{name.format(tmp_path): torch.Size([4])}]}, path)
+    for act in (
+        lambda: convert(universal, tmp_path / "out", "universal", stage=3),
+        lambda: convert(universal, tmp_path / "out", "safetensors"),
+        lambda: prepare_universal(universal, 3),
+    ):
+        with pytest.raises(CheckpointError, match=r"expected names that stay in their folder, got '.*elsewhere'"):
+            act()
+    assert {path: path.read_bytes() for path in (tmp_path / "elsewhere").iterdir()} == before
+
+
+@pytest.mark.parametrize("linked", ["zero/w", "zero/w/fp32.pt", "zero/w/fp32.pt.tmp"])
+def test_a_link_in_a_universal_checkpoint_is_not_written_through(tmp_path: Path, linked: str) -> None:
+    universal = universal_of(tmp_path)
+    path, elsewhere = universal / linked, tmp_path / "elsewhere"
+    if path.exists():
+        path.rename(elsewhere)
+    else:
+        elsewhere.write_text("something else")
+    path.symlink_to(elsewhere)
+    files = list(elsewhere.iterdir()) if elsewhere.is_dir() else [elsewhere]
+    before = {file: file.read_bytes() for file in files}
+    prepare_universal(universal, 3)
+    assert {file: file.read_bytes() for file in files} == before
+    assert torch.equal(torch.load(universal / "zero/w/fp32.pt"), torch.ones(4))  # the form of stage 3
+
+
+def test_a_link_to_nothing_is_not_written_through(tmp_path: Path) -> None:
+    universal = universal_of(tmp_path)
+    path = universal / "zero_pp_rank_0_mp_rank_00_model_states.pt"  # which a form that has none gets
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="mp_rank_00_model_states"):
+        prepare_universal(universal, 3)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("at", [0, 1])
