@@ -94,6 +94,7 @@ class Fp8AccessStage12:
         self._fp8_loading = True
         try:
             yield
+            self._fp8_point_params(keep_values=True)
             self._fp8_take_over_bf16()
         finally:
             self._fp8_loading = False
@@ -144,6 +145,7 @@ class Fp8AccessStage12:
         An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
         has set its master already; one written by the user is de-quantised.
         """
+        self._fp8_point_params(keep_values=True)
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
             master = self.single_partition_of_fp32_groups[i].data
             for f in fp8.own:

@@ -53,6 +53,16 @@ class KindBuffer:
         slot = self.layout.slots[index]
         return self.buffer.narrow(0, slot.start, slot.numel).view(self.shapes[index])
 
+    def strays(self) -> list[int]:
+        """Parameters that no longer are their view of the buffer: somebody has assigned another `p.data`."""
+        start, size, dtype = self.buffer.data_ptr(), self.buffer.element_size(), self.buffer.dtype
+        places = enumerate(zip(self.params, self.layout.slots, self.shapes, strict=True))
+        return [
+            index
+            for index, (p, slot, shape) in places
+            if p.data_ptr() != start + size * slot.start or p.shape != shape or p.dtype != dtype
+        ]
+
     def copy_own(self, partition: Tensor) -> None:
         """Copy this rank's fragments out of its partition of the flat group, in as many calls for one as for many."""
         if self.own:

@@ -71,6 +71,7 @@ def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.
 
 
 def _move(optimizer: Any, device: torch.device) -> None:
+    optimizer._fp8_point_params(keep_values=True)
     for fp8, hp in zip(optimizer._fp8_kinds, optimizer._hp_kinds, strict=True):
         fp8.buffer = fp8.buffer.to(device)
         hp.buffer = hp.buffer.to(device)

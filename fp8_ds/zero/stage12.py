@@ -168,6 +168,22 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         for i, bf16 in enumerate(self._fp8_bf16_kinds):
             self._fp8_fill_bf16(i, bf16)
             counter.hp += bf16.gather(free_bytes)
+        self._fp8_point_params(keep_values=False)
+
+    @torch.no_grad()
+    def _fp8_point_params(self: Any, keep_values: bool) -> None:
+        """Parameters that are not in FP8 point into the compact buffers, also where a user has assigned `p.data`.
+
+        Stock code points all of them into its flat buffer after each step; here the host looks for those that do not.
+
+        Args:
+            keep_values: what was assigned becomes the buffer's; else what the buffer has wins, as in stock code.
+        """
+        strays = [(hp.view(i), hp.params[i], hp.params[i].data.clone()) for hp in self._hp_kinds for i in hp.strays()]
+        for view, p, value in strays:  # all were cloned first: two may have been exchanged
+            if keep_values and value.shape == view.shape:
+                view.copy_(value)
+            p.data = view
 
     # --- layers in bf16 ---
 
@@ -272,7 +288,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         )
 
     def _update_model_bit16_weights(self: Any, group_index: int) -> None:
-        """Nothing: parameters point into the compact buffers for good."""
+        """Nothing: parameters point into the compact buffers since the gather (`_fp8_point_params`)."""
 
     def _link_all_hp_params(self: Any) -> None:
         """Link fp32 fragments as stock does, without a bf16 copy of each weight behind `lp_fragment`."""

@@ -183,6 +183,8 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         DeepSpeed's default; without, the host does not wait for the device and learns it one step late.
         """
         self.micro_step_id = INITIAL_MICRO_STEP_ID
+        if self._fp8_is_split:  # what a user assigns is the master then, as what he writes in place
+            self._fp8_point_params(keep_values=True)
         grads, params = self._fp8_gradients()
         self.timers(_STEP_TIMER).start()
         norm = global_norm(self, grads, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,6 +341,157 @@ def test_a_weight_that_is_assigned_another_has_its_values_until_the_next_step(
             assert sqnr_db(source, ours["after"]) > 25
         else:
             assert torch.equal(ours["after"], target)
+
+
+def replace_data(engine: Any, how: str) -> None:
+    """`.data` of parameters that are not in FP8 is another tensor. Of those that keep their values all of them."""
+    model = engine.module
+    table, (first, second) = model.embedding.weight, (block.norm.weight for block in model.blocks[:2])
+    if how == "normalized":
+        table.data = F.normalize(table.data, dim=1)
+    elif how == "exchanged":
+        first.data, second.data = second.data, first.data
+    elif how == "set":
+        with torch.no_grad():
+            first.set_(torch.full_like(first, 0.5))
+    elif how == "vector":
+        outside = [p for name, p in model.named_parameters() if name not in engine.fp8.weights]
+        torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(outside), outside)
+    elif how == "dtype":
+        model.float()
+        model.bfloat16()
+
+
+def far_from(masters: dict[str, torch.Tensor], parameters: dict[str, Any]) -> list[str]:
+    """Parameters that are not bf16 of their masters, to nearest; which of two that are as near is of no interest."""
+    return [n for n, p in parameters.items() if not torch.allclose(p.detach().float(), masters[n], 2.0**-8, 0.0)]
+
+
+def replaced(stage: int, fp8: dict[str, Any], how: str) -> dict[str, Any]:
+    """Parameters outside FP8 before, as they were assigned, and after a step at a rate of zero; then losses."""
+    engine = training.build(training.ds_config(stage, fp8, gradient_clipping=0.0))
+    losses = training.train(engine, 2)
+    outside = {name: p for name, p in engine.module.named_parameters() if name not in engine.fp8.weights}
+
+    def now() -> dict[str, Any]:
+        return {name: p.detach().clone() for name, p in outside.items()}
+
+    result: dict[str, Any] = {"before": now()}
+    replace_data(engine, how)
+    result["assigned"] = now()
+    if how not in ("", "vector", "dtype"):
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        training.train(engine, 1, first_step=2)
+        result["after"] = now()
+        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    losses += training.train(engine, 3, first_step=2)
+    masters = training.full_masters(engine)
+    wrong = far_from(masters, outside)
+    result |= {"losses": losses, "wrong": wrong, "fp8": training.fp8_state(engine)}
+    training.destroy(engine)
+    return result
+
+
+RELEASE = {"optimizer": {**SPLIT["optimizer"], "release": True, "release_clipping": "per_tensor"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "how"),
+    [
+        (2, {}, "normalized"),
+        (1, SPLIT, "normalized"),
+        (2, RELEASE, "normalized"),
+        (1, {}, "exchanged"),
+        (2, SPLIT, "exchanged"),
+        (2, {}, "set"),
+    ],
+)
+def test_parameters_follow_their_masters_again_after_their_data_was_replaced(
+    ranks: Any, stage: int, fp8: dict[str, Any], how: str
+) -> None:
+    """The masters win, as in stock code; with split ones what is assigned is the master, unless gradients are released:
+    then updates are done before the step looks."""
+    for result in ranks(2).run(replaced, stage, fp8, how):
+        assert result["wrong"] == []
+        assert any(not torch.equal(p, result["before"][name]) for name, p in result["assigned"].items())
+        expected = result["assigned" if fp8 == SPLIT else "before"]
+        for name, p in result["after"].items():
+            assert torch.equal(p, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp8", "how"), [(2, {}, "dtype"), (1, SPLIT, "dtype"), (1, {}, "vector"), (2, RELEASE, "vector")]
+)
+def test_parameters_whose_data_are_replaced_by_the_same_values_train_on_bit_for_bit(
+    ranks: Any, stage: int, fp8: dict[str, Any], how: str
+) -> None:
+    plain = ranks(2).run(replaced, stage, fp8, "")
+    for ours, left_alone in zip(ranks(2).run(replaced, stage, fp8, how), plain, strict=True):
+        assert ours["wrong"] == [] and ours["losses"] == left_alone["losses"]
+        training.assert_fp8_equals(ours["fp8"], left_alone["fp8"])
+
+
+def replaced_before_the_step(stage: int, fp8: dict[str, Any]) -> list[str]:
+    """Parameters outside FP8 that a step leaves other than their masters, though of two only the form was another."""
+    engine = training.build(training.ds_config(stage, fp8))
+    outside = {name: p for name, p in engine.module.named_parameters() if name not in engine.fp8.weights}
+    forms = {name: (p.shape, p.dtype) for name, p in outside.items()}
+    engine.backward(engine(training.micro_batches(0, 2)[torch.distributed.get_rank()]))
+    engine.module.norm.weight.data = torch.zeros(2, 2)
+    engine.module.norm.bias.data = engine.module.norm.bias.data.view(1, -1)
+    engine.module.embedding.weight.data = engine.module.embedding.weight.data.view(torch.float16)
+    engine.step()
+    wrong = [name for name, p in outside.items() if (p.shape, p.dtype) != forms[name]]
+    wrong += far_from(training.full_masters(engine), outside)
+    training.train(engine, 1, first_step=1)
+    training.destroy(engine)
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, RELEASE)])
+def test_a_step_gives_parameters_their_form_back(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    assert ranks(2).run(replaced_before_the_step, stage, fp8) == [[], []]
+
+
+def loaded_over_replaced(stage: int, fp8: dict[str, Any], how: str, folder: str) -> list[str]:
+    """Parameters outside FP8 that a load, or an offload, leaves other than a checkpoint, or a user, has them."""
+    import deepspeed
+
+    engine = training.build(training.ds_config(stage, fp8))
+    training.train(engine, 2)
+    engine.save_checkpoint(folder)
+    outside = {name: p for name, p in engine.module.named_parameters() if name not in engine.fp8.weights}
+    expected = {name: p.detach().clone() for name, p in outside.items()}
+    training.train(engine, 1, first_step=2)
+    for p in outside.values():
+        p.data = torch.full_like(p, 3.0)
+    if how == "load":
+        engine.load_checkpoint(folder)
+    elif how == "load the module":
+        engine.load_checkpoint(folder, load_module_only=True)
+    else:
+        engine.offload_states(include=[deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum.lp_params])
+        engine.reload_states()
+        expected = {name: torch.full_like(p, 3.0) for name, p in outside.items()}
+    masters = training.full_masters(engine)
+    wrong = [name for name, p in outside.items() if not torch.equal(p.detach(), expected[name])]
+    if how.startswith("load"):
+        wrong += [f"master of {name}" for name in far_from(masters, expected)]
+    training.train(engine, 1, first_step=3)
+    wrong += [f"{name} after a step" for name in far_from(training.full_masters(engine), outside)]
+    training.destroy(engine)
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(2, {}), (1, SPLIT)])
+@pytest.mark.parametrize("how", ["load", "load the module", "offload"])
+def test_a_load_reaches_parameters_whose_data_was_replaced(
+    ranks: Any, stage: int, fp8: dict[str, Any], how: str, tmp_path: Path
+) -> None:
+    assert ranks(2).run(loaded_over_replaced, stage, fp8, how, str(tmp_path)) == [[], []]
 
 
 def copied(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
