@@ -95,8 +95,8 @@ def install() -> None:
 def uninstall() -> None:
     """Every symbol of DeepSpeed is stock again.
 
-    Destroy FP8 engines first: without the patched gather, the next step of a ZeRO-1/2 one raises (its flat groups are
-    meta tensors, which no backend gathers).
+    Destroy FP8 engines first: without the patched gather, the next step of one of ZeRO 1 or 2 raises, or its next load
+    of a universal checkpoint. Steps with FP8 states, and ZeRO 3, need no patch and go on.
     """
     _remove_finder()
     RECORD.undo()

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
 
+from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero import graphs
@@ -228,7 +230,12 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         bf16.copy_own(self.single_partition_of_fp32_groups[i].detach())
 
     def step(self: Any, closure: Any = None) -> None:
-        """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched."""
+        """Stock step; its gather becomes ours. A skipped step leaves weights, scales and histories untouched.
+
+        Raises:
+            UnsupportedError: the gather is stock code's again. Nothing has changed.
+        """
+        _expect_patched_gather()
         self._fp8_in_step = True
         try:
             super().step(closure)  # type: ignore[misc]
@@ -237,6 +244,11 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             self._fp8_norms.clear()
         if self.overflow and self._fp8.history is not None:
             self._fp8.history.amax_local.zero_()
+
+    def update_lp_params(self: Any) -> None:
+        """Stock, after a universal load; its gather becomes ours. Raises as `step` does."""
+        _expect_patched_gather()
+        super().update_lp_params()  # type: ignore[misc]
 
     def backward_epilogue(self: Any, *args: Any, **kwargs: Any) -> None:
         """Gradients that wait for the step, or for those of further micro-batches, leave the memory of CUDA graphs.
@@ -370,6 +382,15 @@ def _retype(p: Any, payload: Fp8Payload) -> None:
     p._fp8 = payload
     p.data = payload.nominal(p.shape)
     p.__class__ = Fp8Parameter
+
+
+def _expect_patched_gather() -> None:
+    """Stock's would gather meta tensors, some backends in silence, and the weights would stay what they are."""
+    if not hasattr(stage_1_and_2.all_gather_dp_groups, "fp8_ds_stock"):
+        raise UnsupportedError(
+            "fp8_ds.uninstall(): expected no engine in FP8 of ZeRO 1 or 2 in use after it, got a step of one, or a "
+            "load. No weight was changed. Call it after engine.destroy() of the last of them."
+        )
 
 
 def patched_all_gather(stock: Any) -> Any:

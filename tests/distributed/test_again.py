@@ -114,3 +114,72 @@ def test_an_engine_without_an_optimizer_evaluates_the_model_of_another_as_it_is(
         assert found["after"] == found["before"]
         assert len(found["said"]) == (has_block and rank == 0)
         assert all("computes with the FP8 weights" in line for line in found["said"])
+
+
+STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
+
+
+def uninstalled(stage: int, fp8: dict[str, Any], installs: bool, uninstalls: bool) -> dict[str, Any]:
+    """Four steps; `fp8_ds.uninstall()` is called after two, and `install()` again at once where that is asked for."""
+    import fp8_ds
+
+    engine = training.build(training.ds_config(stage, fp8))
+    result: dict[str, Any] = {"losses": training.train(engine, 2), "error": ""}
+    before = training.fp8_state(engine), training.full_masters(engine)
+    if uninstalls:
+        fp8_ds.uninstall()
+    if installs:
+        fp8_ds.install()
+    try:
+        result["losses"] += training.train(engine, 2, first_step=2)
+    except fp8_ds.UnsupportedError as error:
+        result["error"] = str(error)
+    finally:
+        fp8_ds.install()
+    after = training.fp8_state(engine), training.full_masters(engine)
+    result["is_as_before"] = all(torch.equal(after[0][n][0], data) for n, (data, _) in before[0].items())
+    result["is_as_before"] &= all(torch.equal(after[1][n], master) for n, master in before[1].items())
+    training.destroy(engine)
+    training.destroy(training.build(training.ds_config(stage, {})))  # the next engine patches again
+    return result
+
+
+@pytest.mark.parametrize(("stage", "installs"), [(1, False), (2, False), (2, True)])
+def test_a_step_of_zero_1_or_2_after_uninstall_is_refused_on_all_ranks_and_changes_nothing(
+    ranks: Any, stage: int, installs: bool
+) -> None:
+    for result in ranks(2).run(uninstalled, stage, {}, installs, True):
+        assert "fp8_ds.uninstall()" in result["error"] and "engine.destroy()" in result["error"]
+        assert result["is_as_before"] and len(result["losses"]) == 2
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(2, STATES), (3, {})])
+def test_engines_that_need_no_patch_go_on_after_uninstall(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
+    plain = ranks(2).run(uninstalled, stage, fp8, False, False)
+    for ours, left_alone in zip(ranks(2).run(uninstalled, stage, fp8, False, True), plain, strict=True):
+        assert ours["losses"] == left_alone["losses"] and len(ours["losses"]) == 4 and not ours["error"]
+
+
+def universal_after_uninstall() -> tuple[str, bool]:
+    """What the gather of a universal load says, and whether all weights are as before."""
+    import fp8_ds
+
+    engine = training.build(training.ds_config(1, {}))
+    before = training.fp8_state(engine)
+    fp8_ds.uninstall()
+    try:
+        engine.optimizer.update_lp_params()
+        said = ""
+    except fp8_ds.UnsupportedError as error:
+        said = str(error)
+    finally:
+        fp8_ds.install()
+    after = training.fp8_state(engine)
+    training.destroy(engine)
+    training.destroy(training.build(training.ds_config(1, {})))
+    return said, all(torch.equal(after[n][0], data) for n, (data, _) in before.items())
+
+
+def test_the_gather_of_a_universal_load_after_uninstall_is_refused(ranks: Any) -> None:
+    for said, is_as_before in ranks(2).run(universal_after_uninstall):
+        assert "fp8_ds.uninstall()" in said and is_as_before
