@@ -9,26 +9,26 @@ A Parameter is *retyped* (`p.__class__ = Fp8Parameter`): the object, its hooks a
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fp8_ds.zero.writes import WeightData, is_writer, plain, refuse_sharing, targets_of, warn_of_loss, write
-
-# What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
-_METADATA = frozenset(
-    """size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage get_device
-    is_contiguous is_floating_point is_complex is_signed is_inference is_shared is_pinned is_tensor has_names
-    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward grad register_hook
-    register_post_accumulate_grad_hook record_stream
-    zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
-    __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
+from fp8_ds.zero.writes import (
+    METADATA,
+    VALUE_GETTERS,
+    WeightData,
+    is_writer,
+    plain,
+    refuse_sharing,
+    targets_of,
+    warn_of_loss,
+    write,
 )
+
 _ACCESSORS = ("__get__", "__set__")
-# Attributes that carry values; every other attribute is metadata.
-_VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -88,9 +88,9 @@ class Fp8Parameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in (_DATA_GET, _DATA_SET) and not any(map(has_payload, args)):
                 return func(*args)  # what ZeRO-3 does to every weight of every layer, several times
-            if (name in _METADATA and func != _DATA_SET) or _is_bookkeeping(name, args, kwargs):
+            if (name in METADATA and func != _DATA_SET) or _is_bookkeeping(name, args, kwargs):
                 return func(*args, **kwargs)
-            if name == "__get__" and func not in _VALUE_GETTERS:
+            if name == "__get__" and func not in VALUE_GETTERS:
                 return func(*args, **kwargs)
             is_in_graph = torch.compiler.is_dynamo_compiling()
             if not is_in_graph and _is_tracing():  # the compiler's own looks at the nominal tensor
@@ -105,7 +105,10 @@ class Fp8Parameter(nn.Parameter):
                     return values if is_in_graph or is_export else WeightData.of(target, values)
                 if name == "flatten" and target._fp8.quiet:  # type: ignore[attr-defined]
                     return target._fp8.placeholder.expand(target.numel())  # type: ignore[attr-defined]
-            written = [x for x in targets_of(name, args, kwargs) if isinstance(x, Fp8Parameter) and has_payload(x)]
+            targets = targets_of(name, args, kwargs)
+            if any(isinstance(x, WeightData) for x in targets):  # with the weight before it torch asks it no more
+                func = partial(_write_data, func)
+            written = [x for x in targets if isinstance(x, Fp8Parameter) and has_payload(x)]
             if written:
                 return _write_in_place(func, written, args, kwargs)
             reads = is_in_graph or is_writer(name, kwargs) or name in _ACCESSORS
@@ -136,6 +139,10 @@ class Fp8Parameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch._utils._rebuild_parameter, (plain(self.data), self.requires_grad, OrderedDict())
+
+
+def _write_data(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return WeightData.__torch_function__(func, (), args, kwargs)
 
 
 def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:

@@ -35,6 +35,7 @@ class Fp8Payload:
         export: while set, readers get this tensor (bf16 of the master) instead of de-quantised bytes.
         hp: while the layer computes in bf16 under ZeRO-1/2, its weight: bf16 of the master, full shape. Readers get a
             copy of it.
+        version: another after each step, load and write of ZeRO-1/2; reads of the values before are old then.
         quiet: while set, `flatten` returns the placeholder expanded, at zero bytes (linking of fp32 fragments).
     """
 
@@ -51,6 +52,7 @@ class Fp8Payload:
         "quiet",
         "scale",
         "scale_inv",
+        "version",
         "write",
     )
 
@@ -70,6 +72,7 @@ class Fp8Payload:
         self.has_master = True
         self.hp: Tensor | None = None
         self.quiet = False
+        self.version = 0
 
     @property
     def data(self) -> Tensor | None:

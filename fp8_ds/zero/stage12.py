@@ -171,6 +171,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             self._fp8_fill_bf16(i, bf16)
             counter.hp += bf16.gather(free_bytes)
         self._fp8_point_params(keep_values=False)
+        for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
+            p._fp8.version += 1
 
     @torch.no_grad()
     def _fp8_point_params(self: Any, keep_values: bool) -> None:
@@ -200,6 +202,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
         for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
             p._fp8.hp = None
+            p._fp8.version += 1
         for i, fp8 in enumerate(self._fp8_kinds):
             chosen = [k for k, p in enumerate(fp8.params) if p._fp8.name in names]
             params, starts = [fp8.params[k] for k in chosen], [fp8.layout.slots[k].flat_start for k in chosen]

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8_ds.errors import UnsupportedError
+
+# What describes a tensor or books it in autograd, and must see the Parameter itself. Everything else is a reader.
+METADATA = frozenset(
+    """size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage get_device
+    is_contiguous is_floating_point is_complex is_signed is_inference is_shared is_pinned is_tensor has_names
+    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward grad register_hook
+    register_post_accumulate_grad_hook record_stream
+    zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
+    __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
+)
+# Attributes that carry values; every other attribute is metadata.
+VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 _IN_PLACE_DUNDERS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
@@ -20,11 +33,12 @@ class WeightData(Tensor):
     """De-quantised values of an FP8 weight, or a view of them: what is written into them is written into the weight.
 
     It is the weight's `data`, for code that writes as it may into that of any Parameter: `p.data.copy_(ema)`,
-    `p.data.clamp_(-c, c)`, `p.data[rows] = 0`. A write starts from the values that the weight has then.
+    `p.data.clamp_(-c, c)`, `p.data[rows] = 0`. Whoever reads it, or writes a part of it, finds the values that the
+    weight has then: those of the last step, as in the buffer that stock `data` is.
 
     Attributes:
         weight: the Fp8Parameter.
-        root: all its values, plain, of its shape, in the memory that this one has.
+        root: all its values, plain, of its shape, in the memory that this one has. `fp8_version` is the payload's then.
     """
 
     weight: Any
@@ -35,31 +49,49 @@ class WeightData(Tensor):
         """`view` of `values`, which are those of `weight` and are in nobody else's hands; None: all of them."""
         found: WeightData = (values if view is None else view).as_subclass(cls)
         found.weight, found.root = weight, values
+        if view is None:
+            values.fp8_version = weight._fp8.version  # type: ignore[attr-defined]
         return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in METADATA or (name == "__get__" and func not in VALUE_GETTERS):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         owners = {id(x.root): x for x in tree_leaves((args, kwargs)) if isinstance(x, WeightData)}
         written = {id(x.root): x for x in targets_of(name, args, kwargs) if isinstance(x, WeightData)}
         for x in written.values():
             x.root.copy_(x.weight._fp8.dequantize())
+        for key in owners.keys() - written.keys():
+            owners[key]._follow()
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs))  # another subclass may have its turn
         for x in written.values():
             warn_of_loss(x.weight)
             write(x.weight, x.root)
         return tree_map(lambda y: _alias(y, owners.values()), result)
 
+    def _follow(self) -> None:
+        """A step or a write may have changed the weight since. Past autograd, as a step changes stock `data`."""
+        payload, root = self.weight._fp8, self.root
+        if payload.data is not None and root.fp8_version != payload.version:  # type: ignore[attr-defined]
+            root.data.copy_(payload.dequantize())
+            root.fp8_version = payload.version  # type: ignore[attr-defined]
+
     def share_memory_(self) -> Any:
         refuse_sharing(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied: Tensor = plain(self).clone()
-        return copied
+        """A plain tensor; of `nn.Parameter(weight.data)` a plain Parameter."""
+        copied: Tensor = self.detach().clone()
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        values = plain(self.detach())
+        if isinstance(self, nn.Parameter):
+            return torch._utils._rebuild_parameter, (values, self.requires_grad, OrderedDict())
+        return values.__reduce_ex__(protocol)
 
 
 def plain(x: Any) -> Any:
@@ -140,3 +172,4 @@ def write(weight: Any, value: Tensor) -> None:
             "Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), or use safe_set_full_fp32_param."
         )
     payload.write(value.detach().to(payload.scale.device))
+    payload.version += 1

@@ -494,6 +494,39 @@ def test_a_load_reaches_parameters_whose_data_was_replaced(
     assert ranks(2).run(loaded_over_replaced, stage, fp8, how, str(tmp_path)) == [[], []]
 
 
+def data_of_before(stage: int, fp8: dict[str, Any]) -> list[str]:
+    """Weights whose `.data` of before steps, a load and a change of precision is not what they read as after it."""
+    engine = training.build(training.ds_config(stage, fp8))
+    data = {name: p.data for name, p in engine.fp8.weights.items()}
+    first, wrong = {name: kept.clone() for name, kept in data.items()}, []
+
+    def compare(what: str) -> None:
+        for name, p in engine.fp8.weights.items():
+            if not torch.equal(data[name].clone(), p.detach()):
+                wrong.append(f"{name} {what}")
+
+    training.train(engine, 2)
+    if any(torch.equal(data[name].clone(), kept) for name, kept in first.items()):
+        wrong.append("a weight did not move")
+    compare("after steps")
+    engine.set_layer_precision("blocks.1", "bf16")
+    compare("in bf16")
+    training.train(engine, 1, first_step=2)
+    compare("after a step in bf16")
+    engine.load_module_state_dict({"module": {n: value + 1 for n, value in engine.module.state_dict().items()}})
+    compare("after a load")
+    training.destroy(engine)
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "fp8"), [(1, {}), (2, SPLIT)])
+def test_data_that_was_read_before_steps_reads_as_the_weight_after_them(
+    ranks: Any, stage: int, fp8: dict[str, Any]
+) -> None:
+    """As stock's does, which is the memory that steps write."""
+    assert ranks(2).run(data_of_before, stage, fp8) == [[], []]
+
+
 def copied(stage: int, fp8: dict[str, Any] | None) -> dict[str, Any]:
     """A copy of the model, as moving averages start with: its losses before and after the engine trains on."""
     engine = training.build(training.ds_config(stage, fp8))

@@ -248,6 +248,8 @@ DATA_WRITERS = {
     "view": lambda p, value: p.data.view(-1)[3:17].zero_(),
     "transposed": lambda p, value: p.data.t().add_(value.t()),
     "detached": lambda p, value: p.data.detach().mul_(2),
+    "out, of the weight": torch.no_grad()(lambda p, value: torch.mul(p, 0.5, out=p.data)),
+    "out, a view": torch.no_grad()(lambda p, value: torch.add(p, value, out=p.data.view(1, *SHAPE)[0])),
     "two views": lambda p, value: [part.fill_(n) for n, part in enumerate(p.data.chunk(2))],
 }
 
@@ -266,7 +268,55 @@ def test_a_write_into_data_reaches_the_weight(weight: Any, writer: str) -> None:
     for p in (weight, stock):
         DATA_WRITERS[writer](p, value)
     scale, _ = scale_from_amax(stock.detach().float().abs().max(), E4M3.max)
+    assert torch.equal(weight._fp8.scale, scale)
     assert torch.equal(weight._fp8.data.view(torch.uint8), quantize(stock.detach(), scale, E4M3).view(torch.uint8))
+
+
+def test_foreach_over_a_weight_and_the_data_of_another_writes_both(weight: Any) -> None:
+    true = retype(weight).clone()
+    other = _retyped(true)
+    with torch.no_grad():
+        torch._foreach_mul_([weight, other.data], 2.0)
+    assert torch.equal(weight.detach(), 2 * true) and torch.equal(other.detach(), 2 * true)
+
+
+def test_a_parameter_made_of_data_is_a_leaf_over_the_weight_and_its_copies_are_plain(weight: Any) -> None:
+    true = retype(weight).clone()
+    made = nn.Parameter(weight.data)
+    assert isinstance(made, nn.Parameter) and made.is_leaf and made.requires_grad
+    assert not nn.Parameter(weight.data, requires_grad=False).requires_grad
+    assert torch.equal(weight.detach(), true)
+    (3 * made.float()).sum().backward()
+    assert torch.equal(made.grad, torch.full(SHAPE, 3.0, dtype=made.dtype)) and weight.grad is None
+    copied = copy.deepcopy(_holding(made)).w
+    buffer = io.BytesIO()
+    torch.save(made, buffer)
+    buffer.seek(0)
+    for one in (copied, torch.load(buffer, weights_only=True)):
+        assert type(one) is nn.Parameter and one.is_leaf and one.requires_grad and torch.equal(one.detach(), true)
+        with torch.no_grad():
+            one.zero_()
+    assert torch.equal(weight.detach(), true)
+    torch.optim.SGD([made], lr=0.25).step()  # as in stock, whose data is the weight's memory
+    assert 0.5 < float((true - weight.detach()).float().mean()) < 1.0
+
+
+def test_what_books_data_in_autograd_writes_nothing(weight: Any) -> None:
+    retype(weight, writable=False)
+    true = weight.detach()
+    assert weight.data.requires_grad_().requires_grad and torch.equal(weight.detach(), true)
+
+
+def test_data_that_was_read_before_follows_the_weight_and_autograd_does_not_mind_reads(weight: Any) -> None:
+    true = retype(weight).clone()
+    data = weight.data
+    row, x = data[1], torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
+    loss = (x * data).sum() + (x * data).sum()  # the second read changes nothing that the first has kept
+    loss.backward()
+    assert torch.equal(x.grad, 2 * true)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    assert (row.float() == 2.0).all() and (data.float() == 2.0).all()
 
 
 def test_what_is_made_of_data_writes_nowhere(weight: Any) -> None:
