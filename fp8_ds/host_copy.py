@@ -38,5 +38,5 @@ class HostCopy:
         return self._host
 
     def read_if_arrived(self) -> Tensor | None:
-        """As `read`, or None where it would wait. Never waits."""
+        """Return what `read` does, or None where that would wait. Never waits."""
         return self._host if self._arrived is None or self._arrived.query() else None

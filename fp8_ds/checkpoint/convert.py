@@ -34,7 +34,7 @@ Kind = Literal["deepspeed", "universal", "safetensors"]
 _NUM_SHOWN = 3
 _CONFIG = "config.json"
 _PATTERN_SIGNS = frozenset("*?[(){}+^$|\\")
-"""Of globs and regular expressions, which DeepSpeed's converter makes of names."""
+"""Signs of globs and regular expressions, which DeepSpeed's converter makes of names."""
 
 
 @dataclass(frozen=True)

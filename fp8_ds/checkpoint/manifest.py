@@ -156,7 +156,7 @@ def leads_elsewhere(name: Any) -> bool:
 
 
 def refuse_paths(names: Iterable[Any], file: Path) -> None:
-    """Nothing happens if all `names`, which `file` has, can be names in a folder.
+    """Check that all `names`, which `file` has, are names within a folder.
 
     Raises:
         CheckpointError: what is written or read there would be elsewhere.

@@ -291,7 +291,7 @@ def _problems_of_rank(
 
 
 def _misfits(engine: Any, request: _Request, path: Path) -> list[str]:
-    """What this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
+    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
 
     In stages 1 and 2 a parameter that has had no gradient has no moments.
     """

@@ -78,7 +78,7 @@ def _by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> str:
-    """Which shapes differ, by name; empty if none does."""
+    """Describe which shapes differ, by name; empty if none does."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if not names:
         return ""
@@ -119,7 +119,7 @@ def other_universal(engine: Any, path: Path, model_file: Path) -> str:
 
 
 def in_form_of(path: Path, stage: int) -> str:
-    """What brings the universal checkpoint in `path` into the form that `stage` reads."""
+    """Return the command that brings the universal checkpoint in `path` into the form that `stage` reads."""
     return f"`python -m fp8_ds.checkpoint.universal {path} {stage}` makes it that of stage {stage}"
 
 

@@ -1,4 +1,4 @@
-"""What Fp8AdamW has of one parameter outside ZeRO: its master, and its state in the dense form of torch's Adam."""
+"""ParamState: one parameter of Fp8AdamW outside ZeRO, its master, and its state in the dense form of torch's Adam."""
 
 from __future__ import annotations
 

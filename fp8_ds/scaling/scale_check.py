@@ -12,9 +12,9 @@ from fp8_ds.host_copy import HostCopy
 
 NUM_STEPS = 3
 _SMALLEST = 1 / 16
-"""Of `amax * scale`: a scale that follows the amaxes of 16 steps is this far off only after a fall by thousands."""
+"""Limit of `amax * scale`: a scale that follows 16 steps is this far off only after a fall by thousands."""
 _LARGEST = 16
-"""Of `amax * scale / fp8_max`."""
+"""Limit of `amax * scale / fp8_max`."""
 _NUM_SHOWN = 4
 
 
