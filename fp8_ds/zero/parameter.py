@@ -117,7 +117,7 @@ class Fp8Parameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock until the next step, by `data =`: torch asks no subclass about this one."""
+        """Write values as `data =` does: torch asks no subclass about this function."""
         if not has_payload(self):
             return super().set_(*args, **kwargs)
         source, *rest = args
