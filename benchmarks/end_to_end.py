@@ -18,7 +18,8 @@ loss column is judged by. An arm that is off by more than three times that is ma
 tenths of a per cent, whatever differs between them, where the model learns to copy from its context.
 
 An arm that fails is recorded with the end of its log, one that no longer fits into `--budget` is left out with a line,
-the rest goes on. With several GPUs, arms that need one each run side by side. Each call appends a run to one dated JSON
+the rest goes on. With several GPUs, arms that need one each run side by side; with `--per-gpu N` so do N on each GPU,
+for losses alone: small models leave a GPU idle while their host works. Each call appends a run to one dated JSON
 and makes table and picture from it. What was predicted for a run stands in docs/speed.md and docs/parity.md.
 """
 
@@ -349,6 +350,7 @@ def measure(args: argparse.Namespace) -> Path:
         "chunk_mem_const": args.chunk_mem_const,
         "attention": args.attention,
         "clip": args.clip,
+        "per_gpu": args.per_gpu,
         "zero_optimization": ds_config(Arm("", "stock", False), model, args.clip, False)["zero_optimization"],
         "text": about,
         "command": command_line(),
@@ -358,13 +360,14 @@ def measure(args: argparse.Namespace) -> Path:
 
     def one(job: Job, group: int, left: float) -> dict[str, Any]:
         spec = make_spec(args, job, model, cache)
-        return run_arm(spec, job.arm, model, group, min(args.arm_timeout, max(left, 30)), args.log)
+        slot = group % num_groups
+        return run_arm(spec, job.arm, model, slot, min(args.arm_timeout, max(left, 30)), args.log)
 
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
     num_groups = max(1, min(args.groups or 99, num_gpus() // model.gpus)) if uses_cuda() else 1
-    Scheduler(jobs, num_groups, args.budget - (time.monotonic() - began), one, save).run()
+    Scheduler(jobs, num_groups * args.per_gpu, args.budget - (time.monotonic() - began), one, save).run()
     return path
 
 
@@ -399,6 +402,9 @@ def parse_args() -> argparse.Namespace:
     for name in ("layers", "seq", "micro-batch", "stage", "gpus"):
         how.add_argument(f"--{name}", type=int, help="instead of the model's")
     how.add_argument("--groups", type=int, help="of GPUs that train side by side; else as many as there are")
+    how.add_argument(
+        "--per-gpu", type=int, default=1, metavar="N", help="runs that share a GPU; their speed is not told"
+    )
     how.add_argument("--budget", type=float, default=570, help="seconds for the whole command")
     how.add_argument("--arm-timeout", type=float, default=1500)
     how.add_argument("--text-bytes", type=int, default=24_000_000, help="of text that is read; 0: all, twice at most")

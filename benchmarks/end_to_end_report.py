@@ -117,6 +117,11 @@ def percent(value: float, base: float) -> float:
     return 100 * (value / base - 1)
 
 
+def is_timed(run: Mapping[str, Any]) -> bool:
+    """Whether the runs had their GPUs to themselves."""
+    return run.get("per_gpu", 1) == 1
+
+
 def line(result: Mapping[str, Any]) -> str:
     """What is printed when a run is done."""
     name = f"{result['arm']}, seed {result['seed']}"
@@ -155,15 +160,17 @@ def training_table(run: Mapping[str, Any]) -> str:
             off[0] = f"**{off[0]}, off**"
         in_bf16 = f" ({r['step_ms_of_bf16_steps']:.1f} in bf16)" if r["step_ms_of_bf16_steps"] else ""
         ratio = f"{r['tokens_per_second_per_gpu'] / fmean(speed):.3f}" if speed and not r["is_trunk"] else ""
+        speed_of = f"{r['step_ms']:.1f}{in_bf16} | {r['tokens_per_second_per_gpu']:,.0f} | {ratio}"
+        timed = speed_of if is_timed(run) else "not timed | | "
         allocated = "in graphs" if in_cuda_graphs(r) else f"{r['peak_allocated_gib']:.2f}"
         lines.append(
-            f"| {name} | {r['seed']} | {r['step_ms']:.1f}{in_bf16} | {r['tokens_per_second_per_gpu']:,.0f} | {ratio} "
-            f"| {allocated} / {r['peak_reserved_gib']:.2f} | {late_loss(r):.4f} | {off[0]} | {held_out(r):.4f} "
-            f"| {off[1]} |"
+            f"| {name} | {r['seed']} | {timed} | {allocated} / {r['peak_reserved_gib']:.2f} | {late_loss(r):.4f} "
+            f"| {off[0]} | {held_out(r):.4f} | {off[1]} |"
         )
     if noise is not None:
         lines += ["", f"Two bf16 runs from other initial weights are {noise:.2f} % apart; an arm {MOST_OFF:g} times as "
                   "far from the first is marked as off."]  # fmt: skip
+    if noise is not None and is_timed(run):
         lines += [f"The reference drifted by {percent(speed[-1], speed[0]):+.2f} % in speed from first to last."]
     return "\n".join([*lines, *_in_eager(run)])
 
@@ -240,6 +247,7 @@ def section(run: Mapping[str, Any]) -> str:
     zero = ", ".join(f"{key} {value}" for key, value in run["zero_optimization"].items())
     attention = "; ".join(sorted({r["attention"] for r in good(run) if "attention" in r}))
     chunks = f" with chunk_mem_const {run['chunk_mem_const']}" if run["chunk_mem_const"] != 1 else ""
+    sharing = "" if is_timed(run) else f" {run['per_gpu']} runs shared a GPU, so none is timed."
     trunk = f" after {run['trunk_steps']} in bf16, which they share" if run["trunk_steps"] else ""
     lines = [
         f"## {m['name']}, {run['steps']} steps{trunk} ({run['id']})",
@@ -248,7 +256,7 @@ def section(run: Mapping[str, Any]) -> str:
         f"{box['cuda']}.",
         f"{m['layers']} layers, hidden {m['hidden']}, ffn {m['ffn']}, vocab {m['vocab']}, seq {m['seq']}, micro-batch "
         f"{m['micro_batch']}; clip {run['clip']:g}; cross entropy {run['cross_entropy']}{chunks}; attention "
-        f"{run['attention']} ({attention}). All DeepSpeed arms: {zero}.",
+        f"{run['attention']} ({attention}). All DeepSpeed arms: {zero}.{sharing}",
         f"Text: {run['text']}.",
         "",
         profile_tables(run) if run["mode"] == "profile" else training_table(run),

@@ -148,6 +148,8 @@ class TextRun:
             blocks.append(self.block(first, min(BLOCK, steps - first)))
             if blocks[-1].last_step in due:
                 held_out.append((blocks[-1].last_step, self.evaluate()))
+                if self.rank == 0:
+                    print(f"{blocks[-1]}, held out {held_out[-1][1]:.4f}", flush=True)
         peaks = self.gauge.peaks()
         held_out.append((steps, self.evaluate()))
         return {**timing(blocks, self.m.tokens), **peaks, "held_out": held_out, **as_columns(blocks)}

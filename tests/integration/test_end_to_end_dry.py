@@ -744,6 +744,15 @@ def test_an_arm_is_marked_whose_loss_is_off_by_more_than_three_times_the_spread_
     assert "off**" not in table(training_run(stock, near, far))  # nothing to judge by
 
 
+def test_runs_that_shared_a_gpu_are_not_timed(bench: Any) -> None:
+    report = bench("end_to_end_report")
+    second = result("stock-eager", (5.0, 4.02), is_second=True, tokens=33e3)
+    own, shared = (report.section(training_run(*training_run()["results"], second, per_gpu=k)) for k in (1, 2))
+    assert "60,000" in own and "drifted" in own and "shared a GPU" not in own
+    assert "60,000" not in shared and "drifted" not in shared and "2 runs shared a GPU" in shared
+    assert "| +0.250 |" in own and "| +0.250 |" in shared
+
+
 def test_pairs_are_of_one_seed_and_of_the_last_tenth_of_the_steps(bench: Any) -> None:
     report = bench("end_to_end_report")
 
@@ -832,7 +841,7 @@ def test_a_run_gives_speed_and_losses_dry(run_main: Callable[..., str], tmp_path
 @pytest.mark.slow
 @pytest.mark.launcher
 def test_arms_start_from_a_trunk_dry(run_main: Callable[..., str], bench: Any, tmp_path: Path) -> None:
-    options = ("--steps", 40, "--trunk-steps", 40, "--seeds", 0, 1, "--evaluations", 3)
+    options = ("--steps", 40, "--trunk-steps", 40, "--seeds", 0, 1, "--evaluations", 3, "--per-gpu", 2)
     own = ("--cache", tmp_path / "text", "--out", tmp_path / "out")
     arms = ("--reference", "stock-eager", "--arms", "ours-e4m11-eager")
     output = run_main("end_to_end", "--model", "tiny-qwen3", *arms, *options, *own)
@@ -842,6 +851,7 @@ def test_arms_start_from_a_trunk_dry(run_main: Callable[..., str], bench: Any, t
         assert ours["held_out"][0][1] == pytest.approx(stock["held_out"][0][1], rel=0.005)
         assert [step for step, _ in ours["held_out"]] == [0, 10, 30, 40]
     assert "## Pairs: tiny-qwen3, 40 steps, above stock-eager" in output
+    assert output.count("| not timed | |  |") == len(results) == 6
 
 
 @pytest.mark.slow
