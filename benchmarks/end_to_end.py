@@ -360,14 +360,15 @@ def measure(args: argparse.Namespace) -> Path:
 
     def one(job: Job, group: int, left: float) -> dict[str, Any]:
         spec = make_spec(args, job, model, cache)
-        slot = group % num_groups
+        slot = group % num_slots
         return run_arm(spec, job.arm, model, slot, min(args.arm_timeout, max(left, 30)), args.log)
 
     def save(results: list[dict[str, Any]], skipped: list[str]) -> None:
         end_to_end_report.add(path, {**run, "results": results, "skipped": skipped})
 
-    num_groups = max(1, min(args.groups or 99, num_gpus() // model.gpus)) if uses_cuda() else 1
-    Scheduler(jobs, num_groups * args.per_gpu, args.budget - (time.monotonic() - began), one, save).run()
+    num_slots = max(1, num_gpus() // model.gpus) if uses_cuda() else 1
+    num_groups = min(args.groups or 99, num_slots * args.per_gpu)
+    Scheduler(jobs, num_groups, args.budget - (time.monotonic() - began), one, save).run()
     return path
 
 
@@ -401,7 +402,7 @@ def parse_args() -> argparse.Namespace:
     how.add_argument("--clip", type=float, default=1.0, help="norm of the gradients, 0: not clipped")
     for name in ("layers", "seq", "micro-batch", "stage", "gpus"):
         how.add_argument(f"--{name}", type=int, help="instead of the model's")
-    how.add_argument("--groups", type=int, help="of GPUs that train side by side; else as many as there are")
+    how.add_argument("--groups", type=int, help="that train side by side; else as many as GPUs allow")
     how.add_argument(
         "--per-gpu", type=int, default=1, metavar="N", help="runs that share a GPU; their speed is not told"
     )

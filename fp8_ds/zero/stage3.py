@@ -169,8 +169,8 @@ class Fp8ZeroStage3:
                 weight.drop_bf16()
             elif weight.in_bf16:
                 weight.param.ds_tensor.data = weight.param.ds_tensor.data.clone()
-        device = self.fp32_partitioned_groups_flat[0].device
-        self.lp_param_buffer = torch.empty(0, dtype=self.lp_param_buffer.dtype, device=device)
+        # On its own device: masters are on the CPU in a load of FP8 states.
+        self.lp_param_buffer = self.lp_param_buffer.new_empty(0)
         self._fp8_flat_is_live = False
         if not remake:
             return
