@@ -24,7 +24,7 @@ from torch import Tensor
 
 NUM_STEPS, VOCABULARY, LENGTH = 8, 512, 256
 LEARNING_RATE = 3e-3
-JUMP = 1.02
+JUMP = 1.01
 """The eager loss of some step is at least this many times that of the step before."""
 
 CAPS = {"loss": 0.01, "cosine": 0.01, "norm": 0.05, "amax": 0.10}
