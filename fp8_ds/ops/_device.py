@@ -27,6 +27,7 @@ INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 """Bits of the plain NaN."""
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
+_MIN_SCALE_INV = tl.constexpr(1 / MAX_SCALE)
 
 
 @triton.jit
@@ -44,6 +45,13 @@ def scale_from_amax(bits, FP8_MAX: tl.constexpr):
     scale = tl.where(has_scale, quotient, 1.0)
     scale_inv = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     return scale, tl.where(bits < INFINITY, scale_inv, float("nan"))
+
+
+@triton.jit
+def row_scale_from_amax(bits, FP8_MAX: tl.constexpr):
+    """`scaling.current.row_scale_from_amax` of the float with these bits: (scale, scale_inv)."""
+    scale, scale_inv = scale_from_amax(bits, FP8_MAX)
+    return tl.where(bits == 0, _MAX_SCALE, scale), tl.where(bits == 0, _MIN_SCALE_INV, scale_inv)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops.quantize import reference as quantize_reference
-from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.current import row_scale_from_amax
 from fp8_ds.scaling.delayed import AmaxSlot
 
 Scaling = AmaxSlot | Literal["rowwise", "tensorwise"]
@@ -105,5 +105,5 @@ def quantize_by(
         amax_local = hp.new_zeros((), dtype=torch.float32) if slot.amax_local is None else slot.amax_local
         return quantize_reference.quantize_delayed(hp, slot.scale, slot.scale_inv, amax_local, record, dtype, fp8_max)
     amax = hp.abs().amax(dim=1, keepdim=True) if hp.numel() else hp.new_zeros(hp.shape[0], 1)
-    scale, scale_inv = scale_from_amax(amax, fp8_max)
+    scale, scale_inv = row_scale_from_amax(amax, fp8_max)
     return quantize_reference.quantize(hp, scale, dtype, fp8_max), scale_inv

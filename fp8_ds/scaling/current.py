@@ -1,4 +1,4 @@
-"""The one formula that turns an amax into a scale."""
+"""The formula that turns an amax into a scale."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tens
     scale = torch.where(finite & (amax > 0), quotient, torch.ones_like(amax))
     scale_inv = torch.where(finite, scale.reciprocal(), torch.full_like(amax, float("nan")))
     return scale, scale_inv
+
+
+def row_scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
+    """As `scale_from_amax`, for one amax a row: that of a row of zeros gives scale 2**126, and scale_inv 2**-126.
+
+    Where a GEMM contracts over rows, their scale_inv is multiplied into the other operand before that is quantised. A
+    scale_inv of 1 beside ones of 1e-6 would leave all but the element that meets the row of zeros without a digit.
+    """
+    amax = amax.to(torch.float32)
+    scale, scale_inv = scale_from_amax(amax, fp8_max)
+    is_zero = amax == 0
+    return scale.masked_fill(is_zero, MAX_SCALE), scale_inv.masked_fill(is_zero, 1 / MAX_SCALE)
 
 
 def scale_vector(num: int, device: torch.device | str) -> Tensor:

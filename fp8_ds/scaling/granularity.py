@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
 from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
-from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Granularity:
 
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, scale_inv) of E4M3 weights, elementwise, by the rule of this granularity."""
-        rule = pow2_scale_from_amax if self.is_pow2 else scale_from_amax
+        rule = pow2_scale_from_amax if self.is_pow2 else row_scale_from_amax if self == ROW else scale_from_amax
         return rule(amax.to(torch.float32), E4M3.max)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, encode_bytes, encode_four, record_amax, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops._tiles import load_rows, store_rows, store_transposed, tile_corner, tile_masks
 from fp8_ds.ops.quantize.parts import TABLE_COLUMNS
 from fp8_ds.ops.quantize.words import largest_magnitude, load_folded, load_words
@@ -216,7 +216,7 @@ def parts_kernel(
 def _column_scales(amax_cols, scale_inv, col, num_cols, first_row, IS_E4M3: tl.constexpr):
     """Scales of the columns `col`; the programs of the first rows store their inverses."""
     bits = tl.load(amax_cols + col, col < num_cols, 0)
-    factor, inverse = scale_from_amax(bits, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
+    factor, inverse = row_scale_from_amax(bits, _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + col, inverse, col < tl.where(first_row == 0, num_cols, 0))
     return factor
 
@@ -332,7 +332,7 @@ def rowwise_kernel(
             )
             largest = tl.maximum(largest, largest_magnitude(x0, x1, x2, x3))
             first += WORDS * 4
-    factor, inverse = scale_from_amax(tl.max(largest, 1)[:, None], _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
+    factor, inverse = row_scale_from_amax(tl.max(largest, 1)[:, None], _E4M3_MAX if IS_E4M3 else _E5M2_MAX)
     tl.store(scale_inv + row, inverse, is_row)
     if LOOP:
         first = 0

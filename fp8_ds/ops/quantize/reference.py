@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.ops.transpose.reference import transpose
-from fp8_ds.scaling.current import scale_from_amax
+from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
 from fp8_ds.scaling.pow2 import pow2_scale
 
 _CHUNK = 1 << 24
@@ -119,7 +119,7 @@ def quantize_rowwise(x: Tensor, fold: Tensor | None, dtype: torch.dtype, fp8_max
     """One scale for each row: (x_fp8 [T, C], scale_inv [T, 1]); `fold` [C] or [C, 1] is multiplied in first."""
     folded = x.to(torch.float32) if fold is None else x.to(torch.float32) * fold.reshape(-1)
     amaxes = folded.new_zeros(len(x)) if x.numel() == 0 else folded.abs().amax(dim=1)
-    scale, scale_inv = scale_from_amax(amaxes[:, None], fp8_max)
+    scale, scale_inv = row_scale_from_amax(amaxes[:, None], fp8_max)
     return quantize(folded, scale, dtype, fp8_max), scale_inv
 
 

@@ -18,6 +18,7 @@ from fp8_ds.ops._tiles import as_words, num_tiles, tile_options
 from fp8_ds.ops.quantize import kernel
 from fp8_ds.ops.quantize.parts import PROGRAM
 from fp8_ds.ops.transpose.triton import runs_ptx
+from fp8_ds.scaling.current import MAX_SCALE
 
 _ALIGNMENT = 16
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -241,10 +242,10 @@ def _cast_planes(
     row_plane = torch.empty_like(x, dtype=dtype) if has_row_plane else none
     col_plane = torch.empty((num_cols, num_rows), dtype=dtype, device=x.device)
     if x.numel() == 0:
-        # Nothing to cast, but scales of nothing are 1.
+        # Nothing to cast, but scales of nothing are those of zeros.
         if mode == kernel.CURRENT.value or mode == kernel.COLUMNS.value:
             assert scale_inv is not None
-            scale_inv.fill_(1.0)
+            scale_inv.fill_(1 / MAX_SCALE if mode == kernel.COLUMNS.value else 1.0)
         return row_plane, col_plane
     columns = as_words(col_plane)
     launch(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, NAN, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, NAN, magnitude, record_amax, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops._producer_device import (
     AMAX,
     FROM_AMAX,
@@ -83,7 +83,7 @@ def rmsnorm_rows_kernel(
         wide = y * to_float(w, PTX)
         found = tl.max(tl.reshape(magnitude(wide), [BLOCK // 8, 8]), 1)
         if MODE == ROWWISE:
-            factor, inverse = scale_from_amax(_in_bf16(tl.max(found)), FP8_MAX)
+            factor, inverse = row_scale_from_amax(_in_bf16(tl.max(found)), FP8_MAX)
             tl.store(scale_inv + row, inverse)
         else:
             largest = tl.maximum(largest, found)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8_ds.ops._device import INFINITY, magnitude, record_amax, scale_from_amax
+from fp8_ds.ops._device import INFINITY, magnitude, record_amax, row_scale_from_amax, scale_from_amax
 from fp8_ds.ops._producer_device import (
     AMAX,
     FROM_AMAX,
@@ -161,7 +161,7 @@ def swiglu_kernel(
             h = _hidden(gate, up, first + tl.arange(0, BLOCK), num_cols, TWICE, PTX)
             largest = tl.maximum(largest, _largest(h, PTX))
             first += BLOCK
-        factor, inverse = scale_from_amax(largest, FP8_MAX)
+        factor, inverse = row_scale_from_amax(largest, FP8_MAX)
         tl.store(scale_inv + row, inverse)
         first = 0
         while first < num_cols:
@@ -175,7 +175,7 @@ def swiglu_kernel(
         if MODE != FROM_AMAX:
             largest = _largest(h, PTX)
         if MODE == ROWWISE:
-            factor, inverse = scale_from_amax(largest, FP8_MAX)
+            factor, inverse = row_scale_from_amax(largest, FP8_MAX)
             tl.store(scale_inv + row, inverse)
         else:
             factor = _factor(scale, scale_inv, amax, largest, MODE, RECORD, FP8_MAX)
@@ -277,10 +277,10 @@ def _row_factors(gate_scale_inv, up_scale_inv, gate_largest, up_largest, PACKED:
     """Scales of a row of grad_gate and of grad_up, one for both if PACKED; their inverses are stored."""
     if PACKED:
         gate_largest = tl.maximum(gate_largest, up_largest)
-    gate_factor, inverse = scale_from_amax(gate_largest, FP8_MAX)
+    gate_factor, inverse = row_scale_from_amax(gate_largest, FP8_MAX)
     tl.store(gate_scale_inv, inverse)
     up_factor = gate_factor
     if not PACKED:
-        up_factor, inverse = scale_from_amax(up_largest, FP8_MAX)
+        up_factor, inverse = row_scale_from_amax(up_largest, FP8_MAX)
         tl.store(up_scale_inv, inverse)
     return gate_factor, up_factor

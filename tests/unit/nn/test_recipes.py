@@ -77,6 +77,36 @@ def test_three_gemms_keep_24_db_on_normal_inputs(recipe, grad_dtype, backend, dt
     assert (exact > 45) == (recipe == "rowwise_with_gw_hp"), exact
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("grad_dtype", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("std", [0.02, 0.002, 0.0002])
+@pytest.mark.parametrize("attached", [False, True], ids=["quantised here", "by ZeRO"])
+def test_tokens_and_weight_rows_of_zeros_cost_the_others_no_precision(recipe, grad_dtype, std, attached):
+    """Padding, dead units, layers that start at zero. Against float64; inputs of the weights' size, too."""
+    linear, x, grad_output = inputs()
+    with torch.no_grad():
+        linear.weight.normal_(std=std)
+        linear.weight[::32] = 0
+    x = x * std
+    x[::32] = 0
+    expected = run(copy.deepcopy(linear).double(), x.double(), grad_output.double())
+    module = fp8_of(linear, recipe, grad_dtype=grad_dtype)
+    if attached:
+        attach_payload(module, recipe)
+    bound = 24.2 if grad_dtype == "e5m2" else 28.0
+    for ref, value, at_least in zip(expected, run(module, x, grad_output), (28.0, bound, bound), strict=True):
+        assert sqnr_db(ref, value) >= at_least
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_of_zeros_and_an_input_of_zeros_have_finite_gradients(recipe):
+    linear, x, grad_output = inputs()
+    nn.init.zeros_(linear.weight)
+    output, grad_input, grad_weight = run(fp8_of(linear, recipe), x, grad_output)
+    assert not output.any() and not grad_input.any() and sqnr_db(grad_output.t() @ x, grad_weight) > 24
+    assert not run(fp8_of(linear, recipe), torch.zeros_like(x), grad_output)[2].any()
+
+
 @pytest.mark.parametrize("recipe", FINE)
 @pytest.mark.parametrize("shape", [(5, 33, 17), (1, 1, 1), (31, 16, 50), (130, 140, 129)])
 def test_dims_that_are_no_multiples_of_anything(recipe, shape):

@@ -130,16 +130,19 @@ def test_a_broken_element_poisons_its_row_or_column_and_no_other(bad):
         assert scale_inv.isnan().flatten().tolist() == is_nan.tolist()
 
 
-def test_rows_of_zeros_and_empty_matrices_have_scale_one():
+def test_rows_of_zeros_and_of_no_elements_have_the_smallest_scale_inv():
+    zero = 2.0**-126
     x = torch.zeros(3, 4)
     x[1] = 448.0
-    assert quantize_rowwise(x, E4M3)[1].tolist() == [[1.0], [1.0], [1.0]]
+    for quantized, scale_inv in (quantize_rowwise(x, E4M3), quantize_colwise_t(x.t().contiguous(), E4M3)):
+        assert scale_inv.tolist() == [[zero], [1.0], [zero]]
+        assert not quantized[::2].float().any()
     for shape in ((0, 4), (4, 0)):
         empty = torch.empty(shape)
         x_fp8, scale_inv = quantize_rowwise(empty, E4M3)
         x_fp8_t, scale_inv_t = quantize_colwise_t(empty, E4M3)
-        assert x_fp8.shape == shape and scale_inv.tolist() == [[1.0]] * shape[0]
-        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.tolist() == [[1.0]] * shape[1]
+        assert x_fp8.shape == shape and scale_inv.tolist() == [[zero]] * shape[0]
+        assert x_fp8_t.shape == shape[::-1] and scale_inv_t.tolist() == [[zero]] * shape[1]
         assert quantize_tensorwise_planes(empty, E4M3, "both")[2] == 1
 
 

@@ -81,11 +81,11 @@ def test_a_non_finite_input_is_seen_in_what_its_scale_covers(scaling, bad):
     assert not rstd[5] > 0 and (rstd[6:] > 0).all()
 
 
-def test_rows_of_zeros_have_scale_one():
+def test_rows_of_zeros_have_the_smallest_scale_inv_and_a_tensor_of_zeros_has_one():
     x = X.clone()
     x[3] = 0
     output, rstd = rmsnorm(x, WEIGHT, EPS, E4M3, "rowwise")
-    assert output.scale_inv[3] == 1 and not output.x_fp8[3].float().any() and rstd[3].isfinite()
+    assert output.scale_inv[3] == 2.0**-126 and not output.x_fp8[3].float().any() and rstd[3].isfinite()
     assert rmsnorm(torch.zeros_like(x), WEIGHT, EPS, E4M3, "tensorwise")[0].scale_inv == 1
 
 

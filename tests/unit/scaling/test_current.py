@@ -1,10 +1,13 @@
 """amax -> scale."""
 
+import math
+
 import pytest
 import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.scaling import scale_from_amax
+from fp8_ds.scaling.current import row_scale_from_amax
 
 TINY = 2.0**-149  # smallest subnormal of float32
 
@@ -23,9 +26,13 @@ def test_quotient_is_rounded_once():
     assert torch.equal(scale, (torch.tensor(E4M3.max, dtype=torch.float64) / amax.double()).float())
 
 
-def test_zero_amax_gives_scale_one():
+def test_zero_amax_gives_scale_one_and_that_of_a_row_the_largest_scale():
     scale, scale_inv = scale_from_amax(torch.zeros(()), E4M3.max)
     assert scale == 1 and scale_inv == 1
+    amax = torch.tensor([0.0, TINY, 3.0, math.inf, math.nan])
+    of_rows, plain = row_scale_from_amax(amax, E4M3.max), scale_from_amax(amax, E4M3.max)
+    assert of_rows[0][0] == 2.0**126 and of_rows[1][0] == 2.0**-126 <= of_rows[1][:3].min()
+    torch.testing.assert_close([one[1:] for one in of_rows], [one[1:] for one in plain], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("amax", [TINY, 2.0**-126, 1e-30, 3.4e38])
