@@ -41,9 +41,9 @@ class Fp8AdamW(torch.optim.Optimizer):
     on from what is written into a parameter and from data that replace its own; its shape, dtype and device stay.
 
     Differences from torch.optim.AdamW: the update is clamped to the bound that exact Adam obeys; a step with an
-    infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, and "master"
-    where the master is not the parameter ("scale_inv" beside it in FP8). After the first step `state[p]` has the same
-    entries, each decoded into a copy when it is read and quantised when it is set.
+    infinite or NaN gradient is skipped as a whole; `state_dict` has float32 moments under torch's names, "master" where
+    the master is not the parameter ("scale_inv" beside it in FP8), and "bound_sum" where betas have moved. After the
+    first step `state[p]` has the same entries, each decoded into a copy when it is read and quantised when it is set.
 
     Args:
         params: parameters or param groups, all on one device.
@@ -187,7 +187,9 @@ class Fp8AdamW(torch.optim.Optimizer):
             if entry is held:
                 continue
             if entry:
-                held.load(checked_state(held.shard.name, held.param.shape, entry))
+                checked = checked_state(held.shard.name, held.param.shape, entry)
+                self.core.follow(self.param_groups)
+                held.load(checked)
             elif has_moments:
                 self.core.forget(row)
 
@@ -298,6 +300,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             dense = {**held, **self._dense_flats()}  # entries of nothing: somebody has looked there
         else:
             self._follow()
+            self.core.follow(self.param_groups)
             # Before the first step a parameter is its master, but for FP8's first one, of which it is the high part.
             has_moments = self.core.has_moments
             dense = {entry.param: dict(entry) for entry in self._params if has_moments or entry.shard.fmt.is_fp8}
@@ -344,6 +347,8 @@ class Fp8AdamW(torch.optim.Optimizer):
             ]
             self._follow()
         self._set_groups(groups)
+        if not self._is_managed:
+            self.core.follow(self.param_groups)
         for row, (p, state) in enumerate(zip(params, states, strict=True)):
             if not state:
                 self.core.forget(row)
@@ -390,8 +395,10 @@ class Fp8AdamW(torch.optim.Optimizer):
         Args:
             params: flat tensors in order of their rows; None: those in the param groups.
         """
-        for row, p in enumerate(self.flat_params() if params is None else params):
-            state = self.state.get(p)
+        found = [self.state.get(p) for p in (self.flat_params() if params is None else params)]
+        if any(found):
+            self.core.follow(self.param_groups)
+        for row, state in enumerate(found):
             if state:
                 absorb_state(self.core, row, state)
         self.state.clear()

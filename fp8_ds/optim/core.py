@@ -15,9 +15,13 @@ from torch import Tensor
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
 from fp8_ds.optim.recent import Recent
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
-from fp8_ds.scaling.predicted import PredictedScales, bound_of_powers, check_betas
+from fp8_ds.scaling.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 
 _NUM_NUMBERS = 5
+_BETAS = slice(1, 3)
+"""Of the numbers of a group."""
+_CYCLES_BETAS = "max_momentum"
+"""Key of a group whose beta1 one of torch's schedulers moves (CyclicLR, OneCycleLR)."""
 _DIGEST_BITS = 24
 
 
@@ -70,6 +74,7 @@ class AdamCore:
         self.seed = seed
         self.step_count = torch.zeros(len(flats), dtype=torch.int64, device=device)
         self._row_groups = torch.tensor(list(row_groups), dtype=torch.long, device=device)
+        self.sums = BoundSums(row_groups, device)
         self._host_numbers: tuple[tuple[float, ...], ...] = ()
         self._constants = self._digest = torch.zeros(0, dtype=torch.float32)
         self._no_skip = torch.zeros((), dtype=torch.int32, device=device)
@@ -100,6 +105,7 @@ class AdamCore:
     def forget(self, row: int) -> None:
         """Row `row` is as before its first step: moments of zeros, in place, and a count of 0."""
         self.step_count[row] = 0
+        self.sums.set(row, None)
         for piece in self.flats[row].pieces:
             for moment in (piece.shard.m, piece.shard.v, piece.shard.m_scale_inv, piece.shard.v_scale_inv):
                 moment.zero_()
@@ -129,8 +135,9 @@ class AdamCore:
         self._prepared.next_step()
         skip = self._no_skip if skip is None else skip
         taken = skip == 0
-        self.step_count += taken if moves is None else (taken & moves)
-        hyper = self._hyper(constants)
+        steps = taken if moves is None else (taken & moves)
+        self.step_count += steps
+        hyper = self._hyper(constants, steps)
         scales = self.scales
         if scales.num:
             rows = hyper.index_select(0, self._weight_rows)
@@ -170,13 +177,30 @@ class AdamCore:
             self.scales.commit()
         self.scales.start_reduce()
 
-    def _hyper(self, constants: Tensor) -> Tensor:
-        """float32 [num_rows, 16] from float64 [len(_Constant), num_groups]."""
+    @torch.no_grad()
+    def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """What comes next belongs to the betas of `param_groups`, the steps so far to those before.
+
+        Called before moments are loaded, or S is read for a checkpoint. There is S where a scheduler moves betas, from
+        the first step on: torch.distributed.checkpoint loads only what a new run has, too.
+        """
+        self._device_constants(param_groups)
+        self._end_constant_betas([_CYCLES_BETAS in group for group in param_groups])
+
+    def _hyper(self, constants: Tensor, steps: Tensor) -> Tensor:
+        """float32 [num_rows, 16] from float64 [len(_Constant), num_groups].
+
+        Args:
+            steps: bool [num_rows] or 0-dim, which rows the step is counted for.
+        """
         constants = constants.index_select(1, self._row_groups)
         t = self.step_count.clamp(min=1).double()
         # Each operator on these few numbers is one that the device waits for: one power of three bases.
         corrections = 1 - constants[: _Constant.RATIO + 1] ** t
-        one_minus_ratio, bound = constants[_Constant.ONE_MINUS_RATIO], constants[_Constant.BOUND]
+        root_factor = corrections[0] * corrections[1].rsqrt()
+        factor, one_minus_ratio = constants[_Constant.BOUND], constants[_Constant.ONE_MINUS_RATIO]
+        constant = None if self.sums.all_moved else bound_of_powers(factor, one_minus_ratio, *corrections)
+        bound = self.sums.bound(constant, constants[_Constant.RATIO], factor, root_factor, steps)
         columns = {
             Hyper.LR: constants[_Constant.LR],
             Hyper.BETA1: constants[_Constant.BETA1],
@@ -185,11 +209,19 @@ class AdamCore:
             Hyper.ONE_MINUS_BETA2: constants[_Constant.ONE_MINUS_BETA2],
             Hyper.EPS: constants[_Constant.EPS] * corrections[0],
             Hyper.DECAY: constants[_Constant.DECAY],
-            Hyper.ROOT_FACTOR: corrections[0] * corrections[1].rsqrt(),
-            Hyper.BOUND: bound_of_powers(bound, one_minus_ratio, *corrections),
+            Hyper.ROOT_FACTOR: root_factor,
+            Hyper.BOUND: bound,
         }
         unused = [constants[_Constant.ZERO]] * (Hyper.WIDTH - len(columns))
         return torch.stack([columns[column] for column in sorted(columns)] + unused, dim=1).float()
+
+    def _end_constant_betas(self, groups: Sequence[bool]) -> None:
+        """S is found in these parameter groups, of steps that all had the betas of `_constants`."""
+        if self.sums.are_constant(groups) and self.has_moments:  # else there was no step
+            constants = self._constants.index_select(1, self._row_groups)
+            factor, one_minus_ratio = constants[_Constant.BOUND], constants[_Constant.ONE_MINUS_RATIO]
+            ratio_correction = 1 - constants[_Constant.RATIO] ** self.step_count.double()
+            self.sums.end_constant(groups, factor * factor * (ratio_correction / one_minus_ratio))
 
     @torch.no_grad()
     def digest(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
@@ -206,6 +238,9 @@ class AdamCore:
         if host != self._host_numbers:
             for group in param_groups:
                 check_betas(*group["betas"])
+            if self._host_numbers:
+                pairs = zip(self._host_numbers, host, strict=True)
+                self._end_constant_betas([old[_BETAS] != new[_BETAS] for old, new in pairs])
             # In float32, as the step has them: libraries of two hosts may differ in the last bit of a cosine.
             number = zlib.crc32(torch.tensor(host, dtype=torch.float32).numpy().tobytes())
             bits = [float(number >> place & 1) for place in range(_DIGEST_BITS)]

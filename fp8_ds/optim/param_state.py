@@ -15,10 +15,12 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import CHUNK, MOMENTS, absorb_flat, dense_flat, has_moments
 
+BOUND_SUM = "bound_sum"
+"""Entry of a state whose betas have moved, float64: what bounds its update (scaling/predicted.py)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_STEPS = 2**31
 """Rounding noise has counts below this (optim/rounding.py)."""
-_NUMBERS = ("step", "scale_inv")
+_NUMBERS = ("step", "scale_inv", BOUND_SUM)
 _REMEDY = "Load what was saved for the same parameters, in the same order."
 
 
@@ -62,7 +64,8 @@ class ParamState(MutableMapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         own = ("master",) if self.has_own_master else ()
-        return iter(("step", *MOMENTS, *own, *(("scale_inv",) if self.shard.fmt.is_fp8 else ())))
+        moved = () if self._core.sums.get(self._row) is None else (BOUND_SUM,)
+        return iter(("step", *MOMENTS, *own, *(("scale_inv",) if self.shard.fmt.is_fp8 else ()), *moved))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -75,6 +78,10 @@ class ParamState(MutableMapping[str, Any]):
             return core.step_count[self._row].cpu().float()
         if key == "scale_inv":
             return core.scales.scale_inv[shard.scale_index].clone()
+        if key == BOUND_SUM:
+            bound_sum = core.sums.get(self._row)
+            assert bound_sum is not None
+            return bound_sum.cpu().clone()
         if key != "master" and not has_moments(shard):
             return torch.zeros(shape, dtype=torch.float32, device=core.device)
         self.follow()
@@ -157,7 +164,7 @@ def checked_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> dic
 
     Args:
         name: of the parameter, for messages.
-        state: "step", "exp_avg" and "exp_avg_sq", and perhaps "master" and "scale_inv".
+        state: "step", "exp_avg" and "exp_avg_sq", and perhaps "master", "scale_inv" and "bound_sum".
 
     Raises:
         ValueError: an entry is missing, or has another shape, or values that it cannot have.
@@ -190,6 +197,7 @@ def _check_entry(name: str, shape: torch.Size, key: str, value: Tensor) -> None:
         expected = {
             "step": "a count below 2**31",
             "scale_inv": "a power of two",
+            BOUND_SUM: "a finite number >= 0",
             "exp_avg_sq": "finite in float32 and >= 0",
         }.get(key, "finite in float32")
         found = float(value) if is_number else "others"
@@ -203,13 +211,18 @@ def _is_possible(key: str, value: Tensor) -> bool:
     if key == "scale_inv":
         scale_inv = float(value)
         return 0 < scale_inv < math.inf and math.frexp(scale_inv)[0] == 0.5
+    if key == BOUND_SUM:
+        return 0 <= float(value) < math.inf
     value = value.detach().float()
     is_possible = torch.isfinite(value)
     return bool((is_possible & (value >= 0) if key == "exp_avg_sq" else is_possible).all())
 
 
 def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
-    """Quantise the entries that `state` has into the shards of row `row`."""
+    """Quantise the entries that `state` has into the shards of row `row`.
+
+    Both moments without the sum that bounds them are those of steps with the betas that `core` follows.
+    """
     flat = core.flats[row]
     if "master" in state:
         _rescale(core, flat.pieces[0].shard, state)
@@ -219,6 +232,8 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
         for key in MOMENTS:
             if key in state:
                 absorb_flat(flat, key, state[key].reshape(-1), core.scales.scale_inv)
+    if BOUND_SUM in state or all(key in state for key in MOMENTS):
+        core.sums.set(row, float(state[BOUND_SUM]) if BOUND_SUM in state else None)
     if "step" in state:
         core.step_count[row] = int(state["step"])
 

@@ -5,12 +5,18 @@ moments could exceed it; the step clamps the update to it, which exact Adam neve
 at most `(1 - lr * weight_decay) * amax + lr * R_t`, and the new bytes are written in the pass that computes them. The
 amax is measured in that pass too, and replaces the bound in the next step: reduced over the ranks meanwhile.
 
+With `m = sum a_i g_i` and `v = sum c_i g_i**2` it is `|m| <= sqrt(S v)`, `S = sum a_i**2 / c_i`, whatever the betas of
+each step were. A step makes of S `beta1**2 / beta2 * S + (1 - beta1)**2 / (1 - beta2)`; for constant betas it is a
+geometric series. R_t is `sqrt(S)` times the bias corrections, which Adam takes from the present betas and the count of
+steps, however the betas were before.
+
 Source: the bound, shared/facts/methods.md section 7 (derived; MOSS, arXiv 2511.05811, takes 1, which is wrong for
 beta1 != beta2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +48,7 @@ def check_betas(beta1: float, beta2: float) -> None:
 
 
 def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> Tensor:
-    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in this step.
+    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in this step, with the same betas in all steps.
 
     Args:
         step: count of updates including this one (1 in the first), any shape.
@@ -74,6 +80,110 @@ def bound_of_powers(
     spread = (ratio_correction / one_minus_ratio).sqrt()
     corrections = correction2.sqrt() / correction1
     return factor * spread * corrections
+
+
+class BoundSums:
+    """S of rows whose betas have not been the same in all their steps; on the device, so a step makes no host wait.
+
+    While they are the same, R_t follows from the count of steps (`bound_of_powers`), and there is no S.
+
+    Args:
+        row_groups: for each row the index of its parameter group.
+        device: of the sums.
+    """
+
+    def __init__(self, row_groups: Sequence[int], device: torch.device) -> None:
+        self._groups = list(row_groups)
+        self._device = device
+        self._have_moved = [False] * len(self._groups)
+        self._mask: Tensor | None = None
+        """`_have_moved` on the device; None: not yet."""
+        self._values, self._before = torch.zeros(2, len(self._groups), dtype=torch.float64, device=device)
+        """S, and what it was before the step that began last."""
+
+    @property
+    def any_moved(self) -> bool:
+        return any(self._have_moved)
+
+    @property
+    def all_moved(self) -> bool:
+        return bool(self._groups) and all(self._have_moved)
+
+    def are_constant(self, groups: Sequence[bool]) -> bool:
+        """Whether one of these parameter groups has a row whose betas have not moved so far."""
+        pairs = zip(self._groups, self._have_moved, strict=True)
+        return any(groups) and any(groups[group] and not moved for group, moved in pairs)
+
+    def end_constant(self, groups: Sequence[bool], sums: Tensor) -> None:
+        """Betas of these parameter groups move for the first time.
+
+        Args:
+            sums: float64 [num_rows], S of the steps so far with constant betas; read of those groups' rows.
+        """
+        ends = [groups[group] and not moved for group, moved in zip(self._groups, self._have_moved, strict=True)]
+        torch.where(self._on_device(ends), sums, self._values, out=self._values)
+        self._have_moved = [moved or end for moved, end in zip(self._have_moved, ends, strict=True)]
+        self._mask = None
+
+    def bound(
+        self, constant: Tensor | None, ratio: Tensor, factor: Tensor, root_factor: Tensor, steps: Tensor
+    ) -> Tensor:
+        """R_t of the step that begins, by row; S is that after it.
+
+        Args:
+            constant: float64 [num_rows], of rows whose betas have never moved; None if there are none.
+            ratio, factor: of the step, as S takes them (above): `beta1**2 / beta2`, `(1 - beta1) / sqrt(1 - beta2)`.
+            root_factor: `(1 - beta1**t) / sqrt(1 - beta2**t)`.
+            steps: bool [num_rows] or 0-dim, rows that the step is counted for; S of the others stays.
+        """
+        if not self.any_moved:
+            assert constant is not None
+            return constant
+        self._before.copy_(self._values)
+        torch.where(steps, torch.addcmul(self._values * ratio, factor, factor), self._values, out=self._values)
+        bound = self._values.sqrt() / root_factor
+        if constant is None:
+            return bound
+        if self._mask is None:
+            self._mask = self._on_device(self._have_moved)
+        return torch.where(self._mask, bound, constant)
+
+    def keep(self, passed_over: Tensor | None = None) -> None:
+        """Hold, too, for shards that the step now begun counts and does not update: their moments are as before it.
+
+        Args:
+            passed_over: bool, 0-dim, whether there are such shards, the same on all ranks. None: there are.
+        """
+        if self.any_moved:
+            larger = torch.maximum(self._values, self._before)
+            self._values.copy_(larger if passed_over is None else torch.where(passed_over, larger, self._values))
+
+    def set(self, row: int, value: float | None) -> None:
+        """Row `row` has other moments, and this is their S. None: the betas of all their steps were the same."""
+        self._have_moved[row], self._mask = value is not None, None
+        self._values[row] = 0.0 if value is None else value
+
+    def get(self, row: int) -> Tensor | None:
+        """S of a row, float64, 0-dim on the device; None: its betas have not moved."""
+        return self._values[row] if self._have_moved[row] else None
+
+    def by_group(self) -> dict[int, float]:
+        """S by index of parameter group, the largest of its rows, where betas have moved. Waits for the device."""
+        found: dict[int, float] = {}
+        if self.any_moved:
+            for group, value, moved in zip(self._groups, self._values.tolist(), self._have_moved, strict=True):
+                if moved:
+                    found[group] = max(value, found.get(group, 0.0))
+        return found
+
+    def set_by_group(self, sums: Mapping[int, float]) -> None:
+        """Inverse of `by_group`, of moments that have been loaded."""
+        for row, group in enumerate(self._groups):
+            self.set(row, sums.get(group))
+
+    def _on_device(self, values: list[bool]) -> Tensor:
+        tensor = torch.tensor(values)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
 def pow2_scale_inv(amax: Tensor) -> Tensor:

@@ -102,6 +102,35 @@ def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(
     assert_equal(everything(other, loaded), everything(net, optimizer))
 
 
+def cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12, base_momentum=0.3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("num", [1, 8])
+def test_a_run_that_is_saved_while_a_scheduler_moves_its_betas_goes_on_with_the_same_bits(
+    num: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    given = StateDictOptions(**options)
+    net, optimizer = make("e4m19")
+    schedule = cycle(optimizer)
+    for first in range(num):
+        step(net, optimizer, 1, first)
+        schedule.step()
+    model_state, state = get_state_dict(net, optimizer, options=given)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
+    other, loaded = make("e4m19", seed=1)
+    cycle(loaded)
+    model_state, state = get_state_dict(other, loaded, options=given)
+    found = {"model": model_state, "optimizer": state}
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_state_dict(other, loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=given)
+    assert_equal(everything(other, loaded), everything(net, optimizer))  # the sum is in it
+    step(net, optimizer, 2, num)
+    step(other, loaded, 2, num)
+    assert_equal(everything(other, loaded), everything(net, optimizer))
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
