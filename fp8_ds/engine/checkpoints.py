@@ -32,6 +32,8 @@ _PARALLEL_DIMS, _TP_DEGREE = "checkpoint_parallel_dimensions", "tp_degree"
 """Of a model file, from DeepSpeed 0.19.8 on."""
 _FOLLOWING_KEY = "following"
 """Within our state: of monitor and guard."""
+_BOUND_SUMS_KEY = "bound_sums"
+"""Likewise: by parameter group, what bounds Adam's update where betas have moved."""
 _LATE_KEY = "late_overflow"
 """Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
 
@@ -70,6 +72,7 @@ class Fp8Checkpoints:
             self._fp8_following.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
         if isinstance(self.optimizer, Fp8States):
             client_state[CHECKPOINT_KEY][_LATE_KEY] = self.optimizer.fp8_flag.late()
+            client_state[CHECKPOINT_KEY][_BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
         save = super().save_checkpoint  # type: ignore[misc]
 
         def write(tag: str) -> Any:
@@ -195,6 +198,8 @@ class Fp8Checkpoints:
                 self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States) and not load_module_only:
                 self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
+                if load_optimizer_states:
+                    self.optimizer.fp8_load_bound_sums((state or {}).get(_BOUND_SUMS_KEY, {}))
             goes_on = load_optimizer_states and load_lr_scheduler_states and not load_module_only
             following = None if load_module_only else (state or {}).get(_FOLLOWING_KEY)
             self._fp8_following.resume(following, followed_lr(state) if goes_on else None)

@@ -158,6 +158,8 @@ class ReleaseUpdater:
         self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
         self.num_steps += 1
+        if self._inputs is not None and self.core.sums.any_moved:  # what was skipped or has no gradient counts, too
+            self.core.sums.keep(~torch.isfinite(norm) if len(self._expected) == len(self._slot) else None)
         self._expected.clear()
         self._inputs = None
         self._indices.next_step()

@@ -71,6 +71,21 @@ class Fp8States:
         self._global_grad_norm = norm / self.loss_scale if getattr(self, "compute_grad_norm", True) else None
         self._update_scale(self.overflow)
 
+    # --- betas that move ---
+
+    def fp8_bound_sums(self: Any) -> dict[int, float]:
+        """What bounds the update, by parameter group whose betas have moved; the same on all ranks. For checkpoints."""
+        core = self.optimizer.core
+        core.follow(self.optimizer.param_groups)
+        sums: dict[int, float] = core.sums.by_group()
+        return sums
+
+    def fp8_load_bound_sums(self: Any, sums: dict[int, float]) -> None:
+        """Inverse, once moments have been loaded. Of other groups all steps had the betas that were loaded."""
+        core = self.optimizer.core
+        core.follow(self.optimizer.param_groups)
+        core.sums.set_by_group(sums)
+
     # --- dense masters and moments for stock code ---
 
     @contextmanager

@@ -131,12 +131,12 @@ CASES: dict[tuple[int, int], list[tuple[str, dict[str, Any], dict[str, Any]]]] =
         ("e4m11", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
     ],
     (2, 2): [
-        ("e4m11", LARGE, OVERLAP),
+        ("e4m11", LARGE, {**OVERLAP, "scheduler": training.ONE_CYCLE}),
         ("e4m11", {**MODEL, "checkpointing": "plain", "frozen": "blocks.1"}, {"linear": {"frozen": "fp8"}}),
         ("e4m19", MODEL, {"zero": {"reduce_scatter": "fp8"}}),
     ],
     (3, 2): [
-        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, NO_OVERLAP),
+        ("e4m19", {**MODEL, "checkpointing": "reentrant"}, {**NO_OVERLAP, "scheduler": training.ONE_CYCLE}),
         ("fp32", MODEL, {"groups": True, "linear": {"recipe": "delayed"}}),
         ("e4m11", MODEL, {"zero": {"reduce_scatter": "fp8"}}),
     ],
@@ -547,15 +547,16 @@ def resumed(stage: int, clipping: str, master: str, folder: str) -> dict[str, An
 
     clip = 0.0 if clipping == "exact" else 0.25
     fp8 = block(master, True, release_clipping=clipping)
+    more = {"scheduler": training.ONE_CYCLE} if stage == 2 else {}
     warm_up, release_module._ADAGC_WARMUP_STEPS = release_module._ADAGC_WARMUP_STEPS, 2
     try:
-        engine = build(stage, fp8, TINY, gradient_clipping=clip)
+        engine = build(stage, fp8, TINY, gradient_clipping=clip, **more)
         training.train(engine, 3)
         engine.save_checkpoint(folder, tag="three")
         losses = training.train(engine, 2, first_step=3)
         whole = {"losses": losses, "states": everything(engine), "release": engine.fp8.release.state_dict()}
         training.destroy(engine)
-        engine = build(stage, fp8, TINY, gradient_clipping=clip)
+        engine = build(stage, fp8, TINY, gradient_clipping=clip, **more)
         engine.load_checkpoint(folder, tag="three")
         losses = training.train(engine, 2, first_step=3)
         parts = {"losses": losses, "states": everything(engine), "release": engine.fp8.release.state_dict()}

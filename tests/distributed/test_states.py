@@ -58,6 +58,7 @@ def shared_states(engine: Any) -> dict[str, Tensor]:
         "step": core.step_count.clone().cpu(),
         "scale_inv": core.scales.scale_inv.clone().cpu(),
         "amax": core.scales.amax.clone().cpu(),
+        "bound_sums": torch.tensor(sorted(core.sums.by_group().items()), dtype=torch.float64),
     }
 
 
@@ -222,6 +223,8 @@ def option_engine(option: str, stage: int, fp8: dict[str, Any]) -> tuple[Any, An
         config["optimizer"] = {"type": "Adam", "params": options}
     elif option == "warmup":
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 4}}
+    elif option == "one cycle":
+        config["scheduler"] = training.ONE_CYCLE
     elif option == "tensor lr":
         kwargs = {"optimizer": torch.optim.AdamW(params, lr=torch.tensor(3e-3), betas=(0.9, 0.95))}
     elif option == "callable":
@@ -273,6 +276,7 @@ OPTIONS = {
     "groups": {},
     "l2": {},
     "warmup": {},
+    "one cycle": {},
     "tensor lr": {},
     "callable": {},
     "client": {},
@@ -308,8 +312,8 @@ def compare_options(stage: int, options: list[str], masters: list[str]) -> dict[
 
 COVERING = {
     1: ["l2", "warmup", "tensor lr", "client"],
-    2: ["frozen bf16", "frozen fp8", "fp32 gradients"],
-    3: ["groups", "persistent", "delayed", "sub groups"],
+    2: ["frozen bf16", "frozen fp8", "fp32 gradients", "one cycle"],
+    3: ["groups", "persistent", "delayed", "sub groups", "one cycle"],
 }
 """Each option that has code of its own with FP8 states, where most of it is."""
 SAME_LOSS = ("callable", "checkpointing", "persistent", "overlap", "round robin", "sub groups")

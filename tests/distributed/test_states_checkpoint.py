@@ -43,8 +43,8 @@ def widen_the_scale(engine: Any, name: str) -> None:
     safe_set_full_fp32_param(p, value)
 
 
-def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
-    first = build(stage, fp8)
+def resume(folder: str, stage: int, fp8: dict[str, Any], **overrides: Any) -> None:
+    first = build(stage, fp8, **overrides)
     training.train(first, 2)
     widen_the_scale(first, "blocks.0.up.weight")
     training.train(first, 1, first_step=2)
@@ -62,7 +62,7 @@ def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
     base.assert_same_everything(base.everything(first), before)
     training.destroy(first)
 
-    second = build(stage, fp8, seed=1)
+    second = build(stage, fp8, seed=1, **overrides)
     second.load_checkpoint(folder)
     base.assert_same_everything(base.everything(second), before)
     assert training.train(second, 3, first_step=3) == losses
@@ -81,6 +81,38 @@ def test_a_resumed_run_repeats_every_byte_rounding_included(
     ranks: Any, tmp_path: Path, stage: int, master: str, more: dict[str, Any]
 ) -> None:
     ranks(2).run(resume, str(tmp_path), stage, base.states(master, **more))
+
+
+@pytest.mark.parametrize(
+    ("stage", "master"), [(2, "e4m19"), (3, "e4m11"), pytest.param(1, "fp32", marks=pytest.mark.slow)]
+)
+def test_a_run_resumed_amid_a_cycle_of_its_betas_repeats_every_byte(
+    ranks: Any, tmp_path: Path, stage: int, master: str
+) -> None:
+    ranks(2).run(resume, str(tmp_path), stage, base.states(master), scheduler=training.ONE_CYCLE)
+
+
+def resume_after_the_first(folder: str, stage: int, master: str) -> None:
+    """The scheduler has moved the betas once, and no step was made with those."""
+    first = build(stage, base.states(master), scheduler=training.ONE_CYCLE)
+    training.train(first, 1)
+    first.save_checkpoint(folder)
+    losses = training.train(first, 2, first_step=1)
+    end = base.everything(first)
+    training.destroy(first)
+    second = build(stage, base.states(master), seed=1, scheduler=training.ONE_CYCLE)
+    training.train(second, 2)
+    second.load_checkpoint(folder)
+    assert training.train(second, 2, first_step=1) == losses
+    base.assert_same_everything(base.everything(second), end)
+    training.destroy(second)
+
+
+@pytest.mark.parametrize(("stage", "master"), [(3, "e4m19"), pytest.param(2, "fp32", marks=pytest.mark.slow)])
+def test_a_run_resumed_before_the_second_of_its_betas_repeats_every_byte(
+    ranks: Any, tmp_path: Path, stage: int, master: str
+) -> None:
+    ranks(2).run(resume_after_the_first, str(tmp_path), stage, master)
 
 
 def resume_with_persistent(folder: str, master: str) -> None:

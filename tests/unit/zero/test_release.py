@@ -208,6 +208,27 @@ def test_a_bucket_of_which_this_rank_holds_nothing_is_counted_and_does_no_harm()
         assert int(release.num_steps) == 1 and int(release.core.step_count[0]) == 1
 
 
+@pytest.mark.parametrize("why", ["skipped", "no gradient"])
+def test_the_bound_holds_for_what_a_step_passes_over_while_betas_move(why: str) -> None:
+    """The step makes the sum smaller, which is true of moments that it has updated, and not of the others."""
+    release, low, high = updater(), 0.1, 0.95
+    sums = []
+    for t, beta1 in enumerate([low, low, high, high, high]):
+        groups = [{**GROUPS[0], "betas": (beta1, 0.95)}]
+        late = {name: gradients(t)[name] for name in ("late", "small")}
+        release.expect(["wide", "far"])
+        release.update(["wide", "far"], {"wide": gradients(t)["wide"]}, groups, 1.0)
+        if t == 3 and why == "skipped":
+            late["late"][7] = float("inf")
+        if t != 3 or why == "skipped":
+            release.expect(["late", "small"])
+            release.update(["late", "small"], late, groups, 1.0)
+        release.finish(None)
+        sums.append(release.core.sums.by_group().get(0))
+    assert sums[0] is sums[1] is None
+    assert sums[3] == sums[2] > sums[4]
+
+
 def bucket_steps(num_steps: int, forget: bool) -> tuple[list[Tensor], int]:
     """All bytes after steps whose buckets vary, and the most that was kept of them at once.
 
