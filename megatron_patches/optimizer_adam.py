@@ -18,6 +18,8 @@ from fp8_ds.scaling.predicted import PredictedScales
 
 SCALES = "fp8_scale_inv"
 """Key of saved param groups: name -> scale_inv that an FP8 master is stored with. Stock runs carry it along unread."""
+BOUND_SUM = "fp8_bound_sum"
+"""Likewise: (count of steps, what bounds the update then), of a group whose betas have moved."""
 _STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
 """Where stock Adam counts its steps: FusedAdam in its param groups, torch's in its states. Checkpoints follow that."""
 
@@ -110,6 +112,8 @@ class MegatronFp8AdamW(Fp8AdamW):
             assert grad is not None or not self.shard_of(p).fmt.is_fp8, "its scale changes, and it must be rewritten"
             grads.append(None if grad is None else grad.detach().contiguous().view(-1))
         inputs = self.core.begin(self.param_groups)
+        if any(grad is None for grad in grads):
+            self.core.sums.keep()
         self.core.run(grads, inputs)
         self.core.end()
 
@@ -154,13 +158,17 @@ class MegatronFp8AdamW(Fp8AdamW):
         if self._core is None:
             return super().state_dict()
         num_steps = self.num_steps
+        self.core.follow(self.param_groups)
+        sums = self.core.sums.by_group()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
-        for group in self.param_groups:
+        for row, group in enumerate(self.param_groups):
             packed = {key: value for key, value in group.items() if key != "params"}
             packed["params"] = list(range(index, index + len(group["params"])))
             if _STEP_IS_OF_GROUPS and num_steps:
                 packed["step"] = num_steps
+            if row in sums:
+                packed[BOUND_SUM] = (num_steps, sums[row])
             groups.append(packed)
             for p in group["params"]:
                 entry: dict[str, Any] = {}
@@ -191,6 +199,7 @@ class MegatronFp8AdamW(Fp8AdamW):
                 f"step: expected one count for all parameters, got {sorted(steps)}. Megatron writes one; load another "
                 "checkpoint."
             )
+        carried = {row: group.pop(BOUND_SUM) for row, group in enumerate(groups) if BOUND_SUM in group}
         for group in groups:
             group.pop(SCALES, None)
         self.load_groups(groups)
@@ -201,3 +210,6 @@ class MegatronFp8AdamW(Fp8AdamW):
                     self.write(p, key, state[i][key])
         if steps:
             self.core.step_count.fill_(max(steps))
+            self.core.follow(self.param_groups)
+            current = {row: found for row, (step, found) in carried.items() if step == max(steps)}  # no stock run since
+            self.core.sums.set_by_group(current)

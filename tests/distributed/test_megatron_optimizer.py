@@ -80,6 +80,8 @@ def local_bytes(training: mt.Training) -> dict[str, Tensor]:
         found.update({f"{i} {key}": getattr(shard, key).clone() for key in CODES if getattr(shard, key) is not None})
     for one in training.optimizer.chained_optimizers:
         found["step"] = one.optimizer.core.step_count.clone()
+        sums = one.optimizer.core.sums.by_group()
+        found["bound sums"] = torch.tensor(sorted(sums.items()), dtype=torch.float64)
     return found
 
 
@@ -402,16 +404,26 @@ def _gathered(one: Any, p: Any, key: str) -> Tensor:
     return (main if key == "param" else one.optimizer.state[main][key]).detach().reshape(-1).clone()
 
 
+def steps_of_a_cycle(training: mt.Training, first: int, data: Iterator[Tensor]) -> list[float]:
+    """Three, each with a beta1 of its own."""
+    losses = []
+    for number in range(first, first + 3):
+        for group in training.optimizer.param_groups:
+            group["betas"] = (0.8 if number == 0 else 0.9 - 0.01 * number, 0.99)
+        losses += steps(training, 1, data)
+    return losses
+
+
 def save_and_go_on(distributed: bool, form: str, path: str, master: str | None) -> dict[str, Any]:
     with run(bf16(distributed), master) as training:
         data = mt.batches(6)
-        steps(training, 3, data)
+        steps_of_a_cycle(training, 0, data)
         dense = masters(training)
         before = local_bytes(training) if master else {}
         save(training, Path(path), form)
         if master:
             assert_same(local_bytes(training), before)
-        losses = steps(training, 3, data)
+        losses = steps_of_a_cycle(training, 3, data)
         return {"dense": dense, "losses": losses, "bytes": local_bytes(training) if master else {}, "before": before}
 
 
@@ -428,7 +440,7 @@ def load_and_go_on(distributed: bool, form: str, path: str, master: str | None) 
             count_apart(training)
         loaded = local_bytes(training) if master else {}
         dense = masters(training)
-        losses = steps(training, 3, data)
+        losses = steps_of_a_cycle(training, 3, data)
         return {"dense": dense, "loaded": loaded, "losses": losses, "bytes": local_bytes(training) if master else {}}
 
 
