@@ -9,6 +9,7 @@ A Parameter is *retyped* (`p.__class__ = Fp8Parameter`): the object, its hooks a
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fp8_ds.nn.recipe import refuse_released
 from fp8_ds.zero.writes import (
+    BACKWARDS,
     METADATA,
     VALUE_GETTERS,
     WeightData,
     is_writer,
     plain,
     refuse_sharing,
+    run_backward,
     targets_of,
     warn_of_loss,
     write,
@@ -78,6 +82,39 @@ def _is_tracing() -> bool:
     )
 
 
+class _Unpack:
+    """An unpack hook of saved tensors that hands back the values of an FP8 weight in place of the weight.
+
+    autograd makes a new tensor of what the hook returns, without class and attributes (`SavedVariable::unpack` in
+    torch/csrc/autograd/saved_variable.cpp, torch 2.13): of the weight itself one of NaN.
+
+    Args:
+        hook: the user's.
+    """
+
+    def __init__(self, hook: Callable[[Any], Tensor]) -> None:
+        self.hook = hook
+
+    def __call__(self, packed: Any) -> Tensor:
+        found = self.hook(packed)
+        if not isinstance(found, Fp8Parameter) or getattr(found, "_fp8", None) is None:
+            return found
+        if not has_payload(found):
+            refuse_released(found)
+        return found.detach()
+
+
+def _keep_values_in_hooks() -> None:
+    """The hooks on saved tensors that are active now hand back values of FP8 weights; until their `with` ends.
+
+    A Function that has read a weight may save it next. Without hooks autograd keeps the Parameter itself.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and not isinstance(hooks[1], _Unpack):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(hooks[0], _Unpack(hooks[1]))
+
+
 class Fp8Parameter(nn.Parameter):
     """See the module's docstring. Without a payload it behaves as `nn.Parameter`."""
 
@@ -95,6 +132,10 @@ class Fp8Parameter(nn.Parameter):
             is_in_graph = torch.compiler.is_dynamo_compiling()
             if not is_in_graph and _is_tracing():  # the compiler's own looks at the nominal tensor
                 return func(*args, **kwargs)
+            if name in BACKWARDS:
+                return func(*args, **kwargs) if is_in_graph else run_backward(cls, func, *args, **kwargs)
+            if not is_in_graph:
+                _keep_values_in_hooks()
             target = args[0] if args else None
             if isinstance(target, Fp8Parameter) and has_payload(target):
                 if func == _DATA_SET:
@@ -149,11 +190,12 @@ def _is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a function reads no value; with other arguments these do.
 
     `p.expand_as(p)` and `p.view_as(p)` fetch the AccumulateGrad node (DeepSpeed does for every parameter in every
-    backward, by torch.autograd.graph); `p.type()` names the dtype.
+    backward, by torch.autograd.graph); without gradients, as in the forward of a Function that returns `p.view_as(p)`,
+    they read. `p.type()` names the dtype.
     """
-    return (name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]) or (
-        name == "type" and len(args) == 1 and not kwargs
-    )
+    if name in ("expand_as", "view_as"):
+        return len(args) == 2 and args[0] is args[1] and torch.is_grad_enabled()
+    return name == "type" and len(args) == 1 and not kwargs
 
 
 def _as_true_value(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from fp8_ds.errors import UnsupportedError
 METADATA = frozenset(
     """size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage get_device
     is_contiguous is_floating_point is_complex is_signed is_inference is_shared is_pinned is_tensor has_names
-    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad backward grad register_hook
+    __len__ __hash__ __class__ _is_view _make_subclass requires_grad_ retain_grad register_hook
     register_post_accumulate_grad_hook record_stream
-    zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
+    zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
     __set__ __delete__ is_same_size _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
 )
 # Attributes that carry values; every other attribute is metadata.
 VALUE_GETTERS = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
+
+# torch.autograd.grad and .backward, and Tensor.backward: they run what users wrote, which may read any weight.
+BACKWARDS = ("grad", "backward")
 
 _IN_PLACE_DUNDERS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
@@ -60,6 +64,8 @@ class WeightData(Tensor):
         if name in METADATA or (name == "__get__" and func not in VALUE_GETTERS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in BACKWARDS:
+            return run_backward(WeightData, func, *args, **kwargs)
         owners = {id(x.root): x for x in tree_leaves((args, kwargs)) if isinstance(x, WeightData)}
         written = {id(x.root): x for x in targets_of(name, args, kwargs) if isinstance(x, WeightData)}
         for x in written.values():
@@ -109,6 +115,44 @@ def _alias(x: Any, owners: Iterable[WeightData]) -> Any:
             if x.device == owner.root.device and x.untyped_storage()._cdata == owner.root.untyped_storage()._cdata:
                 return WeightData.of(owner.weight, owner.root, x)
     return x
+
+
+def run_backward(cls: type[Tensor], func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, `torch.autograd.backward` or `Tensor.backward` of tensors of `cls`, or for such.
+
+    torch hands these functions to the class of their arguments. They run code of users, such as a checkpoint's
+    recomputation, which reads FP8 weights: the class must be asked there. Gradient edges have no class.
+
+    Args:
+        cls: Fp8Parameter or WeightData.
+        func: as torch hands it over, with what follows.
+        outputs: its first argument.
+        inputs: what gradients are wanted of.
+        kwargs: its other arguments.
+    """
+
+    def as_edge(x: Any) -> Any:
+        if not isinstance(x, cls):
+            return x
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(x)
+
+    def as_value(x: Any) -> Any:
+        return x.clone() if isinstance(x, cls) else x
+
+    if func is Tensor.backward:
+        func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient", None)
+    is_materialized = kwargs.pop("materialize_grads", False)  # which is refused for edges
+    if is_materialized:
+        kwargs["allow_unused"] = True
+    with torch._C._EnableTorchFunction():
+        for name in kwargs.keys() & {"grad_outputs", "grad_tensors"}:
+            kwargs[name] = tree_map(as_value, kwargs[name])
+        grads = func(tree_map(as_edge, outputs), inputs=tree_map(as_edge, inputs), **kwargs)
+        if is_materialized:
+            zeros = partial(torch.zeros_like, requires_grad=kwargs.get("create_graph", False))
+            grads = tuple(zeros(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True))
+    return grads
 
 
 def is_writer(name: str, kwargs: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
+from torch.utils.checkpoint import checkpoint
 
 import fp8_ds
 
@@ -231,6 +234,68 @@ def test_weight_used_by_another_module_has_its_true_value_and_gradient(ranks: An
         assert sqnr_db(grad, ours["grads"][name]) > 15, name
     assert max_difference(ours["losses"], stock["losses"]) < 0.02
     assert ours["losses"][-1] < 0.9 * ours["losses"][0]
+
+
+class _Product(torch.autograd.Function):
+    """As fused kernels are written, which are handed a weight and keep it for their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+def _counting() -> Any:
+    """Hooks that hand a tensor back as it is, as counters of saved bytes do, and offloading of small tensors."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+def hooked(stage: int, where: str) -> dict[str, Any]:
+    """Training with the second weights of blocks in a user's Function, with hooks on saved tensors `where`.
+
+    In each forward a checkpoint is also differentiated by the weight, as for a penalty on gradients.
+    """
+    zero = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
+    checkpointing = "nonreentrant" if where == "checkpoint" else ""
+    config = training.ds_config(stage, {}, zero_optimization=zero)
+    engine = training.build(config, {"external": True, "checkpointing": checkpointing})
+    wrong: list[str] = []
+
+    def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(block.up(block.norm(x))).flatten(0, 1)
+        w = block.down.weight
+        with _counting() if where == "inside" else nullcontext():
+            y = _Product.apply(h, w)
+        if torch.is_grad_enabled():
+            leaf = h.detach().requires_grad_()
+            loss = checkpoint(lambda q: F.linear(q, w), leaf, use_reentrant=False).float().pow(2).mean()
+            grads = torch.autograd.grad(loss, [leaf, w])
+            plain = [leaf, w.detach().requires_grad_()]
+            expected = torch.autograd.grad(F.linear(*plain).float().pow(2).mean(), plain)
+            wrong.extend(str(i) for i in range(2) if not torch.equal(grads[i], expected[i]))
+        return x + y.view_as(x)
+
+    for block in engine.module.blocks:
+        block.forward = partial(forward, block)
+    with _counting() if where == "outside" else nullcontext():
+        losses = training.train(engine, 3)
+    skipped = engine.skipped_steps
+    training.destroy(engine)
+    return {"losses": losses, "skipped": skipped, "wrong": wrong}
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_function_that_saves_a_weight_trains_alike_under_hooks_on_saved_tensors(ranks: Any, stage: int) -> None:
+    plain = ranks(2).run(hooked, stage, "nowhere")
+    for where in ("outside", "inside", "checkpoint"):
+        for ours, without in zip(ranks(2).run(hooked, stage, where), plain, strict=True):
+            assert ours["skipped"] == 0 and ours["wrong"] == []
+            assert ours["losses"] == without["losses"], where
 
 
 def evaluating(stage: int, fp8: dict[str, Any], evaluates: bool) -> dict[str, Any]:

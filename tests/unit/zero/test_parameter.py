@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.utils import logger
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
@@ -418,6 +420,207 @@ def test_data_of_a_released_weight_is_read_and_assigned_without_a_walk_over_argu
         assert torch.equal(weight.data, true)
     weight.data = other  # whose bytes are here: its true value is taken, not its NaN
     assert torch.equal(weight.data, torch.zeros(SHAPE, dtype=weight.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """As fused kernels are written, which are handed a weight and keep it for their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _hooks(pack: Any, unpack: Any) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+SAVING: dict[str, Any] = {
+    "no hooks": nullcontext,
+    "counting": lambda: _hooks(lambda t: (t.numel() * t.element_size(), t)[1], _same),
+    "with what else": lambda: _hooks(lambda t: (t.device, t), lambda pair: pair[1]),
+    "detaching": lambda: _hooks(lambda t: t.detach(), _same),
+    "data": lambda: _hooks(lambda t: t.data, _same),
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+}
+
+
+def _gradients(weight: Any, context: Any, reads: Any) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 30, dtype=torch.bfloat16).view(3, 10).requires_grad_()
+    with context():
+        loss = reads(x, weight).float().pow(2).sum()
+    weight.grad = None
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("hooks", SAVING)
+def test_a_function_that_saves_the_weight_has_its_values_whatever_hooks_are_around(weight: Any, hooks: str) -> None:
+    """autograd makes a plain tensor, without class and payload, of what an unpack hook hands back."""
+    stock = nn.Parameter(retype(weight).clone())
+    expected = _gradients(stock, SAVING[hooks], _Product.apply)
+    assert all(map(torch.equal, _gradients(weight, SAVING[hooks], _Product.apply), expected))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("hooks", ["no hooks", "counting"])
+def test_a_function_in_a_checkpoint_has_the_values_of_the_weight(weight: Any, hooks: str, is_reentrant: bool) -> None:
+    def reads(x: Tensor, w: Any) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            with SAVING[hooks]():
+                return _Product.apply(x, w)
+
+        return checkpoint(inner, x, use_reentrant=is_reentrant)
+
+    stock = nn.Parameter(retype(weight).clone())
+    for around in ("no hooks", hooks):
+        expected = _gradients(stock, SAVING[around], reads)
+        assert all(map(torch.equal, _gradients(weight, SAVING[around], reads), expected))
+
+
+def test_hooks_of_a_user_end_where_they_did(weight: Any) -> None:
+    retype(weight)
+    seen: list[int] = []
+
+    def count(t: Tensor) -> Tensor:
+        seen.append(t.numel())
+        return t
+
+    x = torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    with _hooks(count, _same):
+        with _hooks(_same, _same):
+            _Product.apply(x, weight)
+        assert seen == []
+        _Product.apply(x, weight)
+    assert seen == [30, 60]
+    _Product.apply(x, weight)
+    assert seen == [30, 60]
+
+
+def test_a_saved_weight_that_was_released_is_named(weight: Any) -> None:
+    retype(weight, writable=False)
+    with SAVING["counting"]():
+        loss = _Product.apply(torch.ones(3, 10, dtype=torch.bfloat16), weight).sum()
+    weight.data = torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 does
+    with pytest.raises(UnsupportedError, match=r"^w: expected a weight that is gathered"):
+        loss.backward()
+
+
+def test_a_saved_weight_that_is_gathered_in_bf16_for_the_backward_has_these_values(weight: Any) -> None:
+    true = retype(weight, writable=False).clone()
+    x = torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    with SAVING["counting"]():
+        loss = _Product.apply(x, weight).sum()
+    weight._fp8.data = None
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.data = 2 * true
+    loss.backward()
+    assert torch.equal(x.grad, torch.ones(3, 6, dtype=torch.bfloat16) @ (2 * true))
+
+
+def test_a_function_that_hands_its_input_on_hands_on_values(weight: Any) -> None:
+    class HandOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            return w.view_as(w)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return -grad
+
+    true = retype(weight)
+    handed = HandOn.apply(weight)
+    assert torch.equal(handed, true)
+    handed.sum().backward()
+    assert torch.equal(weight.grad, torch.full(SHAPE, -1.0, dtype=torch.bfloat16))
+
+
+def _backward(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    loss.backward(inputs=[other, w])
+    return other.grad, w.grad
+
+
+def _backward_of_several(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    torch.autograd.backward([loss, w], [None, torch.ones_like(other)], inputs=w)
+    return torch.zeros(()), w.grad
+
+
+def _through_the_weight(loss: Tensor, w: Any, other: Tensor) -> tuple[Tensor, Tensor]:
+    hook = other.register_hook(lambda grad: grad * w.float().sum().to(grad.dtype))
+    w.backward(torch.ones_like(other), inputs=[w])
+    found = torch.autograd.grad(loss, other)
+    hook.remove()
+    return found[0], w.grad
+
+
+DIFFERENTIATED: dict[str, Any] = {
+    "grad": lambda loss, w, other: torch.autograd.grad(loss, [other, w]),
+    "grad of one": lambda loss, w, other: torch.autograd.grad(loss, w),
+    "grad of a named one": lambda loss, w, other: tuple(torch.autograd.grad(loss, {"w": w, "o": other}).values()),
+    "grad of two outputs": lambda loss, w, other: torch.autograd.grad(
+        [loss, w], [w, other], [torch.ones(()), torch.ones_like(other)]
+    ),
+    "grad of the weight by itself": lambda loss, w, other: torch.autograd.grad(w, w, w),
+    "unused": lambda loss, w, other: torch.autograd.grad(
+        loss, [w, torch.ones(2, requires_grad=True)], allow_unused=True
+    ),
+    "materialized": lambda loss, w, other: torch.autograd.grad(
+        other.sum(), [other, w], create_graph=True, materialize_grads=True
+    ),
+    "second derivative": lambda loss, w, other: torch.autograd.grad(
+        torch.autograd.grad(loss, w, create_graph=True)[0].float().pow(2).sum(), [w, other]
+    ),
+    "backward for inputs": _backward,
+    "backward of the weight too": _backward_of_several,
+    "backward of the weight": _through_the_weight,
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATED)
+@pytest.mark.parametrize("saves", ["checkpoint", "function"])
+def test_gradients_by_the_weight_are_of_its_values(weight: Any, how: str, saves: str) -> None:
+    """torch asks the class of outputs and inputs how to differentiate; what runs then reads the weight."""
+
+    def differentiated(w: Any, other: nn.Parameter) -> list[Tensor | None]:
+        h = torch.linspace(-1, 1, 30, dtype=torch.bfloat16).view(3, 10) * other.sum(0)
+        if saves == "checkpoint":
+            y = checkpoint(lambda q: F.linear(q, w), h, use_reentrant=False)
+        else:
+            y = _Product.apply(h, w)
+        found = DIFFERENTIATED[how]((y.float() - 1).pow(2).mean(), w, other)
+        return [None if grad is None else grad.detach() for grad in found]
+
+    stock = nn.Parameter(retype(weight).clone())
+    expected, found = (differentiated(w, nn.Parameter(torch.ones_like(stock))) for w in (stock, weight))
+    assert len(expected) == len(found)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def test_gradients_by_data_that_was_made_a_parameter_are_of_its_values(weight: Any) -> None:
+    true = retype(weight).clone()
+    made, x = nn.Parameter(weight.data), torch.ones(3, 10, dtype=torch.bfloat16, requires_grad=True)
+    loss = checkpoint(lambda x: F.linear(x, weight) + F.linear(x, made), x, use_reentrant=False).sum()
+    grads = torch.autograd.grad(loss, [x, made])
+    assert torch.equal(grads[0], 2 * (torch.ones(3, 6, dtype=torch.bfloat16) @ true))
+    assert torch.equal(grads[1], torch.full(SHAPE, 3.0, dtype=torch.bfloat16))
+
+
+def test_a_frozen_weight_has_no_gradient_to_ask_for(weight: Any) -> None:
+    retype(weight)
+    loss = weight.float().sum()
+    weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="require"):
+        torch.autograd.grad(loss, weight)
 
 
 def test_deepcopy_is_a_plain_parameter_with_true_values(weight: Any) -> None:
