@@ -23,6 +23,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
 from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.owners import share_readers
+from fp8_ds.zero.parameter import keep_values_in_hooks
 
 
 class Fp8Engine(Fp8Checkpoints):
@@ -87,6 +88,7 @@ class Fp8Engine(Fp8Checkpoints):
         """Stock forward. Until the next step layers stay as they are, if a backward can follow."""
         if self._fp8_following is not None and torch.is_grad_enabled():
             self._fp8_following.before_forward(self.module.training)
+        keep_values_in_hooks()
         output = super().forward(*inputs, **kwargs)  # type: ignore[misc]
         if self._fp8_following is not None and self.module.training and torch.is_grad_enabled():
             self._fp8_following.has_graph = True

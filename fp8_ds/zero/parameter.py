@@ -104,10 +104,11 @@ class _Unpack:
         return found.detach()
 
 
-def _keep_values_in_hooks() -> None:
+def keep_values_in_hooks() -> None:
     """The hooks on saved tensors that are active now hand back values of FP8 weights; until their `with` ends.
 
-    A Function that has read a weight may save it next. Without hooks autograd keeps the Parameter itself.
+    Called where a weight is read, for a Function may save it next, and where an engine's forward begins. Without hooks
+    autograd keeps the Parameter itself.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not isinstance(hooks[1], _Unpack):
@@ -135,7 +136,7 @@ class Fp8Parameter(nn.Parameter):
             if name in BACKWARDS:
                 return func(*args, **kwargs) if is_in_graph else run_backward(cls, func, *args, **kwargs)
             if not is_in_graph:
-                _keep_values_in_hooks()
+                keep_values_in_hooks()
             target = args[0] if args else None
             if isinstance(target, Fp8Parameter) and has_payload(target):
                 if func == _DATA_SET:

@@ -250,6 +250,20 @@ class _Product(torch.autograd.Function):
         return grad @ w, grad.t() @ x
 
 
+class _Keep(torch.autograd.Function):
+    """Reads the weight that it saves in its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(w)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return grad * w.isfinite().all(), None
+
+
 def _counting() -> Any:
     """Hooks that hand a tensor back as it is, as counters of saved bytes do, and offloading of small tensors."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
@@ -267,8 +281,9 @@ def hooked(stage: int, where: str) -> dict[str, Any]:
     wrong: list[str] = []
 
     def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.gelu(block.up(block.norm(x))).flatten(0, 1)
         w = block.down.weight
+        x = _Keep.apply(x, w)
+        h = F.gelu(block.up(block.norm(x))).flatten(0, 1)
         with _counting() if where == "inside" else nullcontext():
             y = _Product.apply(h, w)
         if torch.is_grad_enabled():
