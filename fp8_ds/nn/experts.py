@@ -7,6 +7,7 @@ blocks would be kept as those of one matrix: experts with such recipes stay in b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.linear import Fp8Linear, check_features
 from fp8_ds.nn.mlp import computes_silu
 from fp8_ds.nn.packed_swiglu import packed_swiglu
-from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe
+from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe, copied_scales
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 
 RECIPES = ("tensorwise", "delayed")
@@ -184,6 +185,23 @@ class Fp8Experts(nn.Module):
             stock_class = self.stock_class
             del self.fp8_recipes, self.bf16_recipe, self.stock_class
             self.__class__ = stock_class  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Fp8Experts:
+        super()._apply(fn, recurse)
+        for name, recipe in self.fp8_recipes.items():
+            recipe.move(getattr(self, name).device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of an Fp8Linear."""
+        copied = {name: copied_scales(getattr(self, name), recipe) for name, recipe in self.fp8_recipes.items()}
+        return {**self.__dict__, "copied": copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied = state.pop("copied", {})
+        super().__setstate__(state)
+        for name, recipe in self.fp8_recipes.items():
+            recipe.copied = copied.get(name)
 
     def extra_repr(self) -> str:
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.nn.recipe import Fp8Weight, Recipe, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -303,6 +303,20 @@ class Fp8Linear(nn.Linear):
         """Afterwards it is of the class that `from_linear` was given, with the same Parameters."""
         del self.fp8_recipe
         self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Fp8Linear:
+        super()._apply(fn, recurse)
+        self.fp8_recipe.move(self.weight.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose weight is a Parameter in its nominal dtype."""
+        return {**self.__dict__, "copied": copied_scales(self.weight, self.fp8_recipe)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied = state.pop("copied", None)
+        super().__setstate__(state)
+        self.fp8_recipe.copied = copied
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_recipe.describe()}"

@@ -13,6 +13,7 @@ from its payload. This file: one scale per tensor. The others: recipe_rowwise.py
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from fp8_ds.ops.quantize import (
 )
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.scaling.delayed import AmaxHistory, AmaxSlot
+from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR, CopiedScales
 
 if TYPE_CHECKING:
     from fp8_ds.zero.payload import Fp8Payload
@@ -47,6 +49,13 @@ _GRAD_FORMATS = {name: replace(fmt) for name, fmt in BY_NAME.items()}
 """Equal to the constants, and other objects. torch.compile (2.11 to 2.13, `make_dupe_guard` in torch/_dynamo/guards.py)
 has no guard on what an argument holds if that is also a constant of a module: the graph of a layer whose gradients are
 in E4M3 would serve one whose gradients are in E5M2."""
+
+
+_COPY_TRAINS = (
+    "fp8: a copy of a model with the recipe delayed is trained: the scales of its inputs and gradients stay those of "
+    "the moment it was copied, and what grows beyond them saturates. Give deepspeed.initialize a model of its own, "
+    "loaded with the state dict, or use another recipe."
+)
 
 
 class Fp8Weight(NamedTuple):
@@ -76,12 +85,14 @@ class Recipe(ABC):
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
         is_turned: whether the layer's weight is stored [I, O], and its gradient, too (nn/conv1d.py).
+        copied: of a layer of a copied model, by which its weight is quantised (`copied_scales`); else None.
     """
 
     name: str
     needs_grad_columns = True
     is_fp8 = True
     is_turned = False
+    copied: CopiedScales | None = None
 
     def __init__(self, linear_config: LinearConfig, shared: SharedInput | None = None) -> None:
         self.grad_format: Float8Format = _GRAD_FORMATS[linear_config.grad_dtype]
@@ -105,6 +116,8 @@ class Recipe(ABC):
     def read_weight(self, weight: Tensor) -> Fp8Weight:
         """See nn/linear.py."""
         payload: Fp8Payload | None = getattr(weight, "_fp8", None)
+        if payload is None and self.copied is not None and self.copied.fit(weight):
+            return Fp8Weight(*self.copied.quantize(weight.detach()))
         if payload is None:
             return self.quantize_weight(weight.detach())
         if payload.data is not None:
@@ -207,6 +220,9 @@ class Recipe(ABC):
         """The same for products of parts of what is counted as a whole (nn/grouped.py): a monitor sees none of them."""
         return self
 
+    def move(self, device: torch.device) -> None:  # noqa: B027  # most have nothing to move
+        """The layer's weight is on `device` now: so is what a copy has with it."""
+
     def count_whole(self, x_fp8: Quantized, weight: Fp8Weight) -> None:  # noqa: B027  # most have nothing to do
         """A monitor counts the codes of an input and a weight of which `parts.output` multiplies parts."""
 
@@ -304,6 +320,13 @@ class DelayedRecipe(TensorwiseRecipe):
     def grad_scaling(self) -> Scaling | None:
         return self.slot_grad if self.history.ready else None
 
+    def move(self, device: torch.device) -> None:
+        if not self.history.is_copy or self.slot_x.scale.device == device:
+            return
+        if self.history.scale.device != device:
+            self.history.move(device)
+        self.slot_x, self.slot_grad, self.leader = map(_slot_again, (self.slot_x, self.slot_grad, self.leader))
+
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         x_fp8 = super().quantize_input(x, needs_columns=needs_columns, record=record)
         return self.adopt(x, x_fp8, record=record)
@@ -344,10 +367,28 @@ class DelayedRecipe(TensorwiseRecipe):
         self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
     ) -> Quantized:
         needs_rows, needs_columns = weight is not None, kept is not None
+        if not torch.compiler.is_compiling() and self.history.ready and self.history.is_copy:
+            warnings.warn(_COPY_TRAINS, stacklevel=2)
         if self.history.ready:
             return _delayed(grad_TO, self.slot_grad, self.grad_format, True, needs_rows, needs_columns)
         record_amax(grad_TO, self.slot_grad.amax_local)
         return _tensorwise(grad_TO, self.grad_format, needs_rows, needs_columns)
+
+
+def copied_scales(weight: Any, recipe: Recipe) -> CopiedScales | None:
+    """For the `copied` of a copy of this layer; None: it is in bf16, or its weight is not here.
+
+    Args:
+        weight: of an engine, or of a copy already.
+        recipe: of the layer.
+    """
+    payload: Fp8Payload | None = getattr(weight, "_fp8", None)
+    if payload is None:
+        return recipe.copied
+    if not recipe.is_fp8 or weight.numel() == 0:
+        return None
+    granularity = TENSOR if payload.scale.dim() == 0 else OF_RECIPE[recipe.name]
+    return CopiedScales.of(weight.detach(), granularity, payload.scale, payload.scale_inv)
 
 
 def refuse_released(weight: Any) -> None:
@@ -358,6 +399,11 @@ def refuse_released(weight: Any) -> None:
             "from a call of its module on, for that forward and one backward of it: call the module and not its "
             '`forward`, and in place of `retain_graph=True` add the losses up for one backward. Or set "stage" to 2.'
         )
+
+
+def _slot_again(slot: AmaxSlot | None) -> Any:
+    """Its entries where its history has them now."""
+    return slot if slot is None or slot.origin is None else slot.origin[0].slot(slot.origin[1])
 
 
 def as_matrix(x: Tensor) -> Tensor:

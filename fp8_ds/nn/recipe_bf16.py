@@ -37,6 +37,9 @@ class Bf16Recipe(Recipe):
     def describe(self) -> str:
         return f"fp8=bf16 for now, else {self.fp8.describe()}"
 
+    def move(self, device: torch.device) -> None:
+        self.fp8.move(device)
+
     def read_weight(self, weight: Tensor) -> Fp8Weight:
         """bf16 of the master: what ZeRO keeps beside the bytes (stages 1 and 2), or has gathered (stage 3)."""
         payload = getattr(weight, "_fp8", None)

@@ -55,6 +55,7 @@ class AmaxHistory:
     Attributes:
         check: of the scales in use, by one rank of those that share this history; None: nothing is checked. Copies and
             pickles have none.
+        is_copy: whether it is a copy, or of a pickle, that nobody has updated.
         amax_local: float32 [num_slots], maximum since the last update on this rank.
         scale: float32 [num_slots], multiply to enter FP8.
         scale_inv: float32 [num_slots], multiply to leave.
@@ -87,9 +88,16 @@ class AmaxHistory:
         self.ready = False
         self.names = tuple(names) or tuple(f"slot {index}" for index in range(num_slots))
         self.check: ScaleCheck | None = None
+        self.is_copy = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "check": None}
+        return {**self.__dict__, "check": None, "is_copy": True}
+
+    def move(self, device: torch.device) -> None:
+        """To where a copy's layers are now; each takes its slots anew."""
+        for name in ("amax_local", "scale", "scale_inv"):
+            setattr(self, name, scale_vector(self.num_slots, device).copy_(getattr(self, name)))
+        self.fp8_max, self.amax_history = self.fp8_max.to(device), self.amax_history.to(device)
 
     def slot(self, index: int) -> AmaxSlot:
         """The entries of tensor `index`; good for the life of this object."""
@@ -126,6 +134,7 @@ class AmaxHistory:
         self.amax_local.zero_()
         self.num_updates += 1
         self.ready = True
+        self.is_copy = False
 
     @torch.no_grad()
     def forget(self) -> None:

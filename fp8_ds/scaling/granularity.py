@@ -15,6 +15,7 @@ from torch import Tensor
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.blockwise import BLOCK, shard_block_amax
 from fp8_ds.ops.blockwise.reference import scale_from_amax as pow2_scale_from_amax
+from fp8_ds.ops.quantize import quantize
 from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
 
 
@@ -80,6 +81,48 @@ OF_RECIPE = {
     "blockwise": TILE,
 }
 """How weights are scaled, by recipe of the linears."""
+
+
+@dataclass(frozen=True)
+class CopiedScales:
+    """By which a copy of an FP8 weight, in high precision, is quantised to the bytes of the original.
+
+    By scales of its own its values would be rounded to FP8 a second time. Where the largest magnitude changes, as
+    training and moving averages make it, the scale is one of its own.
+
+    Args:
+        granularity: which elements share a scale.
+        scale: grid of the original, multiply to enter FP8.
+        scale_inv: likewise, multiply to leave FP8.
+        amax: grid of the copy's largest magnitudes, float32; NaN where `scale` does not fit them.
+    """
+
+    granularity: Granularity
+    scale: Tensor
+    scale_inv: Tensor
+    amax: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, granularity: Granularity, scale: Tensor, scale_inv: Tensor) -> CopiedScales:
+        """Of a weight that reads as `values` (hp, full shape) and has these scales."""
+        amax = granularity.amax(values.reshape(-1), values.shape)
+        fits = amax * scale <= E4M3.max * (1 + 2**-8)  # decoded values are rounded to bf16
+        return cls(granularity, scale.clone(), scale_inv.clone(), torch.where(fits, amax, torch.nan))
+
+    def fit(self, weight: Tensor) -> bool:
+        """Whether `weight`, which somebody may have replaced, has such a grid."""
+        return self.granularity == TENSOR or self.granularity.grid(weight.shape) == tuple(self.scale.shape)
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(float8_e4m3fn of the shape of `weight`, its grid of scale_inv) of hp values."""
+        scale, scale_inv, amax = (grid.to(weight.device) for grid in (self.scale, self.scale_inv, self.amax))
+        now = self.granularity.amax(weight.reshape(-1), weight.shape)
+        own_scale, own_scale_inv = self.granularity.scales(now)
+        scale, scale_inv = (
+            torch.where(now == amax, scale, own_scale),
+            torch.where(now == amax, scale_inv, own_scale_inv),
+        )
+        return quantize(weight, per_element(scale, weight.shape), E4M3), scale_inv
 
 
 def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:

@@ -28,7 +28,7 @@ from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import ForeignLinears
 from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads, weight_and_input
-from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.features import gather_outputs
 
@@ -81,6 +81,12 @@ class AutoTpFp8Linear(Fp8Linear):
     def revert(self) -> None:
         del self.fp8_recipe
         self.__class__ = type(self).__bases__[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoTpFp8Linear:
+        """DeepSpeed's, which shares the process group and does not ask for `__getstate__`."""
+        copied: AutoTpFp8Linear = super().__deepcopy__(memo)  # type: ignore[misc]
+        copied.fp8_recipe.copied = copied_scales(self.weight, self.fp8_recipe)
+        return copied
 
     def extra_repr(self) -> str:
         """DeepSpeed's and ours."""

@@ -173,7 +173,7 @@ class Fp8Parameter(nn.Parameter):
         return super().share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with the true values: a copy has no shards, no scale and no owner."""
+        """A plain Parameter with the true values: a copy has no shards and no owner; its layer's has the scales."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(plain(self.data).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,21 @@ def trained(
         training.assert_fp8_follows_masters(training.fp8_state(engine), training.full_masters(engine))
     destroy(engine)
     return {"losses": losses, "norms": norms, "kinds": kinds, "report": report}
+
+
+def copied() -> bool:
+    """Whether a copy of the model computes what the engine does, to the bit."""
+    engine = autotp_engine(2, {"optimizer": {"states": "fp8"}}, 2)
+    train(engine, 2, 2)
+    batch, again = training.micro_batches(77, 1)[0], copy.deepcopy(engine.module)
+    with torch.no_grad():
+        expected, found = (model(input_ids=batch).logits for model in (engine, again))
+    destroy(engine)
+    return torch.equal(expected, found)
+
+
+def test_a_copy_computes_what_the_engine_does(ranks: Any) -> None:
+    assert ranks(2).run(copied) == [True, True]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

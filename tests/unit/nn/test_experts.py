@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.estimate import weights_of
+from fp8_ds.formats import E4M3
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
@@ -28,8 +30,11 @@ from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
+from fp8_ds.ops.quantize import quantize
 from fp8_ds.rehearsal import rehearse
 from fp8_ds.testing import assert_bitwise, sqnr_db
+from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.payload import Fp8Payload
 
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 if not hasattr(mixtral, "MixtralExperts"):
@@ -431,6 +436,22 @@ def test_copies_and_pickles_compute_the_same() -> None:
     for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert set(again.state_dict()) == {"gate_up_proj", "down_proj"}
         for one, other in zip(expected, run(again), strict=True):
+            assert_bitwise(one, other)
+
+
+def test_a_copy_of_experts_in_fp8_multiplies_by_their_bytes() -> None:
+    """Whose scale is a power of two, and would be another by the copy's values."""
+    experts = convert(stock())
+    for p in experts.parameters():
+        amax = float(p.detach().abs().max())
+        scale = torch.tensor(2.0 ** math.floor(math.log2(448 / amax)) / 2)
+        payload = Fp8Payload("w", scale, 1 / scale, p.dtype)
+        payload.data = quantize(p.detach(), scale, E4M3)
+        p._fp8, p.data, p.__class__ = payload, payload.nominal(p.shape), Fp8Parameter
+    expected = run(experts, steps=1)
+    for again in (copy.deepcopy(experts), copy.deepcopy(copy.deepcopy(experts)), pickle.loads(pickle.dumps(experts))):
+        assert all(type(p) is nn.Parameter for p in again.parameters())
+        for one, other in zip(expected, run(again, steps=1), strict=True):
             assert_bitwise(one, other)
 
 

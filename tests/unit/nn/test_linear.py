@@ -496,3 +496,18 @@ def test_delayed_maximum_is_over_all_micro_batches():
         module(torch.full((8, 32), factor)).backward(torch.full((8, 16), factor))
     assert history.amax_local.tolist() == [50.0, 50.0]
     assert math.isclose(history.fp8_max[1].item(), E5M2.max)
+
+
+def test_copies_with_delayed_scales_move_with_their_weights_and_say_that_these_stay():
+    linear, history = delayed_of(nn.Linear(32, 16).bfloat16())
+    x = torch.randn(4, 32).bfloat16()
+    run(linear, x)
+    history.update(history.amax_local.clone())
+    again = copy.deepcopy(linear)
+    with pytest.warns(UserWarning, match="stay those of the moment it was copied"):
+        assert_bitwise(run(again, x)[0], run(linear, x)[0])
+    again.to("meta")
+    assert {again.fp8_recipe.slot_x.scale.device.type, again.fp8_recipe.slot_grad.scale.device.type} == {"meta"}
+    scale = linear.fp8_recipe.slot_x.scale
+    linear.to("cpu")
+    assert linear.fp8_recipe.slot_x.scale is scale

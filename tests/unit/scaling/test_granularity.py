@@ -8,7 +8,7 @@ import torch
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
-from fp8_ds.scaling.granularity import OF_RECIPE, ROW, TENSOR, TILE, per_element, per_element_of_part
+from fp8_ds.scaling.granularity import OF_RECIPE, ROW, TENSOR, TILE, CopiedScales, per_element, per_element_of_part
 from fp8_ds.testing import assert_bitwise, many_scales
 
 SHAPES = [(300, 200), (17, 129), (128, 128), (5, 7), (1, 300), (300, 1)]
@@ -57,6 +57,33 @@ def test_a_non_finite_element_spoils_its_own_block_only(granularity, bad):
     _, scale_inv = granularity.scales(granularity.amax(weight.view(-1), weight.shape))
     assert scale_inv.isnan().sum() == 1
     assert per_element(scale_inv, weight.shape).expand(weight.shape)[130, 200].isnan()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: g.name)
+@pytest.mark.parametrize("factor", [1.0, 0.37], ids=["full range", "a part of the range"])
+def test_a_copy_in_bf16_has_the_bytes_of_the_original_until_its_largest_values_change(granularity, factor):
+    """Also with a scale that leaves some of the range free, as powers of two do."""
+    master = many_scales("per_tile", 300, 200)
+    scale, scale_inv = granularity.scales(granularity.amax(master.view(-1), master.shape) / factor)
+    data = quantize(master, per_element(scale, master.shape), E4M3)
+    weight = (data.float() * per_element(scale_inv, master.shape)).bfloat16()
+    copied = CopiedScales.of(weight, granularity, scale, scale_inv)
+    for values in (weight, weight.float()):
+        assert_bitwise(copied.quantize(values)[0], data)
+        assert_bitwise(copied.quantize(values)[1], scale_inv)
+    changed = weight * 2
+    expected, expected_inv = whole(changed, granularity)
+    assert_bitwise(copied.quantize(changed)[0], expected)
+    assert_bitwise(copied.quantize(changed)[1].reshape(expected_inv.shape), expected_inv)
+
+
+def test_scales_that_do_not_fit_the_values_are_not_kept_for_a_copy():
+    """As where a weight is gathered and written, and its scale is still the old one."""
+    weight = many_scales("per_tile", 40, 30).bfloat16()
+    scale, scale_inv = ROW.scales(ROW.amax(weight.view(-1), weight.shape) / 2)
+    copied = CopiedScales.of(weight, ROW, scale, scale_inv)
+    assert_bitwise(copied.quantize(weight)[0], quantize_rowwise(weight, E4M3)[0])
+    assert copied.fit(weight) and not copied.fit(weight[:30])
 
 
 def test_llama_3_8b_has_1_4_million_rows_or_0_43_million_tiles():
