@@ -21,7 +21,7 @@ _SMALLEST_MOVABLE = (1 << _MANTISSA_BITS) + 1
 """Code above that of the smallest normal number: another power of two moves the exponents of such a byte and of its
 master alike, whatever the low part. Below it would change how the master is rounded, which only its owner knows."""
 
-_CHANCE = 1 / 8
+CHANCE = 1 / 8
 """Where fewer elements than this are as they were read, other values were written, and all of them are meant: one in 16
 bf16 numbers has FP8's mantissa, and may be what was read by chance."""
 
@@ -52,7 +52,7 @@ def overwrite(
     num_kept = int(kept.sum())
     if num_kept == kept.numel():
         return kept
-    if num_kept < _CHANCE * kept.numel():
+    if num_kept < CHANCE * kept.numel():
         kept.zero_()
     # A master lies within half a step of its high part: 1/16 of it, or 2**-10 where that is subnormal.
     bound = torch.minimum(limit, held * (1 + 2.0**-4) + old * 2.0**-10)

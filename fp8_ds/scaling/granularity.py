@@ -130,18 +130,3 @@ def per_element(grid: Tensor, shape: Sequence[int]) -> Tensor:
     if grid.dim() == 0 or grid.numel() == 1 or grid.shape == (shape[0], 1):
         return grid
     return grid.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
-
-
-def per_element_of_part(grid: Tensor, shape: Sequence[int], start: int, numel: int) -> Tensor:
-    """`per_element` of the elements [start, start + numel) of the flattened weight: 0-dim, or float32 [numel]."""
-    if grid.numel() == 1:
-        return grid.reshape(())
-    num_cols = max(shape[1], 1)
-    first_row, end_row = start // num_cols, -(-(start + numel) // num_cols)
-    if grid.shape == (shape[0], 1):
-        rows = grid[first_row:end_row].expand(-1, num_cols)
-    else:
-        index = torch.arange(first_row, end_row, device=grid.device) // BLOCK
-        rows = grid[index].repeat_interleave(BLOCK, 1)[:, :num_cols]
-    skipped = start - first_row * num_cols
-    return rows.reshape(-1)[skipped : skipped + numel]

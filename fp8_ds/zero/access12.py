@@ -1,8 +1,9 @@
 """ZeRO-1 and 2: FP8 weights as others read and write them. Exports get bf16 of the masters, loads set the masters.
 
 What a user writes besides holds until the next step, which starts from the masters, unless
-`_restore_from_bit16_weights` makes masters of it before. Where masters are split, states12.py overrides what reads and
-writes one.
+`_restore_from_bit16_weights` (stock's `refresh_fp32_params`) makes masters of it before: until then each rank keeps its
+elements of it as they were written, which FP8 bytes round. Where masters are split, states12.py overrides what reads
+and writes one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_ds.comm import gather_runs
-from fp8_ds.scaling.granularity import per_element_of_part
+from fp8_ds.optim.written import CHANCE
 from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.payload import Fp8Payload
+from fp8_ds.zero.sharded import same_bits
+
+
+class Written(NamedTuple):
+    """This rank's elements of an FP8 weight that a user has written since the last step, 1-D.
+
+    Attributes:
+        values: bf16, as they were written; where they were written as they were read, bf16 of the master.
+        kept: bool, these latter.
+    """
+
+    values: Tensor
+    kept: Tensor
 
 
 class Fp8AccessStage12:
@@ -30,7 +44,7 @@ class Fp8AccessStage12:
 
     _fp8_kinds: list[KindBuffer]
     _hp_kinds: list[KindBuffer]
-    _fp8_overwritten: set[int]  # id of payload, of weights that a user has written since the last step
+    _fp8_overwritten: dict[int, Written]  # by id of payload
     _fp8_loading = False
     fp8_is_exporting = False
 
@@ -111,47 +125,60 @@ class Fp8AccessStage12:
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
         """Weight `index` of a group, `slot` of the scale vectors, reads as `flat` (1-D) from now on."""
         quantizer, payload = self._fp8_quantizer, self._fp8_kinds[group_index].params[index]._fp8
+        if not self._fp8_loading:
+            self._fp8_keep_written(group_index, index, flat)
         quantizer.rescale(slot, quantizer.amax_of(slot, flat))
         quantizer.quantize_into(payload.data.view(-1), flat, slot)
         if payload.hp is not None:
             payload.hp.view(-1).copy_(flat)
         self._fp8_take_over(group_index, index, flat)
 
-    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """A user has written `flat` (1-D) into weight `index` of a group, whose bytes are already those of it."""
+    def _fp8_keep_written(self: Any, group_index: int, index: int, flat: Tensor) -> None:
+        """A user is about to write `flat` (1-D) into weight `index` of a group: keep this rank's elements of it."""
         kind = self._fp8_kinds[group_index]
-        if not self._fp8_loading:
-            self._fp8_overwritten.add(id(kind.params[index]._fp8))
+        payload, f = kind.params[index]._fp8, next((f for f in kind.own if f.index == index), None)
+        if f is None:
             return
+        flat = flat.to(payload.dtype)
+        same = same_bits(flat, payload.dequantize().view(-1))
+        if int(same.sum()) < CHANCE * same.numel():
+            same.zero_()
+        values, same = (x.narrow(0, f.tensor_start, f.numel) for x in (flat, same))
+        before = self._fp8_overwritten.get(id(payload))
+        if before is None:
+            master = self.single_partition_of_fp32_groups[group_index].data
+            master = master.narrow(0, f.partition_start, f.numel).to(flat)
+            before = Written(master, torch.ones_like(same))
+        self._fp8_overwritten[id(payload)] = Written(torch.where(same, before.values, values), same & before.kept)
+
+    def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
+        """With `fp8_load`, `flat` (1-D) is the master of weight `index` of a group, whose bytes are already its."""
+        if not self._fp8_loading:
+            return
+        kind = self._fp8_kinds[group_index]
         master = self.single_partition_of_fp32_groups[group_index].data
         for f in kind.own:
             if f.index == index:
                 piece = flat.narrow(0, f.tensor_start, f.numel)
                 master.narrow(0, f.partition_start, f.numel).copy_(piece)
 
-    def _fp8_written_pieces(self: Any) -> dict[int, Tensor]:
-        """id of payload -> this rank's elements as they are read now, of weights that a user wrote since the step."""
-        return {
-            id(payload): _piece(payload, f.tensor_start, f.numel)
-            for fp8 in self._fp8_kinds
-            for f in fp8.own
-            if id(payload := fp8.params[f.index]._fp8) in self._fp8_overwritten
-        }
-
     @torch.no_grad()
     def _restore_from_bit16_weights(self: Any) -> None:
         """Masters from the model's weights, where the model's weights are the newer (a module-only load).
 
         An FP8 weight that nobody wrote is derived from its master and leaves it alone; one loaded through the engine
-        has set its master already; one written by the user is de-quantised.
+        has set its master already; one written by the user gives it the bf16 values that were written, without an FP8
+        rounding, and leaves it alone where it was written as it was read.
         """
         self._fp8_point_params(keep_values=True)
         for i, (fp8, hp) in enumerate(zip(self._fp8_kinds, self._hp_kinds, strict=True)):
             master = self.single_partition_of_fp32_groups[i].data
             for f in fp8.own:
-                payload = fp8.params[f.index]._fp8
-                if id(payload) in self._fp8_overwritten:
-                    master.narrow(0, f.partition_start, f.numel).copy_(_piece(payload, f.tensor_start, f.numel))
+                written = self._fp8_overwritten.get(id(fp8.params[f.index]._fp8))
+                if written is not None:
+                    part = master.narrow(0, f.partition_start, f.numel)
+                    values, kept = (x.to(part.device) for x in written)
+                    part.copy_(torch.where(kept, part, values.to(part.dtype)))
             for f in hp.own:
                 piece = hp.buffer.narrow(0, f.compact_start, f.numel)
                 master.narrow(0, f.partition_start, f.numel).copy_(piece)
@@ -174,12 +201,3 @@ class WeightWriter:
         owner = self.owner()
         assert owner is not None
         owner._fp8_write(self.group_index, self.index, self.slot, value.contiguous().view(-1))
-
-
-def _piece(payload: Fp8Payload, start: int, numel: int) -> Tensor:
-    """Elements of the flattened weight as they are now, float32."""
-    if payload.hp is not None:
-        return payload.hp.view(-1).narrow(0, start, numel).float()
-    assert payload.data is not None
-    piece = payload.data.view(-1).narrow(0, start, numel)
-    return piece.float() * per_element_of_part(payload.scale_inv, payload.data.shape, start, numel)

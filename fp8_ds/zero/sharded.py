@@ -121,9 +121,13 @@ def newer(source: Tensor, read: Tensor) -> Tensor:
     Args:
         read: bf16; float32 of weights in which stock code has left that, as of a LoRA whose base zero.Init has cut.
     """
-    bits = _BITS[read.element_size()]
-    same = source.to(read.dtype).view(bits) == read.view(bits)
-    return torch.where(same, source.float(), read.float())
+    return torch.where(same_bits(source.to(read.dtype), read), source.float(), read.float())
+
+
+def same_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Which elements are the same, bit for bit; of one dtype, bf16 or float32."""
+    bits = _BITS[left.element_size()]
+    return left.view(bits) == right.view(bits)
 
 
 def adjacent(shards: list[Tensor]) -> Tensor | None:

@@ -22,7 +22,7 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.scaling.granularity import Granularity
 from fp8_ds.zero import graphs
-from fp8_ds.zero.access12 import Fp8AccessStage12, WeightWriter
+from fp8_ds.zero.access12 import Fp8AccessStage12, WeightWriter, Written
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.kind_buffer import KindBuffer
 from fp8_ds.zero.parameter import Fp8Parameter
@@ -57,7 +57,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         self._fp8_quantizer = self._fp8_make_quantizer(context, self.bit16_groups_flat[0].device)
         self._fp8_in_step = False
         self._fp8_own_gradients = graphs.OwnGradients()
-        self._fp8_overwritten: set[int] = set()
+        self._fp8_overwritten: dict[int, Written] = {}
         self._fp8_norms: list[tuple[Any, Tensor]] = []
         owned = OwnedGroups(self.bit16_groups_flat)
         owned.owner = weakref.ref(self)
@@ -197,7 +197,6 @@ class Fp8ZeroStage12(Fp8AccessStage12):
 
         Two bytes a weight on every rank, gathered after each step. What a user has written since the last step holds.
         """
-        written = self._fp8_written_pieces()
         skipped = [i for i in range(len(self._fp8_kinds)) if self._fp8_is_all_bf16(i)]
         self._fp8_bf16_kinds, kinds = [], []  # what was there is freed first
         for p in (p for fp8 in self._fp8_kinds for p in fp8.params):
@@ -211,9 +210,9 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             bf16 = KindBuffer(params, starts, size, group, dtype, fp8.buffer.device)
             self._fp8_fill_bf16(i, bf16)
             for f in bf16.own:
-                piece = written.get(id(params[f.index]._fp8))
-                if piece is not None:
-                    bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(piece)
+                written = self._fp8_overwritten.get(id(params[f.index]._fp8))
+                if written is not None:
+                    bf16.buffer.narrow(0, f.compact_start, f.numel).copy_(written.values)
             bf16.gather(self._fp8_free_bytes)
             for index, p in enumerate(params):
                 p._fp8.hp = bf16.view(index)
