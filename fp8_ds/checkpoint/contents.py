@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -75,20 +76,21 @@ def read_structure(path: Path, allowed: Allowed = ()) -> Any:
     return read_data(path, allowed, device="meta")
 
 
-def read_data(path: Path, allowed: Allowed = (), device: str = "cpu") -> Any:
+def read_data(path: Path, allowed: Allowed = (), device: str = "cpu", *, is_mapped: bool = False) -> Any:
     """What `torch.load` returns, if it can without executing anything.
 
     Args:
         path: of a file of torch.save.
         allowed: classes beside torch's own list, torch.serialization.add_safe_globals, and plain ones.
         device: of all tensors.
+        is_mapped: bytes of tensors are read when they are looked at, where the file's form allows it.
 
     Raises:
         CheckpointError: the file cannot be read so.
     """
     try:
         with safe_globals([*_PLAIN, *allowed]):
-            return torch.load(path, map_location=device, weights_only=True)
+            return torch.load(path, map_location=device, weights_only=True, mmap=is_mapped and is_zipfile(path))
     except Exception as error:  # of pickle, zip files, torch: whatever is in the file
         names = unknown_names(path, allowed)
         if names:

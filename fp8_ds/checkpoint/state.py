@@ -7,19 +7,37 @@ saved all the same, so that a tool can read FP8 bytes' scales without masters.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
+from fp8_ds.formats import E4M3
 from fp8_ds.nn.convert import Plan
 from fp8_ds.nn.stacks import AT_END, AT_START
+from fp8_ds.optim.masters import BY_NAME
+from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
 from fp8_ds.zero.context import Fp8Context
 
 CHECKPOINT_KEY = "fp8_ds"
 LEFT_OUT_KEY = "left_out"
+FOLLOWING_KEY = "following"
+"""Within our state: of monitor and guard."""
+LATE_KEY = "late_overflow"
+"""Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
+BOUND_SUMS_KEY = "bound_sums"
+"""Likewise: by parameter group, what bounds Adam's update where betas have moved."""
 _VERSION = 1
+_NEEDED = ("config", "plan", "scale_inv", "history")
+_LARGEST_SCALE_INV = torch.finfo(torch.float32).max / E4M3.max
+"""That of the largest number that a weight may hold."""
+_WIDTH = 60
 
 
 def save_state(context: Fp8Context, left_out: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,8 +65,9 @@ def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """scale_inv by weight name that split masters were stored with when `state` was saved; empty if they were not."""
     if state is None or state.get("version") != _VERSION:
         return {}
-    master = state["config"].get("optimizer", {}).get("master_format", "fp32")
-    return {} if master == "fp32" else dict(state["scale_inv"])
+    if _master_of(state["config"]) == "fp32":
+        return {}
+    return {name: value for name, value in state["scale_inv"].items() if _is_power_of_two(value)}  # not frozen ones'
 
 
 def followed_lr(state: Mapping[str, Any] | None) -> float | None:
@@ -82,17 +101,11 @@ def restore_state(
         if context.history is not None:
             context.history.forget()
         return
-    if state.get("version") != _VERSION:
-        raise ConfigError(
-            f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
-            "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
-        )
+    _refuse_other_version(state)
     plan = Plan.from_state(state["plan"])
-    converted = [row.fqn for row in plan.layers if row.converted]
-    same_layers = converted == [row.fqn for row in context.plan.layers if row.converted]
+    same_layers = _converted(plan) == _converted(context.plan)
     if not same_layers:
-        before = set(converted)
-        now = {row.fqn for row in context.plan.layers if row.converted}
+        before, now = set(_converted(plan)), set(_converted(context.plan))
         if of_a_stage:
             before &= {row.fqn for row in context.plan.layers}
             now &= {row.fqn for row in plan.layers}
@@ -119,6 +132,222 @@ def restore_state(
         context.history.forget()
         return
     context.history.load_state_dict(history)
+
+
+# --- what is wrong with a state, said before anything is taken over ---
+
+
+def wrong_entries(
+    context: Fp8Context, state: Any, *, module_only: bool, with_optimizer: bool, of_other_cuts: bool
+) -> list[str]:
+    """Describe the entries that `restore_state` and `split_master_scales` cannot take over; empty if there are none.
+
+    Args:
+        context: of the engine that is to load; nothing of it is changed.
+        state: what a model file holds under `CHECKPOINT_KEY`.
+        module_only: as for `restore_state`, which reads less then.
+        with_optimizer: the same parameters are trained here as where it was saved.
+        of_other_cuts: ranks may have had other parts of the weights than they have here.
+
+    Raises:
+        ConfigError: the state, or its layer plan, is of an unknown version.
+    """
+    if not isinstance(state, Mapping):
+        return [_wrong(_at(), "a dict", state)]
+    _refuse_other_version(state)
+    if missing := [key for key in _NEEDED if key not in state]:
+        return [f"{_at()} lacks {', '.join(missing)}"]
+    if problem := _wrong_config(state["config"]):
+        return [problem]
+    if (plan := _plan_in(state)) is None:
+        return [_wrong(_at("plan"), "rows of layers", state["plan"])]
+    if module_only:
+        return []
+    linear, master = state["config"].get("linear", {}), _master_of(state["config"])
+    granularity = TENSOR if master != "fp32" else OF_RECIPE[linear.get("recipe", "tensorwise")]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if granularity == TENSOR:
+        shapes = {row.weight_name: () for row in plan.layers}
+    elif not of_other_cuts:
+        names = {row.weight_name for row in plan.layers if row.converted} & context.weights.keys()
+        here = {name: context.weights[name] for name in names}
+        shapes = {name: granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
+    is_same_plan = _converted(plan) == _converted(context.plan)
+    return [
+        *_wrong_scales(state["scale_inv"], plan, shapes),
+        *_no_powers_of_two(state["scale_inv"], context.trainable if master != "fp32" and with_optimizer else ()),
+        *_wrong_history(state["history"], context.history if is_same_plan else None),
+        *_wrong_release(state.get("release")),
+        *_wrong_precision(state.get("precision")),
+        *_wrong_bound_sums(state.get(BOUND_SUMS_KEY, {})),
+        *([] if isinstance(late := state.get(LATE_KEY, False), bool) else [_wrong(_at(LATE_KEY), "a bool", late)]),
+    ]
+
+
+def _refuse_other_version(state: Mapping[str, Any]) -> None:
+    if state.get("version") != _VERSION:
+        raise ConfigError(
+            f"checkpoint[{CHECKPOINT_KEY!r}]: expected version {_VERSION}, got {state.get('version')!r}. "
+            "Load it with the fp8_ds that wrote it, or export it with save_16bit_model there."
+        )
+
+
+def _at(*keys: object) -> str:
+    return "".join([CHECKPOINT_KEY, *(f"[{key!r}]" for key in keys)])
+
+
+def _wrong(place: str, expected: str, got: Any) -> str:
+    return f"{place}: expected {expected}, got {str(got)[:_WIDTH]}"
+
+
+def _master_of(config: Mapping[str, Any]) -> str:
+    return str(config.get("optimizer", {}).get("master_format", "fp32"))
+
+
+def _converted(plan: Plan) -> list[str]:
+    return [row.fqn for row in plan.layers if row.converted]
+
+
+def _is_number(value: Any, kind: type = float) -> bool:
+    """Whether `value` is a number of `kind` from 0 on; infinity is one."""
+    kinds = (int,) if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
+
+
+def _is_power_of_two(value: Tensor) -> bool:
+    return value.numel() == 1 and math.frexp(float(value))[0] == 0.5
+
+
+def _wrong_config(config: Any) -> str:
+    if not isinstance(config, Mapping) or not all(
+        isinstance(config.get(k, {}), Mapping) for k in ("linear", "optimizer")
+    ):
+        return _wrong(_at("config"), 'an "fp8" block', config)
+    if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:
+        return _wrong(_at("config", "linear", "recipe"), f"one of {', '.join(OF_RECIPE)}", recipe)
+    if (master := _master_of(config)) not in BY_NAME:
+        return _wrong(_at("config", "optimizer", "master_format"), f"one of {', '.join(BY_NAME)}", master)
+    return ""
+
+
+def _plan_in(state: Mapping[str, Any]) -> Plan | None:
+    """The layer plan; None if it is none."""
+    try:
+        plan = Plan.from_state(state["plan"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    is_plan = all(
+        isinstance(row.fqn, str)
+        and isinstance(row.converted, bool)
+        and all(_is_number(size, int) for size in (row.out_features, row.in_features, row.num_experts))
+        for row in plan.layers
+    )
+    return plan if is_plan else None
+
+
+def _wrong_tensor(
+    place: str, value: Any, shape: tuple[int, ...] | None, expected: str, is_good: Callable[[Tensor], Tensor]
+) -> Iterator[str]:
+    """Args: shape: that it must have; None: any. is_good: which elements are as `expected` says."""
+    shown = f"float32{'' if shape is None else f' of shape {shape}'}, {expected}"
+    if not isinstance(value, Tensor):
+        yield _wrong(place, shown, f"{type(value).__name__} {value!r}")
+    elif value.dtype != torch.float32 or (shape is not None and value.shape != shape):
+        yield _wrong(place, shown, f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}")
+    elif len(bad := value[~is_good(value)]):
+        yield _wrong(place, shown, f"{float(bad[0]):g}")
+
+
+def _wrong_scales(saved: Any, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Args: shapes: by weight, where they are known."""
+    if not isinstance(saved, Mapping):
+        yield _wrong(_at("scale_inv"), "a dict by weights", saved)
+        return
+    names = [row.weight_name for row in plan.layers if row.converted]
+    yield from (f"{_at('scale_inv')} lacks {name}" for name in names if name not in saved)
+    yield from (f"{_at('scale_inv', name)} is of no weight that is in FP8 by its plan" for name in saved.keys() - names)
+    for name in (name for name in names if name in saved):
+        yield from _wrong_tensor(
+            _at("scale_inv", name),
+            saved[name],
+            shapes.get(name),
+            f"above 0 and up to {_LARGEST_SCALE_INV:.3g}",
+            lambda x: (x > 0) & (x <= _LARGEST_SCALE_INV),
+        )
+
+
+def _no_powers_of_two(saved: Any, names: Iterable[str]) -> Iterator[str]:
+    """Of split masters."""
+    for name in (name for name in names if isinstance(saved, Mapping) and isinstance(saved.get(name), Tensor)):
+        if not _is_power_of_two(saved[name]) and 0 < float(saved[name].sum()) <= _LARGEST_SCALE_INV:
+            yield _wrong(_at("scale_inv", name), "a power of two", f"{float(saved[name].sum()):g}")
+
+
+def _wrong_history(saved: Any, here: AmaxHistory | None) -> Iterator[str]:
+    """Args: here: the histories that take them over; None: none do."""
+    if saved is None:
+        return
+    if not isinstance(saved, Mapping):
+        yield _wrong(_at("history"), "a dict or None", saved)
+        return
+    good: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+        "amax_history": ("finite, from 0 on", lambda x: (x >= 0) & (x < math.inf)),
+        "scale": ("finite, above 0", lambda x: (x > 0) & (x < math.inf)),
+        "scale_inv": ("finite, above 0", lambda x: (x > 0) & (x < math.inf)),
+        "amax_local": ("from 0 on", lambda x: ~(x < 0)),  # of a step that is not over, which may be infinite or NaN
+    }
+    for key, (expected, is_good) in good.items():
+        if key not in saved:
+            yield f"{_at('history')} lacks {key}"
+            continue
+        shape = None if here is None else tuple(getattr(here, key).shape)
+        yield from _wrong_tensor(_at("history", key), saved[key], shape, expected, is_good)
+    if not _is_number(saved.get("num_updates"), int):
+        yield _wrong(_at("history", "num_updates"), "a count", saved.get("num_updates"))
+
+
+def _wrong_release(saved: Any) -> Iterator[str]:
+    if saved is None:
+        return
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("tensor_norms"), Mapping):
+        yield _wrong(_at("release"), 'a dict with "tensor_norms"', saved)
+        return
+    if not _is_number(saved.get("num_steps"), int):
+        yield _wrong(_at("release", "num_steps"), "a count", saved.get("num_steps"))
+    if not _is_number(saved.get("last_norm")):
+        yield _wrong(_at("release", "last_norm"), "a norm", saved.get("last_norm"))
+    for name, value in saved["tensor_norms"].items():
+        if not _is_number(value):
+            yield _wrong(_at("release", "tensor_norms", name), "a norm", value)
+
+
+def _wrong_bound_sums(saved: Any) -> Iterator[str]:
+    if not isinstance(saved, Mapping):
+        yield _wrong(_at(BOUND_SUMS_KEY), "a dict by parameter groups", saved)
+        return
+    for group, value in saved.items():
+        if not (_is_number(group, int) and _is_number(value) and value < math.inf):
+            yield _wrong(_at(BOUND_SUMS_KEY, group), "a finite number >= 0 of a parameter group", value)
+
+
+def _wrong_precision(saved: Any) -> Iterator[str]:
+    if saved is None:
+        return
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("overrides"), Mapping):
+        yield _wrong(_at("precision"), 'a dict with "overrides"', saved)
+        return
+    if not isinstance(stays := saved.get("stays", {}), Mapping):  # early checkpoints have none
+        yield _wrong(_at("precision", "stays"), "a dict", stays)
+        return
+    for name, value in saved["overrides"].items():
+        if value not in ("bf16", "fp8"):
+            yield _wrong(_at("precision", "overrides", name), '"bf16" or "fp8"', value)
+    for name, stay in stays.items():
+        counts = stay[:2] if isinstance(stay, tuple | list) and len(stay) == 3 else ()
+        if not (counts and all(_is_number(count, int) for count in counts) and isinstance(stay[2], bool)):
+            yield _wrong(_at("precision", "stays", name), "(length, until, is_over)", stay)
+    if (lr := saved.get("lr")) is not None and not _is_number(lr):
+        yield _wrong(_at("precision", "lr"), "a learning rate or None", lr)
 
 
 def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
-from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure
 from fp8_ds.checkpoint.manifest import Manifest
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY
+from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.engine.cut_models import lacks_info
 from fp8_ds.engine.fit import in_form_of, other_parameters, other_run, other_universal
 from fp8_ds.engine.saving import host_of, is_first_of_host
 from fp8_ds.engine.waiting import Say, all_do, tell_all
-from fp8_ds.errors import CheckpointError
+from fp8_ds.errors import CheckpointError, ConfigError
 
 _NUM_SHOWN = 3
 
@@ -59,7 +59,15 @@ class _Choice:
 
 
 def check_whole(
-    engine: Any, load_dir: Any, tag: Any, *, module_only: bool, with_optimizer: bool, reads_latest: bool, say: Say
+    engine: Any,
+    load_dir: Any,
+    tag: Any,
+    *,
+    module_only: bool,
+    of_another_run: bool,
+    with_optimizer: bool,
+    reads_latest: bool,
+    say: Say,
 ) -> str | None:
     """The tag that stock code may load: all of its files are as they were written, and hold data only. Collective.
 
@@ -68,6 +76,7 @@ def check_whole(
         load_dir: one folder for all ranks, or one on each host.
         tag: None: what `latest` names, or `latest_universal`.
         module_only: the weights alone are loaded.
+        of_another_run: our state is not taken over.
         with_optimizer: its shards are loaded, so that the world size and the parameters must be the same.
         reads_latest: stock code will read what `latest` names, whatever `tag` is.
         say: called with a line for rank 0.
@@ -77,6 +86,7 @@ def check_whole(
 
     Raises:
         CheckpointError: on all ranks, naming the files.
+        ConfigError: our state in them is of an unknown version, on all ranks.
     """
     is_universal = bool(engine.load_universal_checkpoint())
     # Stock code opens no file of the optimizer then: in stage 3 it takes the weights from them.
@@ -91,6 +101,7 @@ def check_whole(
     find_problems = _found(lambda: _problems(engine, request, choice, readers))
     problems = [problem for found in all_do("load_checkpoint", find_problems, say) for problem in found]
     _refuse(request.folder, problems, choice.tag)
+    _refuse_wrong_state(engine, request, choice.tag, of_another_run, say)
     if choice.manifest is None:
         say(
             f"fp8: {request.folder / choice.tag} has no {manifests.MANIFEST}: not written by fp8_ds. Its pickles hold "
@@ -312,6 +323,56 @@ def _misfits(engine: Any, request: _Request, path: Path) -> list[str]:
         return missing
     other = other_universal(engine, path, Path(model_files[0]))
     return [other] if other else []
+
+
+def _refuse_wrong_state(engine: Any, request: _Request, tag: str, of_another_run: bool, say: Say) -> None:
+    """Each rank looks at our state in the model file that it will load; of a universal save, in each that it may.
+    Collective.
+
+    Args:
+        of_another_run: nothing but the version and the layers of it are read then.
+
+    Raises:
+        CheckpointError: an entry is none that a save writes: on all ranks, naming file and entry.
+        ConfigError: it is of an unknown version: on all ranks.
+    """
+    other_version = ""
+
+    def examine() -> list[str]:
+        nonlocal other_version
+        paths = [path for path in map(Path, names(str(request.folder), tag)) if path.is_file()]
+        try:
+            return [f"{path}: {text}" for path in paths for text in _wrong_state(engine, request, path, of_another_run)]
+        except ConfigError as error:
+            other_version = str(error)
+            return []
+
+    names = engine._get_all_ckpt_names if request.is_universal else lambda *place: [engine._get_ckpt_name(*place)]
+    work = _found(examine)
+    told: list[tuple[list[str], str]] = all_do("load_checkpoint", lambda: (work(), other_version), say)
+    _refuse(request.folder, [problem for found, _ in told for problem in found], tag)
+    if versions := [version for _, version in told if version]:
+        raise ConfigError(versions[0])
+
+
+def _wrong_state(engine: Any, request: _Request, path: Path, of_another_run: bool) -> list[str]:
+    """What is wrong with our state in the model file `path`. Raises: as `wrong_entries`."""
+    context, following = engine.fp8 or engine._fp8_unused, engine._fp8_following
+    content = read_data(path, deepspeed_classes(), is_mapped=True)
+    if context is None or not isinstance(content, Mapping) or CHECKPOINT_KEY not in content:
+        return []
+    state = content[CHECKPOINT_KEY]
+    wrong = wrong_entries(
+        context,
+        state,
+        module_only=of_another_run,
+        with_optimizer=request.with_optimizer,
+        of_other_cuts=request.is_universal,
+    )
+    if not wrong and not of_another_run and following is not None:
+        problem = following.wrong_state(state.get(FOLLOWING_KEY))
+        wrong = [f"{CHECKPOINT_KEY}[{FOLLOWING_KEY!r}]: expected what a save writes, got {problem}"] if problem else []
+    return wrong
 
 
 def _problems_of_latest(request: _Request, readers: Collection[int]) -> list[str]:

@@ -14,7 +14,16 @@ from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from fp8_ds.checkpoint.state import CHECKPOINT_KEY, followed_lr, restore_state, save_state, split_master_scales
+from fp8_ds.checkpoint.state import (
+    BOUND_SUMS_KEY,
+    CHECKPOINT_KEY,
+    FOLLOWING_KEY,
+    LATE_KEY,
+    followed_lr,
+    restore_state,
+    save_state,
+    split_master_scales,
+)
 from fp8_ds.engine.checking import check_whole
 from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.engine.following import Following
@@ -30,12 +39,6 @@ from fp8_ds.zero.states import Fp8States
 
 _PARALLEL_DIMS, _TP_DEGREE = "checkpoint_parallel_dimensions", "tp_degree"
 """Of a model file, from DeepSpeed 0.19.8 on."""
-_FOLLOWING_KEY = "following"
-"""Within our state: of monitor and guard."""
-_BOUND_SUMS_KEY = "bound_sums"
-"""Likewise: by parameter group, what bounds Adam's update where betas have moved."""
-_LATE_KEY = "late_overflow"
-"""Likewise: the last step was skipped, and the engine does not know it yet (`bf16.check_grad_overflow` false)."""
 
 
 class Fp8Checkpoints:
@@ -68,11 +71,11 @@ class Fp8Checkpoints:
             frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
             client_state[CHECKPOINT_KEY] = save_state(context, frozen if exclude_frozen_parameters else [])
         if self._fp8_following is not None:
-            client_state[CHECKPOINT_KEY][_FOLLOWING_KEY] = self._fp8_following.state_dict()
+            client_state[CHECKPOINT_KEY][FOLLOWING_KEY] = self._fp8_following.state_dict()
             self._fp8_following.leave_out_evaluations(client_state[CHECKPOINT_KEY]["history"])
         if isinstance(self.optimizer, Fp8States):
-            client_state[CHECKPOINT_KEY][_LATE_KEY] = self.optimizer.fp8_flag.late()
-            client_state[CHECKPOINT_KEY][_BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
+            client_state[CHECKPOINT_KEY][LATE_KEY] = self.optimizer.fp8_flag.late()
+            client_state[CHECKPOINT_KEY][BOUND_SUMS_KEY] = self.optimizer.fp8_bound_sums()
         save = super().save_checkpoint  # type: ignore[misc]
 
         def write(tag: str) -> Any:
@@ -146,8 +149,9 @@ class Fp8Checkpoints:
         about other settings. Where there is no checkpoint, (None, None) as in stock, and the run is as it was.
 
         Raises:
-            CheckpointError: the checkpoint is torn, damaged, of another model or layout, or holds more than data: on
-                all ranks, before anything is loaded.
+            CheckpointError: the checkpoint is torn, damaged, of another model or layout, holds more than data, or has
+                values in our state that no save writes: on all ranks, before anything is loaded.
+            ConfigError: our state is of an unknown version: likewise.
             UnsupportedError: a universal one, for a cut model in stage 3, whose parts stock code does not make.
         """
         if self.load_universal_checkpoint() and self.zero_optimization_partition_weights() and is_cut(self.module):
@@ -161,6 +165,7 @@ class Fp8Checkpoints:
             load_dir,
             tag,
             module_only=load_module_only and load_optimizer_states,
+            of_another_run=load_module_only,
             with_optimizer=load_optimizer_states and not load_module_only and self.zero_optimization(),
             reads_latest=self.zero_optimization_partition_weights() and not load_optimizer_states,
             say=say,
@@ -197,11 +202,11 @@ class Fp8Checkpoints:
             if self.fp8.release is not None:
                 self.fp8.release.restart()
             if isinstance(self.optimizer, Fp8States) and not load_module_only:
-                self.optimizer.fp8_flag.load(bool((state or {}).get(_LATE_KEY)))
+                self.optimizer.fp8_flag.load(bool((state or {}).get(LATE_KEY)))
                 if load_optimizer_states:
-                    self.optimizer.fp8_load_bound_sums((state or {}).get(_BOUND_SUMS_KEY, {}))
+                    self.optimizer.fp8_load_bound_sums((state or {}).get(BOUND_SUMS_KEY, {}))
             goes_on = load_optimizer_states and load_lr_scheduler_states and not load_module_only
-            following = None if load_module_only else (state or {}).get(_FOLLOWING_KEY)
+            following = None if load_module_only else (state or {}).get(FOLLOWING_KEY)
             self._fp8_following.resume(following, followed_lr(state) if goes_on else None)
         return path, client_state
 

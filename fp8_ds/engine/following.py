@@ -177,6 +177,10 @@ class Following:
             self.health.load_state_dict(state, self._engine.global_steps)
             self.health.monitor.start(self._engine.global_steps)
 
+    def wrong_state(self, state: Any) -> str:
+        """Why `resume` cannot go on from `state`; empty if it can. Nothing is changed."""
+        return "" if self.health is None or state is None else self.health.wrong_state(state)
+
     def state_dict(self) -> dict[str, Any] | None:
         """Of monitor and guard, builtin types; None without."""
         return None if self.health is None else self.health.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,6 +73,17 @@ class Health:
         """Builtin types, of this rank's layers: each pipeline stage and tensor-parallel rank has a model file."""
         guard = None if self.guard is None else self.guard.state_dict()
         return {"monitor": self.monitor.state_dict(), "guard": guard}
+
+    def wrong_state(self, state: Any) -> str:
+        """Why `load_state_dict` cannot take over `state`; empty if it can. Nothing is changed."""
+        try:
+            waiting = state["monitor"]["waiting"]
+            copy.copy(self.monitor).load_state_dict(state["monitor"], -1 if waiting is None else waiting["step"])
+            if self.guard is not None:
+                copy.copy(self.guard).load_state_dict(state["guard"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
         """As when `state` was saved after `step` steps; `monitor.start` goes on. None: nothing is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -70,6 +71,114 @@ def damage(folder: str, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_damaged_file_is_named_on_all_ranks_and_nothing_is_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2).run(damage, str(tmp_path), stage)
+
+
+# --- our state ---
+
+WEIGHT = "blocks.0.up.weight"
+
+
+def set_number(number: float, *keys: str) -> Any:
+    """A damage: the first element of a tensor, or a number, is another."""
+
+    def damage(state: Any) -> None:
+        *path, last = keys
+        for key in path:
+            state = state[key]
+        if torch.is_tensor(state[last]):
+            state[last].view(-1)[0] = number
+        else:
+            state[last] = number
+
+    return damage
+
+
+def set_entry(make: Any, *keys: str) -> Any:
+    """A damage: an entry is what `make` makes of it; None: it is gone."""
+
+    def damage(state: Any) -> None:
+        *path, last = keys
+        for key in path:
+            state = state[key]
+        if make is None:
+            del state[last]
+        else:
+            state[last] = make(state.get(last))
+
+    return damage
+
+
+SCALE = ("scale_inv", WEIGHT)
+DAMAGES: list[tuple[Any, tuple[str, ...]]] = [
+    *((set_number(value, *SCALE), (f"fp8_ds['scale_inv']['{WEIGHT}']", f"got {value:g}"))
+      for value in (float("inf"), 3e38, -1.0, float("nan"), 0.0)),
+    *((set_number(value, "history", "amax_history"), ("fp8_ds['history']['amax_history']", f"got {value:g}"))
+      for value in (float("inf"), -1.0, float("nan"))),
+    (set_number(-1.0, "history", "amax_local"), ("fp8_ds['history']['amax_local']", "got -1")),
+    (set_number(float("nan"), "history", "scale"), ("fp8_ds['history']['scale']", "got nan")),
+    (set_number(-3, "history", "num_updates"), ("fp8_ds['history']['num_updates']", "got -3")),
+    (set_entry(None, "history", "scale_inv"), ("fp8_ds['history'] lacks scale_inv",)),
+    (set_entry(lambda x: x[:-1], "history", "scale"), ("['scale']: expected float32 of shape (8,)", "(7,)")),
+    (set_entry(None, *SCALE), (f"fp8_ds['scale_inv'] lacks {WEIGHT}",)),
+    (set_entry(lambda x: x.double(), *SCALE), (f"['{WEIGHT}']: expected float32 of shape ()", "got float64")),
+    (set_entry(lambda x: x.repeat(2), *SCALE), (f"['{WEIGHT}']: expected float32 of shape ()", "of shape (2,)")),
+    (set_entry(lambda x: float(x), *SCALE), (f"['{WEIGHT}']: expected float32", "got float")),
+    (set_entry(lambda _: torch.ones(()), "scale_inv", "blocks.9.up.weight"), ("blocks.9.up.weight'] is of no weight",)),
+    *((set_entry(None, key), (f"fp8_ds lacks {key}",)) for key in ("scale_inv", "history", "plan", "config")),
+    (set_entry(lambda _: [1, 2], "plan"), ("fp8_ds['plan']: expected rows of layers, got [1, 2]",)),
+    (set_entry(lambda _: {"overrides": {"up": "fp4"}}, "precision"), ("['precision']['overrides']['up']", "got fp4")),
+    (set_entry(lambda _: {"last_norm": -1.0, "num_steps": 1, "tensor_norms": {}}, "release"), ("['last_norm']", "-1")),
+    (set_entry(lambda _: {0: float("nan")}, "bound_sums"), ("fp8_ds['bound_sums'][0]", "nan")),
+    (set_entry(lambda x: {**x, "guard": {}}, "following"), ("fp8_ds['following']", "KeyError: 'named'")),
+]  # fmt: skip
+
+
+def wrong_values(folder: str, stage: int, master: str | None) -> None:
+    """One rank's file, or that of all, has a value that no save writes: nothing is loaded on any rank."""
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint.adopt import adopt
+
+    states = {} if master is None else {"optimizer": {"states": "fp8", "master": master}}
+    fp8 = {"linear": {"recipe": "delayed"}, "guard": {"action": "report"}, **states}
+    engine = base.build(stage, fp8)
+    training.train(engine, 1)
+    engine.save_checkpoint(folder, tag="one")
+    training.train(engine, 1, first_step=1)
+    before = base.snapshot(engine)
+    path = Path(folder, "one", f"{'zero_pp_rank_1_' if stage == 3 else ''}mp_rank_00_model_states.pt")
+    whole = torch.load(path, weights_only=False)
+    dist.barrier()
+    damages = DAMAGES[stage::5]
+    if master == "e4m11":
+        damages = [*DAMAGES, (set_number(0.3, *SCALE), (f"['{WEIGHT}']: expected a power of two, got 0.3",))]
+    for damage, parts in damages:
+        if dist.get_rank() == 0:
+            content = copy.deepcopy(whole)
+            damage(content["fp8_ds"])
+            torch.save(content, path)
+            adopt(path.parent)
+        dist.barrier()
+        message = refusal(engine, folder, tag="one")
+        for part in (str(path), *parts):
+            assert part in message, (part, message)
+        dist.barrier()
+    base.assert_same(base.snapshot(engine), before)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+        adopt(path.parent)
+    dist.barrier()
+    assert engine.load_checkpoint(folder, tag="one")[0] is not None
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize(("stage", "master"), [(1, None), (2, "e4m11"), (3, None), (3, "e4m19")])
+def test_values_that_no_save_writes_are_named_on_all_ranks_and_nothing_is_loaded(
+    ranks: Any, tmp_path: Path, stage: int, master: str | None
+) -> None:
+    """They were NaN in silence, or a KeyError after the masters had been loaded."""
+    ranks(2).run(wrong_values, str(tmp_path), stage, master)
 
 
 def unfinished(folder: str) -> None:
