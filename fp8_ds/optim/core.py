@@ -89,7 +89,7 @@ class AdamCore:
     def set_weight_rows(self, rows: Sequence[int | None]) -> None:
         """Row of every FP8 weight, those that this rank holds nothing of included. None: a frozen one, never moved."""
         self._weight_rows = torch.tensor([row or 0 for row in rows], dtype=torch.long, device=self.device)
-        self._weight_moves = torch.tensor([row is not None for row in rows], device=self.device)
+        self._weight_moves = torch.tensor([row is not None for row in rows], dtype=torch.bool, device=self.device)
 
     @property
     def has_moments(self) -> bool:

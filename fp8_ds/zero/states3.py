@@ -288,7 +288,8 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             saved = torch.tensor(
                 [float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights], dtype=torch.float32
             )
-            frozen = torch.tensor([not w.is_trainable for w in self._fp8_shards.weights], device=device)
+            is_frozen = [not w.is_trainable for w in self._fp8_shards.weights]
+            frozen = torch.tensor(is_frozen, dtype=torch.bool, device=device)  # there may be none at all
             amaxes = torch.where(frozen, scales.amax, amaxes)
             scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
             for flat, master in zip(self._fp8_flats, masters, strict=True):
