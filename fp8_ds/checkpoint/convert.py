@@ -25,7 +25,7 @@ from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
 from fp8_ds.checkpoint.from_safetensors import refuse_without_safetensors, write_universal
 from fp8_ds.checkpoint.manifest import beside
-from fp8_ds.checkpoint.to_safetensors import as_file_errors, write_safetensors
+from fp8_ds.checkpoint.to_safetensors import write_safetensors
 from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -358,7 +358,7 @@ def _to_universal(
     staging = work / out.name
     shutil.rmtree(work, ignore_errors=True)  # of a conversion that was killed
     try:
-        with as_file_errors(out):
+        with folders.as_file_errors(out, work):
             if kind == "universal":
                 refuse_damage(source)
                 if not trust_pickle:

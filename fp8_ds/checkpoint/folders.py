@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,12 @@ from fp8_ds.checkpoint.manifest import (
     write_manifest,
     write_text,
 )
-from fp8_ds.errors import CheckpointError
+from fp8_ds.errors import CheckpointError, Fp8DsError
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _NEXT = ".next"
+_PROBE_BYTES = 1 << 20
 
 
 def prepare(save_dir: Path, tag: str, keep: str | None = None) -> None:
@@ -214,6 +215,45 @@ def _intact_manifest(folder: Path) -> Manifest | None:
 
 
 # --- files ---
+
+
+@contextlib.contextmanager
+def as_file_errors(path: Path, place: Path | None = None) -> Iterator[None]:
+    """What torch and safetensors raise where a file cannot be written, as on a full disk, is an OSError.
+
+    Neither has the system's number as an OSError has it (torch: "unexpected pos 768 vs 696"). So what is written here
+    then asks for it: a MiB behind the file, which is discarded.
+    Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
+
+    Args:
+        path: that is written: a file, or a folder of files.
+        place: where such a folder's files are until they are complete.
+    """
+    try:
+        yield
+    except Exception as error:
+        of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
+        if isinstance(error, Fp8DsError) or not of_a_file:
+            raise
+        try:
+            _append(path if place is None else place / "probe")
+        except OSError as found:
+            raise OSError(found.errno, found.strerror, str(path)) from error
+        raise OSError(f"{path}: not written ({error})") from error
+
+
+def _append(path: Path) -> None:
+    """A file is longer, on the disk; one that was not there is gone again."""
+    was_there = path.exists()
+    try:
+        with path.open("ab", buffering=0) as file:
+            left = _PROBE_BYTES
+            while left:
+                left -= file.write(bytes(left))
+            os.fsync(file.fileno())
+    finally:
+        if not was_there:
+            path.unlink(missing_ok=True)
 
 
 def link(source: str | Path, target: str | Path) -> None:

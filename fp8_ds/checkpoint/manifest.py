@@ -190,10 +190,13 @@ def _text(manifest: Manifest) -> str:
 def write_text(path: Path, text: str) -> None:
     """`path` holds `text`, or what it held before: on the disk, and by a rename."""
     temporary = beside(path, ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # of a write: it does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     temporary.replace(path)
     sync_folder(path.parent)
 

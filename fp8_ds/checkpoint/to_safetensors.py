@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,24 +11,9 @@ from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.from_safetensors import INDEX
-from fp8_ds.errors import Fp8DsError
+from fp8_ds.checkpoint.manifest import write_text
 
 _SHARD_BYTES = 5 * 10**9
-
-
-@contextlib.contextmanager
-def as_file_errors(out: Path) -> Iterator[None]:
-    """What torch and safetensors raise where a file cannot be written, as on a full disk, is an OSError.
-
-    Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
-    """
-    try:
-        yield
-    except Exception as error:
-        of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
-        if isinstance(error, Fp8DsError) or not of_a_file:
-            raise
-        raise OSError(f"{out}: not written ({error})") from error
 
 
 def write_safetensors(
@@ -53,7 +37,7 @@ def write_safetensors(
     def flush() -> None:
         out.mkdir(parents=True, exist_ok=True)
         path = out / f"shard-{len(shards)}{folders.INCOMPLETE}"
-        with as_file_errors(path):
+        with folders.as_file_errors(path):
             save_file(shard, path, metadata={"format": "pt"})
         shards.append(path)
         shard.clear()
@@ -73,7 +57,7 @@ def write_safetensors(
     files = list(names)
     if len(names) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": {k: names[int(v)] for k, v in place.items()}}
-        (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+        write_text(out / INDEX, json.dumps(index, indent=1, sort_keys=True))
         files.append(INDEX)
     for path, name in zip(shards, names, strict=True):
         path.rename(out / name)

@@ -58,7 +58,8 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
         staging = beside(folder, folders.INCOMPLETE)
         if folder.is_dir():
             shutil.copytree(folder, staging, copy_function=_link_or_copy)
-        rewrite_universal(staging, folder, stage, trust_pickle)
+        with folders.as_file_errors(folder, staging):
+            rewrite_universal(staging, folder, stage, trust_pickle)
         commit = folders.Commit(folder.parent, folder.name, adopt(staging, trust_pickle), is_latest=False)
         commit.stage()
         commit.publish()

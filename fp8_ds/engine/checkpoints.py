@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from fp8_ds.checkpoint.folders import as_file_errors
 from fp8_ds.checkpoint.state import (
     BOUND_SUMS_KEY,
     CHECKPOINT_KEY,
@@ -106,17 +108,20 @@ class Fp8Checkpoints:
         else:
             copy(save_path)
 
-    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_16bit_model(
+        self: Any, save_dir: str, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any
+    ) -> Any:
         """Stock save of bf16 of the masters. Collective in every stage.
 
         Raises:
             UnsupportedError: tensor parallelism has cut the model: stock code would write one rank's part.
+            OSError: on rank 0, which writes: the file cannot be written, as on a full disk.
         """
         if self.fp8 is None:
-            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+            return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
         refuse_one_ranks_part(self.module, self.autotp_size(), "save_16bit_model")
-        with self.optimizer.fp8_export(ds_comm.get_rank() == 0):
-            return super().save_16bit_model(*args, **kwargs)  # type: ignore[misc]
+        with self.optimizer.fp8_export(ds_comm.get_rank() == 0), as_file_errors(Path(save_dir, save_filename)):
+            return super().save_16bit_model(save_dir, save_filename, *args, **kwargs)  # type: ignore[misc]
 
     def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock gather, for transformers and accelerate.

@@ -60,7 +60,11 @@ class Recorder:
 
     def save(self, state_dict: Any, path: Any) -> None:
         self.paths.append(Path(path))
-        self.attempt(self.stock.save, state_dict, path)
+        self.attempt(self._save, state_dict, path)
+
+    def _save(self, state_dict: Any, path: Any) -> None:
+        with folders.as_file_errors(Path(path)):
+            self.stock.save(state_dict, path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
         self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)

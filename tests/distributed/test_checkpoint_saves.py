@@ -129,9 +129,52 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_checkpoint_loads(
     try:
         for message, is_latest in ranks(2).run(full_disk, str(tmp_path), stage, room):
             assert "expected every rank to write its part" in message
+            assert f"No space left on device: '{tmp_path}" in message and "unexpected pos" not in message
             assert is_latest
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def full_device(folder: str, stage: int) -> tuple[str, str]:
+    """Rank 1's files of a save, and rank 0's export, go to a device that is full."""
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    from fp8_ds.errors import CheckpointError
+
+    engine = base.build(stage, {}, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
+    stock, full = TorchCheckpointEngine.save, dist.get_rank() == 1
+
+    def save(self: Any, state_dict: Any, path: Any) -> None:
+        if full:
+            Path(path).symlink_to("/dev/full")
+        stock(self, state_dict, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCheckpointEngine, "save", save)
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder, tag="one")
+    dist.barrier()
+    assert not Path(folder, "one").exists()
+    said = ""
+    if dist.get_rank() == 0:
+        Path(folder, "pytorch_model.bin").symlink_to("/dev/full")
+    try:
+        engine.save_16bit_model(folder)
+    except OSError as error:
+        said = str(error)
+    training.destroy(engine)
+    return str(caught.value), said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_full_device_is_said_to_be_full_with_the_files_name(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """torch says "unexpected pos 704 vs 598"."""
+    (first, of_export), (second, nothing) = ranks(2).run(full_device, str(tmp_path), stage)
+    for message in (first, second):
+        assert f"rank 1: OSError: [Errno 28] No space left on device: '{tmp_path}/one.incomplete/" in message
+    assert of_export == f"[Errno 28] No space left on device: '{tmp_path}/pytorch_model.bin'"
+    assert nothing == ""
 
 
 def refused_save(folder: str, stage: int, says_disks_are_its_own: bool) -> str:
