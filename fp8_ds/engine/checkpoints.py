@@ -32,7 +32,8 @@ from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
 from fp8_ds.engine.saving import Recorder, save_whole
-from fp8_ds.errors import UnsupportedError
+from fp8_ds.engine.waiting import tell_all
+from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.stage3 import Fp8ZeroStage3
@@ -64,9 +65,16 @@ class Fp8Checkpoints:
 
         Raises:
             CheckpointError: a rank could not write, on all ranks; checkpoints before are as they were.
+            ConfigError: `client_state` has our key, on all ranks if it has on one.
         """
         if not save_dir:
             raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
+        if any(with_our_key := tell_all(CHECKPOINT_KEY in (client_state or {}))):
+            ranks = [rank for rank, has_it in enumerate(with_our_key) if has_it]
+            raise ConfigError(
+                f"client_state: expected no key {CHECKPOINT_KEY!r}, under which the checkpoint has the state of FP8 "
+                f"training, got one on {len(ranks)} ranks, rank {ranks[0]} among them. Give it another name."
+            )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client_state = {**universal_info(self.module), **(client_state or {})}
         if (context := self.fp8 or self._fp8_unused) is not None:

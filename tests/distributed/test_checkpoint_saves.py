@@ -177,6 +177,34 @@ def test_a_full_device_is_said_to_be_full_with_the_files_name(ranks: Any, tmp_pa
     assert nothing == ""
 
 
+def with_our_key(folder: str, fp8: dict[str, Any]) -> str:
+    """One rank's client state has the key of ours: nothing is written; without it the save goes on."""
+    import torch.distributed as dist
+
+    from fp8_ds.errors import ConfigError
+
+    engine = base.build(2, fp8)
+    client_state = {"epoch": 3, **({"fp8_ds": {"mine": 1}} if dist.get_rank() == 1 else {})}
+    with pytest.raises(ConfigError) as caught:
+        engine.save_checkpoint(folder, client_state=client_state)
+    assert not any(Path(folder).iterdir())
+    dist.barrier()
+    client_state.pop("fp8_ds", None)
+    assert engine.save_checkpoint(folder, client_state=client_state) is True
+    assert engine.load_checkpoint(folder)[1]["epoch"] == 3
+    training.destroy(engine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fp8", [{}, {"optimizer": {"states": "fp8"}}], ids=["fp32", "fp8"])
+def test_a_client_state_with_the_key_of_ours_is_refused_on_all_ranks(
+    ranks: Any, tmp_path: Path, fp8: dict[str, Any]
+) -> None:
+    """It was replaced in silence."""
+    for message in ranks(2).run(with_our_key, str(tmp_path), fp8):
+        assert "expected no key 'fp8_ds'" in message and "rank 1 among them" in message
+
+
 def refused_save(folder: str, stage: int, says_disks_are_its_own: bool) -> str:
     """Every rank takes itself for the first of its host, and writes what such a one writes."""
     from fp8_ds.errors import CheckpointError
