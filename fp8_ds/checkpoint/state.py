@@ -168,8 +168,8 @@ def wrong_entries(
     shapes: dict[str, tuple[int, ...]] = {}
     if granularity == TENSOR:
         shapes = {row.weight_name: () for row in plan.layers}
-    elif not of_other_cuts:
-        names = {row.weight_name for row in plan.layers if row.converted} & context.weights.keys()
+    elif with_optimizer and not of_other_cuts:  # frozen ones have one scale where masters were split at the start
+        names = {row.weight_name for row in plan.layers if row.converted} & context.trainable.keys()
         here = {name: context.weights[name] for name in names}
         shapes = {name: granularity.grid(getattr(p, "ds_shape", p.shape)) for name, p in here.items()}
     is_same_plan = _converted(plan) == _converted(context.plan)
