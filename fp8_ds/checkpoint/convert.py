@@ -25,7 +25,7 @@ from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure, unknown_names
 from fp8_ds.checkpoint.from_safetensors import refuse_without_safetensors, write_universal
 from fp8_ds.checkpoint.manifest import beside
-from fp8_ds.checkpoint.to_safetensors import write_safetensors
+from fp8_ds.checkpoint.to_safetensors import model_files, write_safetensors
 from fp8_ds.checkpoint.universal import TENSORS, refuse_damage, rewrite_universal
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -115,8 +115,8 @@ def convert(
     Raises:
         ConfigError: `source` is none of these, `out` is not empty, an option is of another target, or the package
             safetensors is needed and cannot be imported.
-        CheckpointError: `source` is a save that did not end, is damaged (its manifest says so) or holds more than
-            data.
+        CheckpointError: `source` is a save that did not end, is damaged (its manifest says so), holds more than data,
+            or has a pipe, a device or the like where a file belongs.
         UnsupportedError: there is no such conversion; it says what to do instead.
         OSError: a file cannot be read or written.
     """
@@ -127,6 +127,8 @@ def convert(
         raise ConfigError("--model: expected it with safetensors only, got universal. Leave it out.")
     if model is not None and not (model / _CONFIG).is_file():  # said before the weights are written, not after
         raise ConfigError(f"--model: expected a folder with {_CONFIG}, got {model}. Name the model's folder.")
+    if model is not None:
+        manifests.refuse_special(model_files(model))
     if target == "safetensors" and stage is not None:
         raise ConfigError("--stage: expected it with universal only, got safetensors. Leave it out.")
     if tag is not None and kind != "deepspeed":
@@ -228,11 +230,13 @@ def _save_of(source: Path, tag: str | None) -> Path:
                 f"Name one of its saves by --tag: {', '.join(_tags(source))}."
             )
         if tag is None:
+            manifests.refuse_special([source / folders.LATEST])
             tag = (source / folders.LATEST).read_text().strip()
             manifests.refuse_paths([tag], source / folders.LATEST)
         folder, tag = source, folders.find(source, tag)
     if not (folder / tag).is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
+    manifests.refuse_special((folder / tag).glob("*_states.pt"))
     if tag.endswith(folders.INCOMPLETE):
         problems = [f"{folder / tag} is of a save that did not end"]
     else:
@@ -323,8 +327,9 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             f"convert: expected model files of one tensor-parallel rank in {source}, got {len(files)}. Load it without "
             "tensor parallelism, and call engine.save_16bit_model there."
         )
+    names = sorted(manifests.files_in(source, ".pt"))
     if not trust_pickle:
-        _refuse_code(sorted(source.rglob("*.pt")))
+        _refuse_code(source / name for name in names)
     state = _load(files[0], trust_pickle)
     frozen = state.get("frozen_param_fragments") or {}
     if frozen:
@@ -361,8 +366,9 @@ def _to_universal(
         with folders.as_file_errors(out, work):
             if kind == "universal":
                 refuse_damage(source)
+                names = sorted(manifests.files_in(source, ""))
                 if not trust_pickle:
-                    _refuse_code(sorted(source.rglob("*.pt")))
+                    _refuse_code(source / name for name in names if name.endswith(".pt"))
                 shutil.copytree(source, staging)
             elif kind == "safetensors":
                 assert stage is not None

@@ -9,6 +9,7 @@ runtime/zero/stage3.py:3653 (0.19.8).
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fp8_ds import json_text
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE
-from fp8_ds.checkpoint.manifest import refuse_paths
+from fp8_ds.checkpoint.manifest import refuse_paths, refuse_special
 from fp8_ds.checkpoint.universal import TENSORS
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -58,7 +59,7 @@ def write_universal(source: Path, out: Path, stage: int) -> None:
         out: is made.
 
     Raises:
-        CheckpointError: a file is damaged, a tensor is in two files, or the index names one that is in none.
+        CheckpointError: a file is damaged or no file, a tensor is in two files, or the index names one that is in none.
         UnsupportedError: a tensor is of another type, FP8 for one, whose scale is elsewhere.
         ConfigError: there is no weight.
         OSError: a file cannot be read or written.
@@ -89,9 +90,11 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     index = source / INDEX
-    listed = _files_by_tensor(index) if index.is_file() else {}
+    listed = _files_by_tensor(index) if os.path.lexists(index) else {}
     missing, seen = set(listed), set()
-    for path in sorted({source / name for name in listed.values()} or source.glob("*.safetensors")):
+    paths = sorted({source / name for name in listed.values()} or source.glob("*.safetensors"))
+    refuse_special(paths)
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # no dict
@@ -117,6 +120,7 @@ def _tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _files_by_tensor(index: Path) -> dict[str, str]:
     """Names of tensors and of the files that they are in."""
+    refuse_special([index])
     try:
         content = json_text.parse(index.read_text())
     except ValueError as error:
@@ -128,7 +132,7 @@ def _files_by_tensor(index: Path) -> dict[str, str]:
             f"{str(listed)[:_WIDTH]}. Copy the model again."
         )
     refuse_paths(listed.values(), index)
-    absent = sorted(name for name in set(listed.values()) if not (index.parent / name).is_file())
+    absent = sorted(name for name in set(listed.values()) if not os.path.lexists(index.parent / name))
     if absent:
         raise CheckpointError(f"{index}: expected the files that it lists, got none of {absent[:3]}. Copy them again.")
     return listed

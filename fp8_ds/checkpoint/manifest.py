@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -80,6 +81,7 @@ def files_in(folder: Path, suffix: str) -> dict[str, int]:
     """Size of every file in `folder` whose name ends so, by path relative to it; through links to folders, once each.
 
     Raises:
+        CheckpointError: one is a pipe, a device or the like, or a folder that DeepSpeed would open as a file.
         OSError: a folder cannot be read, or a file is a link to nothing.
     """
 
@@ -91,10 +93,36 @@ def files_in(folder: Path, suffix: str) -> dict[str, int]:
     for place, names, files in os.walk(folder, followlinks=True, onerror=fail):
         names[:] = [] if os.path.realpath(place) in seen else sorted(names)  # links may lead in circles
         if os.path.realpath(place) not in seen:
-            paths = [Path(place, name) for name in files if name.endswith(suffix)]
+            of_patterns = [name for name in names if name.endswith("_states.pt") and Path(place) == folder]
+            paths = [Path(place, name) for name in (*files, *of_patterns) if name.endswith(suffix)]
+            refuse_special(paths)
             sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         seen.add(os.path.realpath(place))
     return sizes
+
+
+_SPECIAL = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def refuse_special(paths: Iterable[Path]) -> None:
+    """Check that all `paths` are files, or links to files: a pipe would be waited for, and a device read without end.
+
+    Raises:
+        CheckpointError: one is something else.
+        FileNotFoundError: one is not there, or a link to nothing.
+    """
+    for path in paths:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            continue
+        kind = next(kind for is_so, kind in _SPECIAL if is_so(mode))
+        raise CheckpointError(f"{path}: expected a file, got {kind}. Remove it, or name a folder without it.")
 
 
 def share_out(sizes: Mapping[str, int], ranks: Collection[int]) -> dict[int, list[str]]:
@@ -128,6 +156,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST
     try:
+        refuse_special([path])
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None

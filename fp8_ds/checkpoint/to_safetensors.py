@@ -72,13 +72,14 @@ def _names(number: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{number:05d}.safetensors" for i in range(number)]
 
 
+def model_files(model: Path) -> list[Path]:
+    """Configurations and tokenizer files in `model`; no weights, no index of weights."""
+    found = sorted([*model.glob("*.json"), *model.glob("*.model"), *model.glob("*.txt"), *model.glob("*.jinja")])
+    return [file for file in found if not file.name.endswith(".index.json") and file.name != "trainer_state.json"]
+
+
 def _copy_model_files(model: Path | None, out: Path) -> list[str]:
-    """Configurations and tokenizer files; no weights, no index of weights."""
-    if model is None:
-        return []
-    copied = []
-    for file in sorted([*model.glob("*.json"), *model.glob("*.model"), *model.glob("*.txt"), *model.glob("*.jinja")]):
-        if not file.name.endswith(".index.json") and file.name != "trainer_state.json":
-            shutil.copyfile(file, out / file.name)
-            copied.append(file.name)
-    return copied
+    files = [] if model is None else model_files(model)
+    for file in files:
+        shutil.copyfile(file, out / file.name)
+    return [file.name for file in files]

@@ -46,7 +46,8 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
 
     Raises:
         ConfigError: it is no universal checkpoint, or `stage` is none of these.
-        CheckpointError: its files are not as they were written (its manifest says so), or hold more than data.
+        CheckpointError: its files are not as they were written (its manifest says so), hold more than data, or are
+            pipes, devices or the like.
         UnsupportedError: it was written by several tensor-parallel ranks.
         OSError: of the file system. Whatever is raised, the checkpoint is as it was.
     """
@@ -57,6 +58,7 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
     try:
         staging = beside(folder, folders.INCOMPLETE)
         if folder.is_dir():
+            manifests.files_in(folder, "")  # a pipe or a device is no file
             shutil.copytree(folder, staging, copy_function=_link_or_copy)
         with folders.as_file_errors(folder, staging):
             rewrite_universal(staging, folder, stage, trust_pickle)

@@ -181,6 +181,32 @@ def test_values_that_no_save_writes_are_named_on_all_ranks_and_nothing_is_loaded
     ranks(2).run(wrong_values, str(tmp_path), stage, master)
 
 
+def with_pipes(folder: str, fp8: dict[str, Any] | None) -> None:
+    """A named pipe where a file is looked for: in a save of stock DeepSpeed, without a manifest, or in one of ours."""
+    import torch.distributed as dist
+
+    writer = base.build(2, fp8)
+    writer.save_checkpoint(folder, tag="one")
+    training.destroy(writer)
+    engine = base.build(2, {})
+    names = ["zero_pp_rank_7_mp_rank_00_optim_states.pt", *(["fp8_ds_manifest.json"] if fp8 is not None else [])]
+    for path in (Path(folder, "one", name) for name in names):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+        dist.barrier()
+        assert f"{path}: expected a file, got a named pipe" in refusal(engine, folder, tag="one")
+    training.destroy(engine)
+
+
+@pytest.mark.parametrize("fp8", [None, {}], ids=["stock", "ours"])
+def test_a_named_pipe_in_a_checkpoint_is_refused_by_name_and_not_waited_for(
+    ranks: Any, tmp_path: Path, fp8: dict[str, Any] | None
+) -> None:
+    ranks(2).run(with_pipes, str(tmp_path), fp8)
+
+
 def unfinished(folder: str) -> None:
     import torch.distributed as dist
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import resource
-from collections.abc import Iterator
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import manifest as m
-from fp8_ds.checkpoint.adopt import GLOBAL_STATE
+from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.convert import convert, kind_of
 from fp8_ds.checkpoint.universal import prepare_universal, rewrite_universal
 from fp8_ds.cli.app import app
@@ -126,6 +133,81 @@ def universal_of(folder: Path) -> Path:
     convert(folder / "model", folder / "universal", "universal", stage=2)
     (folder / "universal" / m.MANIFEST).unlink()
     return folder / "universal"
+
+
+def make_pipe(path: Path) -> None:
+    """Who opens it all the same gets nothing after two seconds, and does not wait for ever."""
+    os.mkfifo(path)
+
+    def end_reads() -> None:
+        while path.is_fifo():
+            time.sleep(2)
+            with contextlib.suppress(OSError):
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    threading.Thread(target=end_reads, daemon=True).start()
+
+
+SPECIAL = {
+    "a named pipe": make_pipe,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+def in_place_of(path: Path, kind: str) -> Path:
+    """`path` is no file any more."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    SPECIAL[kind](path)
+    return path
+
+
+def assert_refused(path: Path, kind: str, act: Callable[[], object]) -> None:
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: expected a file, got {kind}. Remove it"):
+        act()
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_refused_by_name_among_safetensors(tmp_path: Path, kind: str) -> None:
+    universal = universal_of(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/config.json").write_text("{}")
+    for name in ("model/model-2.safetensors", "model/model.safetensors.index.json"):
+        path = in_place_of(tmp_path / name, kind)
+        assert_refused(path, kind, lambda: convert(tmp_path / "model", tmp_path / "out", "universal", stage=2))
+        shutil.rmtree(path) if kind == "a folder" else path.unlink()
+    path = in_place_of(tmp_path / "configs/tokenizer.json", kind)
+    assert_refused(path, kind, lambda: convert(universal, tmp_path / "out", "safetensors", model=tmp_path / "configs"))
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_refused_by_name_in_checkpoints(tmp_path: Path, kind: str) -> None:
+    for number, name in enumerate(("zero/w/fp32.pt", m.MANIFEST, "mp_rank_00_model_states.pt")):
+        place = tmp_path / str(number)
+        place.mkdir()
+        universal = universal_of(place)
+        path = in_place_of(universal / name, kind)
+        if kind == "a folder" and "/" in name:  # a parameter may have such a name
+            continue
+        for act in (
+            lambda: convert(universal, place / "out", "universal", stage=3),  # noqa: B023
+            lambda: convert(universal, place / "out", "safetensors"),  # noqa: B023
+            lambda: prepare_universal(universal, 3),  # noqa: B023
+            lambda: adopt(universal),  # noqa: B023
+        ):
+            assert_refused(path, kind, act)
+    place = in_place_of(tmp_path / "save/global_step1/mp_rank_00_model_states.pt", kind).parent
+    assert_refused(place / "mp_rank_00_model_states.pt", kind, lambda: adopt(place))
+    path = in_place_of(tmp_path / "save/latest", kind)
+    assert_refused(path, kind, lambda: convert(tmp_path / "save", tmp_path / "out", "universal"))
+    for target in ("universal", "safetensors"):
+        assert_refused(
+            place / "mp_rank_00_model_states.pt",
+            kind,
+            lambda: convert(tmp_path / "save", tmp_path / "out", target, tag="global_step1"),  # noqa: B023
+        )
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "{}/elsewhere"])
