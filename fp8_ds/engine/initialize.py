@@ -147,9 +147,11 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
         Fp8DsError: as `initialize`, of this rank alone.
     """
     from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
-    from fp8_ds.engine.refusals_model import refuse_model
+    from fp8_ds.engine.host_config import zero_stage
+    from fp8_ds.engine.refusals_model import refuse_model, refuse_wrapped
 
     refuse_model(model, fp8.linear)
+    refuse_wrapped(model, zero_stage(config))
     refuse_second_cut(model, config)
     refuse_added_parameters(model)
     refuse_mpu(model, mpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,11 @@ PIPELINE_FROM_THE_END = ModelRefusal(
     "a stage has entries of its own, which do not tell where the model ends",
     'Name linears by the number of their entry: `"23.mlp"`.',
 )
+COMPILED_WRAPPER = ModelRefusal(
+    "a model with modules that `torch.compile(module)` has wrapped, in ZeRO stage 3",
+    "DeepSpeed puts the inner module's parameters out of its reach and fails in the first forward, in bf16 as well",
+    "Compile in place by `module.compile()`, or all of it by `engine.compile()`.",
+)
 PARALLEL_SCHEDULE = ModelRefusal(
     "tensor-parallel layers with `schedule`, or `engine.set_layer_precision`",
     "their gathers move FP8 only",
@@ -66,6 +72,7 @@ MODEL_REFUSALS = (
     AUTOTP_PIPELINE,
     PIPELINE_ENDS,
     PIPELINE_FROM_THE_END,
+    COMPILED_WRAPPER,
     PARALLEL_SCHEDULE,
 )
 
@@ -93,3 +100,21 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
     experts = [name for name, p in model.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
         raise EXPERTS.error(", ".join(experts[:3]))
+
+
+def refuse_wrapped(model: Any, stage: int) -> None:
+    """Nothing happens if DeepSpeed's stage finds the parameters of all modules where these are.
+
+    Of a wrapper it takes the empty `_parameters`, which the wrapper then sets in the module inside it.
+    Source: deepspeed/runtime/zero/parameter_offload.py `_inject_parameters` (0.19.8), torch/_dynamo/eval_frame.py
+    `OptimizedModule.__setattr__`.
+
+    Raises:
+        UnsupportedError: stage 3 does not: one is wrapped by torch.compile.
+    """
+    wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    if stage < 3 or wrapper is None:
+        return
+    wrapped = [name or "the model itself" for name, module in model.named_modules() if isinstance(module, wrapper)]
+    if wrapped:
+        raise COMPILED_WRAPPER.error(", ".join(wrapped[:3]))
