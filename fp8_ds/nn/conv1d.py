@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn.linear import Fp8Linear, check_features
+from fp8_ds.nn.linear import Fp8Linear, check_dtype, check_features, convert_back, convert_in_place
 from fp8_ds.nn.recipe import Recipe
 
 RECIPES = ("tensorwise", "delayed")
@@ -54,7 +54,7 @@ class Fp8Conv1D(Fp8Linear):
                 f"recipe: expected {' or '.join(RECIPES)} for a Conv1D, got {recipe.name}. Use one of these."
             )
         weight: Any = module.weight
-        module.__class__ = cls
+        convert_in_place(module, cls)
         assert isinstance(module, Fp8Conv1D)
         module.in_features, module.out_features = getattr(weight, "ds_shape", weight.shape)
         module.fp8_recipe = recipe
@@ -63,8 +63,9 @@ class Fp8Conv1D(Fp8Linear):
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         check_features(input, self.in_features)
+        check_dtype(input, self.weight)
         return self.computed(self.readable(input), bias)
 
     def revert(self) -> None:
         del self.fp8_recipe, self.in_features, self.out_features
-        self.__class__ = conv1d_class()  # type: ignore[assignment]
+        convert_back(self, conv1d_class())

@@ -20,7 +20,7 @@ from fp8_ds.nn.expert_products import has_one_launch
 from fp8_ds.nn.experts_reference import is_stock
 from fp8_ds.nn.grouped import grouped_linear
 from fp8_ds.nn.groups import Groups
-from fp8_ds.nn.linear import Fp8Linear, check_features
+from fp8_ds.nn.linear import Fp8Linear, check_dtype, check_features
 from fp8_ds.nn.mlp import computes_silu
 from fp8_ds.nn.packed_swiglu import packed_swiglu
 from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe, copied_scales
@@ -149,7 +149,13 @@ class Fp8Experts(nn.Module):
         weight: Any = self.gate_up_proj
         check_features(hidden_states, weight.shape[-1])
         groups = self._groups(top_k_index)
-        x = Fp8Linear.readable(hidden_states)
+        # Of transformers' implementations this one casts what it reads; the others raise, as nn.Linear does.
+        if getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm":
+            x = hidden_states.to(weight.dtype)
+        else:
+            x = hidden_states
+            check_dtype(x, weight)
+        x = Fp8Linear.readable(x)
         gate_up = self._product(x, "gate_up_proj", groups, is_spread=False)
         down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_spread=True)
         return groups.add_up_weighted(down_PH, top_k_weights, hidden_states.dtype)

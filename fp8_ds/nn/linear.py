@@ -18,6 +18,9 @@ from fp8_ds.nn.recipe import Fp8Weight, Recipe, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_AS_A_LEAF = "torch.nn"
+"""What `torch.fx` reads in a module that it calls by name and does not trace into, as nn.Linear. No longer: what begins
+with "torch.nn.modules" torch.compile takes for a module whose attributes do not change."""
 
 
 class KeptWeight(NamedTuple):
@@ -118,9 +121,12 @@ def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_TO.sum(dim=0, dtype=torch.float32).to(dtype)
 
 
-def check_width(input: Tensor, weight: Tensor) -> None:
-    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ."""
-    check_features(input, weight.shape[-1])
+def check_input(input: Tensor, weight: Tensor) -> None:
+    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ; or as `check_dtype`."""
+    with torch._C.DisableTorchFunctionSubclass():  # a weight's, which would be asked for its shape
+        num = weight.shape[-1]
+    check_features(input, num)
+    check_dtype(input, weight)
 
 
 def check_features(input: Tensor, num: int) -> None:
@@ -131,6 +137,47 @@ def check_features(input: Tensor, num: int) -> None:
     """
     if input.shape[-1] != num:
         raise ValueError(f"input: expected [..., {num}], got {list(input.shape)}.")
+
+
+def check_dtype(input: Tensor, weight: Tensor) -> None:
+    """Raises RuntimeError, as nn.Linear does, where `input` has another dtype than `weight` and autocast is off.
+
+    A dtype that cannot be quantised is refused by `Fp8Linear.readable`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype = weight.dtype
+    if input.dtype == dtype or input.dtype not in _INPUT_DTYPES or torch.is_autocast_enabled(input.device.type):
+        return
+    payload = getattr(weight, "_fp8", None)
+    name = f"a linear with a weight of shape {list(weight.shape)}" if payload is None else payload.name
+    raise RuntimeError(
+        f"input of {name}: expected {dtype}, the weight's dtype, got {input.dtype}. Cast it before the layer, or run "
+        "the forward under torch.autocast."
+    )
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """What calling `module` runs in place of its class's own forward, in words; None: that forward.
+
+    A forward is its class's own if it was defined in the class's module, whatever name and docstring it shows.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    defined_in = getattr(vars(owner)["forward"], "__globals__", {}).get("__name__")
+    return None if defined_in == owner.__module__ else f"{owner.__module__}.{owner.__name__}.forward was replaced"
+
+
+def convert_in_place(module: nn.Module, cls: type[nn.Module]) -> None:
+    """`module` is of the class `cls`, which is in FP8, and `torch.fx` calls it by name. See `convert_back`."""
+    module.__class__ = cls
+    module.__module__ = _AS_A_LEAF
+
+
+def convert_back(module: nn.Module, cls: Any) -> None:
+    """It is of its stock class `cls` again."""
+    del module.__module__
+    module.__class__ = cls
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -219,8 +266,8 @@ def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight,
 class Fp8Linear(nn.Linear):
     """An nn.Linear computed in FP8. Made from an existing one by `from_linear`, never constructed.
 
-    Input bf16, fp16 or fp32 [..., in_features] (under autocast: cast to its dtype first); the output has the input's
-    dtype. Gradients leave in high precision: the input's in its dtype, the weight's in the weight's.
+    Input bf16, fp16 or fp32 [..., in_features], as the weight is (under autocast: cast to its dtype first); the output
+    has the input's dtype. Gradients leave in high precision: the input's in its dtype, the weight's in the weight's.
 
     Attributes:
         fp8_recipe: where scales come from, gradient format, GEMM backend.
@@ -244,14 +291,19 @@ class Fp8Linear(nn.Linear):
             recipe: of its own (a DelayedRecipe has the slots of one layer).
 
         Raises:
-            ConfigError: `module` is an Fp8Linear already, or a subclass of nn.Linear with a forward of its own.
+            ConfigError: `module` is an Fp8Linear already, or a subclass of nn.Linear; or its forward, or that of
+                nn.Linear, was replaced.
         """
         if type(module) is not nn.Linear:
             raise ConfigError(
                 f"module: expected an nn.Linear, got {type(module).__name__}. A layer is converted once, and only if "
                 "its class is exactly nn.Linear."
             )
-        module.__class__ = cls
+        if (reason := replaced_forward(module)) is not None:
+            raise ConfigError(
+                f"module: expected nn.Linear's own forward, got another: {reason}. Undo that, or leave it in bf16."
+            )
+        convert_in_place(module, cls)
         assert isinstance(module, Fp8Linear)
         module.fp8_recipe = recipe
         return module
@@ -271,7 +323,23 @@ class Fp8Linear(nn.Linear):
     def computed(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`product` of an input that is checked."""
         apply: Any = _LinearFunction.apply  # untyped in torch
+        if torch._C._get_tracing_state():
+            return self._traced(apply, input, bias)
         output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, torch.is_grad_enabled())
+        return output
+
+    def _traced(self, apply: Any, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`computed` for torch.jit.trace, which keeps in its graph whether a backward may follow, and compares it
+        with a graph that it makes without gradients."""
+        try:
+            output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, True)
+        except RuntimeError as error:
+            if "unordered_map::at" not in str(error):  # as torch 2.13 says it, of any two functions of autograd
+                raise
+            raise RuntimeError(
+                "torch.jit.trace: expected no tensor that two FP8 layers read (gate and up, q, k and v), got one. "
+                "Torch cannot trace that: use torch.fx.symbolic_trace or torch.export."
+            ) from error
         return output
 
     @staticmethod
@@ -283,26 +351,27 @@ class Fp8Linear(nn.Linear):
             weight: [O, I].
 
         Raises:
+            RuntimeError: the dtype is not the weight's, and autocast is off.
             ValueError: the dtype is none that can be quantised; the widths differ.
         """
-        check_width(input, weight)
+        check_input(input, weight)
         return Fp8Linear.readable(input)
 
     @staticmethod
     def readable(input: Tensor) -> Tensor:
-        """As `checked`, whatever its width."""
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        """As `checked`, of an input whose width and dtype are the weight's."""
         if input.dtype not in _INPUT_DTYPES:
             raise ValueError(
                 f"input: expected bfloat16, float16 or float32, got {input.dtype}. Cast it before the linear."
             )
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         return input
 
     def revert(self) -> None:
         """Afterwards it is of the class that `from_linear` was given, with the same Parameters."""
         del self.fp8_recipe
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        convert_back(self, nn.Linear)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Fp8Linear:
         super()._apply(fn, recurse)

@@ -93,7 +93,7 @@ class FusedRMSNorm(FusedModule):
             return super().forward(*args, **kwargs)
         x, recipe = bf16_argument(args, kwargs), self.fp8_producer.recipe()
         weight: Any = self.weight
-        if x is None or recipe is None or weight.dtype != torch.bfloat16:
+        if x is None or recipe is None or weight.dtype != torch.bfloat16 or torch._C._get_tracing_state():
             return super().forward(*args, **kwargs)
         apply: Any  # untyped in torch
         if is_traced:

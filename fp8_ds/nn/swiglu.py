@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
-from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_width, checked_weights, linear_grads, linear_output
+from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_input, checked_weights, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.once_differentiable import once_differentiable
@@ -317,9 +317,18 @@ def function_of_cut(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
     return None if find is None or not _are_plain(linears) else find(linears)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def calls_more() -> bool:
+    """Whether calling any module is more than its own hooks and forward: all modules have hooks, somebody has replaced
+    the call, or torch.jit traces it. A graph keeps the answer of the time when it was made, as torch does of hooks."""
+    is_traced = torch._C._get_tracing_state() is not None
+    is_called_otherwise = nn.Module.__call__ is not nn.Module._wrapped_call_impl
+    return bool(_has_any_global_hook()) or is_called_otherwise or is_traced
+
+
 def _are_plain(linears: Sequence[Any]) -> bool:
     """Whether calling them is computing with their weights, which are here, and nothing else."""
-    if not torch.compiler.is_compiling() and _has_any_global_hook():
+    if calls_more():
         return False
     for linear in linears:
         own = vars(linear)
@@ -342,7 +351,7 @@ def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tenso
     """
     recipes = Recipes(*(linear.fp8_recipe for linear in linears))
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    check_width(x, weights[0])
+    check_input(x, weights[0])
     apply: Any = _MlpFunction.apply  # untyped in torch
     output: Tensor = apply(x, *weights, *biases, recipes, nonlinear, torch.is_grad_enabled())
     return output

@@ -27,7 +27,15 @@ from torch import Tensor, nn
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.convert import ForeignLinears
-from fp8_ds.nn.linear import Fp8Linear, _LinearFunction, bias_grad, linear_grads, weight_and_input
+from fp8_ds.nn.linear import (
+    Fp8Linear,
+    _LinearFunction,
+    bias_grad,
+    convert_back,
+    convert_in_place,
+    linear_grads,
+    weight_and_input,
+)
 from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.tp.features import gather_outputs
@@ -63,7 +71,7 @@ class AutoTpFp8Linear(Fp8Linear):
             raise ConfigError(
                 f"module: expected a {stock.__name__}, got {type(module).__name__}. A layer is converted once."
             )
-        module.__class__ = cls
+        convert_in_place(module, cls)
         assert isinstance(module, AutoTpFp8Linear)
         module.fp8_recipe = recipe
         return module
@@ -80,7 +88,7 @@ class AutoTpFp8Linear(Fp8Linear):
 
     def revert(self) -> None:
         del self.fp8_recipe
-        self.__class__ = type(self).__bases__[1]
+        convert_back(self, type(self).__bases__[1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTpFp8Linear:
         """DeepSpeed's, which shares the process group and does not ask for `__getstate__`."""

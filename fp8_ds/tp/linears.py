@@ -24,7 +24,9 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear import (
     Fp8Linear,
     bias_grad,
-    check_width,
+    check_input,
+    convert_back,
+    convert_in_place,
     keep_weight,
     linear_grads,
     read_weight,
@@ -258,7 +260,7 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
 
     def revert(self) -> None:
         del self.fp8_recipe, self.tp_rule
-        self.__class__ = ColumnParallelLinear  # type: ignore[assignment]
+        convert_back(self, ColumnParallelLinear)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
@@ -266,7 +268,7 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
 
 @traced_where_possible
 def _column_output(x: Tensor, tp: TensorParallel, layer: ColumnParallelFp8Linear) -> Tensor:
-    check_width(x, layer.weight)
+    check_input(x, layer.weight)
     gathered, rule = tp.inputs.find(x), layer.tp_rule
     if gathered is None and layer.gathers_input and tp.sequence_parallel and rule is not None:
         x, gathered = gather_input(x, tp, rule)
@@ -375,7 +377,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
 
     def revert(self) -> None:
         del self.fp8_recipe, self.tp_rule
-        self.__class__ = RowParallelLinear  # type: ignore[assignment]
+        convert_back(self, RowParallelLinear)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
@@ -383,7 +385,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
 
 @traced_where_possible
 def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> Tensor:
-    check_width(x, layer.weight)
+    check_input(x, layer.weight)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     layer.check_input(x)
@@ -420,7 +422,7 @@ def _retype(cls: Any, stock: type[ParallelLinear], module: nn.Linear, recipe: Re
     rule = None
     if module.tp.config.gather == "fp8":
         rule = rule_of(recipe, module.tp.group, shares_scales=module.tp.config.scales == "shared")
-    module.__class__ = cls
+    convert_in_place(module, cls)
     assert isinstance(module, Fp8Linear)
     module.fp8_recipe = recipe if rule is None else rule.recipe
     module.tp_rule = rule  # type: ignore[assignment]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.nn.fused import Nonlinear
-from fp8_ds.nn.linear import check_width, checked_weights, linear_grads, linear_output, read_weight
+from fp8_ds.nn.linear import check_input, checked_weights, linear_grads, linear_output, read_weight
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import as_matrix
 from fp8_ds.nn.swiglu import (
@@ -165,5 +165,5 @@ def parallel_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Ten
     Returns:
         bf16 [1, S, I].
     """
-    check_width(x, linears[0].weight)
+    check_input(x, linears[0].weight)
     return _apply(x, linears[0].tp, linears, nonlinear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from functools import partial
@@ -320,6 +321,30 @@ def test_an_input_of_another_width_is_named(ranks: Any, sequence_parallel: bool)
         assert found == [f"input: expected [..., {IN}], {got}", f"input: expected [..., {IN // 2}], {got}"]
 
 
+def of_another_dtype(sequence_parallel: bool) -> list[str]:
+    tp = tpar.context(sequence_parallel)
+    layer = tpar.linear(OUT, IN, torch.bfloat16)
+    found = []
+    for kind in KINDS:
+        module = tpar.RUN[kind][0](layer, tp, "tensorwise")
+        x = torch.ones(T, IN if kind == "column" else IN // 2)
+        try:
+            module(x)
+        except RuntimeError as error:
+            found.append(str(error))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype == torch.bfloat16
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_float32_input_is_refused_and_cast_by_autocast(ranks: Any, sequence_parallel: bool) -> None:
+    for found in ranks(2).run(of_another_dtype, sequence_parallel):
+        assert len(found) == 2 and all(
+            "expected torch.bfloat16, the weight's dtype, got torch.float32" in one for one in found
+        )
+
+
 # --- in pieces ---
 
 
@@ -476,7 +501,7 @@ def fp8_reduction(world: int) -> dict[str, float]:
     found = {}
     for kind, key in (("row", "output"), ("column", "grad_input")):
         make, run = tpar.RUN[kind]
-        exact = run(make(layer, tpar.context(), "tensorwise"), x.float(), grad.float())
+        exact = run(make(copy.deepcopy(layer).float(), tpar.context(), "tensorwise"), x.float(), grad.float())
         for dtype in ("bf16", "fp8"):
             reduced = run(make(layer, tpar.context(reduce_scatter=dtype), "tensorwise"), x, grad)
             found[f"{key} {dtype}"] = sqnr_db(exact[key], reduced[key])

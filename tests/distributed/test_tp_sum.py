@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.nn.linear import check_width
+from fp8_ds.nn.linear import check_input
 from fp8_ds.testing.inputs import many_scales
 from fp8_ds.testing.memory import freeing
 from fp8_ds.testing.metrics import assert_bitwise
@@ -83,10 +83,10 @@ def sums(kind: str, name: str, config: dict[str, Any], sequence_parallel: bool) 
 
     def checked(given: Tensor, weight: Tensor) -> None:
         seen.append(weakref.ref(weight))
-        check_width(given, weight)
+        check_input(given, weight)
 
     want = run(plain, x, grad, [])
-    with patch("fp8_ds.tp.linears.check_width", checked):
+    with patch("fp8_ds.tp.linears.check_input", checked):
         found = run(freeing(model, seen), x, grad, adapter)
         again = [
             run(freeing(partial(checkpoint, model, use_reentrant=one), seen), x, grad, adapter) for one in (False, True)

@@ -139,5 +139,27 @@ def test_what_is_no_conv1d_and_what_does_not_fit_is_refused() -> None:
         Fp8Conv1D.from_linear(linear, TensorwiseRecipe(LinearConfig()))
     with pytest.raises(ConfigError, match="got Conv1D"):
         Fp8Linear.from_linear(conv, TensorwiseRecipe(LinearConfig()))
+    converted = convert(conv)
     with pytest.raises(ValueError, match="48"):
-        convert(conv)(torch.randn(3, 80).bfloat16())
+        converted(torch.randn(3, 80).bfloat16())
+    for module in (conv, converted):
+        with pytest.raises(RuntimeError):
+            module(torch.randn(3, 48))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(torch.randn(3, 48)).dtype == torch.bfloat16
+
+
+def test_torch_fx_calls_it_by_name() -> None:
+    model = nn.Sequential(convert(pair()[1]), nn.ReLU())
+    graph, x = torch.fx.symbolic_trace(model), torch.randn(3, 48).bfloat16()
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    assert_bitwise(graph(x), model(x))
+
+
+@pytest.mark.parametrize("place", ["forward", "addmm"])
+def test_where_its_forward_or_product_is_replaced_it_stays_in_bf16(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, stock = {"forward": (Conv1D, Conv1D.forward), "addmm": (torch, torch.addmm)}[place]
+    monkeypatch.setattr(owner, place, lambda *args: stock(*args))
+    first, second = make_plan(nn.ModuleDict({"a": pair()[1], "b": nn.Linear(48, 16)}), LinearConfig()).layers
+    named = {"forward": "transformers.pytorch_utils.Conv1D.forward", "addmm": "torch.addmm"}[place]
+    assert not first.converted and first.reason == f"{named} was replaced" and second.converted

@@ -368,8 +368,8 @@ def test_autocast_casts_the_input_and_gradients_keep_their_owners_dtype(weight_d
     output.backward(torch.ones_like(output))
     assert output.dtype == torch.bfloat16
     assert x.grad.dtype == torch.float32 and module.weight.grad.dtype == weight_dtype
-    plain = fp8_of(linear)
-    expected = plain(x.detach().bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = fp8_of(linear)(x.detach().bfloat16())
     assert_bitwise(output, expected)
 
 
@@ -405,6 +405,35 @@ def test_a_module_used_twice_sums_its_gradients():
     module.zero_grad()
     module(module(x)).sum().backward()
     assert module.weight.grad.isfinite().all()
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_an_input_of_another_dtype_is_refused_and_cast_as_in_nn_linear(dtype, weight_dtype, autocast):
+    linear = nn.Linear(32, 16).to(weight_dtype)
+    x, dtypes = torch.randn(4, 32, dtype=dtype), []
+    for module in (linear, fp8_of(linear)):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            try:
+                dtypes.append(module(x).dtype)
+            except RuntimeError as error:
+                dtypes.append(RuntimeError)
+                message = str(error)
+    assert dtypes[0] == dtypes[1] and (dtypes[0] is RuntimeError) == (autocast is None and dtype != weight_dtype)
+    if dtypes[0] is RuntimeError:
+        assert message.startswith(f"input of a linear with a weight of shape [16, 32]: expected {weight_dtype}")
+        assert f"got {dtype}. Cast it" in message
+
+
+def test_the_error_names_the_weight_that_zero_holds():
+    module = fp8_of(nn.Linear(32, 16).bfloat16())
+    attach_payload(module).name = "layers.3.up.weight"
+    with pytest.raises(RuntimeError, match=r"input of layers\.3\.up\.weight: expected torch\.bfloat16"):
+        module(torch.randn(4, 32))
 
 
 def test_wrong_input_dtype_is_refused():

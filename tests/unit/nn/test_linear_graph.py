@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_ds.config import LinearConfig
+from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, RowwiseRecipe, TensorwiseRecipe
-from fp8_ds.nn.convert import apply_plan, make_plan
+from fp8_ds.nn.convert import apply_plan, make_plan, revert
+from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory
-from fp8_ds.testing import assert_bitwise
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 
@@ -215,6 +216,84 @@ def test_compiled_delayed_compiles_twice_at_most_over_many_steps():
         eager_history.update(eager_history.amax_local)
         assert_bitwise(history.scale, eager_history.scale)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_it_refuses_an_input_of_another_dtype():
+    linear, _ = make(dtype=torch.bfloat16, with_payload=True)
+    compiled = torch.compile(linear, backend="aot_eager")
+    assert compiled(torch.randn(6, 48).bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="input of weight: expected"):
+        compiled(torch.randn(6, 48))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.mlp = nn.Linear(48, 64), nn.RMSNorm(64, eps=1e-6), Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.norm(self.up(x)))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 80), nn.Linear(64, 80), nn.Linear(80, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def converted(recipe, fused):
+    torch.manual_seed(0)
+    net, config = Net().bfloat16(), LinearConfig(recipe=recipe)
+    plan = make_plan(net, config)
+    apply_plan(net, plan, config, "cpu")
+    if fused:
+        fuse_producers(net, ActivationsConfig(fused=True))
+    return net, plan
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_fx_calls_layers_by_name_and_gives_the_same(fused, recipe):
+    net, plan = converted(recipe, fused)
+    graph = torch.fx.symbolic_trace(net)
+    assert {row.fqn for row in plan.layers} <= {node.target for node in graph.graph.nodes if node.op == "call_module"}
+    results = []
+    for module in (net, graph):
+        net.zero_grad()
+        output = module(torch.linspace(-2, 2, 6 * 48).view(6, 48).bfloat16())
+        output.square().sum().backward()
+        results.append([output.detach(), *(p.grad for p in net.parameters())])
+    for one, other in zip(*results, strict=True):
+        if fused:  # the graph has the stock norm and MLP, whose bf16 sums have another order
+            assert float(sqnr_db(one.float(), other.float())) > 30
+        else:
+            assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_jit_traces_it_for_training_where_no_two_read_one_tensor(fused):
+    net, _ = converted("delayed", fused)
+    x = torch.linspace(-2, 2, 6 * 48).view(6, 48).bfloat16()
+    with pytest.raises(RuntimeError, match="expected no tensor that two FP8 layers read"):
+        torch.jit.trace(net, x)
+    net.mlp = nn.Identity()
+    graph = torch.jit.trace(net, x)  # and compares with a trace without gradients
+    output = graph(2 * x)
+    assert float(sqnr_db(net(2 * x).float(), output.float())) > 30
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in net.parameters())
+
+
+def test_a_reverted_layer_keeps_nothing_of_that():
+    net, plan = converted("tensorwise", False)
+    before = set(vars(nn.Linear(2, 2)))
+    assert set(vars(net.up)) > before
+    revert(net, plan, ["up"], "small")
+    assert set(vars(net.up)) == before and net.up.__module__ == "torch.nn.modules.linear"
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
