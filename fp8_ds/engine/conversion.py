@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine.attention import describe_attention
 from fp8_ds.engine.cross_entropy import fuse_loss
+from fp8_ds.engine.host_config import linear_in_training
 from fp8_ds.engine.layer_choice import choose_layers
 from fp8_ds.engine.log import say
 from fp8_ds.engine.refusals_device import capabilities, refuse_device
@@ -65,7 +67,8 @@ def convert(engine: Any) -> Fp8Context | None:
     foreign = autotp_linears(module) if is_autotp else {}
     if config.optimizer.master_format != "fp32":
         _cast_trainable(module)
-    plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device)
+    linear = linear_in_training(engine._config._param_dict)
+    plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device, linear)
     if config.linear.layer_choice == "measured":
         plan = choose_layers(module, plan, config.linear, device, say)
     if is_autotp:
@@ -143,7 +146,12 @@ def _says_how_to_time(config: Any) -> bool:
 
 
 def _agree_on_plan(
-    module: Any, config: LinearConfig, may_be_empty: bool, foreign: ForeignLinears, device: torch.device
+    module: Any,
+    config: LinearConfig,
+    may_be_empty: bool,
+    foreign: ForeignLinears,
+    device: torch.device,
+    linear: Callable[..., Any],
 ) -> Plan:
     """The plan of this rank's module. A pipeline stage without linears is fine if another stage has some, and so is a
     rank that AutoTP has left with none (fewer heads than ranks).
@@ -154,9 +162,9 @@ def _agree_on_plan(
     if isinstance(module, PipelineModule):
         config = config.model_copy(update={"filter_fqns": (*config.filter_fqns, "tied_modules")})
     elif not foreign:
-        return make_plan(module, config, may_be_empty, device=device)
+        return make_plan(module, config, may_be_empty, device=device, linear=linear)
     try:
-        plan, error = make_plan(module, config, foreign=foreign, device=device), None
+        plan, error = make_plan(module, config, foreign=foreign, device=device, linear=linear), None
     except ConfigError as caught:
         plan, error = Plan(()), caught
     found = torch.tensor([plan.num_converted], device=device_of(None))

@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine.host_config import linear_in_training
 from fp8_ds.engine.roll_call import is_one_of_many, take_side
 from fp8_ds.engine.seam_check import installed_hashes
 from fp8_ds.errors import ConfigError, Fp8DsError
@@ -96,7 +97,7 @@ def fingerprint(
     )
     is_module = isinstance(model, nn.Module)
     items["model"] = _parameters(model) if is_module else {}
-    items["layer plan"] = _plan(model, fp8) if is_module and has_plan else {}
+    items["layer plan"] = _plan(model, fp8, config) if is_module and has_plan else {}
     return Fingerprint(items, _part(model, mpu))
 
 
@@ -146,8 +147,15 @@ def _parameters(model: nn.Module) -> Item:
     return found
 
 
-def _plan(model: nn.Module, fp8: Fp8Config) -> Item:
-    plan = make_plan(model, fp8.linear, may_be_empty=True, foreign=autotp_linears(model), device=_own_device())
+def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> Item:
+    plan = make_plan(
+        model,
+        fp8.linear,
+        may_be_empty=True,
+        foreign=autotp_linears(model),
+        device=_own_device(),
+        linear=linear_in_training(config),
+    )
     return {layer.fqn: "fp8" if layer.converted else f"bf16 ({layer.reason})" for layer in plan.layers}
 
 

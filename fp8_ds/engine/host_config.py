@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -59,6 +59,24 @@ def gradient_clipping(config: Config) -> float:
 
     value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
     return float(value) if isinstance(value, (int, float)) else 1.0
+
+
+def linear_in_training(config: Config) -> Callable[..., Any]:
+    """`torch.nn.functional.linear` as it will be once the engine is built.
+
+    ZeRO-3 puts a function of its own there, also over one that a user has put there before the first time.
+    Source: deepspeed/runtime/zero/partition_parameters.py `_enable_mem_efficient_linear` (0.19.8).
+    """
+    import torch
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    linear: Callable[..., Any] = torch.nn.functional.linear
+    is_left = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear) is not linear
+    if zero_stage(config) < 3 or is_left or zero_value(config, "memory_efficient_linear") is False:
+        return linear
+    replaced: Callable[..., Any] = zero3_linear_wrap
+    return replaced
 
 
 def has_optimizer(config: Config, given: object) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
+from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fp8_ds.nn import conv1d, experts
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.expert_products import why_too_many
 from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.linear import Fp8Linear, replaced_forward
 from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_layer
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
@@ -181,6 +181,32 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
     return uses
 
 
+def _replaced_forward(module: nn.Module) -> str | None:
+    """As `replaced_forward`; experts are known by the text of their class's."""
+    if experts.is_experts(module):
+        return "its forward was replaced" if "forward" in vars(module) else None
+    return replaced_forward(module)
+
+
+def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., Any] | None) -> str | None:
+    """What somebody has put in place of the forward of `module`, or of the product in it: an FP8 layer would pass it
+    over. None: nothing. Arguments as those of `make_plan`.
+
+    DeepSpeed's own products are no reason: ZeRO-3's, which stays for good, and what its flops profiler counts with.
+    """
+    if (reason := _replaced_forward(module)) is not None:
+        return reason
+    product: Any
+    name, product = "torch.nn.functional.linear", linear or torch.nn.functional.linear
+    if type(module) in foreign:
+        name, product = "torch.matmul", torch.matmul
+    elif conv1d.is_conv1d(module):
+        name, product = "torch.addmm", torch.addmm
+    defined_in = getattr(product, "__globals__", {}).get("__name__", "")
+    is_stock = isinstance(product, BuiltinFunctionType) or defined_in.startswith("deepspeed.")
+    return None if is_stock else f"{name} was replaced"
+
+
 def _verdict(
     module: nn.Module,
     name: str,
@@ -189,10 +215,11 @@ def _verdict(
     linear_config: LinearConfig,
     ends: Mapping[nn.Module, str],
     foreign: ForeignLinears,
+    replaced: str | None,
 ) -> tuple[bool, str]:
     """(converted, reason) of the weight `name` of `module`.
 
-    `named`: by `linear.filter_fqns`.
+    `named`: by `linear.filter_fqns`. `replaced`: what `_replaced` says.
     """
     weight, is_experts = module._parameters.get(name), experts.is_experts(module)
     if not is_experts and _fp8_class(module, foreign) is None:
@@ -203,8 +230,8 @@ def _verdict(
         return False, "filter_fqns"
     if module in ends:
         return False, ends[module]
-    if "forward" in vars(module):
-        return False, "its forward was replaced"
+    if replaced is not None:
+        return False, replaced
     if uses[id(weight)] > 1:
         return False, "tied weight"
     if not weight.is_floating_point() or weight.element_size() < 2:
@@ -228,13 +255,14 @@ def make_plan(
     may_be_empty: bool = False,
     foreign: ForeignLinears = MappingProxyType({}),
     device: torch.device | None = None,
+    linear: Callable[..., Any] | None = None,
 ) -> Plan:
     """Decides for each linear of the model, and for experts' weights; reads names, classes and shapes only, and which
     kernels the device has, so all ranks with like devices decide alike.
 
     Converted is what is exactly an nn.Linear, transformers' Conv1D, or a weight of experts as Mixtral's, with its
-    class's forward, has no name that contains one of `filter_fqns`, is in none of the layers that stay in bf16 at
-    either end, shares its weight with no other module, and trains (or `frozen` is "fp8").
+    class's forward and torch's product in it, has no name that contains one of `filter_fqns`, is in none of the layers
+    that stay in bf16 at either end, shares its weight with no other module, and trains (or `frozen` is "fp8").
 
     Args:
         model: any nn.Module, also under deepspeed.zero.Init, before conversion.
@@ -243,6 +271,7 @@ def make_plan(
         foreign: other classes of linears, by exact class.
         device: that trains, which says whether many experts are a loop. None: a GPU of compute capability 9.0, which
             need not be here.
+        linear: what linears will call in training as torch.nn.functional.linear. None: what they call now.
 
     Raises:
         ConfigError: no linear is left to convert, or the model is converted already; or as `at_ends`.
@@ -257,10 +286,10 @@ def make_plan(
     uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers: list[LayerPlan] = []
     for module, fqns in names.items():
-        rows = []
+        rows, replaced = [], _replaced(module, foreign, linear)
         for name, own_fqns, shape in _weights(module, fqns):
             named = name_filter.names(own_fqns)
-            converted, reason = _verdict(module, name, named, uses, linear_config, ends, foreign)
+            converted, reason = _verdict(module, name, named, uses, linear_config, ends, foreign, replaced)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
         layers += _without_too_many(rows, linear_config, device)
     name_filter.check_found()
@@ -314,7 +343,7 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
         f'"linear.filter_fqns"{allowed}, set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
-        'wrap forwards after the conversion, or turn "fp8.enabled" off.'
+        'wrap forwards after the conversion, undo what replaces a function for all of them, or turn "fp8.enabled" off.'
     )
 
 
@@ -383,9 +412,10 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
         raise ConfigError(
             f"layer plan: expected {layer.fqn!r} of shape {layer.shape}, got {shape}. Use the plan of this model."
         )
-    if "forward" in vars(module):
+    assert module is not None
+    if (reason := _replaced_forward(module)) is not None:
         raise ConfigError(
-            f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced. "
+            f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced ({reason}). "
             "Wrap it after the conversion."
         )
     return convert

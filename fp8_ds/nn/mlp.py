@@ -25,7 +25,7 @@ from fp8_ds.nn.fused import (
     recover,
 )
 from fp8_ds.nn.recipe import Recipe
-from fp8_ds.nn.swiglu import function_of_cut, is_one_function, swiglu_mlp
+from fp8_ds.nn.swiglu import calls_more, function_of_cut, is_one_function, swiglu_mlp
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops.swiglu import swiglu, swiglu_backward
 
@@ -75,8 +75,8 @@ class FusedSwiglu(FusedModule):
     It is one function of its input and weights (nn/swiglu.py), in eager and in a graph of torch.compile; its linears
     and its activation are not called as modules then. Where that would leave something out (see `is_one_function`) the
     linears are called and the activation is not, or in a graph the stock module is. It is the stock module too under
-    autocast, where its last linear is not in FP8, where its activation is no SiLU any more, and with anything but one
-    bf16 tensor.
+    autocast, where its last linear is not in FP8, where its activation is no SiLU any more, where all modules have a
+    hook, and with anything but one bf16 tensor.
 
     Attributes:
         fp8_parts: which attributes are what.
@@ -114,7 +114,7 @@ class FusedSwiglu(FusedModule):
         function = _function_of(linears)
         if function is not None:
             return function(x, linears, self.fp8_producer.nonlinear)
-        recipe = None if torch.compiler.is_compiling() else self.fp8_producer.recipe()
+        recipe = None if torch.compiler.is_compiling() or calls_more() else self.fp8_producer.recipe()
         if recipe is None:
             return super().forward(*args, **kwargs)
         gate, up = linears[0](x), linears[1](x)
@@ -232,7 +232,7 @@ def _is_silu(activation: Any) -> bool:
 
 def computes_silu(activation: Any) -> bool:
     """Whether calling it is computing SiLU, and nothing else."""
-    return _is_silu(activation) and not _has_hooks(activation)
+    return _is_silu(activation) and not _has_hooks(activation) and not calls_more()
 
 
 def _has_hooks(activation: Any) -> bool:

@@ -1,14 +1,16 @@
 """The plan: which linears convert, what is printed, and that applying it is all or nothing."""
 
+import functools
 import io
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.nn import DelayedRecipe, Fp8Linear, Plan, apply_plan, make_plan
+from fp8_ds.nn import DelayedRecipe, Fp8Linear, Plan, TensorwiseRecipe, apply_plan, make_plan
 
 
 class Block(nn.Module):
@@ -272,6 +274,45 @@ def test_a_linear_whose_forward_was_replaced_is_left_alone_and_named(wrap):
     wrap(model[0])
     with pytest.raises(ConfigError, match=r"0 \(its forward was replaced\)"):
         make_plan(model, LinearConfig())
+
+
+def replaced_class(monkeypatch):
+    stock = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", functools.wraps(stock)(lambda self, x: stock(self, x)))
+    return "torch.nn.modules.linear.Linear.forward was replaced"
+
+
+def replaced_function(monkeypatch):
+    stock = F.linear
+    monkeypatch.setattr(F, "linear", functools.wraps(stock)(lambda *args: stock(*args)))
+    return "torch.nn.functional.linear was replaced"
+
+
+@pytest.mark.parametrize("replace", [replaced_class, replaced_function])
+def test_where_a_function_of_all_linears_was_replaced_they_stay_in_bf16(replace, monkeypatch):
+    model = Model()
+    before = make_plan(model, LinearConfig())
+    reason = replace(monkeypatch)
+    plan = make_plan(model, LinearConfig(), may_be_empty=True)
+    assert plan.num_converted == 0 and {reasons(plan)[fqn] for fqn in BLOCKS} == {reason}
+    with pytest.raises(ConfigError, match=f"{reason}.*undo what replaces a function for all of them"):
+        make_plan(model, LinearConfig())
+    if replace is replaced_class:
+        with pytest.raises(ConfigError, match=reason):
+            apply_plan(model, before, LinearConfig(), "cpu")
+        with pytest.raises(ConfigError, match=reason):
+            Fp8Linear.from_linear(nn.Linear(16, 16), TensorwiseRecipe(LinearConfig()))
+    else:  # what linears will call counts, where that is another
+        assert make_plan(model, LinearConfig(), linear=torch._C._nn.linear) == before
+
+
+def test_deepspeeds_own_products_are_no_reason(monkeypatch):
+    zero3 = pytest.importorskip("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    profiler = pytest.importorskip("deepspeed.profiling.flops_profiler.profiler")
+    before = make_plan(Model(), LinearConfig())
+    for linear in (zero3, profiler.wrapFunc(F.linear, profiler._linear_flops_compute)):
+        monkeypatch.setattr(F, "linear", linear)
+        assert make_plan(Model(), LinearConfig()) == before
 
 
 def test_empty_weights_and_integer_weights_are_left_alone():

@@ -428,6 +428,36 @@ def test_at_once_other_activations_and_those_with_hooks_are_called(monkeypatch: 
     assert float(sqnr_db(expected[0].float(), found[0].float())) > 22
     run(convert(hooked))
     assert len(called) == 2
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(1))
+    run(convert(stock()), steps=1)
+    handle.remove()
+    assert len(called) == 4  # the activation and the module itself
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_a_float32_input_is_what_it_is_to_the_stock_implementation(implementation: str) -> None:
+    """transformers' grouped_mm casts what it reads, and its output back."""
+    x, index, weights = torch.randn(4, HIDDEN), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+    found = []
+    for experts in (stock(), convert(stock())):
+        experts.config._experts_implementation = implementation
+        try:
+            found.append(experts(x, index, weights))
+        except RuntimeError:
+            found.append(None)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert experts(x, index, weights).dtype == torch.float32
+    expected, got = found
+    assert (expected is None) == (got is None) == (implementation == "eager")
+    if expected is not None:
+        assert got.dtype == expected.dtype == torch.float32 and float(sqnr_db(expected, got)) > 22
+
+
+def test_where_torchs_linear_is_replaced_they_stay_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: linear(*args))
+    found = make_plan(nn.ModuleDict({"experts": stock()}), LinearConfig(), may_be_empty=True).layers
+    assert [row.reason for row in found] == ["torch.nn.functional.linear was replaced"] * 2
 
 
 def test_copies_and_pickles_compute_the_same() -> None:

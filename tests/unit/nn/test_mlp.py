@@ -314,6 +314,27 @@ def test_while_it_is_compiled_with_hooks_on_its_linears_it_is_the_stock_module(m
     assert set(calls) == {fused.act_fn, fused.up_proj}
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_hook_on_all_modules_sees_those_inside(backend):
+    torch._dynamo.reset()
+    fused, calls = make(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    try:
+        if backend is not None:
+            fused.compile(backend=backend)
+        fused(inputs())
+    finally:
+        handle.remove()
+    assert {fused.gate_proj, fused.up_proj, fused.act_fn, fused.down_proj} <= set(calls)
+
+
+def test_another_call_of_all_modules_sees_those_inside(monkeypatch):
+    fused, calls, stock = make(), [], nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: calls.append(self) or stock(self, *args))
+    fused(inputs())
+    assert {fused.gate_proj, fused.up_proj, fused.act_fn, fused.down_proj} <= set(calls)
+
+
 def test_with_no_reader_in_fp8_it_is_the_stock_module():
     """As after `revert`."""
     fused, stock = make(), make(fused=False)
