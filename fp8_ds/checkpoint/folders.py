@@ -219,7 +219,7 @@ def _intact_manifest(folder: Path) -> Manifest | None:
 
 @contextlib.contextmanager
 def as_file_errors(path: Path, place: Path | None = None) -> Iterator[None]:
-    """What torch and safetensors raise where a file cannot be written, as on a full disk, is an OSError.
+    """Make an OSError of what torch and safetensors raise where a file cannot be written, as on a full disk.
 
     Neither has the system's number as an OSError has it (torch: "unexpected pos 768 vs 696"). So what is written here
     then asks for it: a MiB behind the file, which is discarded.

@@ -277,7 +277,7 @@ def _wrong_scales(saved: Any, plan: Plan, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _no_powers_of_two(saved: Any, names: Iterable[str]) -> Iterator[str]:
-    """Of split masters."""
+    """Name the scales of split masters, of the weights `names`, that are no powers of two."""
     for name in (name for name in names if isinstance(saved, Mapping) and isinstance(saved.get(name), Tensor)):
         if not _is_power_of_two(saved[name]) and 0 < float(saved[name].sum()) <= _LARGEST_SCALE_INV:
             yield _wrong(_at("scale_inv", name), "a power of two", f"{float(saved[name].sum()):g}")

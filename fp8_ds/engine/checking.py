@@ -356,7 +356,7 @@ def _refuse_wrong_state(engine: Any, request: _Request, tag: str, of_another_run
 
 
 def _wrong_state(engine: Any, request: _Request, path: Path, of_another_run: bool) -> list[str]:
-    """What is wrong with our state in the model file `path`. Raises: as `wrong_entries`."""
+    """List what is wrong with our state in the model file `path`; raises as `wrong_entries`."""
     context, following = engine.fp8 or engine._fp8_unused, engine._fp8_following
     content = read_data(path, deepspeed_classes(), is_mapped=True)
     if context is None or not isinstance(content, Mapping) or CHECKPOINT_KEY not in content:

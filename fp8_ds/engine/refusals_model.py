@@ -103,7 +103,7 @@ def refuse_model(model: Any, linear: LinearConfig) -> None:
 
 
 def refuse_wrapped(model: Any, stage: int) -> None:
-    """Nothing happens if DeepSpeed's stage finds the parameters of all modules where these are.
+    """Refuse modules that `torch.compile` has wrapped: ZeRO-3 does not find their parameters.
 
     Of a wrapper it takes the empty `_parameters`, which the wrapper then sets in the module inside it.
     Source: deepspeed/runtime/zero/parameter_offload.py `_inject_parameters` (0.19.8), torch/_dynamo/eval_frame.py

@@ -182,15 +182,16 @@ def _parameter_uses(model: nn.Module) -> Counter[int]:
 
 
 def _replaced_forward(module: nn.Module) -> str | None:
-    """As `replaced_forward`; experts are known by the text of their class's."""
+    """Say what replaces the forward of `module`, as `replaced_forward` does; experts' class has a known forward."""
     if experts.is_experts(module):
         return "its forward was replaced" if "forward" in vars(module) else None
     return replaced_forward(module)
 
 
 def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., Any] | None) -> str | None:
-    """What somebody has put in place of the forward of `module`, or of the product in it: an FP8 layer would pass it
-    over. None: nothing. Arguments as those of `make_plan`.
+    """Say what somebody has put in place of the forward of `module`, or of the product in it; None if nothing.
+
+    An FP8 layer would not call it. The arguments are those of `make_plan`.
 
     DeepSpeed's own products are no reason: ZeRO-3's, which stays for good, and what its flops profiler counts with.
     """

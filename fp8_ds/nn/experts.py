@@ -199,7 +199,7 @@ class Fp8Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of an Fp8Linear."""
+        """State for copies and pickles, with the scales of each weight, as `Fp8Linear.__getstate__` has."""
         copied = {name: copied_scales(getattr(self, name), recipe) for name, recipe in self.fp8_recipes.items()}
         return {**self.__dict__, "copied": copied}
 

@@ -19,8 +19,8 @@ from fp8_ds.once_differentiable import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AS_A_LEAF = "torch.nn"
-"""What `torch.fx` reads in a module that it calls by name and does not trace into, as nn.Linear. No longer: what begins
-with "torch.nn.modules" torch.compile takes for a module whose attributes do not change."""
+"""Name of the Python module by which `torch.fx` knows a layer that it calls and does not trace into, as nn.Linear. With
+"torch.nn.modules" torch.compile would take the layer for one whose attributes do not change."""
 
 
 class KeptWeight(NamedTuple):
@@ -157,7 +157,7 @@ def check_dtype(input: Tensor, weight: Tensor) -> None:
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """What calling `module` runs in place of its class's own forward, in words; None: that forward.
+    """Say what calling `module` runs in place of its class's own forward; None if it runs that.
 
     A forward is its class's own if it was defined in the class's module, whatever name and docstring it shows.
     """
@@ -359,7 +359,7 @@ class Fp8Linear(nn.Linear):
 
     @staticmethod
     def readable(input: Tensor) -> Tensor:
-        """As `checked`, of an input whose width and dtype are the weight's."""
+        """Cast `input`, whose width and dtype are the weight's, to an active autocast's dtype; raises as `checked`."""
         if input.dtype not in _INPUT_DTYPES:
             raise ValueError(
                 f"input: expected bfloat16, float16 or float32, got {input.dtype}. Cast it before the linear."

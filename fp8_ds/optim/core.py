@@ -19,7 +19,7 @@ from fp8_ds.scaling.predicted import BoundSums, PredictedScales, bound_of_powers
 
 _NUM_NUMBERS = 5
 _BETAS = slice(1, 3)
-"""Of the numbers of a group."""
+"""Place of the betas among the numbers of a group."""
 _CYCLES_BETAS = "max_momentum"
 """Key of a group whose beta1 one of torch's schedulers moves (CyclicLR, OneCycleLR)."""
 _DIGEST_BITS = 24
@@ -179,7 +179,7 @@ class AdamCore:
 
     @torch.no_grad()
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """What comes next belongs to the betas of `param_groups`, the steps so far to those before.
+        """Take the betas of `param_groups` for the steps to come; the steps so far had those before.
 
         Called before moments are loaded, or S is read for a checkpoint. There is S where a scheduler moves betas, from
         the first step on: torch.distributed.checkpoint loads only what a new run has, too.

@@ -35,7 +35,7 @@ def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tens
 
 
 def row_scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
-    """As `scale_from_amax`, for one amax a row: that of a row of zeros gives scale 2**126, and scale_inv 2**-126.
+    """Map the amax of each row onto `fp8_max`, as `scale_from_amax`, but a row of zeros gets scale 2**126.
 
     Where a GEMM contracts over rows, their scale_inv is multiplied into the other operand before that is quantised. A
     scale_inv of 1 beside ones of 1e-6 would leave all but the element that meets the row of zeros without a digit.

@@ -104,7 +104,7 @@ class CopiedScales:
 
     @classmethod
     def of(cls, values: Tensor, granularity: Granularity, scale: Tensor, scale_inv: Tensor) -> CopiedScales:
-        """Of a weight that reads as `values` (hp, full shape) and has these scales."""
+        """Scales for a copy of a weight that reads as `values` (hp, full shape) and has these scales."""
         amax = granularity.amax(values.reshape(-1), values.shape)
         fits = amax * scale <= E4M3.max * (1 + 2**-8)  # decoded values are rounded to bf16
         return cls(granularity, scale.clone(), scale_inv.clone(), torch.where(fits, amax, torch.nan))

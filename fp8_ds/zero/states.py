@@ -74,7 +74,7 @@ class Fp8States:
     # --- betas that move ---
 
     def fp8_bound_sums(self: Any) -> dict[int, float]:
-        """What bounds the update, by parameter group whose betas have moved; the same on all ranks. For checkpoints."""
+        """Sums that bound the update, by parameter group whose betas have moved; the same on all ranks."""
         core = self.optimizer.core
         core.follow(self.optimizer.param_groups)
         sums: dict[int, float] = core.sums.by_group()

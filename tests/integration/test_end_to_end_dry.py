@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,6 +308,25 @@ def test_runs_of_a_seed_wait_for_its_trunk(bench: Any, monkeypatch: pytest.Monke
     for seed in (1, 2):
         of_seed = [name for name in started if name.split()[1] == str(seed)]
         assert of_seed[0].endswith(" trunk") and len(of_seed) == 3
+
+
+def test_runs_that_share_gpus_are_spread_over_them(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("stock-eager", "ours-fp32-eager", "ours-e4m11-eager", "torch-eager")
+    options = ("--model", "tiny-llama", "--per-gpu", 2, "--out", tmp_path, "--arms", *names)
+    args, _ = jobs_of(bench, monkeypatch, *options)
+    driver, slots = bench("end_to_end"), []
+
+    def run_arm(spec: Any, arm: Any, model: Any, slot: int, *more: Any) -> dict[str, Any]:
+        slots.append(slot)
+        all_run.wait(30)
+        return {"wall_s": 1.0, "error": "not run"}
+
+    all_run = Barrier(4)
+    for name, value in {"num_gpus": lambda: 2, "uses_cuda": lambda: True, "machine": dict, "run_arm": run_arm}.items():
+        monkeypatch.setattr(driver, name, value)
+    monkeypatch.setattr(driver, "prepare_text", lambda args, model: ("none", tmp_path))
+    driver.measure(args)
+    assert sorted(slots) == [0, 0, 1, 1]
 
 
 TELLS = """
