@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,16 @@ OWN_RANKS = [
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any worker starts: a lock that an earlier run of these tests has left would stop all that launch."""
-    if not hasattr(config, "workerinput") and "TORCH_EXTENSIONS_DIR" in os.environ:
-        remove_abandoned(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    if not hasattr(config, "workerinput"):
+        remove_shared_memory(seconds=60)
+        if "TORCH_EXTENSIONS_DIR" in os.environ:
+            remove_abandoned(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_shared_memory_left() -> Iterator[None]:
+    yield
+    remove_shared_memory(seconds=60)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,7 +138,21 @@ def start_ranks(tmp_path: Path, cpu_environment: dict[str, str]) -> Callable[...
     return run
 
 
-def remove_shared_memory(port: int) -> None:
-    """What ranks have left behind, 66 MiB each."""
-    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
-        leftover.unlink(missing_ok=True)
+def remove_shared_memory(port: int | None = None, seconds: float = 0.0) -> None:
+    """Remove the files that DeepSpeed's CPU ranks leave behind at their end, 66 MiB of memory each.
+
+    Args:
+        port: of the ranks, all of which have ended; None: of any ranks that have ended.
+        seconds: age from which on a file that no process has mapped is taken for left behind.
+    """
+    found = set(Path("/dev/shm").glob(f"deepspeed_*_{'*' if port is None else port}_*"))
+    if not found:
+        return
+    in_use = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended, or is another user's, whose files cannot be removed either
+            in_use += "".join(line for line in maps.open() if "/dev/shm/deepspeed_" in line)
+    for file in found:
+        with suppress(OSError):
+            if str(file) not in in_use and time.time() - file.stat().st_mtime >= seconds:
+                file.unlink()
