@@ -170,7 +170,7 @@ GRAMMAR = (
     f"{', '.join(NAMED)}, "
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+liger (activations.cross_entropy), +measured (linear.layer_choice), +fast (linear.fast_accumulation all), +e4m3 "
+    "+liger (activations.cross_entropy), +fast (linear.fast_accumulation all), +e4m3 "
     "(linear.grad_dtype), +precise (that, and the first and last layer in bf16), +kept=NAME (that, and in bf16 the "
     f"linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
@@ -221,8 +221,6 @@ def parse_arm(name: str, model: Model) -> Arm:
             raise ValueError(f"arm: expected no option of the fp8 block with {stem!r}, got {option!r}. Use ours-....")
         else:
             _set_option(arm.fp8, key, value, name)
-    if arm.fp8 is not None and arm.fp8["linear"].get("layer_choice") == "measured":
-        arm.fp8["linear"]["tokens"] = sized(model, arm).tokens
     return arm
 
 
@@ -245,8 +243,6 @@ def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
         block.setdefault("activations", {}).update(fused=True, nonlinear="fp8")
     elif key == "liger":
         block.setdefault("activations", {})["cross_entropy"] = "liger"
-    elif key == "measured":
-        block["linear"]["layer_choice"] = "measured"
     elif key == "fast":
         block["linear"]["fast_accumulation"] = "all"
     elif key == "e4m3":

@@ -24,18 +24,29 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from results_io import command_line, dated_stem, device_name, heading, without_folders
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.device import uses_cuda
-from fp8_ds.nn.layer_table import Case
-from fp8_ds.nn.measure import Step, Taken, cuda_clock, make_steps
+from fp8_ds.errors import Fp8DsError
+from fp8_ds.nn import apply_plan, make_plan
+from fp8_ds.scaling.granularity import OF_RECIPE
+from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.payload import Fp8Payload
 
+Step = Callable[[], object]
+"""One forward and backward, or whatever else is timed."""
 NUM_SAMPLES, NUM_CALLS, NUM_PROFILED, NUM_LINES = 7, 300, 500, 40
+NUM_WARM = 5
+SAMPLE_US, MAX_CALLS = 20_000.0, 8
+"""Of a sample; so few calls because a GPU's queue takes 1,024 launches before the host has to wait."""
+FIRST_ASLEEP_US, MAX_ASLEEP_US = 4_000.0, 1e6
+CYCLES_PER_US = 2_000
+"""Of `torch.cuda._sleep`, at 2 GHz; a device that runs faster sleeps less, and is sent to sleep again."""
 STAND_INS = ("quantize_tensorwise_planes", "record_amax")
 _KEEP: list[torch.library.Library] = []
 
@@ -64,6 +75,108 @@ def stand_in() -> None:
 
     torch_backend: Any = gemm.torch_backend
     torch_backend._product = product
+
+
+class Taken(NamedTuple):
+    """Microseconds of one call of a step."""
+
+    device_us: float
+    host_us: float
+
+
+class LinearStep:
+    """One forward and backward of `module`, whose gradients are dropped."""
+
+    def __init__(self, module: nn.Linear, x: Tensor, grad_output: Tensor) -> None:
+        self.module = module
+        self.x = x
+        self._grad_output = grad_output
+
+    def __call__(self) -> None:
+        self.module(self.x.detach().requires_grad_()).backward(self._grad_output)
+        for p in self.module.parameters():
+            p.grad = None
+
+
+def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -> tuple[LinearStep, LinearStep]:
+    """One step in FP8, its weight FP8 bytes as ZeRO leaves them, and one in bf16.
+
+    Args:
+        recipe: of the FP8 linear.
+        sizes: tokens, input and output features.
+        device: of both.
+    """
+    m, k, n = sizes
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+
+    def linear() -> nn.Linear:
+        module = nn.Linear(k, n, bias=False, device="meta", dtype=torch.bfloat16)
+        module.weight = nn.Parameter(normal(n, k))
+        return module
+
+    x, grad_output = normal(m, k), normal(m, n)
+    fp8, bf16 = (LinearStep(linear(), x, grad_output) for _ in range(2))
+    weight: Any = fp8.module.weight
+    granularity = OF_RECIPE[recipe]
+    scale, scale_inv = granularity.scales(granularity.amax(weight.detach().reshape(-1), weight.shape))
+    payload = Fp8Payload("measured", scale, scale_inv, weight.dtype)
+    payload.data = payload.quantize(weight.detach())
+    model, config = nn.Sequential(fp8.module), LinearConfig.model_validate({"recipe": recipe})
+    plan = make_plan(model, config)
+    weight._fp8, weight.data, weight.__class__ = payload, payload.nominal(weight.shape), Fp8Parameter
+    history = apply_plan(model, plan, config, device)
+    converted: Any = fp8.module
+    converted.fp8_recipe.shared = None  # every call is given the same input, and is to quantise it
+    if history is not None:  # from its first update on it scales by what it remembers
+        fp8()
+        history.update(history.amax_local.clone())
+    return fp8, bf16
+
+
+def cuda_clock(steps: Sequence[Step]) -> list[Taken]:
+    """One call of each step in eager mode: what it takes the current CUDA device, and the host to launch it.
+
+    Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is some calls
+    that the host queues while the device sleeps, as long before each step: neither waits for the other.
+
+    Raises:
+        Fp8DsError: the host cannot queue them while the device sleeps.
+    """
+    for step in steps:
+        for _ in range(NUM_WARM):
+            step()
+    first = [[_sample(step, 2, FIRST_ASLEEP_US) for _ in range(2)] for step in steps]
+    slowest = max(taken.device_us for row in first for taken in row)
+    num_calls = max(1, min(MAX_CALLS, round(SAMPLE_US / slowest)))
+    host_us = max(min(taken.host_us for taken in row) for row in first)
+    asleep_us = min(1.5 * num_calls * host_us, MAX_ASLEEP_US)
+    samples = [[_sample(step, num_calls, asleep_us) for step in steps] for _ in range(NUM_SAMPLES)]
+    return [Taken(*map(statistics.median, zip(*column, strict=True))) for column in zip(*samples, strict=True)]
+
+
+def _sample(step: Step, num_calls: int, asleep_us: float) -> Taken:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    host_us = 0.0
+    while asleep_us <= MAX_ASLEEP_US:
+        torch.cuda._sleep(round(asleep_us * CYCLES_PER_US))
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            step()
+        end.record()
+        host_us = (time.perf_counter() - start) * 1e6
+        was_asleep = not begin.query()
+        end.synchronize()
+        if was_asleep:
+            return Taken(begin.elapsed_time(end) * 1e3 / num_calls, host_us / num_calls)
+        asleep_us = 2 * max(asleep_us, host_us)  # it has waited for the host: once more
+    raise Fp8DsError(
+        f"layer times: expected the host to queue {num_calls} calls while the GPU sleeps, got {host_us / 1e3:.0f} ms "
+        "for them. Launches wait for the GPU: unset CUDA_LAUNCH_BLOCKING, and use no profiler that serialises kernels."
+    )
 
 
 def host_clock(steps: Sequence[Step]) -> list[Taken]:
@@ -112,8 +225,7 @@ def main() -> None:
     rows: dict[str, dict[str, Taken]] = {}
     profiles: dict[str, str] = {}
     for recipe in recipes:
-        grad_dtype = LinearConfig.model_validate({"recipe": recipe}).grad_dtype
-        fp8, bf16 = make_steps(Case(recipe=recipe, grad_dtype=grad_dtype, backend="torch", **sizes), device)
+        fp8, bf16 = make_steps(recipe, (sizes["m"], sizes["k"], sizes["n"]), device)
         both = clock([fp8, bf16])
         with torch.autograd.set_multithreading_enabled(False):
             alone = clock([fp8, bf16])

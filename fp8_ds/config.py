@@ -65,8 +65,6 @@ class LinearConfig(_Block):
     num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
     num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
     max_experts: Annotated[int, Field(ge=0)] | None = None
-    layer_choice: Literal["all", "measured"] = "all"
-    tokens: Annotated[int, Field(ge=1)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"
 
     @model_validator(mode="before")
@@ -77,10 +75,10 @@ class LinearConfig(_Block):
         return block
 
     def check(self) -> None:
-        """`tokens` is there exactly where it takes effect, and the GEMMs are such as there are.
+        """Check that there are the GEMMs that the keys ask for.
 
         Raises:
-            ConfigError: `tokens` is missing, or without effect; or there is no such GEMM.
+            ConfigError: there is no such GEMM.
         """
         if self.recipe == "blockwise" and self.fast_gemms:
             raise ConfigError(
@@ -101,16 +99,6 @@ class LinearConfig(_Block):
             raise ConfigError(
                 'fp8.linear.grad_dtype: expected "e4m3" with recipe "blockwise", got "e5m2". torch multiplies blocks '
                 'in E4M3 only: remove the key, or set "backend": "reference".'
-            )
-        if self.layer_choice == "measured" and self.tokens is None:
-            raise ConfigError(
-                'fp8.linear.tokens: expected an integer with layer_choice "measured", got null. Write the tokens that '
-                "one rank computes at a time: micro batch x sequence length."
-            )
-        if self.layer_choice == "all" and self.tokens is not None:
-            raise ConfigError(
-                f'fp8.linear.tokens: expected null with layer_choice "all", got {self.tokens}. Remove the key, or set '
-                '"layer_choice": "measured".'
             )
 
     @property

@@ -24,6 +24,14 @@ _LATER_VALUES = {
     "fp8.linear.backend": ("te",),
 }
 _NOT_YET = "not available in this version"
+REMOVED = {
+    "fp8.linear.layer_choice": (
+        'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns"; '
+        "`fp8-ds plan` prints the names of those that are too small to gain"
+    ),
+    "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
+}
+"""Keys (`fp8.block.key`) and values (`fp8.block.key=value`) that this version has no more: what to do instead."""
 COMMENT_SIGNS = ("_", "/", "#")
 """JSON has no comments, and keys that begin so stand in for them."""
 _BESIDE = {
@@ -63,6 +71,8 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         path = path[:-2]
     key = ".".join(["fp8", *path])
     value = details["input"]
+    if key in REMOVED:
+        return f"{key}: expected no such key, which this version has no more, got {as_json(value)}. {REMOVED[key]}."
     if details["type"] == "extra_forbidden":
         return f"{key}: expected a known key, got {as_json(value)}. {_unknown_key_remedy(key, known)}"
     if details["type"] == "missing":
@@ -70,6 +80,8 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
     said = f"{key}: expected {_expected(key, details, known)}, got {as_json(value)}"
     if value == "auto":
         return f"{said}. {_auto_remedy(known.get(key))}"
+    if isinstance(value, str) and (remedy := REMOVED.get(f"{key}={value}")):
+        return f"{said}, which this version has no more. {remedy}."
     if value in _LATER_VALUES.get(key, ()):
         return f"{said}, {_NOT_YET}. Use one of the former."
     if details["type"] == "model_type":

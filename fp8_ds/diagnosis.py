@@ -333,29 +333,34 @@ def probes() -> list[Probe]:
 def _probe(name: str, device: torch.device) -> Probe:
     from fp8_ds.config import LinearConfig
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
-    from fp8_ds.nn.layer_table import Case
+    from fp8_ds.nn.convert import apply_plan, make_plan
     from fp8_ds.nn.linear import read_weight
-    from fp8_ds.nn.measure import cuda_clock, make_steps
     from fp8_ds.testing import sqnr_db
 
     size = _PROBE_SIZE[device.type]
-    config = LinearConfig.model_validate({"recipe": name})
     products: list[Callable[[], Tensor]] = []
     try:
         refuse_device(name, "torch", *capabilities(device))
+        generator = torch.Generator(device).manual_seed(0)
+        x, weight = (
+            torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_(generator=generator) for _ in range(2)
+        )
         for backend in ("torch", "reference"):
-            case = Case(recipe=name, grad_dtype=config.grad_dtype, backend=backend, m=size, k=size, n=size)
-            step, plain = make_steps(case, device)
-            recipe: Any = step.module.fp8_recipe
-            x_fp8 = recipe.quantize_input(step.x, needs_columns=False, record=False)
-            products.append(partial(recipe.output, x_fp8, read_weight(step.module.weight, recipe), step.x.dtype))
+            config = LinearConfig.model_validate({"recipe": name, "backend": backend})
+            model = torch.nn.Sequential(torch.nn.Linear(size, size, bias=False, device="meta", dtype=x.dtype))
+            model[0].weight = torch.nn.Parameter(weight)
+            apply_plan(model, make_plan(model, config), config, device)
+            recipe: Any = model[0].fp8_recipe
+            x_fp8 = recipe.quantize_input(x, needs_columns=False, record=False)
+            products.append(partial(recipe.output, x_fp8, read_weight(model[0].weight, recipe), x.dtype))
         db = sqnr_db(products[1](), products[0]())
         measured = Probe(name, is_exact=db == math.inf, sqnr_db=finite_or_none(db))
         if device.type != "cuda":
             return measured
-        weight = plain.module.weight.detach()
-        fp8, bf16 = cuda_clock([products[0], lambda: step.x @ weight.t()])
+        from triton.testing import do_bench
+
+        fp8_ms, bf16_ms = (do_bench(one, return_mode="median") for one in (products[0], lambda: x @ weight.t()))
     except (Fp8DsError, RuntimeError) as error:
         return Probe(name, refused=str(error).splitlines()[0])
     flops = 2 * size**3
-    return replace(measured, teraflops=flops / fp8.device_us / 1e6, bf16_teraflops=flops / bf16.device_us / 1e6)
+    return replace(measured, teraflops=flops / fp8_ms / 1e9, bf16_teraflops=flops / bf16_ms / 1e9)

@@ -366,7 +366,7 @@ def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: Line
     patterns = Plan((*plan.layers, *others)).filter_fqns()
     if patterns is None:
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
-    linear: dict[str, Any] = {"layer_choice": "all", "filter_fqns": patterns}
+    linear: dict[str, Any] = {"filter_fqns": patterns}
     linear |= {key: 0 for key in (AT_START, AT_END) if getattr(now, key)}
     in_fp8 = {layer.fqn: layer.num_experts for layer in plan.layers if layer.converted}
     if any(in_fp8.get(row.fqn) for row in current.layers if not row.converted):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,9 +30,11 @@ from fp8_ds.cli.common import (
 
 if TYPE_CHECKING:
     from fp8_ds.config import ScheduleConfig
+    from fp8_ds.nn.convert import Plan
     from fp8_ds.nn.flops import Product
 
 _SCHEDULED = "fp8.schedule, in all steps"
+_NUM_SMALL_SHOWN = 4
 
 
 def plan(
@@ -76,6 +79,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import apply_plan, make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
+    from fp8_ds.nn.layer_size import fp8_pays
     from fp8_ds.nn.recipe_smooth import smooth_swiglus
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
@@ -97,6 +101,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     if fp8.activations.smooth_swiglu:
         apply_plan(module, layers, fp8.linear, "cpu")
         smooth_swiglus(module, fp8.linear)
+    small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and not fp8_pays(*row.shape)]
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
@@ -123,10 +128,17 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
         "fp8_percent_of_attention_flops": 100 * attention_in_fp8 / max(attention, 1),
         "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) + beside if world > 1 else 0,
         "schedule_varies": bool(in_fp8) and _varies(fp8.schedule),
-        "layer_choice": fp8.linear.layer_choice,
+        "small_layers": small,
+        "filter_fqns_without_small_layers": _filter_without(layers, small),
         "many_experts_by_device": fp8.linear.max_experts is None and any(map(_has_many_experts, in_fp8)),
         "layers": found,
     }
+
+
+def _filter_without(layers: Plan, small: Collection[str]) -> list[str] | None:
+    """The "filter_fqns" that leave the layers `small` in bf16, beside those that are; None: no such list does."""
+    rows = (replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
+    return replace(layers, layers=tuple(rows)).filter_fqns()
 
 
 def _scheduled(found: Sequence[Product], schedule: ScheduleConfig, total_steps: object) -> list[Product]:
@@ -162,6 +174,8 @@ def _varies(schedule: ScheduleConfig) -> bool:
 def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from fp8_ds.nn.layer_size import MIN_NUMEL
+
     out = console()
     table = Table("layer", "class", "shape", "computed in", "why")
     for fqns, product in _runs(found["layers"]):
@@ -188,8 +202,16 @@ def _print(found: dict[str, Any]) -> None:
             '"max_experts" is null: layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0 or '
             "later, else bf16."
         )
-    if found["layer_choice"] == "measured":
-        out.print('"layer_choice" is "measured": layers that gain nothing in FP8 on your machine stay bf16 as well.')
+    if small := found["small_layers"]:
+        filters = found["filter_fqns_without_small_layers"]
+        how = f': "filter_fqns": {json.dumps(filters)}' if filters else ""
+        if len(small) == found["num_fp8"]:
+            how += '. None would be left in FP8 then: set "optimizer.states" to "fp8", or leave the block out'
+        out.print(
+            f"{len(small)} of these are probably no faster in FP8, having less than {MIN_NUMEL / 1e6:.1f} M weights: "
+            f"{', '.join(small[:_NUM_SMALL_SHOWN])}{', ...' if len(small) > _NUM_SMALL_SHOWN else ''}. They may stay "
+            f"bf16{how}."
+        )
 
 
 def _runs(layers: Sequence[Product]) -> list[tuple[str, Product]]:

@@ -14,7 +14,6 @@ from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine.attention import describe_attention
 from fp8_ds.engine.cross_entropy import fuse_loss
 from fp8_ds.engine.host_config import linear_in_training
-from fp8_ds.engine.layer_choice import choose_layers
 from fp8_ds.engine.log import say
 from fp8_ds.engine.refusals_device import capabilities, refuse_device
 from fp8_ds.engine.refusals_model import AUTOTP_PIPELINE, AUTOTP_STAGE_3
@@ -45,7 +44,7 @@ def refuse_autotp(engine: Any, model: Any) -> None:
 def convert(engine: Any) -> Fp8Context | None:
     """Linears and experts of `engine.module` are FP8 layers, and what surrounds them is as the configuration says.
 
-    Collective where the plan is agreed on or measured.
+    Collective where the plan is agreed on.
 
     Returns:
         None: the engine has no optimizer, and its model stays as it is.
@@ -69,8 +68,6 @@ def convert(engine: Any) -> Fp8Context | None:
         _cast_trainable(module)
     linear = linear_in_training(engine._config._param_dict)
     plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device, linear)
-    if config.linear.layer_choice == "measured":
-        plan = choose_layers(module, plan, config.linear, device, say)
     if is_autotp:
         configure_autotp(config.tensor_parallel)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.config_errors import REMOVED
 from fp8_ds.errors import ConfigError
 
 
@@ -21,8 +22,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "num_layers_at_start_in_bf16": 0,
             "num_layers_at_end_in_bf16": 0,
             "max_experts": None,
-            "layer_choice": "all",
-            "tokens": None,
             "frozen": "bf16",
         },
         "zero": {"keep_bf16_shard": False, "reduce_scatter": "bf16"},
@@ -58,7 +57,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
 
 def test_a_full_block_of_json_is_accepted() -> None:
     text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
-               "filter_fqns": ["lm_head", "layers.0."], "layer_choice": "measured", "tokens": 8192, "frozen": "fp8"},
+               "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
                "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
                              "outstanding_update_bytes": 1048576, "seed": 4294967295},
@@ -73,7 +72,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
-    assert (config.linear.layer_choice, config.linear.tokens) == ("measured", 8192)
+    assert config.linear.frozen == "fp8"
     assert config.zero.keep_bf16_shard
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
@@ -270,7 +269,6 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.activations.cross_entropy_chunk_mem_const:",
         ["an integer of at least 1, got 0"],
     ),
-    "a number of tokens that is none": (on(tokens=0), "fp8.linear.tokens:", ["an integer of at least 1, got 0"]),
     "a format that blocks have no GEMM for": (
         on(recipe="blockwise", grad_dtype="e5m2"),
         "fp8.linear.grad_dtype:",
@@ -290,17 +288,6 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         on(backend="reference", fast_accumulation="output_and_grad_input"),
         "fp8.linear.fast_accumulation:",
         ['expected "none" or "output" with backend "reference", got "output_and_grad_input"', '"backend": "torch"'],
-    ),
-    "tokens are auto": (on(layer_choice="measured", tokens="auto"), "fp8.linear.tokens:", ["integer or null"]),
-    "a choice without tokens": (
-        on(layer_choice="measured"),
-        "fp8.linear.tokens:",
-        ['expected an integer with layer_choice "measured", got null', "micro batch x sequence length"],
-    ),
-    "tokens without a choice": (
-        on(tokens=4096),
-        "fp8.linear.tokens:",
-        ['expected null with layer_choice "all", got 4096', 'set "layer_choice": "measured"'],
     ),
     "a fraction above one": (
         {"enabled": True, "schedule": {"bf16_last_fraction": 10}},
@@ -445,6 +432,17 @@ def test_inputs_kept_in_fp8_without_fused_modules_are_refused() -> None:
         ConfigError, match=r'^fp8\.activations\.nonlinear: .*fused false, got "fp8"\. .*set "fused": true'
     ):
         Fp8Config.from_block({"enabled": True, "activations": {"nonlinear": "fp8"}})
+
+
+@pytest.mark.parametrize(("name", "remedy"), REMOVED.items())
+def test_what_is_gone_is_refused_with_what_to_do_instead(name: str, remedy: str) -> None:
+    key, has_value, value = name.partition("=")
+    _, block, leaf = key.split(".")
+    known = Fp8Config.keys()
+    assert (key in known) == bool(has_value)
+    with pytest.raises(ConfigError) as caught:
+        Fp8Config.from_block({"enabled": True, block: {leaf: value or "auto"}})
+    assert str(caught.value).startswith(f"{key}: expected ") and remedy in str(caught.value)
 
 
 def test_one_error_names_every_wrong_key() -> None:

@@ -120,7 +120,7 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
 def test_that_a_report_exists_is_not_said_to_mean_that_fp8_is_on(page: str) -> None:
-    """An engine that is called off has one, too (test_choice.py)."""
+    """An engine that is called off has one, too (test_optimizers.py)."""
     assert '{"enabled": False}' in (ROOT / page).read_text()
 
 

@@ -225,15 +225,6 @@ def test_release_is_said_to_be_in_the_backward_only_where_it_is(
     assert said.endswith(", in the backward (release)") == (not holds)
 
 
-def test_a_layer_choice_that_a_cpu_cannot_make_is_off(
-    monkeypatch: pytest.MonkeyPatch, script: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FP8_DS_CACHE", str(tmp_path / "empty"))
-    config = {**STOCK, "fp8": {"enabled": True, "linear": {"layer_choice": "measured", "tokens": 64}}}
-    verdict = judge(config, script)
-    assert verdict.on == "no" and 'expected "all" on cpu, got "measured"' in verdict.reasons[0]
-
-
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [

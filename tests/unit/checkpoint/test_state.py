@@ -28,6 +28,12 @@ def test_how_to_keep_the_layers_turns_off_what_this_run_leaves_in_bf16_at_its_en
     assert "num_layers" not in _how_to_keep(plan, {"enabled": True}, plan, LinearConfig())
 
 
+def test_how_to_keep_a_plan_without_fp8_is_to_turn_it_off() -> None:
+    model, now = nn.ModuleDict({"up": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)}), LinearConfig()
+    none = make_plan(model, LinearConfig(filter_fqns=("up", "lm_head")), may_be_empty=True)
+    assert 'set "fp8.enabled" to false' in _how_to_keep(none, {"enabled": True}, make_plan(model, now), now)
+
+
 def mixture(num_experts: int) -> nn.ModuleDict:
     """Experts beside a linear."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -70,6 +70,27 @@ def test_a_schedule_of_some_steps_says_that_the_rest_is_meant(plan: Any) -> None
         assert '"schedule" puts FP8 layers into bf16 for a part of the run' in text
 
 
+def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves_them_in_bf16(tmp_path: Path) -> None:
+    """They stay in FP8; the filter that is printed leaves all of them in bf16, and no other."""
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes = {**shape, "num_hidden_layers": 1, "vocab_size": 100}
+    words = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+    path = tmp_path / "ds.json"
+
+    def run(linear: dict[str, Any], *more: str) -> Any:
+        path.write_text(json.dumps({**STOCK, "fp8": {"enabled": True, "linear": linear}}))
+        return CliRunner().invoke(app, ["plan", "llama-8b", "--config", str(path), *words, *more]).stdout
+
+    found = json.loads(run({}, "--json"))
+    small = [f"model.layers.0.self_attn.{name}_proj" for name in "kv"]  # 512 x 2048
+    assert found["num_fp8"] == 7 and sorted(found["small_layers"]) == small
+    filters = found["filter_fqns_without_small_layers"]
+    assert json.dumps(filters) in " ".join(run({}).split())
+    again = json.loads(run({"filter_fqns": filters}, "--json"))
+    assert again["num_fp8"] == 5 and again["small_layers"] == []
+    assert {row["fqn"] for row in again["layers"] if not row["in_fp8"]} == {*small, "lm_head"}
+
+
 @pytest.mark.parametrize(
     ("schedule", "more", "words"),
     [

@@ -38,7 +38,7 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def precision(say: Callable[[str], None] = lambda line: None, **block: Any) -> LayerPrecision:
     model = nn.ModuleDict({f"{i}": nn.ModuleDict({"up": nn.Linear(32, 32)}) for i in (10, 11)})
-    config = LinearConfig.model_validate({"layer_choice": "all"})
+    config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
     schedule = ScheduleConfig.model_validate(block)
     return LayerPrecision(model, lambda names: None, schedule, Stays(4), None, torch.device("cpu"), say)

@@ -21,11 +21,9 @@ from fp8_ds.formats import E4M3
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, expert_products, experts_reference, make_plan
-from fp8_ds.nn.choice import cases_of, choose
 from fp8_ds.nn.convert import Plan, revert
 from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
 from fp8_ds.nn.experts_reference import stock_forward
-from fp8_ds.nn.layer_table import Times
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
@@ -341,15 +339,6 @@ def test_a_plan_survives_a_checkpoint_and_is_applied_once_to_its_own_model() -> 
         Fp8Experts.take(model["experts"], "down_proj", model["experts"].fp8_recipes["down_proj"])
     with pytest.raises(ConfigError, match="expected one that no engine has converted, got Fp8Experts at 'experts'"):
         make_plan(model, config)
-
-
-def test_no_table_has_times_of_experts_which_are_in_fp8_all_the_same() -> None:
-    model, config = nn.ModuleDict({"experts": stock(), "head": nn.Linear(16, 16)}), LinearConfig(tokens=64)
-    plan = make_plan(model, config)
-    cases = cases_of(model, plan, config)
-    assert list(cases) == ["head"]
-    times = {case: Times(fp8_us=2, bf16_us=1, fp8_host_us=1, bf16_host_us=1) for case in cases.values()}
-    assert [row.converted for row in choose(plan, cases, times, ()).layers] == [True, True, False]
 
 
 def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_numbers() -> None:
