@@ -89,30 +89,52 @@ def refuse_backend(backend: Backend, device: torch.device) -> None:
 
 
 def _refuse_kinds(model: nn.Module, backend: Backend, hadamard: bool) -> None:
-    from fp8_ds.engine.attention import attention_kinds
-
     try:
-        kinds = list(attention_kinds(model))
+        kinds = dict.fromkeys((_dropout(module), *_dims(module, config)) for module, config in attention_modules(model))
     # Other people's attributes may be absent or of another kind: what is not seen here the first forward refuses.
     except (AttributeError, TypeError, ValueError):
         return
-    for kind in kinds:
-        if kind.dropout:
+    for dropout, head_dim, value_dim in kinds:
+        if dropout:
             raise UnsupportedError(
-                f'{_KEY}: expected null with dropout in attention, got "{backend}" and {kind.dropout:g}. Set the '
+                f'{_KEY}: expected null with dropout in attention, got "{backend}" and {dropout:g}. Set the '
                 "model's attention dropout to 0, or remove the key."
             )
         alignment = {"fa3": 8, "fa3_fp8": 16}.get(backend, 1)
-        if kind.value_dim != kind.head_dim or kind.head_dim % alignment:
+        if value_dim != head_dim or head_dim % alignment:
             raise UnsupportedError(
-                f'{_KEY}: expected null with heads of {kind.head_dim} and values of {kind.value_dim}, got "{backend}". '
+                f'{_KEY}: expected null with heads of {head_dim} and values of {value_dim}, got "{backend}". '
                 f"It takes one dim for both, a multiple of {alignment}: remove the key."
             )
         if hadamard:
             try:
-                check_rotation(kind.head_dim)
+                check_rotation(head_dim)
             except UnsupportedError as error:
                 raise UnsupportedError(f"fp8.attention.hadamard: {error}") from error
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield transformers' attention modules, each with its configuration: those that know whether they are causal."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        has_name = isinstance(getattr(config, "_attn_implementation", None), str)
+        if has_name and isinstance(getattr(module, "is_causal", None), bool):
+            yield module, config
+
+
+def _dims(attention: Any, config: Any) -> tuple[int, int]:
+    """(dim of a head's queries and keys, dim of its values)."""
+    of_module = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
+    num_heads = getattr(attention, "num_heads", None) or config.num_attention_heads
+    head_dim = of_module or getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return head_dim, getattr(attention, "v_head_dim", None) or head_dim
+
+
+def _dropout(attention: Any) -> float:
+    """The probability in training: a number of the module's, or an nn.Dropout's."""
+    names = ("attention_dropout", "attn_dropout", "dropout")
+    found = next((value for name in names if (value := getattr(attention, name, None)) is not None), 0.0)
+    return float(getattr(found, "p", found))
 
 
 def describe_implementation(name: str) -> str | None:

@@ -278,6 +278,6 @@ def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
 
 
 def test_a_fault_of_ours_in_reading_a_model_is_not_taken_for_an_odd_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8_ds.engine.attention._kind", lambda *a: {}["absent"])
+    monkeypatch.setattr("fp8_ds.attention.huggingface._dims", lambda *a: {}["absent"])
     with pytest.raises(KeyError, match="absent"):
         refuse_attention(llama(), CPU, "sdpa")
