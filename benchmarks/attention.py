@@ -14,6 +14,7 @@ An arm that is not installed, or fails, has a row that says why.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -26,11 +27,13 @@ from typing import Any
 
 import attention_accuracy as accuracy
 import torch
+import torch.nn.functional as F
 from attention_report import publish
 from results_io import command_line, dated_stem, device_name, without_folders
 from timing import FLUSH_BYTES, make_flush, median_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fp8_ds.attention import attention, describe_backend, flash, heads, require_backend
 from fp8_ds.attention.shapes import Geometry
@@ -50,9 +53,38 @@ def ours(backend: Any, **options: Any) -> Forward:
     return partial(attention, backend=backend, causal=True, **options)
 
 
-def sdpa_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]) if q.is_cuda else nullcontext():
-        return attention(q, k, v, backend="sdpa", causal=True)
+def by_sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's SDPA with this kernel or, on CUDA, not at all."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel([kernel]) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def flash_attn_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    out: Tensor = flash_attn_func(q, k, v, causal=True)
+    return out
+
+
+@functools.cache
+def causal_blocks(length: int, device: str) -> BlockMask:
+    return create_block_mask(lambda batch, head, i, j: j <= i, None, None, length, length, device=device)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention, compiled for each shape; by default torch stops after eight."""
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = causal_blocks(q.shape[1], str(q.device))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,12 +112,12 @@ _TE_MODULES: dict[torch.Size, Any] = {}
 ARMS: dict[str, Forward] = {
     "FA3 bf16": ours("fa3"),
     "FA3 FP8": ours("fa3_fp8"),
-    "cuDNN bf16": ours("cudnn"),
+    "cuDNN bf16": partial(by_sdpa, SDPBackend.CUDNN_ATTENTION),
     "FA3 FP8 rotated": ours("fa3_fp8", hadamard=True),
-    "SDPA flash (FA2)": sdpa_flash,
-    "flash-attn 2": ours("fa2"),
+    "SDPA flash (FA2)": partial(by_sdpa, SDPBackend.FLASH_ATTENTION),
+    "flash-attn 2": flash_attn_2,
     "cuDNN FP8 (TE)": cudnn_fp8,
-    "FlexAttention": ours("flex"),
+    "FlexAttention": flex,
 }
 EMULATED: dict[str, accuracy.Compute] = {
     "bf16, plain": accuracy.through_autograd(ours("reference")),
@@ -93,8 +125,7 @@ EMULATED: dict[str, accuracy.Compute] = {
     "FP8 emulated, rotated": accuracy.through_autograd(ours("fa3_fp8_emulated", hadamard=True)),
     "FP8 emulated, backward on bf16 q, k, v": accuracy.inconsistent,
 }
-BACKENDS = {"FA3 bf16": "fa3", "FA3 FP8": "fa3_fp8", "FA3 FP8 rotated": "fa3_fp8", "cuDNN bf16": "cudnn",
-            "flash-attn 2": "fa2"}  # fmt: skip
+BACKENDS = {"FA3 bf16": "fa3", "FA3 FP8": "fa3_fp8", "FA3 FP8 rotated": "fa3_fp8"}
 LATE = ("cuDNN FP8 (TE)", "FlexAttention")
 """Their latency is measured after everything else: they compile, or may fail."""
 CALLS_BEFORE = {"cuDNN FP8 (TE)": 3}
@@ -138,8 +169,12 @@ def available(run: Run, only: list[str] | None) -> list[str]:
                 import transformer_engine.pytorch
 
                 run.result["arms"][arm] = f"Transformer Engine {transformer_engine.__version__}"
-            elif run.device == "cpu" and arm == "FlexAttention":
-                raise RuntimeError("its backward is not there on CPU")
+            elif run.device == "cpu" and arm != "SDPA flash (FA2)":
+                raise RuntimeError("it needs a CUDA device")
+            elif arm == "flash-attn 2":
+                import flash_attn
+
+                run.result["arms"][arm] = f"flash_attn {flash_attn.__version__}"
             found.append(arm)
         except Exception as error:  # of a broken installation, whatever its import raises
             run.result["arms"][arm] = without_folders(f"SKIPPED: {error}")

@@ -267,7 +267,7 @@ class GuardConfig(_Block):
 
 
 class AttentionConfig(_Block):
-    backend: Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "fa2", "cudnn", "flex", "sdpa"] | None = None
+    backend: Literal["fa3", "fa3_fp8", "fa3_fp8_emulated"] | None = None
     hadamard: bool = False
 
     def check(self) -> None:

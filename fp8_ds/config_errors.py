@@ -30,6 +30,14 @@ REMOVED = {
         "`fp8-ds plan` prints the names of those that are too small to gain"
     ),
     "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
+    "fp8.attention.backend=sdpa": 'Remove the key: it is what transformers takes by itself, attn_implementation="sdpa"',
+    "fp8.attention.backend=cudnn": (
+        'Remove the key, and load the model with attn_implementation="sdpa": torch takes cuDNN for it on Hopper'
+    ),
+    "fp8.attention.backend=fa2": (
+        'Remove the key, and load the model with attn_implementation="flash_attention_2", which needs flash-attn, too'
+    ),
+    "fp8.attention.backend=flex": 'Remove the key, and load the model with attn_implementation="flex_attention"',
 }
 """Keys (`fp8.block.key`) and values (`fp8.block.key=value`) that this version has no more: what to do instead."""
 COMMENT_SIGNS = ("_", "/", "#")

@@ -219,7 +219,6 @@ def _attention() -> Iterator[Check]:
     else:
         fp8 = "FP8 forward: no" if found.lacks("FP8") else "FP8 forward: yes"
         yield Check("FlashAttention-3", "ok", f"{found.describe()}; {fp8}")
-    yield _package("flash_attn", "attention backend fa2", "pip install flash-attn --no-build-isolation")
 
 
 def _megatron() -> Iterator[Check]:

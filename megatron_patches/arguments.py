@@ -17,7 +17,7 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.ops.gemm import BACKENDS as GEMM_BACKENDS
 from megatron_patches import compat, optimizer
 from megatron_patches.engine_observers import RECIPES as SAMPLED
-from megatron_patches.recipes import GRAD_DTYPES, OURS, Fp8Settings, settings
+from megatron_patches.recipes import GRAD_DTYPES, OTHER_ATTENTION, OURS, Fp8Settings, settings
 
 SPEC = ("megatron_patches.layer_specs", "gpt")
 _RECIPE = "fp8_recipe"
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--on-cpu", action="store_true", help="a trial without a GPU, over gloo")
     group.add_argument(
         "--fp8-attention-backend",
-        choices=BACKENDS,
+        type=_attention_backend,
+        metavar=f"{{{','.join(BACKENDS)}}}",
         help="attention by fp8_ds; left out: Megatron's (docs/attention.md)",
     )
     group.add_argument(
@@ -204,6 +205,17 @@ def _take_over(args: argparse.Namespace) -> None:
     args.fp8_linear_format, args.fp8_linear_recipe = args.fp8, args.fp8_recipe
     settings_from(args)  # refused now, not when the model is built
     args.fp8, args.fp8_recipe = None, _DEFAULT_RECIPE
+
+
+def _attention_backend(value: str) -> str:
+    """Return `value`, a backend of attention.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if value not in BACKENDS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(BACKENDS)}, got {value}. {OTHER_ATTENTION}.")
+    return value
 
 
 def check_masks(args: argparse.Namespace, backend: str | None) -> None:

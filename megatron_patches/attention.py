@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8_ds.attention import BACKENDS, Backend, Packing, attention, require_backend
 from fp8_ds.errors import ConfigError, UnsupportedError
+from megatron_patches.recipes import OTHER_ATTENTION
 
 _BF16_OF: dict[str, Backend] = {"fa3_fp8": "fa3", "fa3_fp8_emulated": "reference"}
 """The same kernel in high precision, for layers that stay bf16."""
@@ -43,7 +44,8 @@ class AttentionSettings:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(
-                f"--fp8-attention-backend: expected one of {', '.join(BACKENDS)}, got {self.backend}. Use one of these."
+                f"--fp8-attention-backend: expected one of {', '.join(BACKENDS)}, got {self.backend}. "
+                f"{OTHER_ATTENTION}."
             )
 
 

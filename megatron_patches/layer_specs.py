@@ -34,7 +34,7 @@ from megatron_patches.arguments import check_masks, check_recipe, settings_from
 from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_stock
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
-from megatron_patches.recipes import Fp8Settings, settings_of
+from megatron_patches.recipes import OTHER_ATTENTION, Fp8Settings, settings_of
 from megatron_patches.refusals import (
     alternates,
     refuse_bf16_alone,
@@ -367,7 +367,7 @@ def _objects() -> dict[str, Any]:
     if wanted not in backends:
         raise ConfigError(
             f"--spec {__name__}: expected one of {', '.join(backends)}, got {wanted}. The end of the name is the "
-            "backend of attention."
+            f"backend of attention. {OTHER_ATTENTION}."
         )
     return {wanted: spec_from_arguments(args, backends[wanted])}
 

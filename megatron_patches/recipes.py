@@ -16,6 +16,11 @@ OURS = ("rowwise", "rowwise_with_gw_hp")
 """Values of --fp8-recipe that Megatron does not have."""
 WITHOUT_TE = ("tensorwise", "blockwise", *OURS)
 """Values of --fp8-recipe that need no Transformer Engine."""
+OTHER_ATTENTION = (
+    "Use one of these, or leave --fp8-attention-backend out: of Megatron's own attention --attention-backend chooses "
+    "the kernel"
+)
+"""What to do instead of another --fp8-attention-backend."""
 GRAD_DTYPES = {"hybrid": "e5m2", "e4m3": "e4m3"}
 """--fp8-format: hybrid is E4M3 forward and E5M2 for gradients."""
 

@@ -1,23 +1,21 @@
-"""Attention: one function, several backends; FlashAttention-3 in FP8 among them. docs/attention.md."""
+"""Attention by FlashAttention-3, in FP8 or bf16, and the same in plain torch. docs/attention.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fp8_ds.attention.flash import Flash, flash_attention
-from fp8_ds.attention.packages import find_fa2, find_fa3, require_hopper
+from fp8_ds.attention.packages import find_fa3, require_hopper
 from fp8_ds.attention.rotation import check_rotation
 from fp8_ds.attention.shapes import Geometry, Packing, make_geometry
-from fp8_ds.attention.stock import cudnn_attention, fa2_attention, flex_attention_, sdpa_attention
 from fp8_ds.errors import UnsupportedError
 
 __all__ = ["BACKENDS", "Backend", "Packing", "attention", "describe_backend", "require_backend"]
 
-Backend = Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "fa2", "cudnn", "flex", "sdpa", "reference"]
+Backend = Literal["fa3", "fa3_fp8", "fa3_fp8_emulated", "reference"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _FLASH: dict[str, Flash] = {
@@ -25,12 +23,6 @@ _FLASH: dict[str, Flash] = {
     "fa3_fp8": Flash("fa3", fp8=True, hadamard=False),
     "fa3_fp8_emulated": Flash("reference", fp8=True, hadamard=False),
     "reference": Flash("reference", fp8=False, hadamard=False),
-}
-_STOCK: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]] = {
-    "fa2": fa2_attention,
-    "cudnn": cudnn_attention,
-    "flex": flex_attention_,
-    "sdpa": sdpa_attention,
 }
 _FA3_DTYPES = (torch.bfloat16, torch.float16)
 _FA3_MAX_DIM, _FA3_FP8_ALIGNMENT, _FA3_ALIGNMENT = 256, 16, 8
@@ -81,8 +73,6 @@ def attention(
         require_backend(backend, q.device)
     if hadamard:
         _check_hadamard(backend, q.shape[-1])
-    if backend in _STOCK:
-        return _STOCK[backend](q, k, v, geometry)
     how = _FLASH[backend]
     if how.kernel == "fa3" and not is_tracing:
         _check_fa3(q, geometry, how.fp8)
@@ -96,7 +86,10 @@ def require_backend(backend: Backend, device: torch.device) -> None:
         UnsupportedError: it cannot: not installed (with the command), or another kind of device.
     """
     if backend not in BACKENDS:
-        raise UnsupportedError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}. Use one of these.")
+        raise UnsupportedError(
+            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}. Use one of these, or call torch's "
+            "scaled_dot_product_attention, its flex_attention or the package flash_attn yourself."
+        )
     if backend in ("fa3", "fa3_fp8"):
         require_hopper(device)
         fa3 = find_fa3()
@@ -105,11 +98,6 @@ def require_backend(backend: Backend, device: torch.device) -> None:
                 f"backend fa3_fp8: expected a FlashAttention-3 built with FP8, got {fa3.describe()}. Build it without "
                 "FLASH_ATTENTION_DISABLE_FP8, or use the backend fa3."
             )
-    elif backend in ("fa2", "cudnn"):
-        if device.type != "cuda":
-            raise UnsupportedError(f"backend {backend}: expected a CUDA device, got {device.type}. Use sdpa there.")
-        if backend == "fa2":
-            find_fa2()
 
 
 def describe_backend(backend: Backend) -> str:
@@ -117,8 +105,6 @@ def describe_backend(backend: Backend) -> str:
     if backend in ("fa3", "fa3_fp8"):
         kept = "E4M3 q, k, v kept, forward in FP8, backward in bf16; " if backend == "fa3_fp8" else ""
         return f"{backend} ({kept}{find_fa3().describe()})"
-    if backend == "fa2":
-        return f"fa2 (flash_attn {find_fa2().__version__})"
     return backend
 
 
@@ -136,7 +122,7 @@ def _refuse(dropout: float, bias: Tensor | None, context_parallel_size: int) -> 
 
 
 def _check_hadamard(backend: str, head_dim: int) -> None:
-    if backend not in _FLASH or not _FLASH[backend].fp8:
+    if not _FLASH[backend].fp8:
         raise UnsupportedError(
             f"hadamard: expected false with backend {backend}, got true. It is for what is rounded to FP8: use fa3_fp8."
         )
@@ -151,12 +137,13 @@ def _check_fa3(q: Tensor, geometry: Geometry, fp8: bool) -> None:
         raise UnsupportedError(f"q: expected bfloat16 with {fa3.describe()}, got {q.dtype}. Train in bf16.")
     if head_dim % alignment or head_dim > _FA3_MAX_DIM:
         raise UnsupportedError(
-            f"head dim: expected a multiple of {alignment} up to {_FA3_MAX_DIM}, got {head_dim}. Use the backend sdpa."
+            f"head dim: expected a multiple of {alignment} up to {_FA3_MAX_DIM}, got {head_dim}. Use the model's own "
+            "attention."
         )
     if geometry.is_windowed and fa3.lacks("LOCAL"):
         raise UnsupportedError(
             f"window: expected none with {fa3.describe()}, got ({geometry.left}, {geometry.right}). Build "
-            "FlashAttention-3 from source, or use the backend flex or fa2."
+            "FlashAttention-3 from source, or use the model's own attention."
         )
     if geometry.packing is not None and fa3.lacks("VARLEN"):
         raise UnsupportedError(

@@ -30,7 +30,6 @@ INSTALL_FA3 = (
     "flash backward then), or from source with its backward: `git clone "
     "https://github.com/Dao-AILab/flash-attention && pip install ./flash-attention/hopper`"
 )
-INSTALL_FA2 = "Install it: `pip install flash-attn --no-build-isolation`"
 
 
 @dataclass(frozen=True)
@@ -101,22 +100,6 @@ def _build_flags(interface: str) -> Mapping[str, bool]:
     return {}
 
 
-def find_fa2() -> Any:
-    """The module `flash_attn`.
-
-    Raises:
-        UnsupportedError: it cannot be imported; with the command.
-    """
-    try:
-        module = importlib.import_module("flash_attn")
-        _ = module.flash_attn_func, module.flash_attn_varlen_func
-    except (ImportError, OSError, AttributeError) as error:
-        raise UnsupportedError(
-            f"FlashAttention-2: expected the package flash_attn, got {type(error).__name__} ({error}). {INSTALL_FA2}."
-        ) from error
-    return module
-
-
 def require_hopper(device: torch.device) -> None:
     """Nothing happens on a GPU that FlashAttention-3 runs on.
 
@@ -127,8 +110,8 @@ def require_hopper(device: torch.device) -> None:
     if capability is None or capability[0] != 9:
         found = device.type if capability is None else f"compute capability {capability[0]}.{capability[1]}"
         raise UnsupportedError(
-            f"FlashAttention-3: expected a Hopper GPU (compute capability 9.0), got {found}. Use the backend sdpa, "
-            "or fa3_fp8_emulated to try the numerics elsewhere."
+            f"FlashAttention-3: expected a Hopper GPU (compute capability 9.0), got {found}. Use the model's "
+            "own attention, or the backend fa3_fp8_emulated to try the numerics elsewhere."
         )
 
 

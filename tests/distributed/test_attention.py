@@ -85,7 +85,10 @@ def start(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "said"),
-    [("fa3", "fp8.attention.backend: FlashAttention-3: expected a Hopper GPU"), ("sdpa", 'got "sdpa" and TinyLM')],
+    [
+        ("fa3", "fp8.attention.backend: FlashAttention-3: expected a Hopper GPU"),
+        ("fa3_fp8_emulated", 'got "fa3_fp8_emulated" and TinyLM'),
+    ],
 )
 def test_what_cannot_be_is_refused_before_training(ranks: Callable[[int], RankPool], backend: str, said: str) -> None:
     with pytest.raises(RankError, match=said) as error:

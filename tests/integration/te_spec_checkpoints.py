@@ -46,7 +46,7 @@ def models() -> dict[str, Any]:
     from megatron_patches.recipes import settings
 
     config = mt.transformer_config(LAYOUT)
-    attention = AttentionSettings("sdpa")
+    attention = AttentionSettings("reference")
     fp8 = settings("hybrid", "tensorwise")
     return {
         "stock": model(get_gpt_layer_with_transformer_engine_spec()),

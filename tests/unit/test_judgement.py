@@ -63,7 +63,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
         ({"schedule": {"bf16_last_fraction": 0.1}}, {}, "fp8.schedule.total_steps"),
         ({"schedule": {"bf16_last_fraction": 0.1}}, {"scheduler": {"type": "OneCycle"}}, "fp8.schedule.total_steps"),
         ({"attention": {"backend": "fa3"}}, {}, "fp8.attention.backend"),
-        ({"attention": {"backend": "cudnn"}}, {}, "fp8.attention.backend"),
+        ({"attention": {"backend": "cudnn"}}, {}, 'attn_implementation="sdpa"'),
         ({"activations": {"cross_entropy": "liger"}}, {}, "fp8.activations.cross_entropy"),
         ({"zero": {"keep_bf16_shard": True}}, {}, "keep_bf16_shard"),
         ({"optimizer": {"states": "fp8"}}, {"optimizer": {"type": "SGD"}}, "optimizer.type"),
@@ -197,7 +197,7 @@ def test_what_will_be_used_is_said(script: Path) -> None:
         "linear": {"recipe": "rowwise", "backend": "reference"},
         "optimizer": {"states": "fp8", "master": "e4m11"},
         "activations": {"fused": True, "nonlinear": "fp8"},
-        "attention": {"backend": "sdpa"},
+        "attention": {"backend": "fa3_fp8_emulated"},
         "schedule": {"fp32_states_from_step": 70},
     }
     without_optimizer = {key: value for key, value in STOCK.items() if key != "optimizer"}
@@ -207,7 +207,7 @@ def test_what_will_be_used_is_said(script: Path) -> None:
         "optimizer states": "fp8 moments, e4m11 masters, ZeRO stage 2; fp32 from step 70",
         "optimizer": "the one that the script gives to deepspeed.initialize, computed by fp8_ds on FP8 states",
         "activations": "fused SwiGLUs and norms, kept in fp8",
-        "attention": "sdpa",
+        "attention": "fa3_fp8_emulated",
     }
 
 

@@ -57,8 +57,8 @@ def logits_and_gradient(model: Any, tokens: Tensor, **options: Any) -> tuple[Ten
     return logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
 
 
-def test_sdpa_through_the_registry_is_sdpa() -> None:
-    for x, y in zip(logits_and_gradient(llama("sdpa"), TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
+def test_plain_attention_through_the_registry_is_sdpa() -> None:
+    for x, y in zip(logits_and_gradient(llama("reference"), TOKENS), logits_and_gradient(llama(), TOKENS), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
 
 
@@ -71,7 +71,7 @@ def test_fp8_is_near_stock_and_is_not_stock(hadamard: bool) -> None:
 
 def test_positions_that_begin_again_are_packed_sequences() -> None:
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
-    packed = llama("sdpa")(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
+    packed = llama("reference")(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
     apart = [llama()(input_ids=part, use_cache=False).logits for part in TOKENS[:1].split((10, 14), 1)]
     torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-6)
 
@@ -80,7 +80,7 @@ def test_lengths_that_the_collator_gives_are_packed_sequences() -> None:
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     ends = torch.tensor([0, 10, 24], dtype=torch.int32)
     lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 14, "max_length_k": 14}
-    model = llama("sdpa")
+    model = llama("reference")
     by_lengths = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False, **lengths).logits
     by_positions = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(by_lengths, by_positions, rtol=1e-5, atol=1e-7)
@@ -91,14 +91,14 @@ def test_padding_is_not_attended_to(side: str) -> None:
     mask = torch.ones_like(TOKENS)
     mask[1, slice(0, 7) if side == "left" else slice(-7, None)] = 0
     real = mask.bool()
-    ours = llama("sdpa")(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits[real]
+    ours = llama("reference")(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits[real]
     torch.testing.assert_close(ours, llama()(input_ids=TOKENS, attention_mask=mask).logits[real], rtol=1e-4, atol=1e-6)
     changed = torch.where(real, TOKENS, 63 - TOKENS)
-    torch.testing.assert_close(llama("sdpa")(input_ids=changed, attention_mask=mask).logits[real], ours)
+    torch.testing.assert_close(llama("reference")(input_ids=changed, attention_mask=mask).logits[real], ours)
 
 
 def test_a_mask_without_padding_is_no_mask() -> None:
-    model = llama("sdpa")
+    model = llama("reference")
     masked = model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
     torch.testing.assert_close(masked, model(input_ids=TOKENS).logits, rtol=0, atol=0)
 
@@ -108,13 +108,13 @@ def test_sliding_windows_are_transformers_own() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5, attn_implementation="eager")))
-    use_backend(models[0], "sdpa", hadamard=False)
+    use_backend(models[0], "reference", hadamard=False)
     ours, theirs = (model(input_ids=TOKENS, use_cache=False).logits for model in models)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_generation_with_a_cache_is_that_of_the_whole_sequence() -> None:
-    model = llama("sdpa").eval()
+    model = llama("reference").eval()
     first = model(input_ids=TOKENS[:, :20], use_cache=True)
     rest = model(input_ids=TOKENS[:, 20:], past_key_values=first.past_key_values).logits
     torch.testing.assert_close(rest, model(input_ids=TOKENS, use_cache=False).logits[:, 20:], rtol=1e-4, atol=1e-6)
@@ -125,13 +125,13 @@ def test_encoders_see_both_sides() -> None:
     config = BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     model = BertModel(config)
     stock = model(input_ids=TOKENS).last_hidden_state
-    use_backend(model, "sdpa", hadamard=False)
+    use_backend(model, "reference", hadamard=False)
     torch.testing.assert_close(model(input_ids=TOKENS).last_hidden_state, stock, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_with_places_for_tokens_to_come_is_refused() -> None:
     """Without padding there is no mask, and its empty places would be keys like any other."""
-    model = llama("sdpa").eval()
+    model = llama("reference").eval()
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones(2, 8)}
     stock, ours = (one.generate(TOKENS[:, :8], **options) for one in (llama().eval(), model))
     assert torch.equal(ours, stock)
@@ -155,7 +155,7 @@ def test_a_decoder_as_long_as_its_padded_encoder_keeps_all_its_queries(length: i
         return [found.last_hidden_state.detach(), model.decoder.layers[0].encoder_attn.q_proj.weight.grad.clone()]
 
     stock = outputs()
-    use_backend(model, "sdpa", hadamard=False)
+    use_backend(model, "reference", hadamard=False)
     for ours, theirs in zip(outputs(), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     use_backend(model, "fa3_fp8_emulated", hadamard=False)
@@ -164,14 +164,14 @@ def test_a_decoder_as_long_as_its_padded_encoder_keeps_all_its_queries(length: i
 
 def test_a_window_that_only_the_mask_has_is_refused_where_it_hides_keys() -> None:
     model = PhimoeForCausalLM(PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=20))
-    use_backend(model, "sdpa", hadamard=False)
+    use_backend(model, "reference", hadamard=False)
     model(input_ids=TOKENS[:, :20], use_cache=False)
     with pytest.raises(UnsupportedError, match=r"sliding_window: expected it as an argument .* one of 20 keys"):
         model(input_ids=TOKENS, use_cache=False)
 
 
 def test_the_line_names_what_runs() -> None:
-    assert describe_attention(llama("sdpa"), CPU) == "fp8: attention: sdpa"
+    assert describe_attention(llama("reference"), CPU) == "fp8: attention: reference"
     rotated = describe_attention(llama("fa3_fp8_emulated", hadamard=True), CPU)
     assert rotated == "fp8: attention: fa3_fp8_emulated, q and k rotated"
 
@@ -180,14 +180,14 @@ def test_positions_are_read_on_the_host_once_a_batch(monkeypatch: pytest.MonkeyP
     calls: list[Tensor] = []
     stock = huggingface._packing_of
     monkeypatch.setattr(huggingface, "_packing_of", lambda positions: calls.append(positions) or stock(positions))
-    model = llama("sdpa", num_hidden_layers=4)
+    model = llama("reference", num_hidden_layers=4)
     for _ in range(2):
         model(input_ids=TOKENS, use_cache=False)
     assert len(calls) == 2
 
 
 def test_a_buffer_of_positions_is_read_again_once_it_is_filled_anew() -> None:
-    model, positions = llama("sdpa"), torch.arange(24)[None]
+    model, positions = llama("reference"), torch.arange(24)[None]
     whole = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
     positions[0, 10:] -= 10
     packed = model(input_ids=TOKENS[:1], position_ids=positions, use_cache=False).logits
@@ -200,7 +200,7 @@ def test_a_buffer_of_positions_is_read_again_once_it_is_filled_anew() -> None:
 
 def test_a_graph_that_meets_packed_positions_stops() -> None:
     """It cannot look at them on the host, and must not attend across sequences."""
-    function = RegisteredAttention("sdpa", False)
+    function = RegisteredAttention("reference", False)
     module = nn.Module()
     x = torch.randn(1, 2, 24, 16)
     compiled = torch.compile(
@@ -229,16 +229,16 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph(changes: dict[str, An
 def test_what_it_does_not_do_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got 0\.5"):
         model = llama(attention_dropout=0.5)
-        use_backend(model, "sdpa", hadamard=False)
+        use_backend(model, "reference", hadamard=False)
         model.train()(input_ids=TOKENS)
     with pytest.raises(UnsupportedError, match=r"attention mask: expected \[batch, sequence\] = \(2, 24\)"):
-        llama("sdpa")(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 24, 24))
+        llama("reference")(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 24, 24))
     with pytest.raises(UnsupportedError, match="softcap: expected none"):
         x = torch.randn(1, 2, 4, 16)
-        RegisteredAttention("sdpa", False)(nn.Module(), x, x, x, None, softcap=30.0)
+        RegisteredAttention("reference", False)(nn.Module(), x, x, x, None, softcap=30.0)
     with pytest.raises(UnsupportedError, match="sinks: expected none"):
-        RegisteredAttention("sdpa", False)(nn.Module(), x, x, x, None, sinks=x)
-    model = llama("sdpa")
+        RegisteredAttention("reference", False)(nn.Module(), x, x, x, None, sinks=x)
+    model = llama("reference")
     with pytest.raises(UnsupportedError, match="attention mask: expected causal"):
         create_causal_mask(
             config=model.config, inputs_embeds=torch.zeros(2, 24, 64), attention_mask=None, past_key_values=None,
@@ -248,16 +248,16 @@ def test_what_it_does_not_do_is_refused_by_name() -> None:
 
 def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_start() -> None:
     for model in (nn.Linear(4, 4), nn.MultiheadAttention(8, 2)):
-        with pytest.raises(UnsupportedError, match=r'fp8.attention.backend: expected null .* got "sdpa"'):
-            refuse_attention(model, CPU, "sdpa")
+        with pytest.raises(UnsupportedError, match=r'fp8.attention.backend: expected null .* got "reference"'):
+            refuse_attention(model, CPU, "reference")
     with pytest.raises(UnsupportedError, match=r"fp8\.attention\.backend: FlashAttention-3: expected a Hopper GPU"):
         refuse_attention(llama(), CPU, "fa3")
     gpt2 = [
         GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, attn_pdrop=p)) for p in (0.0, 0.2)
     ]
-    refuse_attention(gpt2[0], CPU, "sdpa")
-    with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "sdpa" and 0\.2'):
-        refuse_attention(gpt2[1], CPU, "sdpa")
+    refuse_attention(gpt2[0], CPU, "reference")
+    with pytest.raises(UnsupportedError, match=r'expected null with dropout in attention, got "reference" and 0\.2'):
+        refuse_attention(gpt2[1], CPU, "reference")
     refuse_attention_of(llama(head_dim=24), "fa3")
     with pytest.raises(UnsupportedError, match=r"heads of 24 and values of 24, got .* a multiple of 16"):
         refuse_attention_of(llama(head_dim=24), "fa3_fp8")
@@ -269,15 +269,15 @@ def test_models_outside_of_the_registry_and_missing_packages_are_refused_at_star
 
 
 def test_attributes_of_another_kind_are_left_to_the_first_forward() -> None:
-    model = llama(attention_dropout=0.5)
-    model.model.layers[0].self_attn.num_key_value_groups = None
-    refuse_attention(model, CPU, "sdpa")
-    use_backend(model, "sdpa", hadamard=False)
-    with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got 0\.5"):
+    model = llama()
+    model.model.layers[0].self_attn.attention_dropout = "none"
+    refuse_attention(model, CPU, "reference")
+    use_backend(model, "reference", hadamard=False)
+    with pytest.raises(UnsupportedError, match=r"dropout: expected 0\.0, got none"):
         model.train()(input_ids=TOKENS)
 
 
 def test_a_fault_of_ours_in_reading_a_model_is_not_taken_for_an_odd_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8_ds.attention.huggingface._dims", lambda *a: {}["absent"])
     with pytest.raises(KeyError, match="absent"):
-        refuse_attention(llama(), CPU, "sdpa")
+        refuse_attention(llama(), CPU, "reference")

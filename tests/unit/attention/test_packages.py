@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fp8_ds.attention as package
-from fp8_ds.attention import Packing, attention, flash, packages, reference, stock
-from fp8_ds.attention.shapes import Geometry, make_geometry
+from fp8_ds.attention import Packing, attention, flash, packages, reference
+from fp8_ds.attention.shapes import Geometry
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.testing import assert_bitwise
 
@@ -23,7 +23,7 @@ ENDS = torch.tensor([0, 9, 20], dtype=torch.int32)
 @pytest.fixture(autouse=True)
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No FlashAttention, as far as imports tell; a Hopper GPU wherever tensors are."""
-    for name in [*packages.FA3_NAMES, *packages._CONFIG_NAMES, "flash_attn_3", "flashattn_hopper", "flash_attn"]:
+    for name in [*packages.FA3_NAMES, *packages._CONFIG_NAMES, "flash_attn_3", "flashattn_hopper"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(package, "require_hopper", lambda device: None)
     packages.find_fa3.cache_clear()
@@ -139,8 +139,6 @@ def test_what_is_missing_is_said_with_the_command() -> None:
             attention(*tensors(False)[:3], backend=backend)
         assert "pip install fa3-fwd" in str(error.value) and "flash-attention/hopper" in str(error.value)
         assert all(f"{name}: not installed" in str(error.value) for name in packages.FA3_NAMES)
-    with pytest.raises(UnsupportedError, match="pip install flash-attn"):
-        packages.find_fa2()
 
 
 def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,52 +234,3 @@ def test_a_forward_only_build_takes_cudnns_backward_where_there_is_one(monkeypat
 def test_cudnn_takes_whole_squares(num_k: int, dim: int, geometry: Geometry, takes: bool) -> None:
     q, k = torch.empty(1, 20, 4, dim), torch.empty(1, num_k, 4, dim)
     assert flash.cudnn_takes(q, k, geometry) is takes
-
-
-# --- FlashAttention-2 ---
-
-
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
-    """The signature of flash-attn 2.8."""
-    window = None if window_size in ((-1, -1), (-1, 0)) else window_size
-    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale}
-    return attention(q, k, v, backend="reference", **options)
-
-
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> Tensor:  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "packing": packing}
-    return attention(q, k, v, backend="reference", **options)
-
-
-@pytest.fixture
-def fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-    install(monkeypatch, "flash_attn", __version__="2.8.3", **functions)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"causal": True, "window": (5, 0)}, {"window": (3, 2)}, {"softmax_scale": 0.3}]
-)
-def test_flash_attention_2_is_asked_for_the_mask_that_was_meant(fa2: None, options: dict[str, Any]) -> None:
-    q, k, v = (torch.randn(2, 24, heads, 16).bfloat16() for heads in (4, 2, 2))
-    defaults: dict[str, Any] = {"causal": False, "window": None, "softmax_scale": None, "packing": None}
-    geometry = make_geometry(q, k, v, **{**defaults, **options})
-    assert_bitwise(stock.fa2_attention(q, k, v, geometry), attention(q, k, v, backend="reference", **options))
-
-
-def test_flash_attention_2_gets_packed_sequences(fa2: None) -> None:
-    q, k, v = (torch.randn(20, heads, 16).bfloat16() for heads in (4, 2, 2))
-    packing = Packing.of(ENDS, 11)
-    geometry = make_geometry(q, k, v, causal=True, window=None, softmax_scale=None, packing=packing)
-    expected = attention(q, k, v, backend="reference", causal=True, packing=packing)
-    assert_bitwise(stock.fa2_attention(q, k, v, geometry), expected)

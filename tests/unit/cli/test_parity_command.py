@@ -186,8 +186,8 @@ def test_a_model_without_a_layer_in_fp8_is_refused_before_a_run_starts(
 @pytest.mark.parametrize(
     ("model", "backend", "message"),
     [
-        ("gpt2", "sdpa", "--arms config: fp8.attention.backend: expected null with dropout in attention"),
-        ("llama-8b", "fa2", "--arms config: fp8.attention.backend: backend fa2: expected a CUDA device, got cpu"),
+        ("gpt2", "fa3_fp8_emulated", "--arms config: fp8.attention.backend: expected null with dropout in attention"),
+        ("llama-8b", "fa3", "--arms config: fp8.attention.backend: FlashAttention-3: expected a Hopper GPU"),
     ],
 )
 def test_attention_that_a_start_refuses_is_refused_before_a_run_starts(

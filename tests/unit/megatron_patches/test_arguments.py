@@ -94,7 +94,7 @@ def test_how_activations_travel() -> None:
 
 
 def test_only_plain_values_reach_megatrons_checkpoints() -> None:
-    args = digest(*FP8, "--fp8-attention-backend", "sdpa")
+    args = digest(*FP8, "--fp8-attention-backend", "fa3")
     assert all(isinstance(value, (str, int, float, bool, list, type(None))) for value in vars(args).values())
 
 
@@ -127,18 +127,29 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         (["--fp8-health-interval", "5"], ConfigError, r"expected 0 without FP8 linears, got 5"),
         (["--fp8-attention-hadamard"], ConfigError, r"expected --fp8-attention-backend fa3_fp8"),
         ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
-        (["--attention-backend", "local", "--fp8-attention-backend", "sdpa"], ConfigError, r"got local"),
+        (["--attention-backend", "local", "--fp8-attention-backend", "fa3"], ConfigError, r"got local"),
         (["--fp8-master", "fp32"], ConfigError, r"--fp8-master"),
         (
-            ["--reset-attention-mask", "--fp8-attention-backend", "sdpa"],
+            ["--reset-attention-mask", "--fp8-attention-backend", "fa3"],
             UnsupportedError,
-            r"--reset-attention-mask: expected off with attention by fp8_ds \(sdpa\), got on",
+            r"--reset-attention-mask: expected off with attention by fp8_ds \(fa3\), got on",
         ),
     ],
 )
 def test_what_cannot_take_effect_is_refused(words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         digest(*words)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn", "fa2", "flex"])
+def test_attention_that_is_not_ours_is_refused_with_megatrons_own_flag(
+    backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        digest("--fp8-attention-backend", backend)
+    said = capsys.readouterr().err
+    assert f"expected one of fa3, fa3_fp8, fa3_fp8_emulated, reference, got {backend}." in said
+    assert "Megatron's own attention --attention-backend chooses" in said
 
 
 @pytest.mark.parametrize("words", [("--fp8-recipe", "delayed"), ("--fp8-recipe=delayed",)])
@@ -170,7 +181,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize("words", [FP8, ["--fp8-attention-backend", "sdpa"]])
+@pytest.mark.parametrize("words", [FP8, ["--fp8-attention-backend", "fa3"]])
 def test_a_spec_that_the_checkpoint_has_put_in_place_of_ours_is_refused(setup: Any, words: list[str]) -> None:
     """--use-checkpoint-args: Megatron reads them after it has parsed its own."""
     args = digest(*words)

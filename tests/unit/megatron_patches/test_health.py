@@ -73,7 +73,7 @@ def test_linears_count_by_what_computes_them() -> None:
     assert total(layer) == Products(32 + 24 * 2 / 3, 32 + 24 + 20 + 28)
 
 
-@pytest.mark.parametrize(("backend", "share"), [("fa3_fp8_emulated", 1 / 3), ("sdpa", 0.0)])
+@pytest.mark.parametrize(("backend", "share"), [("fa3_fp8_emulated", 1 / 3), ("reference", 0.0)])
 def test_of_fp8_attention_the_forward_counts(backend: str, share: float) -> None:
     layer = Layer()
     layer.core_attention = Attention(backend)
@@ -115,14 +115,15 @@ def test_transformer_engines_linears_count_by_megatrons_flags(fp8: Any, first_la
 
 def test_one_line_says_what_computes_what() -> None:
     layers = [Layer(), Layer()]
-    for layer, backend in zip(layers, ("sdpa", "fa3_fp8_emulated"), strict=True):
+    for layer, backend in zip(layers, ("reference", "fa3_fp8_emulated"), strict=True):
         layer.linear_proj = linear(Fp8RowParallelLinear, 8, 4, SimpleNamespace(name="rowwise"))
         layer.core_attention = Attention(backend)
     layers[0].linear_fc2 = linear(Fp8RowParallelLinear, 8, 4)
     layers[0].linear_fc2.bf16_reason = "--first-last-layers-bf16"
     layers[1].core_attention.fp8_attention, layers[1].core_attention.stock_reason = None, "qk_clip"
     assert health.describe([health.computed_by(layers)]) == (
-        "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) | attention: 1 x sdpa, 1 x stock (qk_clip)"
+        "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) "
+        "| attention: 1 x reference, 1 x stock (qk_clip)"
     )
     assert health.describe([health.computed_by([Layer()])]) == "linears: Megatron's own | attention: Megatron's own"
     engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})

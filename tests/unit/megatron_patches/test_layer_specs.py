@@ -44,7 +44,7 @@ from megatron_patches.recipes import settings
 from megatron_patches.refusals import refuse_final_norm
 
 FP8 = settings("hybrid", "tensorwise")
-SDPA = AttentionSettings("sdpa")
+REFERENCE = AttentionSettings("reference")
 
 
 def config(**values: Any) -> TransformerConfig:
@@ -97,7 +97,7 @@ def te_spec() -> ModuleSpec:
 
 def test_of_transformer_engines_spec_only_attention_is_replaced() -> None:
     stock = te_spec()
-    before, found = modules(stock), modules(with_attention(stock, SDPA))
+    before, found = modules(stock), modules(with_attention(stock, REFERENCE))
     assert issubclass(found.pop("core_attention"), TEDotProductAttention)
     assert before.pop("core_attention") is TEDotProductAttention
     assert found == before
@@ -114,7 +114,7 @@ def test_mla_is_left_alone() -> None:
     assert ours.submodules.self_attention == stock.submodules.self_attention
     assert ours.submodules.mlp.submodules.linear_fc1.module is Fp8ColumnParallelLinear
     with pytest.raises(UnsupportedError, match=r"expected a layer spec with a core_attention that is not MLA's"):
-        with_attention(stock, SDPA)
+        with_attention(stock, REFERENCE)
 
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
@@ -126,7 +126,7 @@ def test_experts_are_replaced_in_every_layer(freq: Any, monkeypatch: pytest.Monk
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
     moe = config(num_moe_experts=4, moe_layer_freq=freq, moe_shared_expert_intermediate_size=64, add_bias_linear=False)
-    spec = layer_spec(moe, use_transformer_engine=False, fp8=FP8, attention=SDPA)
+    spec = layer_spec(moe, use_transformer_engine=False, fp8=FP8, attention=REFERENCE)
     layers = [spec] if freq == 1 else spec.layer_specs
     assert len(layers) == (1 if freq == 1 else 4)
     for i, layer in enumerate(layers):
@@ -158,7 +158,7 @@ def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest
 
 def test_a_stage_without_layers_is_left_as_it_is() -> None:
     empty = TransformerBlockSubmodules(layer_specs=[])
-    assert with_attention(with_fp8_linears(empty, FP8), SDPA).layer_specs == []
+    assert with_attention(with_fp8_linears(empty, FP8), REFERENCE).layer_specs == []
 
 
 def test_alternating_experts_under_virtual_stages_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_layers_that_megatron_builds_only_without_a_spec_are_refused(
 def test_attention_for_transformer_engines_layers_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "transformer_engine", lambda: compat.TransformerEngine(False, "not installed"))
     with pytest.raises(UnsupportedError, match=r"--transformer-impl: expected Transformer Engine, got none \(not inst"):
-        layer_spec(config(attention_dropout=0.0), use_transformer_engine=True, attention=SDPA)
+        layer_spec(config(attention_dropout=0.0), use_transformer_engine=True, attention=REFERENCE)
 
 
 @pytest.mark.parametrize(("first", "last"), [(5, 1), (2, 2), (4, 0), (-1, 1)])
@@ -303,9 +303,9 @@ def test_layers_of_multi_token_prediction_are_said_to_keep_their_attention(caplo
 
 @pytest.fixture
 def stock_script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Its arguments, with --spec megatron_patches.layer_specs gpt_sdpa."""
+    """Its arguments, with --spec megatron_patches.layer_specs gpt_reference."""
     args = SimpleNamespace(
-        spec=["megatron_patches.layer_specs", "gpt_sdpa"], transformer_impl="local", fp8=None, fp8_recipe="delayed"
+        spec=["megatron_patches.layer_specs", "gpt_reference"], transformer_impl="local", fp8=None, fp8_recipe="delayed"
     )
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", SimpleNamespace(
@@ -327,10 +327,10 @@ def test_the_stock_scripts_recipe_without_a_format_is_refused(
 def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleNamespace) -> None:
     args = stock_script
     args.reset_attention_mask = True
-    with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(sdpa"):
+    with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(ref"):
         layer_specs._objects()
     args.reset_attention_mask = False
-    assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
+    assert registry_of(layer_specs._objects()["gpt_reference"]) is not None
 
 
 @pytest.mark.parametrize(("version", "builds"), [("0.16.1", False), ("0.19.1", True)])
@@ -341,7 +341,7 @@ def test_multi_token_prediction_is_refused_where_megatron_cannot_build_it_beside
     monkeypatch.setattr(layer_specs.patches, "check", lambda *parts: None)
     stock_script.mtp_num_layers = 1
     if builds:
-        assert registry_of(layer_specs._objects()["gpt_sdpa"]) is not None
+        assert registry_of(layer_specs._objects()["gpt_reference"]) is not None
         return
     with pytest.raises(
         UnsupportedError, match=r"--mtp-num-layers: expected none with a layer spec in Megatron 0\.16\.1"
@@ -350,24 +350,24 @@ def test_multi_token_prediction_is_refused_where_megatron_cannot_build_it_beside
 
 
 def test_the_name_and_the_flag_say_which_attention(stock_script: SimpleNamespace) -> None:
-    for name, backend in (("gpt_sdpa", "sdpa"), ("gpt_fa3_fp8_emulated", "fa3_fp8_emulated")):
-        stock_script.spec[1], stock_script.fp8_attention_hadamard = name, backend != "sdpa"
+    for name, backend in (("gpt_reference", "reference"), ("gpt_fa3_fp8_emulated", "fa3_fp8_emulated")):
+        stock_script.spec[1], stock_script.fp8_attention_hadamard = name, backend != "reference"
         spec = layer_specs._objects()[name]
         settings = spec.submodules.self_attention.submodules.core_attention.params["fp8_attention"]
-        assert settings == AttentionSettings(backend, backend != "sdpa")
+        assert settings == AttentionSettings(backend, backend != "reference")
 
 
 def test_a_backend_that_is_not_there_is_refused_before_layers_are_built(
     stock_script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline stage may have none."""
-    stock_script.spec[1] = "gpt_cudnn"
+    stock_script.spec[1] = "gpt_fa3"
     monkeypatch.setattr(layer_specs.parallel_state, "model_parallel_is_initialized", lambda: True)
-    with pytest.raises(UnsupportedError, match=r"backend cudnn: expected a CUDA device, got cpu"):
+    with pytest.raises(UnsupportedError, match=r"FlashAttention-3: expected a Hopper GPU .*, got cpu"):
         layer_specs._objects()
     dropout = SimpleNamespace(core_transformer_config_from_args=lambda args: config(attention_dropout=0.1))
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", dropout)
-    assert registry_of(layer_specs._objects()["gpt_cudnn"]) is not None
+    assert registry_of(layer_specs._objects()["gpt_fa3"]) is not None
 
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
