@@ -258,7 +258,6 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "torchao": torchao,
     "torchao-rowwise": torchao_rowwise,
     "ours": ours,
-    "ours-chunked": lambda model, part: ours(model, part, chunks=2 * dist.get_world_size()),
     "ours-fp8-reduce": lambda model, part: ours(model, part, reduce_scatter="fp8"),
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
     "ours-compiled": ours_compiled,

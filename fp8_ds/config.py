@@ -174,7 +174,6 @@ class TensorParallelConfig(_Block):
     gather: Literal["fp8", "bf16"] = "fp8"
     scales: Literal["local", "shared"] = "local"
     reduce_scatter: Literal["bf16", "fp8"] = "bf16"
-    chunks: Annotated[int, Field(ge=1)] = 1
 
     def check(self, recipe: str) -> None:
         """Everything that is set can take effect with this recipe of the linears.
@@ -182,10 +181,10 @@ class TensorParallelConfig(_Block):
         Raises:
             ConfigError: something cannot.
         """
-        if self.gather == "bf16" and (self.scales == "shared" or self.chunks > 1):
+        if self.gather == "bf16" and self.scales == "shared":
             raise ConfigError(
-                'fp8.tensor_parallel: expected "scales": "local" and "chunks": 1 with "gather": "bf16", got '
-                f'"{self.scales}" and {self.chunks}. They say how FP8 is gathered: remove them.'
+                'fp8.tensor_parallel.scales: expected "local" with "gather": "bf16", got "shared". It says how FP8 is '
+                "gathered: remove it."
             )
         if self.scales == "shared" and recipe != "tensorwise":
             raise ConfigError(

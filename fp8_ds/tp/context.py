@@ -65,13 +65,13 @@ class TensorParallel:
         if not isinstance(config, TensorParallelConfig):
             raise ConfigError(
                 f"config: expected a TensorParallelConfig, got {config!r}. Of the keys of a block write "
-                "fp8_ds.config.TensorParallelConfig(chunks=2), or leave it out: deepspeed.initialize brings the block."
+                'fp8_ds.config.TensorParallelConfig(gather="bf16"), or leave it out: deepspeed.initialize brings the '
+                "block."
             )
-        if not self.sequence_parallel and (config.reduce_scatter == "fp8" or config.chunks > 1):
+        if not self.sequence_parallel and config.reduce_scatter == "fp8":
             raise ConfigError(
-                'fp8.tensor_parallel: expected "reduce_scatter": "bf16" and "chunks": 1 without sequence parallelism, '
-                f'got "{config.reduce_scatter}" and {config.chunks}. Activations are all-reduced then: remove them, or '
-                "call parallelize with sequence_parallel=True."
+                'fp8.tensor_parallel.reduce_scatter: expected "bf16" without sequence parallelism, got "fp8". '
+                "Activations are all-reduced then: remove the key, or call parallelize with sequence_parallel=True."
             )
         self.config = config
         self._is_checked = False
@@ -86,7 +86,7 @@ class TensorParallel:
         if weight is not None and hasattr(weight, "ds_id"):
             return False
         config = self.config
-        return config.chunks == 1 and config.scales == "local" and config.reduce_scatter == "bf16"
+        return config.scales == "local" and config.reduce_scatter == "bf16"
 
     def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
         """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.

@@ -59,7 +59,7 @@ def gathered_features(x: Tensor, rule: Rule, tp: TensorParallel, *, record: bool
         ratio = (scale_inv / whole_scale_inv).to(torch.bfloat16).reshape(tp.size, -1, 1)
         codes = (codes.to(torch.bfloat16) * ratio).to(codes.dtype)
     whole = codes.view(torch.uint8).transpose(0, 1).reshape(num_tokens, tp.size * num_channels).view(codes.dtype)
-    return Gathered.assembled(whole, whole_scale_inv)
+    return Gathered.arrived_whole(whole, whole_scale_inv[None])
 
 
 class _GatherFeatures(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The GEMMs of an operand that is gathered in FP8, each started as soon as what it reads has arrived.
+"""The gather of an operand in FP8, and the GEMMs of it.
 
 Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I input features, O output features.
 """
@@ -19,8 +19,8 @@ def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
     """Every rank's `shard`, under way where it may be. Collective."""
     if is_tracing():
         codes, scale_inv = all_gathered([shard.codes, shard.scale_inv[None]], tp)
-        return Gathered.arrived_whole(codes, scale_inv, tp.rank)
-    gathered = Gathered(tp.group, shard, tp.config.chunks)
+        return Gathered.arrived_whole(codes, scale_inv)
+    gathered = Gathered(tp.group, shard)
     tp.num_bytes_gathered += gathered.num_bytes
     return gathered
 
@@ -32,17 +32,12 @@ def column_output(
 
     Args:
         rule: of the layer.
-        gathered: x. Under way in pieces: a GEMM for each as it arrives, the next ones being under way.
+        gathered: x.
         weight_fp8: [O, I], this rank's, from `read_weight`.
         bias: [O].
         dtype: of the output.
     """
-    if not gathered.is_under_way:
-        return rule.recipe.biased_output(rule.rows(gathered), weight_fp8, bias, dtype)
-    output_TO = torch.empty((gathered.shape[0], weight_fp8.data.shape[0]), dtype=dtype, device=weight_fp8.data.device)
-    for rows in gathered.pieces():
-        output_TO[rows] = rule.recipe.output(rule.arrived(gathered, rows), weight_fp8, dtype)
-    return output_TO if bias is None else output_TO + bias.to(dtype)
+    return rule.recipe.biased_output(rule.rows(gathered), weight_fp8, bias, dtype)
 
 
 def row_grads(
@@ -56,19 +51,13 @@ def row_grads(
 
     Args:
         rule: of the layer.
-        gathered: grad_output, under way or not.
+        gathered: grad_output.
         weight_fp8: from `Rule.prepared`; None: grad_input is not wanted.
         kept: of x; None: grad_weight is not wanted.
         dtypes: of the two.
     """
     grad_input = None
     if weight_fp8 is not None:
-        if gathered.is_under_way:
-            size = (gathered.shape[0], weight_fp8.data.shape[1])
-            grad_input = torch.empty(size, dtype=dtypes[0], device=weight_fp8.data.device)
-            for rows in gathered.pieces():
-                grad_input[rows] = rule.grad_input(rule.arrived(gathered, rows), weight_fp8, dtypes[0])
-        else:
-            grad_input = rule.grad_input(rule.rows(gathered), weight_fp8, dtypes[0])
+        grad_input = rule.grad_input(rule.rows(gathered), weight_fp8, dtypes[0])
     grad_weight = None if kept is None else rule.grad_weight(gathered, kept, dtypes[1])
     return grad_input, grad_weight

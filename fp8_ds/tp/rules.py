@@ -95,13 +95,6 @@ class Rule(ABC):
         scales = gathered.once("row_scales", lambda: self.row_scales(gathered.scale_inv, gathered.shape[0]))
         return Quantized(gathered.codes, None, scales)
 
-    def arrived(self, gathered: Gathered, rows: slice) -> Quantized:
-        """Rows of one rank that have arrived."""
-        codes, scale_inv = gathered.arrived(rows)
-        first = rows.start % gathered.tokens_per_rank
-        own = self.row_scales(scale_inv[None], gathered.tokens_per_rank)
-        return Quantized(codes, None, own if own.dim() == 0 else own[first : first + len(codes)])
-
 
 class TensorRule(Rule):
     """One power-of-two scale for each rank's shard: 4 bytes in the payload."""

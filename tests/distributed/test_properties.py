@@ -89,8 +89,6 @@ def parallel_linears(draw: st.DrawFn) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if recipe == "tensorwise" and draw(st.booleans()):
         config["scales"] = "shared"
-    if sequence_parallel:
-        config["chunks"] = draw(st.sampled_from([1, 1, 2, 4]))
     return {
         "kind": draw(st.sampled_from(sorted(tpar.RUN))),
         "recipe": recipe,

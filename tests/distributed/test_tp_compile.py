@@ -148,8 +148,8 @@ def from_the_first_batch(settings: dict[str, Any], differs: bool, num_layers: in
     return compiled, [loss_and_gradients(model, model, step) for step in range(3)]
 
 
-CHUNKS = {"chunks": 2, "nonlinear": "fp8"}
-FALLBACKS = [(CHUNKS, 1), (CHUNKS, 2), ({}, 2), ({"reduce_scatter": "fp8"}, 2), ({"scales": "shared"}, 2)]
+SHARED = {"scales": "shared", "nonlinear": "fp8"}
+FALLBACKS = [(SHARED, 1), (SHARED, 2), ({}, 2), ({"reduce_scatter": "fp8"}, 2)]
 
 
 @pytest.mark.slow

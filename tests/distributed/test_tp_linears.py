@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tensor_parallel as tpar
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -272,7 +269,7 @@ def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all
         assert found["nan"] == found["infinity"] == [True, False, False]
 
 
-WAYS: list[dict[str, Any]] = [{}, {"scales": "shared"}, {"chunks": 4}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
+WAYS: list[dict[str, Any]] = [{}, {"scales": "shared"}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
 
 
 def broken(name: str, way: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
@@ -343,100 +340,6 @@ def test_a_float32_input_is_refused_and_cast_by_autocast(ranks: Any, sequence_pa
         assert len(found) == 2 and all(
             "expected torch.bfloat16, the weight's dtype, got torch.float32" in one for one in found
         )
-
-
-# --- in pieces ---
-
-
-def pieces(name: str) -> None:
-    x, grad = operands(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)  # a bias would cancel what it is added to
-    for kind in KINDS:
-        make, run = tpar.RUN[kind]
-        found = []
-        for chunks in (1, 2, 4, 12):
-            tp = tpar.context(chunks=chunks)
-            module = make(layer, tp, name, **grads_of(name))
-            send = module.tp_rule.send_grad if kind == "row" else partial(module.tp_rule.send_input, record=True)
-            gathered = Gathered(tp.group, send(tpar.own_rows(tp, x if kind == "column" else grad)), chunks)
-            with count_collectives() as count:
-                results = run(module, x, grad)
-            assert (count.calls["other"] > 0) == (chunks > 1)  # sends and receives
-            found.append((gathered.codes, gathered.scale_inv, results))
-        for codes, scale_inv, results in found[1:]:
-            assert_bitwise(codes, found[0][0])
-            assert_bitwise(scale_inv, found[0][1])
-            for key, expected in found[0][2].items():
-                assert_within_an_ulp(results[key], expected)
-
-
-def assert_within_an_ulp(found: Tensor, expected: Tensor) -> None:
-    """Of bf16: a float32 sum of the same addends in another order, rounded to the other neighbour."""
-    ulp = torch.exp2(torch.frexp(expected.float()).exponent.float() - 8)
-    assert ((found.float() - expected.float()).abs() <= ulp).all()
-    assert (found != expected).float().mean() < 1e-3
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_shards_that_arrive_in_pieces_are_the_same_codes_and_their_products_within_an_ulp(
-    ranks: Any, world_size: int, name: str
-) -> None:
-    ranks(world_size).run(pieces, name)
-
-
-def order_of_pieces(kind: str, name: str) -> list[str]:
-    """What happens in a gather by pieces: transfers that start and are waited for, products of what has arrived."""
-    tp = tpar.context(chunks=2 * tpar.context().size)
-    x, grad = operands(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
-    module = tpar.RUN[kind][0](layer, tp, name, **grads_of(name))
-    events: list[str] = []
-
-    class Work:
-        def __init__(self, number: int, works: Any) -> None:
-            self.number, self.works = number, works
-
-        def wait(self) -> None:
-            events.append(f"wait {self.number}")
-            for work in self.works:
-                work.wait()
-
-    start = dist.batch_isend_irecv
-
-    def started(operations: Any) -> list[Any]:
-        number = sum(event.startswith("start") for event in events)
-        events.append(f"start {number}")
-        return [Work(number, start(operations))]
-
-    def product(module: Any, method: str) -> Any:
-        compute = getattr(module, method)
-
-        def recorded(*args: Any) -> Tensor:
-            events.append("product")
-            return compute(*args)
-
-        return patch.object(type(module), method, lambda self, *args: recorded(*args))
-
-    own = tpar.own_rows(tp, x) if kind == "column" else tpar.own_cols(tp, x).requires_grad_()
-    recorded = product(module.tp_rule.recipe, "output") if kind == "column" else product(module.tp_rule, "grad_input")
-    with patch.object(dist, "batch_isend_irecv", started), recorded:
-        output = module(own)
-        if kind == "row":
-            events.clear()
-            output.backward(tpar.own_rows(tp, grad).view(output.shape))
-    return events
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_each_piece_is_multiplied_while_later_ones_are_under_way(ranks: Any, world_size: int, kind: str) -> None:
-    num = 2 * (world_size - 1)
-    expected = [f"start {i}" for i in range(num)] + ["product"]
-    for i in range(num):
-        expected += [f"wait {i}", "product"]
-    for found in ranks(world_size).run(order_of_pieces, kind, "tensorwise"):
-        assert found == expected
 
 
 # --- bytes and collectives ---

@@ -288,7 +288,7 @@ def default_run(ranks: Any) -> dict[str, Any]:
         {"linear": {"recipe": "rowwise"}, "activations": {"fused": True}},
         {"activations": {"fused": True, "nonlinear": "fp8"}},
         {"linear": {"filter_fqns": ["lm_head", "v_proj"]}},
-        {"tensor_parallel": {"reduce_scatter": "fp8", "chunks": 4}},
+        {"tensor_parallel": {"reduce_scatter": "fp8"}},
         {"linear": {"recipe": "blockwise", "backend": "reference"}},
         {"linear": {"recipe": "delayed"}, "tensor_parallel": {"gather": "bf16"}},
     ],
@@ -503,7 +503,7 @@ def wrong(case: str) -> str:
     elif case == "heads":
         model.model.model.layers[1].self_attn.head_dim = 16
     elif case == "no sequence parallelism":
-        config = TensorParallelConfig(chunks=2)
+        config = TensorParallelConfig(reduce_scatter="fp8")
         return message(lambda: parallelize(model, LLAMA, tp_group, sequence_parallel=False, config=config))
     elif case == "names":
         model = nn.Sequential(nn.Linear(8, 8))
@@ -663,7 +663,7 @@ def wrong_block(block: dict[str, Any], tp_size: int) -> str:
         ({"tensor_parallel": {"scales": "shared"}}, 1, "expected a model that fp8_ds.tp.parallelize has cut"),
         ({"linear": {"recipe": "delayed"}}, 2, "expected one of tensorwise, rowwise, blockwise"),
         ({"linear": {"recipe": "rowwise"}, "tensor_parallel": {"scales": "shared"}}, 2, 'expected "local" with recipe'),
-        ({"tensor_parallel": {"gather": "bf16", "chunks": 2}}, 2, "They say how FP8 is gathered"),
+        ({"tensor_parallel": {"gather": "bf16", "scales": "shared"}}, 2, "It says how FP8 is gathered"),
     ],
 )
 def test_a_block_that_cannot_take_effect_is_an_error(ranks: Any, block: Any, tp_size: int, expected: str) -> None:

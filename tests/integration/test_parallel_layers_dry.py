@@ -12,7 +12,7 @@ import pytest
 
 from fp8_ds.nn.dataflow import linears_that_read
 
-OURS = ("ours", "ours-chunked", "ours-fp8-reduce", "ours-rowwise")
+OURS = ("ours", "ours-fp8-reduce", "ours-rowwise")
 
 
 def test_hidden_is_what_runs_under_other_kernels(bench: Any) -> None:
@@ -54,15 +54,15 @@ def test_report_compares_each_of_our_arms_with_the_best_peer_and_names_what_fail
         {**cell, "arm": "te", "ms": 6.0},
         {**cell, "arm": "ours", "ms": 5.0, "hidden": 0.61, "gather_ms": 0.2, "busy_ms": 4.5},
         {**cell, "arm": "ours-rowwise", "ms": 11.0},
-        {**cell, "arm": "ours-chunked", "error": "no such thing"},
+        {**cell, "arm": "ours-compiled", "error": "no such thing"},
     ]
     text = bench("parallel_layers").report(rows)
-    assert "| best peer / ours | best peer / ours-rowwise | best peer / ours-chunked |" in text
+    assert "| best peer / ours | best peer / ours-rowwise | best peer / ours-compiled |" in text
     assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 6.00 | 5.00 | 11.00 | failed | 1.10 | 0.50 | - |" in text
     text_without_te = bench("parallel_layers").report([row for row in rows if row["arm"] != "te"])
     assert "| ffn, 8b, 8192 tokens | 7.00 | 5.50 | 5.00 | 11.00 | failed | - | - | - |" in text_without_te
     assert "| 2 | ffn, 8b | 8192 | ours | 5.00 | 4.50 | 0.200 | 61% |" in text
-    assert "FAILED 2 ranks, ours-chunked, ffn, 8b, 8192 tokens" in text and "no such thing" in text
+    assert "FAILED 2 ranks, ours-compiled, ffn, 8b, 8192 tokens" in text and "no such thing" in text
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "cross_entropy_chunk_mem_const": 1,
             "smooth_swiglu": False,
         },
-        "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16", "chunks": 1},
+        "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16"},
         "attention": {"backend": None, "hadamard": False},
         "schedule": {
             "bf16_until_step": 0,
@@ -63,7 +63,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                              "outstanding_update_bytes": 1048576, "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
                                "cross_entropy_chunk_mem_const": 8},
-               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8", "chunks": 4},
+               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8"},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
@@ -78,7 +78,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
     assert (config.activations.cross_entropy, config.activations.cross_entropy_chunk_mem_const) == ("liger", 8)
-    assert (config.tensor_parallel.reduce_scatter, config.tensor_parallel.chunks) == ("fp8", 4)
+    assert config.tensor_parallel.reduce_scatter == "fp8"
     assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
     assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
 
@@ -497,8 +497,7 @@ def test_an_integer_below_its_minimum_is_refused_with_the_minimum():
 @pytest.mark.parametrize(
     ("block", "recipe", "message"),
     [
-        ({"gather": "bf16", "chunks": 2}, "tensorwise", "They say how FP8 is gathered"),
-        ({"gather": "bf16", "scales": "shared"}, "tensorwise", "They say how FP8 is gathered"),
+        ({"gather": "bf16", "scales": "shared"}, "tensorwise", "It says how FP8 is gathered"),
         ({"scales": "shared"}, "rowwise", 'expected "local" with recipe rowwise'),
     ],
 )
