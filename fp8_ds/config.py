@@ -143,25 +143,18 @@ class ActivationsConfig(_Block):
     nonlinear: Literal["bf16", "fp8"] = "bf16"
     cross_entropy: Literal["stock", "liger"] = "stock"
     cross_entropy_chunk_mem_const: Annotated[int, Field(ge=1)] = 1
-    smooth_swiglu: bool = False
 
-    def check(self, recipe: str) -> None:
-        """Everything that is set can take effect with this recipe of the linears.
+    def check(self) -> None:
+        """Everything that is set can take effect.
 
         Raises:
-            ConfigError: `nonlinear` has no modules to do so in; smooth SwiGLU is asked of another recipe; or chunks are
-                to be larger of a loss that has none.
+            ConfigError: `nonlinear` has no modules to do so in; or chunks are to be larger of a loss that has none.
         """
         if self.cross_entropy_chunk_mem_const != 1 and self.cross_entropy != "liger":
             raise ConfigError(
                 f'fp8.activations.cross_entropy_chunk_mem_const: expected 1 with cross_entropy "{self.cross_entropy}", '
                 f"got {self.cross_entropy_chunk_mem_const}. It is the size of the chunks of Liger's loss: set "
                 '"cross_entropy": "liger", or remove the key.'
-            )
-        if self.smooth_swiglu and recipe != "tensorwise":
-            raise ConfigError(
-                f'fp8.activations.smooth_swiglu: expected false with recipe "{recipe}", got true. Scales of channels '
-                'are folded into tensors that have one scale: use "tensorwise", or remove the key.'
             )
         if self.nonlinear == "fp8" and not self.fused:
             raise ConfigError(
@@ -322,7 +315,7 @@ class Fp8Config(_Block):
             lines = [explain(details, known) for details in error.errors(include_url=False)]
         else:
             config.linear.check()
-            config.activations.check(config.linear.recipe)
+            config.activations.check()
             config.tensor_parallel.check(config.linear.recipe)
             config.attention.check()
             config.schedule.check()

@@ -30,6 +30,10 @@ REMOVED = {
         "`fp8-ds plan` prints the names of those that are too small to gain"
     ),
     "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
+    "fp8.activations.smooth_swiglu": (
+        "Remove the key. Where the monitor shows underflow in the inputs of down_proj, name these layers in "
+        '"linear.filter_fqns", or set "guard": {"action": "bf16"}'
+    ),
     "fp8.tensor_parallel.chunks": (
         "Remove the key: shards are gathered at once, which was faster in five of six layers that were timed"
     ),

@@ -30,7 +30,6 @@ from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
-from fp8_ds.nn.recipe_smooth import smooth_swiglus
 from fp8_ds.rehearsal import Rehearsal, rehearse
 from fp8_ds.schedule import PrecisionSchedule
 
@@ -212,8 +211,6 @@ def _convert(model: Any, fp8: Fp8Config, is_warm: bool) -> None:
         history = apply_plan(model, plan, fp8.linear, "cpu")
         if history is not None:
             history.ready = is_warm
-    if fp8.activations.smooth_swiglu:
-        smooth_swiglus(model, fp8.linear)
     if fp8.activations.fused:
         fuse_producers(model, fp8.activations)
 

@@ -343,7 +343,6 @@ def _optimizer(fp8: Fp8Config, config: Mapping[str, Any]) -> str:
 
 def _activations(activations: ActivationsConfig) -> str:
     parts = [f"fused SwiGLUs and norms, kept in {activations.nonlinear}" if activations.fused else "the model's own"]
-    parts += ["SwiGLU with smoothed channels"] if activations.smooth_swiglu else []
     if activations.cross_entropy == "liger":
         times = activations.cross_entropy_chunk_mem_const
         parts.append("Liger's cross entropy" + (f" with chunk_mem_const {times}" if times != 1 else ""))

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.recipe_smooth import SmoothRecipe
-from fp8_ds.scaling.granularity import OF_RECIPE, TENSOR
+from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.testing.memory import PeakMemory
 
 
@@ -158,7 +157,7 @@ def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
         if layer.fp8_recipe.is_fp8:
             weight: Any = layer.weight
             data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-            granularity = TENSOR if isinstance(layer.fp8_recipe, SmoothRecipe) else OF_RECIPE[layer.fp8_recipe.name]
+            granularity = OF_RECIPE[layer.fp8_recipe.name]
             scale_inv = torch.empty(granularity.grid(weight.shape), dtype=torch.float32)
             weight._fp8 = SimpleNamespace(data=data, scale_inv=scale_inv)
             yield from (data, scale_inv)

@@ -77,10 +77,9 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.judgement import autotp_size
     from fp8_ds.model_spec import read_spec, sequence_length
-    from fp8_ds.nn.convert import apply_plan, make_plan
+    from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
     from fp8_ds.nn.layer_size import fp8_pays
-    from fp8_ds.nn.recipe_smooth import smooth_swiglus
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:
@@ -98,9 +97,6 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     seq = sequence_length(module, seq)
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
-    if fp8.activations.smooth_swiglu:
-        apply_plan(module, layers, fp8.linear, "cpu")
-        smooth_swiglus(module, fp8.linear)
     small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and not fp8_pays(*row.shape)]
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)

@@ -20,7 +20,6 @@ from fp8_ds.engine.refusals_model import AUTOTP_PIPELINE, AUTOTP_STAGE_3
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import ForeignLinears, Plan, apply_plan, make_plan, revert
 from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.nn.recipe_smooth import smooth_swiglus
 from fp8_ds.tp.autotp import autotp_linears, configure_autotp, set_gathers
 from fp8_ds.tp.group import device_of
 from fp8_ds.tp.plan import configure as configure_tensor_parallel
@@ -104,8 +103,6 @@ def _surround(engine: Any, config: Fp8Config) -> None:
     if config.attention.backend is not None:
         use_backend(module, config.attention.backend, hadamard=config.attention.hadamard)
     say(describe_attention(module, engine.device))
-    if config.activations.smooth_swiglu:
-        say(smooth_swiglus(module, config.linear))
     if config.activations.fused:
         say(fuse_producers(module, config.activations).describe())
     if config.activations.cross_entropy == "liger":

@@ -22,7 +22,6 @@ class Quantized:
         columns_scale_inv: the scales of `columns` where they were quantised by their own: [C, 1] or
             [C, ceil(T / 128)]. None: `columns` are `rows` transposed, scaled by `scale_inv`.
         slot: of the amax history that gave the scale and has recorded the amax, where there is one.
-        channel_scale: float32 [C], the matrix is this many times what the rest says; None: once (nn/recipe_smooth.py).
     """
 
     rows: Tensor | None
@@ -30,7 +29,6 @@ class Quantized:
     scale_inv: Tensor
     columns_scale_inv: Tensor | None = None
     slot: AmaxSlot | None = None
-    channel_scale: Tensor | None = None
 
     def with_columns(self) -> Quantized:
         """The same with `columns`: the bytes of `rows`, transposed, where they are missing."""

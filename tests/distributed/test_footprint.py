@@ -104,7 +104,6 @@ SLOW_CASES: list[tuple[int, dict[str, Any] | None]] = [
     (2, {**SWITCHES, "schedule": {**SWITCHES["schedule"], **DETOUR["schedule"]}}),
     (2, E4M11),
     (2, {**E4M11, "linear": {"recipe": "rowwise"}}),
-    (2, {**E4M11, "activations": {"smooth_swiglu": True}}),
     (2, {**SWITCHES, "optimizer": {"states": "fp8"}}),
     (3, SWITCHES),
     (2, {**E4M11, **DETOUR}),

@@ -229,9 +229,7 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
             outstanding_update_bytes=(1 << 26, 1 << 16),
             seed=(0, 7) if has_fp8_states else (0,),
         ),
-        "activations": block(fused=(False, True), nonlinear=("bf16", "fp8"), smooth_swiglu=(False, True))
-        if is_llama
-        else {},
+        "activations": block(fused=(False, True), nonlinear=("bf16", "fp8")) if is_llama else {},
         "schedule": block(
             bf16_until_step=(0, 1, 3),
             bf16_last_fraction=(0.0, 0.5),

@@ -1,4 +1,4 @@
-"""Layers in bf16 for a while, and Smooth-SwiGLU, in engines on a GPU: what holds on a CPU (tests/distributed)."""
+"""Layers in bf16 for a while, in engines on a GPU: what holds on a CPU (tests/distributed)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import test_guard
 import test_schedule
-import test_smooth
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -46,7 +45,3 @@ def test_the_layer_that_underflows_is_named_and_leaves_fp8(
     (line,) = found["lines"]
     assert "guard, step 6: 1 layers" in line and "blocks.1.up: underflow of input" in line
     assert torch.tensor(found["losses"]).isfinite().all()
-
-
-def test_a_channel_pair_scaled_up_costs_nothing_where_smooth_swiglu_is_on(gpu_ranks: Any) -> None:
-    test_smooth.check(gpu_ranks(1))

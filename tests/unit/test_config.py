@@ -38,7 +38,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "nonlinear": "bf16",
             "cross_entropy": "stock",
             "cross_entropy_chunk_mem_const": 1,
-            "smooth_swiglu": False,
         },
         "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16"},
         "attention": {"backend": None, "hadamard": False},
@@ -229,7 +228,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "true in a block's place": (
         {"enabled": True, "activations": True},
         "fp8.activations:",
-        ["Its keys: fused, nonlinear, cross_entropy, cross_entropy_chunk_mem_const, smooth_swiglu."],
+        ["Its keys: fused, nonlinear, cross_entropy, cross_entropy_chunk_mem_const."],
     ),
     "null in a block's place": ({"enabled": True, "guard": None}, "fp8.guard:", ["Remove the key for the defaults."]),
     "layers in a list": (
@@ -417,14 +416,6 @@ def test_a_return_without_a_leave_is_refused(action: str | None) -> None:
     shown = json.dumps(action)
     with pytest.raises(ConfigError, match=rf"^fp8\.guard\.return_after: expected null with action {shown}, got 5\. "):
         Fp8Config.from_block({"enabled": True, "guard": {"action": action, "return_after": 5}})
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
-def test_smooth_swiglu_is_for_one_scale_per_tensor(recipe: str) -> None:
-    activations = {"smooth_swiglu": True}
-    assert Fp8Config.from_block({"enabled": True, "activations": activations}).activations.smooth_swiglu
-    with pytest.raises(ConfigError, match=rf'^fp8\.activations\.smooth_swiglu: expected false with recipe "{recipe}"'):
-        Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "activations": activations})
 
 
 def test_inputs_kept_in_fp8_without_fused_modules_are_refused() -> None:

@@ -111,24 +111,6 @@ def test_what_no_start_can_read_is_refused_as_it_is_written(
     assert result.exit_code == 2 and words in json.loads(result.stdout)["error"]
 
 
-def test_a_key_for_swiglus_is_refused_where_no_start_would_find_one(tmp_path: Path) -> None:
-    """And counted where there are some: channels have scales, which the backward reads."""
-    path = tmp_path / "ds.json"
-    activations: dict[str, int] = {}
-    for smooth in (False, True):
-        block = {"enabled": True, "activations": {"smooth_swiglu": smooth}}
-        path.write_text(json.dumps({**STOCK, "fp8": block}))
-        for command in ("plan", "estimate"):
-            options = ["--config", str(path), "--seq", "8", "--json"]
-            result = CliRunner().invoke(app, [command, "gpt2", "--set", "n_layer=1", *options])
-            assert result.exit_code == (2 if smooth else 0)
-            assert ("smooth_swiglu: expected a module" in result.stdout) == smooth
-            result = CliRunner().invoke(app, [command, "llama-8b", *SMALL, *options])
-            assert result.exit_code == 0
-        activations[str(smooth)] = json.loads(result.stdout)["bytes"]["activations"]
-    assert activations["True"] - activations["False"] >= 3 * 4 * 128
-
-
 @pytest.mark.parametrize("command", ["plan", "estimate"])
 def test_attention_that_the_model_does_not_take_is_refused_on_any_machine(tmp_path: Path, command: str) -> None:
     """What a start would say of GPT-2, whose attention has dropout; not that there is no Hopper GPU here."""

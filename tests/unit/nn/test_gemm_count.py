@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.nn.recipe_smooth import smooth_swiglus
 
 WIDTH, HIDDEN = 64, 160
 NUM_GEMMS = {"tensorwise": 3, "delayed": 3, "rowwise": 3, "rowwise_with_gw_hp": 2, "blockwise": 3}
@@ -99,14 +98,6 @@ def test_each_converted_layer_multiplies_in_fp8(recipe, fused):
     if history is not None:  # by scales of the history, from the second step on
         history.update(history.amax_local.clone())
         assert_the_plan_is_true(model, plan, NUM_GEMMS[recipe])
-
-
-def test_with_smooth_swiglus_too():
-    model, config = Model().bfloat16(), LinearConfig(backend="reference")
-    plan = make_plan(model, config)
-    apply_plan(model, plan, config, "cpu")
-    smooth_swiglus(model, config)
-    assert_the_plan_is_true(model, plan, NUM_GEMMS["tensorwise"])
 
 
 def test_a_layer_with_a_forward_of_its_own_is_not_counted():
