@@ -92,7 +92,7 @@ def stock_experts(shape: Shape, implementation: str, device: str) -> Any:
 def fp8_experts(shape: Shape, linear: dict[str, Any], device: str) -> Any:
     """With weights that are in FP8 before the first forward."""
     model = nn.ModuleDict({"experts": stock_experts(shape, "eager", device)})
-    config = LinearConfig.model_validate({**linear, "max_experts": shape.experts})
+    config = LinearConfig.model_validate(linear)
     apply_plan(model, make_plan(model, config), config, device)
     for layer in fp8_layers(model).values():
         held = layer.fp8_recipe.read_weight(layer.weight)

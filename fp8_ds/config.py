@@ -64,7 +64,6 @@ class LinearConfig(_Block):
     )
     num_layers_at_start_in_bf16: Annotated[int, Field(ge=0)] = 0
     num_layers_at_end_in_bf16: Annotated[int, Field(ge=0)] = 0
-    max_experts: Annotated[int, Field(ge=0)] | None = None
     frozen: Literal["bf16", "fp8"] = "bf16"
 
     @model_validator(mode="before")

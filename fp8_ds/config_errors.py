@@ -30,6 +30,10 @@ REMOVED = {
         "`fp8-ds plan` prints the names of those that are too small to gain"
     ),
     "fp8.linear.tokens": 'Remove the key: it was for "layer_choice", which is gone',
+    "fp8.linear.max_experts": (
+        "Remove the key: more than 16 experts of a layer are in FP8 where all are computed in one launch. To leave "
+        'experts in bf16 name them in "filter_fqns": ["lm_head", "experts"]'
+    ),
     "fp8.activations.smooth_swiglu": (
         "Remove the key. Where the monitor shows underflow in the inputs of down_proj, name these layers in "
         '"linear.filter_fqns", or set "guard": {"action": "bf16"}'

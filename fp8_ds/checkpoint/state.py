@@ -19,6 +19,7 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn.convert import Plan
+from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
 from fp8_ds.nn.stacks import AT_END, AT_START
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.scaling import AmaxHistory
@@ -368,7 +369,8 @@ def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: Line
         return "No fp8.linear.filter_fqns names the checkpoint's layers."
     linear: dict[str, Any] = {"filter_fqns": patterns}
     linear |= {key: 0 for key in (AT_START, AT_END) if getattr(now, key)}
-    in_fp8 = {layer.fqn: layer.num_experts for layer in plan.layers if layer.converted}
-    if any(in_fp8.get(row.fqn) for row in current.layers if not row.converted):
-        linear["max_experts"] = max(in_fp8.values())
-    return f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'
+    told = f'To go on with the checkpoint\'s layers, start with "linear": {json.dumps(linear)}.'
+    experts = {layer.fqn for layer in plan.layers if layer.converted and layer.num_experts > MAX_IN_A_LOOP}
+    if any(row.fqn in experts for row in current.layers if not row.converted):
+        told += f" More than {MAX_IN_A_LOOP} experts of a layer are in FP8 only where they are computed in one launch."
+    return told

@@ -126,7 +126,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
         "schedule_varies": bool(in_fp8) and _varies(fp8.schedule),
         "small_layers": small,
         "filter_fqns_without_small_layers": _filter_without(layers, small),
-        "many_experts_by_device": fp8.linear.max_experts is None and any(map(_has_many_experts, in_fp8)),
+        "many_experts_by_device": any(map(_has_many_experts, in_fp8)),
         "layers": found,
     }
 
@@ -195,8 +195,8 @@ def _print(found: dict[str, Any]) -> None:
         out.print('"schedule" puts FP8 layers into bf16 for a part of the run: the above is of the other steps.')
     if found["many_experts_by_device"]:
         out.print(
-            '"max_experts" is null: layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0 or '
-            "later, else bf16."
+            "Layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0 or later (but 12.x), else in "
+            "bf16."
         )
     if small := found["small_layers"]:
         filters = found["filter_fqns_without_small_layers"]

@@ -339,11 +339,9 @@ def _nothing_to_convert(plan: Plan) -> ConfigError:
             "Only linears, and experts as Mixtral's, are computed in FP8: use a model of these, put nn.Linear in place "
             f'of {plan.others.kinds[0][0]}, or set "optimizer.states" to "fp8", which needs no linear. Else shorten'
         )
-    are_too_many = any(reason.endswith("(max_experts)") for reason in by_reason)
-    allowed = ', set "linear.max_experts" to as many as there are' if are_too_many else ""
     return ConfigError(
         f"fp8: expected at least one linear to convert, got none of {len(plan.layers)}: {found}. {advice} "
-        f'"linear.filter_fqns"{allowed}, set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
+        f'"linear.filter_fqns", set "linear.frozen" to "fp8" for frozen weights, untie shared weights, '
         'wrap forwards after the conversion, undo what replaces a function for all of them, or turn "fp8.enabled" off.'
     )
 

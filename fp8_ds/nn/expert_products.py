@@ -28,22 +28,18 @@ weights (docs/decisions/0011)."""
 def why_too_many(
     num_experts: int, features: Iterable[int], config: LinearConfig, device: torch.device | None, *, is_whole: bool
 ) -> str | None:
-    """Why a layer's experts stay in bf16; None: they are not more than `max_experts`.
+    """Say why a layer's experts stay in bf16: more than `MAX_IN_A_LOOP` would be a loop. None: they need not.
 
     Args:
         num_experts: E.
         features: N and K of its weights.
-        config: the "linear" block. Without a number in it more than `MAX_IN_A_LOOP` are too many where they would be a
-            loop.
+        config: the "linear" block.
         device: as `can_be_one_launch`.
         is_whole: whether all its weights would be in FP8 else.
     """
-    if config.max_experts is not None:
-        is_more = num_experts > config.max_experts
-        return f"more than {config.max_experts} experts (max_experts)" if is_more else None
     is_loop = not is_whole or config.backend != "torch" or not can_be_one_launch(features, device)
     if num_experts > MAX_IN_A_LOOP and is_loop:
-        return f"more than {MAX_IN_A_LOOP} experts, which would be a loop (max_experts)"
+        return f"more than {MAX_IN_A_LOOP} experts, which would be a loop"
     return None
 
 

@@ -150,7 +150,7 @@ def test_in_a_loop_the_host_waits_once_in_a_forward_and_never_in_a_backward() ->
 def many_experts(recipe: str = "tensorwise", num_experts: int = 40) -> tuple[Any, Any]:
     """A module of so many, and its history."""
     model = nn.ModuleDict({"experts": module(num_experts=num_experts)})
-    config = LinearConfig.model_validate({"recipe": recipe, "max_experts": num_experts})
+    config = LinearConfig.model_validate({"recipe": recipe})
     return model["experts"], apply_plan(model, make_plan(model, config), config, "cuda")
 
 

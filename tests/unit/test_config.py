@@ -21,7 +21,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "filter_fqns": ("lm_head",),
             "num_layers_at_start_in_bf16": 0,
             "num_layers_at_end_in_bf16": 0,
-            "max_experts": None,
             "frozen": "bf16",
         },
         "zero": {"keep_bf16_shard": False, "reduce_scatter": "bf16"},

@@ -49,23 +49,19 @@ def block_of(told: str) -> dict[str, Any]:
     return block
 
 
-def test_how_to_keep_experts_allows_as_many_as_there_are() -> None:
-    """On a device where they are a loop, say."""
+def test_many_experts_of_a_checkpoint_are_said_to_want_one_launch() -> None:
+    """On a device where they are a loop, no block keeps them in FP8."""
     model, now = mixture(20), LinearConfig()
-    cpu = torch.device("cpu")
-    plan, current = make_plan(model, LinearConfig(max_experts=30)), make_plan(model, now, device=cpu)
-    linear = block_of(_how_to_keep(plan, {"enabled": True}, current, now))
-    assert linear["max_experts"] == 20
-    again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}), device=cpu)
-    assert [layer.converted for layer in again.layers] == [True] * 3 != [x.converted for x in current.layers]
-    assert "max_experts" not in _how_to_keep(current, {"enabled": True}, current, now)
+    plan, current = make_plan(model, now), make_plan(model, now, device=torch.device("cpu"))
+    assert [row.converted for row in plan.layers] == [True] * 3 != [row.converted for row in current.layers]
+    assert "one launch" in _how_to_keep(plan, {"enabled": True}, current, now)
+    assert "one launch" not in _how_to_keep(current, {"enabled": True}, plan, now)
 
 
 def test_many_experts_that_a_limit_left_in_bf16_stay_so_by_name() -> None:
-    """16 was the limit everywhere."""
+    """Of a checkpoint from a device where they were a loop."""
     model, now = mixture(20), LinearConfig()
-    plan, current = make_plan(model, LinearConfig(max_experts=16)), make_plan(model, now)
-    assert [row.converted for row in current.layers] == [True] * 3
+    plan, current = make_plan(model, now, device=torch.device("cpu")), make_plan(model, now)
     linear = block_of(_how_to_keep(plan, {"enabled": True}, current, now))
     again = make_plan(model, LinearConfig.model_validate({**now.model_dump(), **linear}))
     assert [row.fqn for row in again.layers if row.converted] == ["q_proj"]

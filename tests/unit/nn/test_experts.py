@@ -261,16 +261,9 @@ def test_scales_of_rows_leave_them_in_bf16_and_say_so(recipe: str) -> None:
         Fp8Experts.take(stock(), "down_proj", RowwiseRecipe(LinearConfig.model_validate({"recipe": "rowwise"})))
 
 
-def test_more_than_so_many_stay_bf16() -> None:
-    assert all(row.converted for row in rows(stock(), max_experts=NUM_EXPERTS))
-    assert {(row.converted, row.reason) for row in rows(stock(), max_experts=NUM_EXPERTS - 1)} == {
-        (False, f"more than {NUM_EXPERTS - 1} experts (max_experts)")
-    }
-
-
 def test_more_than_16_stay_bf16_where_they_would_be_a_loop() -> None:
-    """Unless a number says how many: the default is what is faster on the device."""
-    loop = [(False, "more than 16 experts, which would be a loop (max_experts)")] * 2
+    """What is faster on the device."""
+    loop = [(False, "more than 16 experts, which would be a loop")] * 2
     cpu = torch.device("cpu")
 
     def verdicts(experts: Any, device: torch.device | None, **keys: Any) -> list[tuple[bool, str]]:
@@ -282,8 +275,7 @@ def test_more_than_16_stay_bf16_where_they_would_be_a_loop() -> None:
     assert verdicts(stock(num_experts=17), cpu) == verdicts(stock(num_experts=17), None, backend="reference") == loop
     assert verdicts(stock(num_experts=17), None, filter_fqns=["down_proj"]) == [loop[0], (False, "filter_fqns")]
     assert [weight.is_fp8 for weight in weights_of(stock(num_experts=17))] == [True] * 2  # of a run on such a GPU
-    assert verdicts(stock(num_experts=17), cpu, max_experts=17) == [(True, "eligible")] * 2
-    with pytest.raises(ConfigError, match=r"1 more \(more than 16 .* set \"linear.max_experts\" to as many"):
+    with pytest.raises(ConfigError, match=r"1 more \(more than 16 experts, which would be a loop\)"):
         make_plan(nn.ModuleDict({"experts": stock(num_experts=17)}), LinearConfig(), device=cpu)
 
 
@@ -377,7 +369,7 @@ def test_they_are_rehearsed_in_one_launch_as_on_a_gpu() -> None:
         experts = stock(num_experts=num_experts)
     for is_one in (True, False):
         model = nn.ModuleDict({"experts": copy.deepcopy(experts)})
-        config = LinearConfig(max_experts=num_experts)
+        config = LinearConfig()
         apply_plan(model, make_plan(model, config), config, "cpu")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(expert_products, "can_be_one_launch", lambda features, device, is_one=is_one: is_one)
