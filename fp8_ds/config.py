@@ -107,7 +107,6 @@ class LinearConfig(_Block):
 
 
 class ZeroConfig(_Block):
-    keep_bf16_shard: bool = False
     reduce_scatter: Literal["bf16", "fp8"] = "bf16"
 
 
@@ -329,14 +328,9 @@ class Fp8Config(_Block):
         """Every setting can take effect under this ZeRO stage.
 
         Raises:
-            ConfigError: `zero.keep_bf16_shard` is on, but the stage is not 3; or `zero.reduce_scatter` is "fp8", but
-                the stage is neither 2 nor 3.
+            ConfigError: `zero.reduce_scatter` is "fp8", but the stage is neither 2 nor 3; or FP8 states are supposed
+                that are not there.
         """
-        if self.zero.keep_bf16_shard and stage != 3:
-            raise ConfigError(
-                f"fp8.zero.keep_bf16_shard: expected false with zero_optimization.stage {stage}, got true. "
-                "Stages 1 and 2 hold no bf16 shard: remove the key, or use stage 3."
-            )
         if self.zero.reduce_scatter == "fp8" and stage not in (2, 3):
             raise ConfigError(
                 f'fp8.zero.reduce_scatter: expected "bf16" with zero_optimization.stage {stage}, got "fp8". '
@@ -368,11 +362,6 @@ class Fp8Config(_Block):
             raise ConfigError(
                 f"fp8.schedule.fp32_states_from_step: expected null with optimizer.release true, got {from_step}. fp32 "
                 "states are updated after the backward, from all gradients: remove one of the two keys."
-            )
-        if self.zero.keep_bf16_shard and master != "fp32":
-            raise ConfigError(
-                f"fp8.zero.keep_bf16_shard: expected false with master {master}, got true. A split master has its "
-                "high part in the FP8 shard: remove the key."
             )
 
     def to_state(self) -> dict[str, Any]:

@@ -65,6 +65,13 @@ _FOREIGN = {
     "Transformer Engine": ("amax_compute_algo", "amax_history_len", "format", "fp8_format", "margin"),
 }
 """Keys of other libraries, for which docs/migrating.md has what takes their place."""
+REMOVED = {
+    "fp8.zero.keep_bf16_shard": (
+        "Remove the key: it is gone. Read or write weights inside deepspeed.zero.GatheredParameters, or this rank's "
+        "part by deepspeed.utils.safe_get_local_fp32_param and safe_set_local_fp32_param."
+    ),
+}
+"""Keys, and values as "key=value", of versions before, and what to do instead."""
 _ARTICLES = {
     "integer": "an integer",
     "number": "a number",
@@ -103,6 +110,8 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         return f"{said}, which this version has no more. {remedy}."
     if value in _LATER_VALUES.get(key, ()):
         return f"{said}, {_NOT_YET}. Use one of the former."
+    if (removed := REMOVED.get(f"{key}={value}")) is not None:
+        return f"{said}. {removed}"
     if details["type"] == "model_type":
         return f"{said}. {_inner_block_remedy(key, value, known)}"
     return f"{said}. {_value_remedy(key, value, details, known.get(key))}"
@@ -192,6 +201,8 @@ def _unknown_key_remedy(key: str, known: Collection[str]) -> str:
     parent, _, name = key.rpartition(".")
     if name.startswith(COMMENT_SIGNS):
         return 'The block takes no comments: put it beside "fp8", where DeepSpeed passes over it.'
+    if key in REMOVED:
+        return REMOVED[key]
     if key in _BESIDE:
         return f"It belongs in {_BESIDE[key]}, beside the block."
     if library := next((library for library, keys in _FOREIGN.items() if name in keys), None):

@@ -126,7 +126,6 @@ def read_run(
         overlap_comm=zero.get("overlap_comm") if isinstance(zero.get("overlap_comm"), bool) else None,
         reduce_bucket_size=numbers["reduce_bucket_size"],
         persistence_threshold=numbers["stage3_param_persistence_threshold"],
-        keep_bf16_shard=fp8 is not None and fp8.zero.keep_bf16_shard,
     )
     live, sub_group = numbers["stage3_max_live_parameters"], numbers["sub_group_size"]
     return Run(

@@ -61,7 +61,6 @@ class Setup:
         overlap_comm: None is DeepSpeed's default, true in stage 3.
         reduce_bucket_size: DeepSpeed's, in elements.
         persistence_threshold: DeepSpeed's, in elements: smaller weights stay gathered in stage 3.
-        keep_bf16_shard: the "fp8.zero" block's: FP8 weights have a bf16 shard too, all the time.
     """
 
     stage: int
@@ -72,7 +71,6 @@ class Setup:
     overlap_comm: bool | None = None
     reduce_bucket_size: int = 500_000_000
     persistence_threshold: int = 100_000
-    keep_bf16_shard: bool = False
 
     @property
     def releases(self) -> bool:
@@ -306,7 +304,7 @@ def _ranks_of_stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple[
             if not weight.is_trainable:
                 parts.weights += 2 * shard if weight.is_fp8 else 0  # frozen FP8 weights keep their bf16 shard
                 continue
-            if weight.in_bf16 or (weight.is_fp8 and setup.keep_bf16_shard):
+            if weight.in_bf16:
                 parts.weights += 2 * shard
             real = max(0, min(shard, weight.numel - rank * shard))
             _add_states(parts, weight, rank * shard, real, shard, setup)

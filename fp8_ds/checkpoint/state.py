@@ -103,6 +103,8 @@ def restore_state(
             context.history.forget()
         return
     _refuse_other_version(state)
+    for setting in _settings_that_are_gone(state["config"]):
+        say(f"fp8: the checkpoint was trained with {setting}, which this version does not have: it is ignored")
     plan = Plan.from_state(state["plan"])
     same_layers = _converted(plan) == _converted(context.plan)
     if not same_layers:
@@ -205,6 +207,12 @@ def _master_of(config: Mapping[str, Any]) -> str:
     return str(config.get("optimizer", {}).get("master_format", "fp32"))
 
 
+def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
+    """Name what an older version's "fp8" block asked for and this one cannot do."""
+    found = {"zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard")}
+    return [setting for setting, is_set in found.items() if is_set]
+
+
 def _converted(plan: Plan) -> list[str]:
     return [row.fqn for row in plan.layers if row.converted]
 
@@ -221,7 +229,7 @@ def _is_power_of_two(value: Tensor) -> bool:
 
 def _wrong_config(config: Any) -> str:
     if not isinstance(config, Mapping) or not all(
-        isinstance(config.get(k, {}), Mapping) for k in ("linear", "optimizer")
+        isinstance(config.get(k, {}), Mapping) for k in ("linear", "optimizer", "zero", "schedule")
     ):
         return _wrong(_at("config"), 'an "fp8" block', config)
     if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:

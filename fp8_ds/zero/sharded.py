@@ -37,7 +37,6 @@ class ShardedWeight:
         source: the real (unpadded) elements that are quantised into it: the fp32 master, or the bf16 shard without one.
         is_trainable: whether it has a master. A user may have frozen it since.
         index: entry in the scale vectors.
-        keeps_bf16: whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand.
         in_bf16: whether the layer computes in bf16: stock code then gathers and frees the weight, from `ds_tensor`.
     """
 
@@ -46,7 +45,6 @@ class ShardedWeight:
         self.index = index
         self.shard = self.source = torch.empty(0, dtype=torch.float32)
         self.is_trainable: bool = param.requires_grad
-        self.keeps_bf16 = True
         self.in_bf16 = False
         self._has_made_bf16 = False
         device = param.ds_tensor.device
@@ -82,6 +80,11 @@ class ShardedWeight:
     def read_source(self, out: Tensor) -> None:
         """Fill `out`, bf16 [num_real], with the master."""
         out.copy_(self.source)
+
+    @property
+    def keeps_bf16(self) -> bool:
+        """Whether `ds_tensor` stays resident; else it expands the placeholder and is made on demand."""
+        return self.in_bf16 or not self.is_trainable
 
     @property
     def lacks_bf16(self) -> bool:
@@ -318,7 +321,7 @@ class Fp8Shards:
         for weight, value, here, amax in zip(weights, values, local, reduced, strict=True):
             self.quantizer.rescale(weight.index, amax.view(here.shape))
             self.quantizer.quantize_into(weight.shard[: weight.num_real], value, weight.index, weight.start)
-            if (weight.in_bf16 or not weight.keeps_bf16) and bool((value != weight.source.float()).any()):
+            if weight.is_trainable and bool((value != weight.source.float()).any()):
                 self._written.add(id(weight))
         self.mark_ready()
 

@@ -1,8 +1,7 @@
 """ZeRO-3: mix-in for DeepSpeedZeroOptimizer_Stage3. FP8 shards, gathered in one byte, released after use.
 
-Two forms. With `keep_bf16_shard` DeepSpeed's bf16 shard (2 bytes/N) stays beside the FP8 shard, and every stock reader
-of shards works on it. Without it (the default) the masters are the only high-precision copy: the bf16 shard of an FP8
-weight is made from its master when a stock reader asks, and dropped again. What is not FP8 keeps its bf16 shard.
+The masters are the only high-precision copy: the bf16 shard of an FP8 weight is made from its master when a stock
+reader asks, and dropped again. What is not FP8 keeps its bf16 shard.
 Seams: fp8_ds/engine/seams.py.
 """
 
@@ -61,10 +60,7 @@ class Fp8ZeroStage3:
         quantizer = self._fp8_make_quantizer(context, device)
         self._fp8_shards = shards = self._fp8_make_collection(quantizer)
         for index, (name, p) in enumerate(context.weights.items()):
-            weight = self._fp8_make_weight(name, p, index)
-            weight.keeps_bf16 = context.config.zero.keep_bf16_shard or not weight.is_trainable
-            shards.add(weight)
-        self._fp8_flat_is_live = True
+            shards.add(self._fp8_make_weight(name, p, index))
         self._fp8_fill(device)
         self._fp8_set_sources()
         self._fp8_masters = self.fp32_partitioned_groups_flat
@@ -88,9 +84,8 @@ class Fp8ZeroStage3:
         return ShardedWeight(name, p, index, self._fp8_shards.quantizer)
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
-        """Make the FP8 shards, and drop the bf16 ones unless they are kept."""
-        if not self._fp8.config.zero.keep_bf16_shard:
-            self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
+        """Drop the bf16 shards, and make the FP8 ones."""
+        self._fp8_drop_flat(remake=True)  # before the FP8 bytes exist: initialize holds no more than stock
         self._fp8_make_shards(device)
 
     def _fp8_make_shards(self: Any, device: torch.device) -> None:
@@ -134,17 +129,15 @@ class Fp8ZeroStage3:
             if weight.param.ds_status == ZeroParamStatus.AVAILABLE:
                 weight.param.partition()
             weight.in_bf16 = wanted
-            if wanted and not weight.keeps_bf16:
-                if not self._fp8_shards.was_written(weight):
-                    weight.make_bf16()
-                weight.keeps_bf16 = True
-            elif not wanted and not self._fp8.config.zero.keep_bf16_shard:
-                weight.keeps_bf16 = False
-                if not self._fp8_shards.was_written(weight):
-                    weight.drop_bf16()
+            if self._fp8_shards.was_written(weight):
+                continue
+            if wanted:
+                weight.make_bf16()
+            else:
+                weight.drop_bf16()
         self._fp8_shards.mark_ready()
 
-    # --- the bf16 flat buffer, where it is not kept ---
+    # --- the bf16 flat buffer ---
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
         """bf16 shards of sub-group `group` that are not FP8, and their masters."""
@@ -185,9 +178,6 @@ class Fp8ZeroStage3:
     @contextmanager
     def _fp8_bf16_flat(self: Any) -> Iterator[None]:
         """While inside, the bf16 flat buffer exists as stock code left it, filled from the masters."""
-        if self._fp8_flat_is_live:
-            yield
-            return
         numels = [flat.numel() for flat in self.fp16_partitioned_groups_flat]
         self.lp_param_buffer = self.lp_param_buffer.new_empty(sum(numels))
         for i, flat in enumerate(self.lp_param_buffer.split(numels)):
@@ -325,13 +315,8 @@ class Fp8ZeroStage3:
         for weight in shards.weights:
             if weight.is_trainable and (self._fp8_flat_is_live or shards.was_written(weight)):
                 weight.source.copy_(newer(weight.source, weight.param.ds_tensor.data[: weight.num_real]))
-        if not self._fp8_in_load:
+        if not self._fp8_flat_is_live:  # else who loads refreshes
             self._fp8_refresh(is_step=False)
-
-    @property
-    def _fp8_in_load(self: Any) -> bool:
-        """Whether stock code runs inside `_fp8_bf16_flat`, whose caller refreshes."""
-        return self._fp8_flat_is_live and not self._fp8.config.zero.keep_bf16_shard
 
     def offload_states(self: Any, include: Any = None, device: Any = None, **kwargs: Any) -> None:
         """Offload as stock does; of the weights (`lp_params`) the FP8 shards and the bf16 shards that exist."""
@@ -356,16 +341,6 @@ class Fp8ZeroStage3:
         for weight in self._fp8_shards.weights:
             weight.shard = moved.narrow(0, weight.shard.storage_offset(), weight.shard.numel())
         self._fp8_flat = moved
-        if self._fp8_flat_is_live:
-            buffer = self.lp_param_buffer.to(device)
-            numels = [flat.numel() for flat in self.fp16_partitioned_groups_flat]
-            for i, flat in enumerate(buffer.split(numels)):
-                self.fp16_partitioned_groups_flat[i] = flat
-                pieces = flat.split([p.ds_tensor.ds_numel for p in self.fp16_groups[i]])
-                for p, piece in zip(self.fp16_groups[i], pieces, strict=True):
-                    p.ds_tensor.data = piece
-            self.lp_param_buffer = buffer
-            return
         for p in self._fp8_shards.fetched_by_stock(p for group in self.fp16_groups for p in group):
             p.ds_tensor.data = p.ds_tensor.data.to(device)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 pytestmark = pytest.mark.distributed
 
 MODEL = {"width": 32, "hidden": 72, "num_blocks": 2}
-KEPT = {"zero": {"keep_bf16_shard": True}}
 DELAYED = {"linear": {"recipe": "delayed"}}
 
 
@@ -22,11 +21,10 @@ def case_name(value: Any) -> str:
     return str(value) if isinstance(value, int) else "-".join(value) or "default"
 
 
-def each_case(*slow: tuple[int, dict[str, Any]]) -> Any:
-    """`slow` ones by the marker."""
-    cases = [(1, {}), (2, {}), (3, {}), (3, KEPT)]
-    params = [pytest.param(*case, marks=[pytest.mark.slow] if case in slow else []) for case in cases]
-    return pytest.mark.parametrize(("stage", "fp8"), params, ids=case_name)
+def each_stage(slow: int) -> Any:
+    """Of ZeRO; one of them by the marker."""
+    params = [pytest.param(stage, marks=[pytest.mark.slow] if stage == slow else []) for stage in (1, 2, 3)]
+    return pytest.mark.parametrize("stage", params)
 
 
 def build(stage: int, fp8: dict[str, Any] | None, seed: int = 0, **overrides: Any) -> Any:
@@ -119,9 +117,8 @@ def resume(folder: str, stage: int, fp8: dict[str, Any]) -> None:
         (1, DELAYED),
         (2, {}),
         pytest.param(2, DELAYED, marks=pytest.mark.slow),
-        (3, {}),
-        pytest.param(3, DELAYED, marks=pytest.mark.slow),
-        (3, {**KEPT, **DELAYED}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        (3, DELAYED),
     ],
     ids=case_name,
 )
@@ -157,9 +154,9 @@ def exchange(folder: str, stage: int, fp8: dict[str, Any]) -> None:
         training.destroy(reader)
 
 
-@each_case((1, {}), (3, KEPT))
-def test_checkpoints_go_from_stock_to_fp8_and_back(ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]) -> None:
-    ranks(2).run(exchange, str(tmp_path), stage, fp8)
+@each_stage(slow=1)
+def test_checkpoints_go_from_stock_to_fp8_and_back(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2).run(exchange, str(tmp_path), stage, {})
 
 
 # --- what is written and handed out ---
@@ -183,13 +180,11 @@ def export(folder: str, stage: int, fp8: dict[str, Any]) -> tuple[dict[str, Tens
     return before, plain, [line for line in said if line.startswith("fp8: module.state_dict()")]
 
 
-@each_case((2, {}), (3, KEPT))
-def test_every_collective_export_is_bf16_of_the_masters(
-    ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any]
-) -> None:
+@each_stage(slow=2)
+def test_every_collective_export_is_bf16_of_the_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    (state, plain, said), (_, _, said_by_other) = ranks(2).run(export, str(tmp_path), stage, fp8)
+    (state, plain, said), (_, _, said_by_other) = ranks(2).run(export, str(tmp_path), stage, {})
     masters = {name.removeprefix("master."): value for name, value in state.items() if name.startswith("master.")}
     bf16 = {name: master.bfloat16() for name, master in masters.items()}
 

@@ -51,9 +51,8 @@ def rounded(masters: dict[str, Tensor]) -> dict[str, Tensor]:
         (2, {}, None),
         (3, {}, {}),
         pytest.param(3, {}, None, marks=pytest.mark.slow),
-        pytest.param(3, base.KEPT, base.KEPT, marks=pytest.mark.slow),
     ],
-    ids=["1", "2-stock-file", "3", "3-stock-file", "3-kept"],
+    ids=["1", "2-stock-file", "3", "3-stock-file"],
 )
 def test_partial_loads_leave_the_masters_that_stock_leaves(
     ranks: Any, tmp_path: Path, stage: int, fp8: dict[str, Any], writer: dict[str, Any] | None

@@ -48,14 +48,12 @@ def convert(source: Path) -> None:
     )
 
 
-def read_all(folder: str, targets: list[tuple[int, int, bool]], world: int) -> list[Any]:
-    """For every (source stage, target stage, keep): (state after the load, losses of two steps)."""
+def read_all(folder: str, targets: list[tuple[int, int]], world: int) -> list[Any]:
+    """For every (source stage, target stage): (state after the load, losses of two steps)."""
     found = []
-    for source, stage, keep in targets:
-        fp8 = {**base.DELAYED, **(base.KEPT if keep else {})}
-        engine = base.build(
-            stage, fp8, seed=1, gradient_accumulation_steps=6 // world, checkpoint={"load_universal": True}
-        )
+    for source, stage in targets:
+        settings = {"gradient_accumulation_steps": 6 // world, "checkpoint": {"load_universal": True}}
+        engine = base.build(stage, base.DELAYED, seed=1, **settings)
         path, client_state = engine.load_checkpoint(f"{folder}/{source}")
         assert path is not None
         assert "fp8_ds" not in client_state
@@ -66,13 +64,10 @@ def read_all(folder: str, targets: list[tuple[int, int, bool]], world: int) -> l
     return found
 
 
-# World size -> (source stage, target stage, keep_bf16_shard). Both stages of a first round are alike; then they differ.
-Plan = dict[int, list[tuple[int, int, bool]]]
-COVERING: tuple[Plan, Plan] = {1: [(1, 1, False)], 3: [(3, 3, True)]}, {1: [(2, 3, False)], 2: [(3, 1, False)]}
-OTHERS: tuple[Plan, Plan] = (
-    {1: [(3, 3, False)], 3: [(2, 2, False), (2, 1, False)]},
-    {2: [(1, 3, True)]},
-)
+# World size -> (source stage, target stage). Both stages of a first round are alike; then they differ.
+Plan = dict[int, list[tuple[int, int]]]
+COVERING: tuple[Plan, Plan] = {1: [(1, 1)], 3: [(3, 3)]}, {1: [(2, 3)], 2: [(3, 1)]}
+OTHERS: tuple[Plan, Plan] = {1: [(3, 3)], 3: [(2, 2), (2, 1)]}, {2: [(1, 3)]}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +88,7 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
     def check(plan: Plan) -> None:
         for world, targets in plan.items():
             loaded = ranks(world).run(read_all, str(tmp_path), targets, world)[0]
-            for (source, stage, _), (state, losses) in zip(targets, loaded, strict=True):
+            for (source, stage), (state, losses) in zip(targets, loaded, strict=True):
                 expected, expected_losses = written[source]
                 base.assert_same(state, expected)
                 assert losses == pytest.approx(expected_losses, rel=2e-3), (world, source, stage)
@@ -104,7 +99,7 @@ def test_a_universal_checkpoint_gives_the_same_state_on_any_ranks_and_stage(
     check(other_stage)
     if comes_back:
         prepare_universal(tmp_path / "3/universal", 3)
-        check({2: [(3, 3, False)]})
+        check({2: [(3, 3)]})
 
 
 def save(folder: str) -> None:

@@ -94,7 +94,6 @@ CASES: list[tuple[int, dict[str, Any] | None]] = [
     (2, {**E4M11, "activations": {"fused": True}}),
     (1, SWITCHES),
     (3, {**E4M11, **DETOUR}),
-    (3, {"zero": {"keep_bf16_shard": True}}),
 ]
 SLOW_CASES: list[tuple[int, dict[str, Any] | None]] = [
     (2, None),

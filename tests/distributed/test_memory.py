@@ -78,12 +78,3 @@ def test_peak_of_initialize_under_zero_init_is_at_most_that_of_stock(ranks: Any)
         ranks(2).run(peak_under_zero_init, {}), ranks(2).run(peak_under_zero_init, None), strict=True
     ):
         assert ours <= stock  # FP8 shards beside the whole bf16 flat buffer would be 0.268 more
-
-
-def test_keeping_the_bf16_shard_costs_the_fp8_shard_and_no_more(ranks: Any, peaks_of_stock: Any) -> None:
-    ours, stock = ranks(2).run(peaks, 3, {"zero": {"keep_bf16_shard": True}}), peaks_of_stock(3)
-    for (initialize, step, resting), (stock_initialize, stock_step, stock_resting) in zip(ours, stock, strict=True):
-        shard = 1 / 2  # a byte a weight, on 2 ranks
-        assert initialize <= stock_initialize + shard
-        assert step <= stock_step + shard
-        assert resting <= stock_resting + shard

@@ -215,10 +215,10 @@ def offloadable(stage: int) -> tuple[str, ...]:
     return ("lp_params", "hp_params", "optim_states") if stage < 3 else ("lp_params",)
 
 
-def with_offload(stage: int, fp8: dict[str, Any], offloads: bool) -> dict[str, Any]:
+def with_offload(stage: int, offloads: bool) -> dict[str, Any]:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    engine = training.build(training.ds_config(stage, fp8))
+    engine = training.build(training.ds_config(stage, {}))
     losses = training.train(engine, 2)
     if offloads:
         engine.offload_states(include=[OffloadStateTypeEnum(name) for name in offloadable(stage)])
@@ -231,14 +231,10 @@ def with_offload(stage: int, fp8: dict[str, Any], offloads: bool) -> dict[str, A
     return result
 
 
-@pytest.mark.parametrize(
-    ("stage", "fp8"),
-    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {}), (3, {}), (3, {"zero": {"keep_bf16_shard": True}})],
-    ids=["1", "2", "3", "3 kept"],
-)
-def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int, fp8: dict[str, Any]) -> None:
-    plain = ranks(2).run(with_offload, stage, fp8, False)
-    for ours, theirs in zip(ranks(2).run(with_offload, stage, fp8, True), plain, strict=True):
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_training_goes_on_bit_for_bit_after_offload_and_reload(ranks: Any, stage: int) -> None:
+    plain = ranks(2).run(with_offload, stage, False)
+    for ours, theirs in zip(ranks(2).run(with_offload, stage, True), plain, strict=True):
         assert ours["losses"] == theirs["losses"]
         training.assert_fp8_equals(ours["last"], theirs["last"])
         training.assert_fp8_follows_masters(ours["last"], ours["masters"])

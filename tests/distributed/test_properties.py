@@ -220,7 +220,7 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
                 frozen=("bf16", "fp8"),
             ),
         },
-        "zero": block(keep_bf16_shard=(False, True), reduce_scatter=("bf16", "fp8")),
+        "zero": block(reduce_scatter=("bf16", "fp8")),
         "optimizer": block(
             states=("fp32", "fp8") if has_fp8_states else ("fp32",),
             master=(None, "fp32", "e4m19", "e4m11") if has_fp8_states else (None,),

@@ -20,8 +20,6 @@ import fp8_ds
 
 pytestmark = pytest.mark.distributed
 
-KEEP = [{"zero": {"keep_bf16_shard": False}}, {"zero": {"keep_bf16_shard": True}}]
-KEEP_IDS = ["no bf16 shard", "bf16 shard"]
 SPLIT = {"optimizer": {"states": "fp8", "master": "e4m11"}}
 
 
@@ -53,20 +51,10 @@ def gathered_reading(fp8: dict[str, Any], reads: bool, threshold: int) -> dict[s
     return result
 
 
-@pytest.mark.parametrize(
-    ("fp8", "threshold"),
-    [
-        pytest.param(KEEP[0], 0, id="no bf16 shard-sharded"),
-        pytest.param(KEEP[0], 100_000, id="no bf16 shard-persistent", marks=pytest.mark.slow),
-        pytest.param(KEEP[1], 0, id="bf16 shard-sharded", marks=pytest.mark.slow),
-        pytest.param(KEEP[1], 100_000, id="bf16 shard-persistent"),
-    ],
-)
-def test_gathered_parameters_read_bf16_of_masters_and_change_nothing(
-    ranks: Any, fp8: dict[str, Any], threshold: int
-) -> None:
-    read = ranks(2).run(gathered_reading, fp8, True, threshold)
-    plain = ranks(2).run(gathered_reading, fp8, False, threshold)
+@pytest.mark.parametrize("threshold", [0, 100_000], ids=["sharded", "persistent"])
+def test_gathered_parameters_read_bf16_of_masters_and_change_nothing(ranks: Any, threshold: int) -> None:
+    read = ranks(2).run(gathered_reading, {}, True, threshold)
+    plain = ranks(2).run(gathered_reading, {}, False, threshold)
     for with_reading, without in zip(read, plain, strict=True):
         assert with_reading["wrong"] == []
         assert with_reading["losses"] == without["losses"]
@@ -102,10 +90,9 @@ def gathered_writing(fp8: dict[str, Any] | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("fp8", [KEEP[0], pytest.param(KEEP[1], marks=pytest.mark.slow)], ids=KEEP_IDS)
-def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks: Any, fp8: dict[str, Any]) -> None:
+def test_gathered_parameters_write_until_the_masters_win_at_the_next_step(ranks: Any) -> None:
     stock = ranks(2).run(gathered_writing, None)
-    for ours, theirs in zip(ranks(2).run(gathered_writing, fp8), stock, strict=True):
+    for ours, theirs in zip(ranks(2).run(gathered_writing, {}), stock, strict=True):
         before, written, after_step = ours["losses"]
         assert ours["reads_back"]
         assert written == theirs["losses"][1] != before  # no FP8 value but zero is left in the blocks
@@ -470,7 +457,7 @@ def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
         (2, {"optimizer": {"states": "fp8", "master": "fp32"}}, "data"),
         (2, {}, "then in bf16"),
         (3, {}, "rows"),
-        (3, KEEP[1], "load_state_dict"),
+        (3, {}, "load_state_dict"),
     ],
 )
 def test_refreshed_masters_are_what_was_written_and_not_its_rounding_to_fp8(

@@ -16,7 +16,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"zero_optimization": {"stage": 0}}, "UnsupportedError", "zero_optimization.stage: 0"),
     ({"fp8": {"linear": {"recipe": "auto"}}}, "ConfigError", "fp8.linear.recipe"),
     ({"fp8": {"no_such_key": 1}}, "ConfigError", "fp8.no_such_key"),
-    ({"fp8": {"zero": {"keep_bf16_shard": True}}}, "ConfigError", "fp8.zero.keep_bf16_shard"),
+    ({"fp8": {"optimizer": {"master": "e4m19"}}}, "ConfigError", "fp8.optimizer.master"),
     ({"fp8": {"activations": {"cross_entropy": "liger"}}}, "UnsupportedError", "fp8.activations.cross_entropy"),
 ]
 

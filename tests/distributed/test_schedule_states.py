@@ -77,7 +77,6 @@ OTHERS = [
     (2, 2, "e4m19", {"zero": {"reduce_scatter": "fp8"}}),
     (3, 2, "e4m19", {"linear": {"recipe": "rowwise"}}),
     (3, 3, "fp32", {}),
-    (3, 2, "fp32", {"zero": {"keep_bf16_shard": True}}),
 ]
 
 

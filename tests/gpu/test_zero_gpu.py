@@ -108,13 +108,6 @@ def test_two_ranks_start_from_the_bytes_of_one_and_stay_close(gpu_ranks: Any, st
     assert max(abs(a - b) for a, b in zip(one[0], two[0], strict=True)) < 0.02
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_without_and_with_the_bf16_shard_are_bit_equal(gpu_ranks: Any, world_size: int) -> None:
-    without = gpu_ranks(world_size).run(run, 3, True, {}, 2)[0]
-    kept = gpu_ranks(world_size).run(run, 3, True, {"zero": {"keep_bf16_shard": True}}, 2)[0]
-    assert without[0] == kept[0]
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_losses_are_those_of_bf16(gpu_ranks: Any, stage: int, recipe: str) -> None:

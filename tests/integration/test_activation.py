@@ -127,8 +127,8 @@ def check_config_ways() -> None:
     for args, kwargs in ways:
         assert isinstance(train_one_step(deepspeed.initialize, *args, **kwargs), fp8_ds_engine()), (args, kwargs)
 
-    bad = {**CONFIG, "fp8": {"enabled": True, "zero": {"keep_bf16_shard": True}}}
-    for config, error in ((bad, "keep_bf16_shard"), ({**CONFIG, "fp8": True}, "expected an object")):
+    bad = {**CONFIG, "fp8": {"enabled": True, "optimizer": {"master": "e4m19"}}}
+    for config, error in ((bad, "fp8.optimizer.master"), ({**CONFIG, "fp8": True}, "expected an object")):
         try:
             deepspeed.initialize(model=None, config=config)
         except fp8_ds.ConfigError as caught:

@@ -23,7 +23,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "num_layers_at_end_in_bf16": 0,
             "frozen": "bf16",
         },
-        "zero": {"keep_bf16_shard": False, "reduce_scatter": "bf16"},
+        "zero": {"reduce_scatter": "bf16"},
         "optimizer": {
             "states": "fp32",
             "master": None,
@@ -56,7 +56,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
 def test_a_full_block_of_json_is_accepted() -> None:
     text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
                "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
-               "zero": {"keep_bf16_shard": true, "reduce_scatter": "fp8"},
+               "zero": {"reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
                              "outstanding_update_bytes": 1048576, "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
@@ -71,7 +71,6 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert config.enabled is False
     assert config.linear.filter_fqns == ("lm_head", "layers.0.")
     assert config.linear.frozen == "fp8"
-    assert config.zero.keep_bf16_shard
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
@@ -106,14 +105,10 @@ def test_fp8_states_alone_imply_the_wider_split_master(block: dict[str, Any], ma
 
 
 @pytest.mark.parametrize("master", ["e4m19", "e4m11"])
-def test_a_split_master_without_fp8_states_or_beside_a_bf16_shard_is_refused(master: str) -> None:
+def test_a_split_master_without_fp8_states_is_refused(master: str) -> None:
     config = Fp8Config.from_block({"enabled": True, "optimizer": {"master": master}})
     with pytest.raises(ConfigError, match=rf'^fp8\.optimizer\.master: .*got "{master}"\. .*set "states": "fp8"'):
         config.check_stage(2)
-    optimizer = {"states": "fp8", "master": master}
-    config = Fp8Config.from_block({"enabled": True, "zero": {"keep_bf16_shard": True}, "optimizer": optimizer})
-    with pytest.raises(ConfigError, match=rf"^fp8\.zero\.keep_bf16_shard: .*master {master}, got true"):
-        config.check_stage(3)
 
 
 def test_an_empty_filter_converts_the_head_too() -> None:
@@ -165,8 +160,13 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "typo in a block": ({"enabled": True, "linaer": {}}, "fp8.linaer:", ["Did you mean fp8.linear?"]),
     "typo in a key": (on(recipie="tensorwise"), "fp8.linear.recipie:", ["Did you mean fp8.linear.recipe?"]),
     "key one level too high": ({"enabled": True, "recipe": "delayed"}, "fp8.recipe:", ["fp8.linear.recipe?"]),
-    "key in the wrong block": (on(keep_bf16_shard=True), "fp8.linear.keep_bf16_shard:", ["fp8.zero.keep_bf16_shard?"]),
-    "nothing close": ({"enabled": True, "zero": {"qqq": 1}}, "fp8.zero.qqq:", ["got 1", "fp8.zero.keep_bf16_shard"]),
+    "key in the wrong block": (on(hadamard=True), "fp8.linear.hadamard:", ["fp8.attention.hadamard?"]),
+    "nothing close": ({"enabled": True, "zero": {"qqq": 1}}, "fp8.zero.qqq:", ["got 1", "fp8.zero.reduce_scatter"]),
+    "a key that is gone": (
+        {"enabled": True, "zero": {"keep_bf16_shard": False}},
+        "fp8.zero.keep_bf16_shard:",
+        ["got false", "Remove the key", "GatheredParameters"],
+    ),
     "typo in a value": (on(recipe="tensorwize"), "fp8.linear.recipe:", ['Did you mean "tensorwise"?', '"delayed"']),
     "upper case": (on(grad_dtype="E5M2"), "fp8.linear.grad_dtype:", ['Did you mean "e5m2"?']),
     "unlike any value": (on(grad_dtype="int8"), "fp8.linear.grad_dtype:", ['got "int8"', '"e5m2" or "e4m3"']),
@@ -179,8 +179,8 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         ['got "e5m2"', '"bf16" or "fp8"'],
     ),
     "bool as a string": (
-        {"enabled": True, "zero": {"keep_bf16_shard": "false"}},
-        "fp8.zero.keep_bf16_shard:",
+        {"enabled": True, "attention": {"hadamard": "false"}},
+        "fp8.attention.hadamard:",
         ["Write false without"],
     ),
     "filter is a string": (
@@ -442,15 +442,6 @@ def test_one_error_names_every_wrong_key() -> None:
     assert message.startswith("3 errors")
     for key in ("fp8.enabled:", "fp8.linear.recipe:", "fp8.zero.shard:"):
         assert key in message
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_bf16_shard_without_stage_3_is_refused(stage: int) -> None:
-    config = Fp8Config.from_block({"enabled": True, "zero": {"keep_bf16_shard": True}})
-    config.check_stage(3)
-    Fp8Config(enabled=True).check_stage(stage)
-    with pytest.raises(ConfigError, match=rf"^fp8\.zero\.keep_bf16_shard: .*stage {stage}, got true"):
-        config.check_stage(stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

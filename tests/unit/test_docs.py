@@ -115,7 +115,7 @@ def test_blocks_inside_of_sentences_can_be_loaded(page: Path) -> None:
             block = {part[1]: json.loads(part[2])}
         if part and part[1] == "optimizer" and "type" in block.get("optimizer", {}):
             continue  # DeepSpeed's
-        Fp8Config.from_block({"enabled": True} | block).check_stage(3 if "keep_bf16_shard" in code else 2)
+        Fp8Config.from_block({"enabled": True} | block).check_stage(2)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])

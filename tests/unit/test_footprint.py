@@ -377,11 +377,6 @@ def test_a_scheduler_of_deepspeed_knows_the_last_fraction() -> None:
         assert tiny(fp8, scheduler=scheduler).in_bf16 is not None
 
 
-def test_a_bf16_shard_that_is_kept_is_counted() -> None:
-    plain, kept = tiny({}, stage=3, world=4), tiny({"zero": {"keep_bf16_shard": True}}, stage=3, world=4)
-    assert kept.weights > 1.8 * plain.weights
-
-
 @pytest.mark.parametrize(
     ("more", "micro_batch", "micro", "accumulation"),
     [

@@ -65,7 +65,7 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
         ({"attention": {"backend": "fa3"}}, {}, "fp8.attention.backend"),
         ({"attention": {"backend": "cudnn"}}, {}, 'attn_implementation="sdpa"'),
         ({"activations": {"cross_entropy": "liger"}}, {}, "fp8.activations.cross_entropy"),
-        ({"zero": {"keep_bf16_shard": True}}, {}, "keep_bf16_shard"),
+        ({"optimizer": {"master": "e4m19"}}, {}, "fp8.optimizer.master"),
         ({"optimizer": {"states": "fp8"}}, {"optimizer": {"type": "SGD"}}, "optimizer.type"),
         ({"linaer": {}}, {}, "Did you mean"),
         ({"schedule": {"fp32_states_from_step": 10}}, {}, "fp32_states_from_step"),
