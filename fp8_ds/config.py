@@ -190,7 +190,6 @@ class ScheduleConfig(_Block):
     bf16_below_lr: Annotated[float, Field(gt=0), BeforeValidator(_float_of_int)] | None = None
     total_steps: Annotated[int, Field(ge=1)] | None = None
     layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
-    fp32_states_from_step: Annotated[int, Field(ge=1)] | None = None
 
     def check(self) -> None:
         """Everything that is set can take effect.
@@ -351,17 +350,6 @@ class Fp8Config(_Block):
             raise ConfigError(
                 f'fp8.optimizer.seed: expected 0 with states "fp32", got {self.optimizer.seed}. Nothing is rounded '
                 'stochastically then: set "states": "fp8", or remove the key.'
-            )
-        from_step = self.schedule.fp32_states_from_step
-        if from_step is not None and self.optimizer.states == "fp32":
-            raise ConfigError(
-                f'fp8.schedule.fp32_states_from_step: expected null with optimizer.states "fp32", got {from_step}. '
-                'They are fp32 from the start: remove the key, or set "states": "fp8".'
-            )
-        if from_step is not None and self.optimizer.release:
-            raise ConfigError(
-                f"fp8.schedule.fp32_states_from_step: expected null with optimizer.release true, got {from_step}. fp32 "
-                "states are updated after the backward, from all gradients: remove one of the two keys."
             )
 
     def to_state(self) -> dict[str, Any]:

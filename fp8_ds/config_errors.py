@@ -49,6 +49,14 @@ REMOVED = {
         'Remove the key, and load the model with attn_implementation="flash_attention_2", which needs flash-attn, too'
     ),
     "fp8.attention.backend=flex": 'Remove the key, and load the model with attn_implementation="flex_attention"',
+    "fp8.zero.keep_bf16_shard": (
+        "Remove the key. Read or write weights inside deepspeed.zero.GatheredParameters, or this rank's part by "
+        "deepspeed.utils.safe_get_local_fp32_param and safe_set_local_fp32_param"
+    ),
+    "fp8.schedule.fp32_states_from_step": (
+        'Remove the key. Save a checkpoint at that step, and resume from it with "optimizer": {"states": "fp32"}, '
+        "which takes over masters and moments exactly"
+    ),
 }
 """Keys (`fp8.block.key`) and values (`fp8.block.key=value`) that this version has no more: what to do instead."""
 COMMENT_SIGNS = ("_", "/", "#")
@@ -65,13 +73,6 @@ _FOREIGN = {
     "Transformer Engine": ("amax_compute_algo", "amax_history_len", "format", "fp8_format", "margin"),
 }
 """Keys of other libraries, for which docs/migrating.md has what takes their place."""
-REMOVED = {
-    "fp8.zero.keep_bf16_shard": (
-        "Remove the key: it is gone. Read or write weights inside deepspeed.zero.GatheredParameters, or this rank's "
-        "part by deepspeed.utils.safe_get_local_fp32_param and safe_set_local_fp32_param."
-    ),
-}
-"""Keys, and values as "key=value", of versions before, and what to do instead."""
 _ARTICLES = {
     "integer": "an integer",
     "number": "a number",
@@ -110,8 +111,6 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         return f"{said}, which this version has no more. {remedy}."
     if value in _LATER_VALUES.get(key, ()):
         return f"{said}, {_NOT_YET}. Use one of the former."
-    if (removed := REMOVED.get(f"{key}={value}")) is not None:
-        return f"{said}. {removed}"
     if details["type"] == "model_type":
         return f"{said}. {_inner_block_remedy(key, value, known)}"
     return f"{said}. {_value_remedy(key, value, details, known.get(key))}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from fp8_ds.config import Fp8Config, OptimizerConfig
+from fp8_ds.config import Fp8Config
 from fp8_ds.engine.host_config import FP32_NAMES, block_of, gradient_clipping, zero_stage
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.estimate import Setup
@@ -60,20 +60,9 @@ class Run:
     names_live: bool = False
 
     @property
-    def fp32_states_from_step(self) -> int | None:
-        """The step since which FP8 states are fp32; None: states do not change."""
-        return None if self.fp8 is None else self.fp8.schedule.fp32_states_from_step
-
-    @property
     def holds_head(self) -> bool:
         """Whether the loss is Liger's by our key, which reads the head without calling it."""
         return self.fp8 is not None and self.fp8.activations.cross_entropy == "liger"
-
-    def with_fp32_states(self) -> Run:
-        """This run from that step on: what one is that has fp32 states from its start."""
-        setup = replace(self.setup, optimizer=OptimizerConfig())
-        fp8 = None if self.fp8 is None else self.fp8.model_copy(update={"optimizer": setup.optimizer})
-        return replace(self, fp8=fp8, setup=setup)
 
 
 def read_run(

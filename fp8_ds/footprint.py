@@ -50,8 +50,8 @@ class Footprint:
         in_backward: the peak of forward and backward.
         in_step: the peak of the optimizer's step.
         num_parameters: of the model.
-        later: after `schedule.fp32_states_from_step`, to which all of the above does not apply; None: without it.
-        in_bf16: with every layer in bf16 that schedule or guard may send there, likewise; None: none is sent.
+        in_bf16: with every layer in bf16 that schedule or guard may send there, to which all of the above does not
+            apply; None: none is sent.
     """
 
     weights: int
@@ -65,39 +65,29 @@ class Footprint:
     in_backward: int
     in_step: int
     num_parameters: int
-    later: Footprint | None = None
     in_bf16: Footprint | None = None
 
     @property
     def peak(self) -> int:
         """What must fit: the largest moment of the whole run."""
-        others = [part.peak for part in (self.later, self.in_bf16) if part is not None]
-        return max(self.in_backward, self.in_step, *others)
+        return max(self.in_backward, self.in_step, 0 if self.in_bf16 is None else self.in_bf16.peak)
 
 
 def estimate(spec: ModelSpec, run: Run) -> Footprint:
-    """What training `spec` so takes on a GPU; with `schedule.fp32_states_from_step` before that step and after it, and
-    where layers go to bf16 for a while, with all of these there.
+    """What training `spec` so takes on a GPU; where layers go to bf16 for a while, also with all of these there.
 
     Raises:
         ConfigError: no linear can be in FP8, the schedule names what is not there, or gradient checkpointing is not
             what the model knows.
     """
     model, weights = _prepare(spec, run)
-    detour = _Detour.of(model, run)
-    rehearsal, live = _rehearse(model, run), _live(model, weights, run)
-    found = _sum(weights, rehearsal, live, run)
-    later_run = None if run.fp32_states_from_step is None else run.with_fp32_states()
-    later = None if later_run is None else _sum(weights, rehearsal, live, later_run)
-    if detour.layers:
-        model, weights = _prepare(spec, run)
-        weights = detour.take(model, weights)
-        rehearsal, live = _rehearse(model, run), _live(model, weights, run)
-        if detour.is_before:
-            found = replace(found, in_bf16=_sum(weights, rehearsal, live, run))
-        if later is not None and later_run is not None and detour.is_after:
-            later = replace(later, in_bf16=_sum(weights, rehearsal, live, later_run))
-    return replace(found, later=later)
+    layers = _sent_to_bf16(model, run)
+    found = _sum(weights, _rehearse(model, run), _live(model, weights, run), run)
+    if not layers:
+        return found
+    model, weights = _prepare(spec, run)
+    weights = _send_to_bf16(layers, model, weights)
+    return replace(found, in_bf16=_sum(weights, _rehearse(model, run), _live(model, weights, run), run))
 
 
 def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
@@ -164,44 +154,30 @@ class _LossAlone(nn.Module):
         return loss_on(self.model, tokens)
 
 
-@dataclass(frozen=True)
-class _Detour:
-    """Layers that schedule or guard may send to bf16.
+def _sent_to_bf16(model: Any, run: Run) -> tuple[str, ...]:
+    """The layers that schedule or guard may send to bf16, all of which may be there at once.
 
-    Args:
-        layers: all of them, which may be there at once.
-        is_before, is_after: they may be there before `fp32_states_from_step` (also without it), and after it.
+    Raises:
+        ConfigError: as a start does, the schedule names what is not there.
     """
+    if run.fp8 is None:
+        return ()
+    names = [name for name, layer in fp8_layers(model).items() if layer.weight.requires_grad]
+    schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps)
+    if run.fp8.guard.action == "bf16":
+        return tuple(names)
+    usual = "fp8" if schedule.is_constant else "bf16"
+    return tuple(name for name in names if schedule.fixed.get(name, usual) == "bf16")
 
-    layers: tuple[str, ...] = ()
-    is_before: bool = False
-    is_after: bool = False
 
-    @classmethod
-    def of(cls, model: Any, run: Run) -> _Detour:
-        """Raises: ConfigError: as a start does, the schedule names what is not there."""
-        if run.fp8 is None:
-            return cls()
-        names = [name for name, layer in fp8_layers(model).items() if layer.weight.requires_grad]
-        schedule = PrecisionSchedule.of(run.fp8.schedule, names, run.total_steps)
-        if run.fp8.guard.action == "bf16":
-            return cls(tuple(names), True, True)
-        usual = "fp8" if schedule.is_constant else "bf16"
-        layers = tuple(name for name in names if schedule.fixed.get(name, usual) == "bf16")
-        any_time = schedule.below_lr is not None or "bf16" in schedule.fixed.values()
-        step = run.fp32_states_from_step
-        is_before = schedule.until > 0 or (schedule.last is not None and (step is None or schedule.last < step))
-        is_after = schedule.last is not None or (step is not None and schedule.until > step)
-        return cls(layers, any_time or is_before, any_time or is_after)
-
-    def take(self, model: Any, weights: Sequence[Weight]) -> list[Weight]:
-        """The layers of `model` compute in bf16; its weights as they are then."""
-        found = fp8_layers(model)
-        layers = [found[name] for name in self.layers]
-        for layer in layers:
-            layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
-        ids = {id(layer.weight) for layer in layers}
-        return [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
+def _send_to_bf16(names: Sequence[str], model: Any, weights: Sequence[Weight]) -> list[Weight]:
+    """The layers `names` of `model` compute in bf16; its weights as they are then."""
+    found = fp8_layers(model)
+    layers = [found[name] for name in names]
+    for layer in layers:
+        layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
+    ids = {id(layer.weight) for layer in layers}
+    return [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
 
 
 def _convert(model: Any, fp8: Fp8Config, is_warm: bool) -> None:

@@ -295,8 +295,6 @@ def _used(fp8: Fp8Config, config: Mapping[str, Any] | None, device: torch.device
     states = f"{optimizer.states} moments, {optimizer.master_format} masters"
     if config is not None:
         states += f", ZeRO stage {zero_stage(config)}"
-    if fp8.schedule.fp32_states_from_step is not None:
-        states += f"; fp32 from step {fp8.schedule.fp32_states_from_step}"
     backend = "the model's own"
     if attention.backend is not None:
         from fp8_ds.attention import describe_backend

@@ -209,7 +209,11 @@ def _master_of(config: Mapping[str, Any]) -> str:
 
 def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
     """Name what an older version's "fp8" block asked for and this one cannot do."""
-    found = {"zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard")}
+    step = config.get("schedule", {}).get("fp32_states_from_step")
+    found = {
+        "zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard"),
+        f"schedule.fp32_states_from_step {step}": step,
+    }
     return [setting for setting, is_set in found.items() if is_set]
 
 

@@ -68,8 +68,7 @@ def estimate(
 ) -> None:
     """Memory of the GPU that holds most, by part, for stage, ranks, states and release of the configuration.
 
-    With `schedule.fp32_states_from_step` also after that step, with a schedule or guard that sends layers to bf16 also
-    with these there; what must fit is the largest.
+    With a schedule or guard that sends layers to bf16 also with these there; what must fit is the larger.
 
     Exit codes: 0 done, 1 more than --memory, 2 wrong usage, refused or your model cannot be built, 3 file error,
     4 an error in its forward, or a defect.
@@ -128,7 +127,6 @@ def _as_json(
         "fp8": run.fp8 is not None,
         "compiled": run.compiled,
         **_numbers(found),
-        "fp32_states": found.later and {"from_step": run.fp32_states_from_step, **_numbers(found.later)},
         "peak": found.peak,
         "memory": None if memory is None else int(memory * 2**30),
         "fits": None if memory is None else fits,
@@ -161,10 +159,6 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     columns = {unit: found}
     if found.in_bf16 is not None:
         columns |= {"layers in bf16": found.in_bf16}
-    if found.later is not None:
-        columns |= {f"fp32 states from step {run.fp32_states_from_step}": found.later}
-        if found.later.in_bf16 is not None:
-            columns |= {"then layers in bf16": found.later.in_bf16}
     table = Table("part", *columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"

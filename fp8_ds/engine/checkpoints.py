@@ -206,8 +206,6 @@ class Fp8Checkpoints:
             state = None if client_state is None else client_state.pop(CHECKPOINT_KEY, None)
             if not load_module_only:
                 scales.update(split_master_scales(state))
-            if client_state is not None:
-                self._fp8_following.widen_states_if_due()
         if client_state is not None:
             start_count_anew(self.fp8)
             of_a_stage = isinstance(self, PipelineEngine) and self.load_universal_checkpoint()

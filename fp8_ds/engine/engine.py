@@ -57,7 +57,6 @@ class Fp8Engine(Fp8Checkpoints):
         refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group, self.device)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
         room = leaves.make_room(self)
-        self._fp8_client = optimizer
         zero, host = retyping.build_zero(self, optimizer, build)
         if retyping.has_no_purpose(self):
             say("fp8: off for this engine: none of its linears is in FP8; it trains as stock bf16")

@@ -16,7 +16,6 @@ from torch import Tensor
 from fp8_ds.engine.health import Health
 from fp8_ds.engine.log import say, warn
 from fp8_ds.engine.precision import LayerPrecision, Request
-from fp8_ds.engine.retyping import start_count_anew, widen_states
 from fp8_ds.monitor.sinks import Change
 from fp8_ds.nn.convert import INPUT_SLOTS
 from fp8_ds.scaling import AmaxHistory
@@ -66,10 +65,8 @@ class Following:
 
     def _that_follow(self) -> tuple[Callable[[], None], ...]:
         """What the configuration, or a checkpoint with stays, makes to follow each step, in this order."""
-        config, stays = self._engine.fp8.config, self.precision.stays
+        stays = self.precision.stays
         calls: list[Callable[[], None]] = []
-        if config.schedule.fp32_states_from_step is not None:
-            calls.append(self.widen_states_if_due)
         if not self.precision.schedule.is_constant:
             calls.append(self._update_precision)
         if stays.first is not None or stays.running:
@@ -134,24 +131,6 @@ class Following:
                 "what was last written into weights, and load a checkpoint; else look at the batches. More in "
                 "docs/troubleshooting.md"
             )
-
-    def widen_states_if_due(self) -> None:
-        """FP8 optimizer states are fp32, if the step since which they shall be has come. Collective then.
-
-        Within `fp8_dense` of the optimizer, where a checkpoint has been loaded: as they are in it, without an FP8
-        rounding between.
-        """
-        engine, context = self._engine, self._engine.fp8
-        first = context.config.schedule.fp32_states_from_step
-        if first is None or engine.global_steps < first or context.config.optimizer.states == "fp32":
-            return
-        last = context.counter.last
-        if self.health is not None:
-            self.health.forget_fp8_states()
-        widen_states(engine, engine._fp8_client)
-        start_count_anew(context)
-        context.counter.last = last
-        say(f"fp8: from step {engine.global_steps} on optimizer states are fp32 (fp32_states_from_step {first})")
 
     def set_layer_precision(self, names: str | Collection[str], precision: Request) -> list[str]:
         """See `Fp8Engine.set_layer_precision`."""

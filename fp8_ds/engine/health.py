@@ -64,11 +64,6 @@ class Health:
         atexit.register(lambda: None if (last := flush()) is None else last())
         return cls(monitor, guard)
 
-    def forget_fp8_states(self) -> None:
-        """The optimizer's states are no longer FP8: no update is clamped, and no step's flag is late, any more."""
-        for gauge in [gauge for gauge in self.monitor.gauges if isinstance(gauge, ClampGauge | SkippedStep)]:
-            self.monitor.remove(gauge)
-
     def state_dict(self) -> dict[str, Any]:
         """Builtin types, of this rank's layers: each pipeline stage and tensor-parallel rank has a model file."""
         guard = None if self.guard is None else self.guard.state_dict()

@@ -60,9 +60,7 @@ class LayerPrecision:
         converted = fp8_layers(model)
         self._device = device
         self._parallel = next((fqn for fqn, m in converted.items() if m.is_parallel), "")
-        if config.model_copy(update={"fp32_states_from_step": None}) != ScheduleConfig() and self._is_anywhere(
-            bool(self._parallel)
-        ):
+        if config != ScheduleConfig() and self._is_anywhere(bool(self._parallel)):
             raise PARALLEL_SCHEDULE.error(self._parallel or _ELSEWHERE)
         self._linears = {fqn: m for fqn, m in converted.items() if m.weight.requires_grad}
         self._recipes: dict[str, Recipe] = {fqn: m.fp8_recipe for fqn, m in self._linears.items()}

@@ -31,7 +31,6 @@ from fp8_ds.zero.stage3 import Fp8ZeroStage3
 from fp8_ds.zero.stage12 import Fp8ZeroStage12
 from fp8_ds.zero.states3 import Fp8StatesStage3
 from fp8_ds.zero.states12 import Fp8StatesStage12
-from fp8_ds.zero.widen import widen3, widen12
 
 _HOLDS = (
     "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "
@@ -112,34 +111,13 @@ def retype(zero: Any, host: type, context: Fp8Context, gradient_clipping: float)
         context: of the engine.
         gradient_clipping: of its configuration.
     """
-    zero.__class__ = _class_for(host, context, gradient_clipping)
-    zero.fp8_init(context)
-    _wait_no_longer_than_the_default_group(zero.dp_process_group)
-    start_count_anew(context)
-
-
-def widen_states(engine: Any, client: torch.optim.Optimizer) -> None:
-    """The FP8 optimizer states of `engine` are fp32 from now on. Collective; see fp8_ds/zero/widen.py.
-
-    Args:
-        engine: between steps, or within `engine.optimizer.fp8_dense()`.
-        client: what `build_zero` was given.
-    """
-    zero, context = engine.optimizer, engine.fp8
-    context.config = context.config.model_copy(update={"optimizer": OptimizerConfig()})
-    if engine.client_optimizer is None and engine.device.type == "cuda":
-        for group in client.param_groups:
-            group["fused"] = True  # torch's default there makes temporaries as large as the masters
-    host = next(host for host in _MIXINS if isinstance(zero, host))
-    widen = widen3 if host is DeepSpeedZeroOptimizer_Stage3 else widen12
-    widen(zero, _class_for(host, context, engine.gradient_clipping()), context, client)
-
-
-def _class_for(host: type, context: Fp8Context, gradient_clipping: float) -> type:
     mixins = [_mixins_for(context.config.optimizer, gradient_clipping)[host]]
     if context.config.zero.reduce_scatter == "fp8":
         mixins.insert(0, _REDUCE_MIXINS[host])
-    return type(f"Fp8{host.__name__}", (*mixins, host), {})
+    zero.__class__ = type(f"Fp8{host.__name__}", (*mixins, host), {})
+    zero.fp8_init(context)
+    _wait_no_longer_than_the_default_group(zero.dp_process_group)
+    start_count_anew(context)
 
 
 def _mixins_for(settings: OptimizerConfig, gradient_clipping: float) -> dict[type, type]:

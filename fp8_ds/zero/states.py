@@ -106,9 +106,8 @@ class Fp8States:
             self._fp8_enter_dense()
             yield scales
         finally:
-            if self._fp8_is_dense:  # else widened meanwhile (fp8_ds/zero/widen.py), and dense for good
-                self._fp8_is_dense = self.optimizer.is_dense = False
-                self._fp8_absorb(scales)
+            self._fp8_is_dense = self.optimizer.is_dense = False
+            self._fp8_absorb(scales)
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         with self.fp8_dense():

@@ -235,7 +235,6 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
             bf16_last_fraction=(0.0, 0.5),
             bf16_below_lr=(None, 2e-3),
             layers=({}, {"layers.1" if is_llama else "blocks.1": "bf16"}),
-            fp32_states_from_step=(None, 1, 2, 3) if has_fp8_states else (None,),
         ),
         "guard": {"action": one_of("report", "bf16"), **block(underflow=(0.2, 0.001), return_after=(None, 1, 2))}
         if guards

@@ -135,20 +135,18 @@ def test_estimate_agrees_with_what_training_holds(ranks: Any, stage: int, world_
         assert ranks_found[0]["e4m19", False]["estimate"].per_fp8_weight == pytest.approx(7.06, abs=0.01)
 
 
-SWITCHES = {"schedule": {"fp32_states_from_step": 1}}
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 COVERING: list[Case] = [
     (3, {"optimizer": {}}, {}),
     (2, {"optimizer": {"states": "fp8"}, "linear": {"frozen": "fp8"}}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     (1, test_release.block("e4m11", True), {"zero_optimization": {"overlap_comm": True}}),
-    (2, {"optimizer": {"states": "fp8", "master": "e4m11"}, **SWITCHES}, {}),
-    (3, {"optimizer": {"states": "fp8", "master": "e4m19"}, **SWITCHES}, {}),
+    (2, {"optimizer": {"states": "fp8", "master": "e4m11"}}, {}),
+    (3, {"optimizer": {"states": "fp8", "master": "e4m19"}}, {}),
 ]
 OTHERS: list[Case] = [
     (1, {"optimizer": {}}, {}),
     (2, {"optimizer": {}}, {"zero_optimization": {"overlap_comm": True}}),
     (3, {"optimizer": {"states": "fp8"}, "linear": {"frozen": "fp8"}}, {"data_types": {"grad_accum_dtype": "fp32"}}),
-    (1, {"optimizer": {"states": "fp8", "master": "fp32"}, **SWITCHES}, {}),
 ]
 
 
@@ -157,9 +155,7 @@ def all_cases(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cases", [COVERING, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["covering", "others"])
-def test_estimate_knows_fp32_states_from_the_start_and_from_a_step_fp32_gradients_and_overlap(
-    ranks: Any, cases: list[Case]
-) -> None:
+def test_estimate_knows_fp32_states_fp32_gradients_and_overlap(ranks: Any, cases: list[Case]) -> None:
     for rank in ranks(2).run(all_cases, cases):
         for case, found in zip(cases, rank, strict=True):
             check(found, case)

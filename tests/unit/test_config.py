@@ -46,7 +46,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "bf16_below_lr": None,
             "total_steps": None,
             "layers": {},
-            "fp32_states_from_step": None,
         },
         "guard": {"saturation": 0.01, "underflow": 0.2, "action": None, "return_after": None},
         "monitor": {"every": 0, "sink": "deepspeed"},
@@ -166,6 +165,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "zero": {"keep_bf16_shard": False}},
         "fp8.zero.keep_bf16_shard:",
         ["got false", "Remove the key", "GatheredParameters"],
+    ),
+    "states that would become fp32": (
+        {"enabled": True, "schedule": {"fp32_states_from_step": 100}},
+        "fp8.schedule.fp32_states_from_step:",
+        ["got 100", "Remove the key", 'with "optimizer": {"states": "fp32"}'],
     ),
     "typo in a value": (on(recipe="tensorwize"), "fp8.linear.recipe:", ['Did you mean "tensorwise"?', '"delayed"']),
     "upper case": (on(grad_dtype="E5M2"), "fp8.linear.grad_dtype:", ['Did you mean "e5m2"?']),
@@ -347,11 +351,6 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.monitor.sink:",
         ['expected "deepspeed" with every 0, got ["deepspeed", "health.jsonl"]'],
     ),
-    "fp32 states from the start by a schedule": (
-        {"enabled": True, "schedule": {"fp32_states_from_step": 0}},
-        "fp8.schedule.fp32_states_from_step:",
-        ["an integer of at least 1, got 0"],
-    ),
     "a stay of no steps": (
         {"enabled": True, "guard": {"action": "bf16", "return_after": 0}},
         "fp8.guard.return_after:",
@@ -381,16 +380,6 @@ def test_an_error_names_the_key_the_value_and_the_remedy(block: Any, key: str, f
     assert ", got " in message
     for fragment in fragments:
         assert fragment in message
-
-
-def test_states_that_cannot_become_fp32_are_refused() -> None:
-    schedule = {"fp32_states_from_step": 100}
-    config = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": schedule}
-    Fp8Config.from_block(config).check_stage(2)
-    for optimizer, got in (({}, 'with optimizer.states "fp32"'), ({"states": "fp8", "release": True}, "release true")):
-        one = Fp8Config.from_block({**config, "optimizer": optimizer})
-        with pytest.raises(ConfigError, match=rf"^fp8\.schedule\.fp32_states_from_step: .*{got}, got 100"):
-            one.check_stage(2)
 
 
 def test_a_seed_of_nothing_is_refused() -> None:

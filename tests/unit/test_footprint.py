@@ -290,28 +290,6 @@ def test_what_is_clipped_where_nothing_is_named_is_deepspeeds_default(monkeypatc
         assert not releases(unnamed | {"gradient_clipping": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"), [(2, 1), (3, 4), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 1), (2, 4)))]
-)
-def test_states_that_become_fp32_are_estimated_before_and_after(stage: int, world: int) -> None:
-    before, fp32 = tiny(states("e4m11"), stage, world), tiny({}, stage, world)
-    found = tiny({**states("e4m11"), "schedule": {"fp32_states_from_step": 100}}, stage, world)
-    assert replace(found, later=None) == before and found.later == fp32
-    assert before.peak < fp32.peak == found.peak  # what must fit
-    assert before.later is None
-
-
-def test_the_largest_model_fits_after_the_switch_too() -> None:
-    spec = read_spec("llama-8b", ("hidden_size=256", "intermediate_size=512", "vocab_size=512"))
-    schedule = {"schedule": {"fp32_states_from_step": 100}}
-    most = [
-        largest(spec, read_run(config(2, fp8, reduce_bucket_size=1000), 1, 1, 128), 20 * 2**20)
-        for fp8 in (states("e4m19"), {**states("e4m19"), **schedule}, {})
-    ]
-    layers = [found and found[0] for found in most]
-    assert layers[0] > layers[1] == layers[2] > 0  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "block",
@@ -345,27 +323,6 @@ def test_only_the_layers_that_may_go_count() -> None:
     guard = {**one_layer, "guard": {"action": "bf16"}, "monitor": {"every": 10}}  # its word comes first
     found = tiny({**states("e4m11"), **guard})
     assert found.in_bf16 is not None and found.in_bf16.weights == found.weights + 2 * 2 * layer
-
-
-@pytest.mark.parametrize(
-    ("schedule", "before", "after"),
-    [
-        ({"bf16_until_step": 10}, True, False),
-        ({"bf16_until_step": 60}, True, True),
-        ({"bf16_last_fraction": 0.1, "total_steps": 100}, False, True),
-        ({"bf16_last_fraction": 0.8, "total_steps": 100}, True, True),
-        pytest.param({"bf16_below_lr": 1e-5}, True, True, marks=pytest.mark.slow),
-        ({}, False, False),
-    ],
-)
-def test_bf16_layers_and_fp32_states_meet_where_their_steps_do(
-    schedule: dict[str, Any], before: bool, after: bool
-) -> None:
-    found = tiny({**states("e4m11"), "schedule": {"fp32_states_from_step": 50, **schedule}})
-    assert found.later is not None
-    assert (found.in_bf16 is not None, found.later.in_bf16 is not None) == (before, after)
-    low = found.later.in_bf16
-    assert low is None or found.peak == low.peak > found.later.in_backward
 
 
 def test_a_scheduler_of_deepspeed_knows_the_last_fraction() -> None:

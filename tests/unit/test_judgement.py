@@ -68,7 +68,6 @@ def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
         ({"optimizer": {"master": "e4m19"}}, {}, "fp8.optimizer.master"),
         ({"optimizer": {"states": "fp8"}}, {"optimizer": {"type": "SGD"}}, "optimizer.type"),
         ({"linaer": {}}, {}, "Did you mean"),
-        ({"schedule": {"fp32_states_from_step": 10}}, {}, "fp32_states_from_step"),
         ({}, {"fp16": {"enabled": True}}, "fp16.enabled: true"),
         ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 0"),
         (RELEASE, {"gradient_accumulation_steps": 2}, "release: expected false with gradient_accumulation_steps 2,"),
@@ -198,13 +197,12 @@ def test_what_will_be_used_is_said(script: Path) -> None:
         "optimizer": {"states": "fp8", "master": "e4m11"},
         "activations": {"fused": True, "nonlinear": "fp8"},
         "attention": {"backend": "fa3_fp8_emulated"},
-        "schedule": {"fp32_states_from_step": 70},
     }
     without_optimizer = {key: value for key, value in STOCK.items() if key != "optimizer"}
     assert judge({**without_optimizer, "fp8": fp8}, script).used == {
         "recipe": "rowwise, output gradients in e5m2",
         "GEMM backend": "reference, which is slow",
-        "optimizer states": "fp8 moments, e4m11 masters, ZeRO stage 2; fp32 from step 70",
+        "optimizer states": "fp8 moments, e4m11 masters, ZeRO stage 2",
         "optimizer": "the one that the script gives to deepspeed.initialize, computed by fp8_ds on FP8 states",
         "activations": "fused SwiGLUs and norms, kept in fp8",
         "attention": "fa3_fp8_emulated",

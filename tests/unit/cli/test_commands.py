@@ -404,36 +404,22 @@ def test_parameters_are_counted_in_a_unit_that_fits(number: float, shown: str) -
     assert num_parameters(int(number)) == shown
 
 
-def test_estimate_says_what_fits_where_states_become_fp32(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": {"fp32_states_from_step": 700}}
-    config = written(tmp_path, zero_optimization={"stage": 2, "reduce_bucket_size": 1000}, fp8=fp8)
-    common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
-    code, found = run(*common)
-    later = found["fp32_states"]
-    before, after = (max(one["peak_in_backward"], one["peak_in_step"]) for one in (found, later))
-    assert code == 0 and later["from_step"] == 700
-    assert later["bytes"]["moments"] > 3 * found["bytes"]["moments"]
-    assert before < after == found["peak"]
-    assert run(*common, "--memory", (before + after) / 2 / 2**30)[0] == 1
-    assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
-    words = [str(word) for word in (*common, "--memory", 1)]
-    page = CliRunner().invoke(app, words).stdout
-    assert "fp32 states from" in page and "step 700" in page and f"{after / 2**20:.2f} MiB: fits into 1 GiB." in page
-
-
 def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    schedule = {"bf16_last_fraction": 0.1, "total_steps": 1000, "fp32_states_from_step": 700}
+    schedule = {"bf16_last_fraction": 0.1, "total_steps": 1000}
     fp8 = {"enabled": True, "optimizer": {"states": "fp8"}, "schedule": schedule}
     config = written(tmp_path, zero_optimization={"stage": 2, "reduce_bucket_size": 1000}, fp8=fp8)
     common = ("estimate", "llama-8b", "--config", config, "--seq", 64, "--micro-batch", 1, *ONE_LAYER)
     code, found = run(*common)
-    low = found["fp32_states"]["bf16_layers"]
-    assert code == 0 and found["bf16_layers"] is None
+    low = found["bf16_layers"]
+    assert code == 0
     assert low["bytes"]["weights"] == found["bytes"]["weights"] + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert found["peak"] == max(low["peak_in_backward"], low["peak_in_step"])
-    assert "then layers in" in CliRunner().invoke(app, [str(word) for word in common]).stdout
+    before, after = (max(one["peak_in_backward"], one["peak_in_step"]) for one in (found, low))
+    assert before < after == found["peak"]
+    assert run(*common, "--memory", (before + after) / 2 / 2**30)[0] == 1
+    assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
+    page = CliRunner().invoke(app, [str(word) for word in (*common, "--memory", 1)]).stdout
+    assert "layers in bf16" in page and f"{after / 2**20:.2f} MiB: fits into 1 GiB." in page
 
 
 # --- heatmap ---
