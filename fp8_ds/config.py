@@ -112,7 +112,7 @@ class ZeroConfig(_Block):
 
 class OptimizerConfig(_Block):
     states: Literal["fp32", "fp8"] = "fp32"
-    master: Literal["fp32", "e4m19", "e4m11"] | None = None
+    master: Literal["e4m19", "e4m11"] | None = None
     release: bool = False
     release_clipping: Literal["exact", "per_tensor", "delayed_norm"] = "exact"
     outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
@@ -131,9 +131,7 @@ class OptimizerConfig(_Block):
     @property
     def master_format(self) -> str:
         """The master's format: with FP8 states e4m19 unless said otherwise, else fp32."""
-        if self.master is not None:
-            return self.master
-        return "e4m19" if self.states == "fp8" else "fp32"
+        return "fp32" if self.states == "fp32" else self.master or "e4m19"
 
 
 class ActivationsConfig(_Block):
@@ -335,11 +333,10 @@ class Fp8Config(_Block):
                 f'fp8.zero.reduce_scatter: expected "bf16" with zero_optimization.stage {stage}, got "fp8". '
                 "Stage 1 reduces the sum of micro-batches, which stays unrounded here: remove the key, or use stage 2."
             )
-        master = self.optimizer.master_format
-        if self.optimizer.states == "fp32" and master != "fp32":
+        if self.optimizer.states == "fp32" and self.optimizer.master is not None:
             raise ConfigError(
-                f'fp8.optimizer.master: expected "fp32" with states "fp32", got "{master}". Split masters are updated '
-                'together with FP8 moments: set "states": "fp8", or remove the key.'
+                f'fp8.optimizer.master: expected null with states "fp32", got "{self.optimizer.master}". Split masters '
+                'are updated together with FP8 moments: set "states": "fp8", or remove the key.'
             )
         if self.optimizer.release and self.optimizer.states == "fp32":
             raise ConfigError(

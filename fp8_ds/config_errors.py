@@ -53,6 +53,10 @@ REMOVED = {
         "Remove the key. Read or write weights inside deepspeed.zero.GatheredParameters, or this rank's part by "
         "deepspeed.utils.safe_get_local_fp32_param and safe_set_local_fp32_param"
     ),
+    "fp8.optimizer.master=fp32": (
+        'Remove the key: "e4m19", the default of FP8 states, loads such a checkpoint and ends with the same loss; with '
+        '"states": "fp32" masters are fp32'
+    ),
     "fp8.schedule.fp32_states_from_step": (
         'Remove the key. Save a checkpoint at that step, and resume from it with "optimizer": {"states": "fp32"}, '
         "which takes over masters and moments exactly"

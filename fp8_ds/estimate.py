@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
 from fp8_ds.zero.layout import CompactLayout, compact_layout
@@ -280,9 +280,8 @@ class _FlatGroup:
                     kept = fragment.numel if setup.grad_bytes == _FP32 else weight.numel
                     parts.gradients += setup.grad_bytes * kept
         padding = self.partition - owned
-        if setup.optimizer.master_format == "fp32":
-            kinds.other.master += _FP32 * padding
         if setup.optimizer.states == "fp32":
+            kinds.other.master += _FP32 * padding
             kinds.other.moments += 2 * _FP32 * padding
         if setup.grad_bytes == _FP32 and not setup.releases:
             kinds.other.gradients += _FP32 * padding
@@ -316,14 +315,12 @@ def _ranks_of_stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple[
 def _add_states(parts: Parts, weight: Weight, start: int, numel: int, padded: int, setup: Setup) -> None:
     """Master and moments of elements `[start, start + numel)` of a weight; flat float32 tensors have `padded`."""
     groups = -(-(start % _GROUP + numel) // _GROUP) if numel else 0
-    master = setup.optimizer.master_format
-    if master == "fp32":
-        parts.master += _FP32 * padded
-    else:
-        parts.master += (_LOW_BYTES[master] if weight.is_fp8 else _HP_LOW_BYTES) * groups * _GROUP
     if setup.optimizer.states == "fp32":
+        parts.master += _FP32 * padded
         parts.moments += 2 * _FP32 * padded
         return
+    low_bytes = _LOW_BYTES[setup.optimizer.master_format] if weight.is_fp8 else _HP_LOW_BYTES
+    parts.master += low_bytes * groups * _GROUP
     parts.moments += 2 * groups * _GROUP
     parts.moment_scales += 2 * _FP32 * groups
 
@@ -353,14 +350,14 @@ _PLACES = (
     ("70B", LLAMA_70B, 3, 8),
     ("70B", LLAMA_70B, 3, 64),
 )
-_CHOICES: tuple[tuple[str, str, bool], ...] = (
-    ("fp32", "fp32", False),
-    *((("fp8", master, release)) for master in ("fp32", "e4m19", "e4m11") for release in (False, True)),
+_CHOICES: tuple[OptimizerConfig, ...] = (
+    OptimizerConfig(),
+    *(OptimizerConfig(states="fp8", master=m, release=r) for m in ("e4m19", "e4m11") for r in (False, True)),
 )
 
 
-def _setup(stage: int, num_ranks: int, states: Any, master: Any, release: bool) -> Setup:
-    return Setup(stage, num_ranks, OptimizerConfig(states=states, master=master, release=release))
+def _shown(choice: OptimizerConfig) -> list[str]:
+    return [choice.states, choice.master_format, "yes" if choice.release else "no"]
 
 
 def markdown_tables() -> tuple[str, str]:
@@ -368,19 +365,19 @@ def markdown_tables() -> tuple[str, str]:
     parts = []
     for stage, stages in ((2, "1, 2"), (3, "3")):
         for num_ranks in (1, 8, 64):
-            for states, master, release in _CHOICES:
-                found = estimate_states(LLAMA_8B, _setup(stage, num_ranks, states, master, release))
+            for choice in _CHOICES:
+                found = estimate_states(LLAMA_8B, Setup(stage, num_ranks, choice))
                 whole, num = found.parts, found.num_fp8 + found.num_other
                 columns = (whole.weights + whole.gathered, whole.master, whole.moments + whole.moment_scales)
                 numbers = [f"{value / num:.2f}" for value in (*columns, whole.gradients)]
                 numbers += [f"{found.per_parameter:.2f}", f"{found.per_fp8_weight:.2f}"]
-                parts.append([stages, str(num_ranks), states, master, "yes" if release else "no", *numbers])
+                parts.append([stages, str(num_ranks), *_shown(choice), *numbers])
     head = ["Stage", "Ranks", "States", "Master", "Release", "Weights", "Master beside", "Moments", "Gradients"]
     sizes = []
-    for states, master, release in _CHOICES:
-        row = [states, master, "yes" if release else "no"]
+    for choice in _CHOICES:
+        row = _shown(choice)
         for _, weights, stage, num_ranks in _PLACES:
-            found = estimate_states(weights, _setup(stage, num_ranks, states, master, release))
+            found = estimate_states(weights, Setup(stage, num_ranks, choice))
             row.append(f"{found.parts.total / 2**30:.1f}")
         sizes.append(row)
     names = [f"{model}, stage {stage}, N = {num_ranks}" for model, _, stage, num_ranks in _PLACES]

@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     _mend_help(parser)
     group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
-    group.add_argument("--fp8-master", choices=optimizer.MASTERS, help="format of master weights with FP8 states")
+    masters = f"{{{','.join(optimizer.MASTERS)}}}"
+    group.add_argument("--fp8-master", metavar=masters, help="format of master weights with FP8 states")
     group.add_argument(
         "--fp8-drop-transposes",
         action="store_true",

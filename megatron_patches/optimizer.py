@@ -6,7 +6,6 @@ rank:
 
 | --fp8-master    | weight | master | moments | sum  | needs |
 |-----------------|--------|--------|---------|------|-------|
-| fp32            | 2      | 4      | 2.06    | 8.06 |       |
 | bf16_8          | 2      | 1      | 2.06    | 5.06 |       |
 | e4m19           | 1      | 2      | 2.06    | 5.06 | --fp8-param-gather, of FP8 weights; bf16_8 for the others |
 | e4m11           | 1      | 1      | 2.06    | 4.06 | the same |
@@ -25,11 +24,11 @@ import torch
 
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.optim.adamw import SMALLEST_EPS
-from fp8_ds.optim.masters import BY_NAME
+from fp8_ds.optim.masters import BF16_8, BY_NAME, E4M11, E4M19
 from fp8_ds.scaling.predicted import check_betas
 from megatron_patches import compat
 
-MASTERS = tuple(BY_NAME)
+MASTERS = tuple(fmt.name for fmt in (BF16_8, E4M19, E4M11))
 _OPTIMIZER = "megatron.core.optimizer"
 _DISTRIBUTED = "megatron.core.distributed"
 _AFTER_GATHERS = (f"{_DISTRIBUTED}.param_and_grad_buffer", f"{_DISTRIBUTED}.distributed_data_parallel")
@@ -52,16 +51,15 @@ class OptimizerStates:
 
     def __post_init__(self) -> None:
         if self.master not in MASTERS:
-            raise ConfigError(f"--fp8-master: expected one of {', '.join(MASTERS)}, got {self.master!r}. Take one.")
-
-    @property
-    def is_split(self) -> bool:
-        return self.master != "fp32"
+            raise ConfigError(
+                f"--fp8-master: expected one of {', '.join(MASTERS)}, got {self.master!r}. Take one (fp32 is gone: "
+                "bf16_8 loads its checkpoints)."
+            )
 
     @property
     def is_fp8(self) -> bool:
         """Whether FP8 weights are the high parts of their masters."""
-        return self.is_split and BY_NAME[self.master].is_fp8
+        return BY_NAME[self.master].is_fp8
 
 
 def from_arguments(args: Any) -> OptimizerStates | None:
@@ -91,9 +89,7 @@ def from_arguments(args: Any) -> OptimizerStates | None:
         return None
     states = OptimizerStates(args.fp8_master or ("e4m19" if gathers_fp8 else "bf16_8"), args.seed, drop_transposes)
     if states.is_fp8 != gathers_fp8:
-        expected = (
-            "e4m19 or e4m11 with --fp8-param-gather" if gathers_fp8 else "bf16_8 or fp32 without --fp8-param-gather"
-        )
+        expected = "e4m19 or e4m11 with --fp8-param-gather" if gathers_fp8 else "bf16_8 without --fp8-param-gather"
         raise ConfigError(
             f"--fp8-master: expected {expected}, got {states.master}. FP8 masters are the high part "
             "of weights that are stored in FP8: change one of the two."
@@ -224,7 +220,7 @@ def _refuse_parameters(model_chunks: Sequence[Any], config: Any, states: Optimiz
     # A stage may have layers of --first-last-layers-bf16 alone, where others have FP8 weights.
     if states.is_fp8 and not num_fp8 and not all(chunk.config.fp8_param for chunk in model_chunks):
         raise ConfigError(
-            f"--fp8-master: expected bf16_8 or fp32 where no weight is stored in FP8, got {states.master}. FP8 weights "
+            f"--fp8-master: expected bf16_8 where no weight is stored in FP8, got {states.master}. FP8 weights "
             "need Transformer Engine and --fp8-param-gather."
         )
     if num_fp8 and not config.use_distributed_optimizer:
@@ -265,7 +261,7 @@ def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[...
         config = copy.copy(config)
         config.use_precision_aware_optimizer = False  # what it asks of FusedAdam
         # Megatron derives it from flags that suppose FusedAdam. True: the optimizer owns masters and writes weights.
-        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = states.is_split
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         if states.drop_transposes:
             from megatron_patches import transposes
 

@@ -27,15 +27,14 @@ _STEP_IS_OF_GROUPS = distrib_optimizer.HAVE_APEX_OR_TE
 class MegatronFp8AdamW(Fp8AdamW):
     """AdamW or Adam with FP8 moments in the place of FusedAdam; Megatron's optimizers say what it works on (`hold`).
 
-    Gradients are read from `decoupled_grad` where masters are split, from `grad` where Megatron keeps float32 ones:
-    just as with FusedAdam, precision-aware or not.
+    Gradients are read from `decoupled_grad`, just as by a precision-aware FusedAdam.
 
     Args:
         params: param groups of the model's parameters.
         lr, weight_decay, betas, eps: as for Fp8AdamW.
         adam_w_mode: AdamW or Adam.
         capturable: for --optimizer-cuda-graph of Megatron 0.19 and later, which `optimizer.refuse` refuses.
-        master: "fp32", or the format of split masters of FP8 weights, or of bf16 ones ("bf16_8").
+        master: format of the masters of FP8 weights, or of bf16 ones ("bf16_8").
         seed: of the rounding noise, the same on all ranks.
     """
 
@@ -57,11 +56,6 @@ class MegatronFp8AdamW(Fp8AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, decoupled=adam_w_mode, seed=seed, check_finite=False)
         for group in self.param_groups:
             group["bias_correction"] = True  # FusedAdam reads it in each step, from the groups that it has loaded
-
-    @property
-    def is_split(self) -> bool:
-        """Whether masters are the model's weights and what is beside them; else Megatron keeps float32 ones."""
-        return self.master != "fp32"
 
     def _build(self) -> None:
         """Nothing: what Megatron passes are not the tensors that it will have updated."""
@@ -108,7 +102,7 @@ class MegatronFp8AdamW(Fp8AdamW):
         """One update of everything that has a gradient; whether all gradients are finite is for the caller to know."""
         grads = []
         for p in self.flat_params():
-            grad = getattr(p, "decoupled_grad" if self.is_split else "grad", None)
+            grad = getattr(p, "decoupled_grad", None)
             assert grad is not None or not self.shard_of(p).fmt.is_fp8, "its scale changes, and it must be rewritten"
             grads.append(None if grad is None else grad.detach().contiguous().view(-1))
         inputs = self.core.begin(self.param_groups)

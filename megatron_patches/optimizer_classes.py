@@ -1,8 +1,7 @@
 """Megatron's optimizer classes over `MegatronFp8AdamW`; the distributed one is in optimizer_sharded.py.
 
-With split masters both the distributed and the plain one work as Megatron's precision-aware optimizer does: no float32
-main parameters, gradients read where they were reduced (`decoupled_grad`), weights written by the step itself. With
-"fp32" masters they are stock but for the moments.
+Both the distributed and the plain one work as Megatron's precision-aware optimizer does: no float32 main parameters,
+gradients read where they were reduced (`decoupled_grad`), weights written by the step itself.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def refuse_offload(name: str) -> UnsupportedError:
 class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
     """Megatron's optimizer for bf16 without sharding, with FP8 moments.
 
-    With split masters its attribute `fp32_from_float16_groups` holds the weights themselves: main, which saves pairs of
-    a weight and its main parameter, finds one for each.
+    Its attribute `fp32_from_float16_groups` holds the weights themselves: main, which saves pairs of a weight and its
+    main parameter, finds one for each.
     """
 
     optimizer: MegatronFp8AdamW
 
     def __init__(self, optimizer: Any, config: Any, grad_scaler: Any, init_state_fn: Any) -> None:
-        if optimizer is None or not optimizer.is_split:
+        if optimizer is None:
             super().__init__(optimizer, config, grad_scaler, init_state_fn)
         else:
             MixedPrecisionOptimizer.__init__(self, optimizer, config, grad_scaler, init_state_fn)
@@ -79,26 +78,17 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
     # --- the step ---
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
-        if not self.optimizer.is_split:
-            return super()._collect_main_grad_data_for_unscaling()
         return [p.decoupled_grad for p in self.get_parameters() if p.decoupled_grad is not None]
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        if not self.optimizer.is_split:
-            super()._copy_model_grads_to_main_grads()
-            return
         for p in self.get_parameters():
             p.decoupled_grad = getattr(p, "main_grad", p.grad)
             p.grad = None
 
     def _copy_main_params_to_model_params(self) -> None:
-        if not self.optimizer.is_split:
-            super()._copy_main_params_to_model_params()
+        """Nothing: the step has written weights."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        if not self.optimizer.is_split:
-            super()._copy_model_params_to_main_params(state_dict)
-            return
         assert state_dict is None, "Initialize main params from state dict is not supported"
         self.optimizer.forget_masters()
 
@@ -106,14 +96,11 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         state = super().state_dict(is_loading)
-        if self.optimizer.is_split:
-            state["fp32_from_fp16_params"] = [[self.optimizer.read(p, None) for p in g] for g in self.float16_groups]
+        state["fp32_from_fp16_params"] = [[self.optimizer.read(p, None) for p in g] for g in self.float16_groups]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # stock code copies masters into fp32_from_float16_groups: rounded
-        if not self.optimizer.is_split:
-            return
         masters = state_dict["fp32_from_fp16_params" if "fp32_from_fp16_params" in state_dict else "fp32_from_fp16"]
         for group, values in zip(self.float16_groups, masters, strict=True):
             for p, value in zip(group, values, strict=True):

@@ -47,7 +47,7 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     ) -> Any:
         """Stock; a shard of FP8 bytes, for which stock code has no tensor, gets one that holds its gradient only.
 
-        With split masters a bf16 weight's own shard is its `main_param`, of which --log-params-norm takes the norm.
+        A bf16 weight's own shard is its `main_param`, of which --log-params-norm takes the norm.
         """
         groups = super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
         low, _, low_shards, fp32_shards, _ = groups
@@ -117,15 +117,12 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
     # --- the step ---
 
     def _copy_main_params_to_model_params(self) -> None:
-        super()._copy_main_params_to_model_params()  # nothing where masters are split: the step has written weights
+        super()._copy_main_params_to_model_params()  # nothing: the step has written weights
         if self._fp8_weights:
             self._fp8_weights.publish()
 
     @torch.no_grad()
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        if not self.optimizer.is_split:
-            super()._copy_model_params_to_main_params(state_dict)
-            return
         self.optimizer.forget_masters()
         if self._fp8_weights and state_dict is None:
             self._fp8_take_values()
@@ -188,8 +185,6 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
 
     def _fp8_finish_loading(self) -> None:
         """This rank's weights are its masters rounded; the others' may be from elsewhere. Collective."""
-        if not self.optimizer.is_split:
-            return
         if self._fp8_weights:
             self._fp8_weights.take_loaded()
         for chunk in self.model_chunks:

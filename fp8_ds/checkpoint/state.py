@@ -104,7 +104,7 @@ def restore_state(
         return
     _refuse_other_version(state)
     for setting in _settings_that_are_gone(state["config"]):
-        say(f"fp8: the checkpoint was trained with {setting}, which this version does not have: it is ignored")
+        say(f"fp8: the checkpoint was trained with {setting}, which is gone: the settings of this run count")
     plan = Plan.from_state(state["plan"])
     same_layers = _converted(plan) == _converted(context.plan)
     if not same_layers:
@@ -209,8 +209,9 @@ def _master_of(config: Mapping[str, Any]) -> str:
 
 def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
     """Name what an older version's "fp8" block asked for and this one cannot do."""
-    step = config.get("schedule", {}).get("fp32_states_from_step")
+    optimizer, step = config.get("optimizer", {}), config.get("schedule", {}).get("fp32_states_from_step")
     found = {
+        'optimizer.master "fp32" beside FP8 states': optimizer.get("states") == "fp8" and _master_of(config) == "fp32",
         "zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard"),
         f"schedule.fp32_states_from_step {step}": step,
     }

@@ -76,7 +76,7 @@ def parity(
     """Trains your model in bf16 and in FP8 from the same weights on the same text, and says whether the loss is alike.
 
     Arms: bf16; default, exactly {"enabled": true}; config, the block in --config; tensorwise, delayed, rowwise,
-    rowwise_with_gw_hp, blockwise, ends-in-bf16, fp32-master, e4m19, e4m11, which change that block; NAME=FILE.json.
+    rowwise_with_gw_hp, blockwise, ends-in-bf16, e4m19, e4m11, which change that block; NAME=FILE.json.
 
     Exit codes: 0 parity of all arms, 1 not, or runs are left, 2 wrong usage or refused, 3 file error, 4 a defect.
     """

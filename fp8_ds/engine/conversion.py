@@ -63,7 +63,7 @@ def convert(engine: Any) -> Fp8Context | None:
     refuse_device(config.linear.recipe, config.linear.backend, *capabilities(device))
     let_the_host_run_ahead(engine._config)
     foreign = autotp_linears(module) if is_autotp else {}
-    if config.optimizer.master_format != "fp32":
+    if config.optimizer.states == "fp8":
         _cast_trainable(module)
     linear = linear_in_training(engine._config._param_dict)
     plan = _agree_on_plan(module, config.linear, config.optimizer.states == "fp8", foreign, device, linear)

@@ -21,11 +21,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rowwise_with_gw_hp": {"linear": {"recipe": "rowwise_with_gw_hp"}},
     "blockwise": {"linear": {"recipe": "blockwise"}},
     "ends-in-bf16": {"linear": {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}},
-    "fp32-master": {"optimizer": {"states": "fp8", "master": "fp32"}},
     "e4m19": {"optimizer": {"states": "fp8", "master": "e4m19"}},
     "e4m11": {"optimizer": {"states": "fp8", "master": "e4m11"}},
 }
-"""What an arm changes in a block: five recipes, the first and last layer in bf16, then three formats of masters under
+"""What an arm changes in a block: five recipes, the first and last layer in bf16, then two formats of masters under
 FP8 moments."""
 
 

@@ -73,5 +73,5 @@ class SameNumbers:
             raise ConfigError(
                 "param_groups: expected the same lr, betas, eps and weight_decay on all ranks in a step, got "
                 f"{here} on rank {dist.get_rank()} and others elsewhere. No weight was changed. Average what a "
-                'scheduler follows over the ranks, or set "fp8": {"optimizer": {"master": "fp32"}}.'
+                'scheduler follows over the ranks, or set "fp8": {"optimizer": {"states": "fp32"}}.'
             )

@@ -21,7 +21,6 @@ from fp8_ds.zero.split import virtual_flat
 class BuildingHost:
     """Common base of the two."""
 
-    fp8_is_split = False
     fp8_bucket_bytes: int | None = None
 
     def initialize_optimizer_states(self) -> None:
@@ -33,8 +32,8 @@ class Building12(BuildingHost):
 
     @property
     def device(self) -> Any:
-        """Where stock code would put masters: nowhere, if they are split."""
-        return "meta" if self.fp8_is_split else self.__dict__["_fp8_device"]
+        """Where stock code puts masters: nowhere."""
+        return "meta"
 
     @device.setter
     def device(self, value: Any) -> None:
@@ -64,11 +63,6 @@ class Building3(BuildingHost):
             self.device = device
 
     def _create_fp32_partitions(self: Any) -> None:
-        if not self.fp8_is_split:
-            device, self.device = self.device, get_accelerator().current_device_name()
-            super()._create_fp32_partitions()  # type: ignore[misc]
-            self.device = device
-            return
         device = get_accelerator().current_device_name()
         for numel, ids in zip(
             self.fp16_partitioned_groups_flat_numel, self.fp16_partitioned_groups_flat_id, strict=True
@@ -81,11 +75,10 @@ class Building3(BuildingHost):
 
 
 @contextmanager
-def building(master: str, bucket_bytes: int | None) -> Iterator[None]:
+def building(bucket_bytes: int | None) -> Iterator[None]:
     """While inside, DeepSpeed builds these instead of its own classes.
 
     Args:
-        master: format of the masters; "fp32" ones are made by stock code.
         bucket_bytes: with gradient release, the most bytes of reduced gradients that exist at a time; else None.
     """
     places = (
@@ -93,7 +86,7 @@ def building(master: str, bucket_bytes: int | None) -> Iterator[None]:
         (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),
     )
     stock = [getattr(module, name) for module, name, _ in places]
-    attributes = {"fp8_is_split": master != "fp32", "fp8_bucket_bytes": bucket_bytes}
+    attributes = {"fp8_bucket_bytes": bucket_bytes}
     for (module, name, mixin), host in zip(places, stock, strict=True):
         setattr(module, name, type(f"Building{host.__name__}", (mixin, host), attributes))
     try:

@@ -49,8 +49,7 @@ class Fp8Context:
     @property
     def granularity(self) -> Granularity:
         """Which elements of a weight share a scale. Split masters have one scale a weight, whatever the recipe."""
-        is_split = self.config.optimizer.master_format != "fp32"
-        return TENSOR if is_split else OF_RECIPE[self.config.linear.recipe]
+        return TENSOR if self.config.optimizer.states == "fp8" else OF_RECIPE[self.config.linear.recipe]
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -64,9 +64,6 @@ def _move_adam(optimizer: Any, chosen: set[OffloadStateTypeEnum], device: torch.
             shard.m_scale_inv, shard.v_scale_inv = shard.m_scale_inv.to(device), shard.v_scale_inv.to(device)
         if OffloadStateTypeEnum.hp_params in chosen and shard.lo is not None:
             shard.lo = shard.lo.to(device)
-    if OffloadStateTypeEnum.hp_params in chosen and not optimizer._fp8_is_split:
-        for master in optimizer.fp8_masters():
-            master.data = master.data.to(device)
     core.moved()
 
 

@@ -31,9 +31,7 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         bucket_bytes = settings.outstanding_update_bytes // copies
         self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
         names = [self._fp8_names[id(p)] for group in self.bit16_groups for p in group]
-        scale_indices = {}
-        if self._fp8_is_split:
-            scale_indices = {self._fp8_names[id(p)]: i for i, p in enumerate(self._fp8_flat_order(context))}
+        scale_indices = {self._fp8_names[id(p)]: i for i, p in enumerate(self._fp8_flat_order(context))}
         clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad

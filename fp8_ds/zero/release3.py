@@ -27,9 +27,7 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         super().fp8_init(context)
         settings = context.config.optimizer
         names = [self.param_names[p] for group in self.fp16_groups for p in group]
-        scale_indices = {}
-        if self._fp8_is_split:
-            scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
+        scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
         clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
             self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
@@ -74,7 +72,5 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None
-            if not self._fp8_is_split:
-                self._reassign_or_swap_out_partitioned_parameters(i)
         self.timers(_STEP_TIMER).stop()
         self._post_step(timer_names)

@@ -42,7 +42,8 @@ class Fp8ZeroStage12(Fp8AccessStage12):
     """Mix-in before DeepSpeedZeroOptimizer in the class of a retyped optimizer."""
 
     _fp8: Fp8Context
-    _fp8_is_split = False
+    _fp8_fills_from_bf16 = False
+    """Whether `_fp8_fill_group` reads the bf16 weights; else they are freed before it makes FP8 bytes."""
     _fp8_free_bytes = _HP_FREE_BYTES
 
     # What the host class provides (deepspeed/runtime/zero/stage_1_and_2.py).
@@ -109,7 +110,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
             _retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
         self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=dtype, device="meta")
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
-        bf16 = flat if self._fp8_is_split else None
+        bf16 = flat if self._fp8_fills_from_bf16 else None
         del flat
         assert E4M3.dtype is not None
         fp8 = self._fp8_make_kind(i, is_fp8, E4M3.dtype, device)

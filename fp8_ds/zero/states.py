@@ -31,7 +31,6 @@ class Fp8States:
     def fp8_init(self: Any, context: Fp8Context) -> None:
         """Before the stage's own. Collective."""
         self._fp8_format: MasterFormat = BY_NAME[context.config.optimizer.master_format]
-        self._fp8_is_split = self._fp8_format.is_split
         self.fp8_flag = OverflowFlag()
         self._fp8_squares = SumOfSquares()
         super().fp8_init(context)  # type: ignore[misc]
@@ -49,8 +48,7 @@ class Fp8States:
         history = self._fp8.history
         if history is not None:
             history.amax_local.masked_fill_(skip != 0, float("nan"))  # on all ranks: no scale follows this step
-            if self._fp8_is_split:
-                core.scales.extra.copy_(history.amax_local)
+            core.scales.extra.copy_(history.amax_local)
         core.end()
 
     def _fp8_is_skipped(self: Any) -> bool:

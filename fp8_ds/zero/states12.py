@@ -1,7 +1,7 @@
 """ZeRO-1 and 2 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
 
-`Fp8AdamW` holds the moments of this rank's fragments. With a split master DeepSpeed's flat fp32 masters become tensors
-of no size (`virtual_flat`): the high part of each master lies in the gather buffer, the low part beside the moments.
+`Fp8AdamW` holds the moments of this rank's fragments. DeepSpeed's flat fp32 masters become tensors of no size
+(`virtual_flat`): the high part of each master lies in the gather buffer, the low part beside the moments.
 Where stock code must see dense masters or moments (checkpoints), it runs inside `fp8_dense`.
 Seams: fp8_ds/engine/seams.py.
 """
@@ -21,7 +21,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first, write_first_codes
-from fp8_ds.optim.masters import BF16_8, FP32
+from fp8_ds.optim.masters import BF16_8
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales
@@ -38,6 +38,7 @@ _STEP_TIMER, _GATHER_TIMER = OPTIMIZER_TIMERS[2], OPTIMIZER_TIMERS[0]
 class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     """Mix-in before DeepSpeedZeroOptimizer whose inner optimizer is a managed `Fp8AdamW`."""
 
+    _fp8_fills_from_bf16 = True
     _fp8_is_direct = False
     _fp8_takes_gradients = True
 
@@ -59,8 +60,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_link()
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        if not self._fp8_is_split:
-            return super()._fp8_make_quantizer(context, device)
         num_extra = 0 if context.history is None else context.history.amax_local.numel()
         scales = PredictedScales(len(context.trainable), device, self.dp_process_group, num_extra)
         order = {id(p): index for index, p in enumerate(self._fp8_flat_order(context))}
@@ -70,8 +69,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_set_shards(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after an offload or reload has moved them)."""
-        if not self._fp8_is_split:
-            super()._fp8_set_shards()
         if self.optimizer._core is not None:
             for before, piece in zip(self.optimizer.core.shards, self._fp8_all_pieces(), strict=True):
                 before.hi = piece.shard.hi
@@ -86,8 +83,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_fill_group(self: Any, i: int, flat: Tensor | None, fp8: KindBuffer, hp: KindBuffer) -> None:
         """Encode this rank's fragments of group `i` from `flat` (bf16), and all bytes of its FP8 weights."""
-        if not self._fp8_is_split:
-            return
         assert flat is not None
         first = sum(len(kind.params) for kind in self._fp8_kinds)
         scales, seed = self._fp8_quantizer.scales, self.optimizer.seed
@@ -111,15 +106,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         """Shards of group `i` without low parts and moments, in the order of the partition."""
         pieces = []
         for kind in (fp8, hp):
-            fmt = (self._fp8_format if kind is fp8 else BF16_8) if self._fp8_is_split else FP32
+            fmt = self._fp8_format if kind is fp8 else BF16_8
+            buffer = kind.buffer.view(torch.uint8) if kind is fp8 else kind.buffer
             for f in kind.own:
                 name = self._fp8_names[id(kind.params[f.index])]
-                if self._fp8_is_split:
-                    buffer = kind.buffer.view(torch.uint8) if kind is fp8 else kind.buffer
-                    hi = buffer.narrow(0, f.compact_start, f.numel)
-                else:
-                    master = self.single_partition_of_fp32_groups[i].detach()
-                    hi = master.narrow(0, f.partition_start, f.numel)
+                hi = buffer.narrow(0, f.compact_start, f.numel)
                 scale_index = first + f.index if kind is fp8 else 0
                 shard = AdamShard(name, f.numel, f.tensor_start, weight_id(name), i, scale_index, fmt, hi)
                 pieces.append(Piece(f.partition_start, shard))
@@ -127,17 +118,11 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
 
     def _fp8_manage(self: Any) -> None:
         """Give the optimizer its shards."""
-        if not self._fp8_is_split:
-            sizes = [int(size) for size in self.partition_size]
-            self._fp8_flats = [Flat(i, size, []) for i, size in enumerate(sizes)]
-            for piece in self._fp8_all_pieces():
-                self._fp8_flats[piece.shard.group].pieces.append(piece)
-        scales = self._fp8_quantizer.scales if self._fp8_is_split else None
+        scales = self._fp8_quantizer.scales
         rows, device = range(len(self._fp8_flats)), self._fp8_kinds[0].buffer.device
         core = AdamCore(self._fp8_flats, rows, scales, device, self.optimizer.decoupled, self.optimizer.seed)
-        if scales is not None:
-            groups = self.round_robin_bit16_groups
-            core.set_weight_rows([i for i, group in enumerate(groups) for p in group if self._fp8_is_fp8(p)])
+        groups = self.round_robin_bit16_groups
+        core.set_weight_rows([i for i, group in enumerate(groups) for p in group if self._fp8_is_fp8(p)])
         self.optimizer.manage(core)
 
     def _fp8_is_fp8(self: Any, p: Any) -> bool:
@@ -183,8 +168,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         DeepSpeed's default; without, the host does not wait for the device and learns it one step late.
         """
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        if self._fp8_is_split:  # what a user assigns is the master then, as what he writes in place
-            self._fp8_point_params(keep_values=True)
+        self._fp8_point_params(keep_values=True)  # what a user assigns is the master, as what he writes in place
         grads, params = self._fp8_gradients()
         self.timers(_STEP_TIMER).start()
         norm = global_norm(self, grads, params)
@@ -222,9 +206,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         """Gather FP8 bytes and bf16. Collective. Inside `fp8_dense` nothing: it ends with a gather."""
-        if not self._fp8_is_split:
-            super()._fp8_refresh(is_step)
-            return
         if self._fp8_is_dense:
             return
         counter, history = self._fp8.counter, self._fp8.history
@@ -240,9 +221,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         self._fp8_overwritten.clear()
 
     def _fp8_fill_bf16(self: Any, i: int, bf16: KindBuffer) -> None:
-        if not self._fp8_is_split:
-            super()._fp8_fill_bf16(i, bf16)
-            return
         own = {self._fp8_names[id(bf16.params[f.index])]: f for f in bf16.own}
         for piece in self._fp8_flats[i].pieces:
             f = own.get(piece.shard.name)
@@ -253,33 +231,31 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
     # --- dense masters and moments for stock code ---
 
     def _fp8_enter_dense(self: Any) -> None:
-        self._fp8_set_dense("cpu")
+        self._fp8_set_dense()
         self._link_all_hp_params()
 
-    def _fp8_set_dense(self: Any, device: str) -> None:
-        if self._fp8_is_split:
-            scale_inv = self._fp8_quantizer.scale_inv
-            for flat, master in zip(self._fp8_flats, self.single_partition_of_fp32_groups, strict=True):
-                master.data = dense_flat(flat, None, scale_inv, device)
+    def _fp8_set_dense(self: Any) -> None:
+        scale_inv = self._fp8_quantizer.scale_inv
+        for flat, master in zip(self._fp8_flats, self.single_partition_of_fp32_groups, strict=True):
+            master.data = dense_flat(flat, None, scale_inv, "cpu")
 
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
         self.optimizer.absorb_dense(self.single_partition_of_fp32_groups)
-        if self._fp8_is_split:
-            scales: PredictedScales = self._fp8_quantizer.scales
-            pieces = [(flat.row, piece) for flat in self._fp8_flats for piece in flat.pieces]
-            masters = self.single_partition_of_fp32_groups
-            sources = [
-                (piece.shard.scale_index, masters[i].detach().narrow(0, piece.offset, piece.shard.numel))
-                for i, piece in pieces
-                if piece.shard.fmt.is_fp8
-            ]
-            amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, scales.amax.device)
-            names = [self._fp8_names[id(p)] for p in self._fp8_flat_order(self._fp8)]
-            saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names], dtype=torch.float32)
-            scales.set(amaxes, saved)
-            for flat, master in zip(self._fp8_flats, masters, strict=True):
-                absorb_flat(flat, None, master.detach(), scales.scale_inv)
-                master.data = virtual_flat(flat.numel, scales.amax.device).detach()
+        scales: PredictedScales = self._fp8_quantizer.scales
+        pieces = [(flat.row, piece) for flat in self._fp8_flats for piece in flat.pieces]
+        masters = self.single_partition_of_fp32_groups
+        sources = [
+            (piece.shard.scale_index, masters[i].detach().narrow(0, piece.offset, piece.shard.numel))
+            for i, piece in pieces
+            if piece.shard.fmt.is_fp8
+        ]
+        amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, scales.amax.device)
+        names = [self._fp8_names[id(p)] for p in self._fp8_flat_order(self._fp8)]
+        saved = torch.tensor([float(saved_scales.get(name, 0.0)) for name in names], dtype=torch.float32)
+        scales.set(amaxes, saved)
+        for flat, master in zip(self._fp8_flats, masters, strict=True):
+            absorb_flat(flat, None, master.detach(), scales.scale_inv)
+            master.data = virtual_flat(flat.numel, scales.amax.device).detach()
         self._fp8_link()
         self._fp8_refresh(is_step=False)
         self._fp8_overwritten.clear()
@@ -289,7 +265,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         masters = self.single_partition_of_fp32_groups
         virtual = [master.data for master in masters]
         try:
-            self._fp8_set_dense("cpu")
+            self._fp8_set_dense()
             return super().state_dict()  # type: ignore[misc]
         finally:
             for master, data in zip(masters, virtual, strict=True):
@@ -303,7 +279,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             super()._restore_from_bit16_weights()
 
     def _fp8_gather_master(self: Any, i: int, index: int) -> Tensor:
-        if not self._fp8_is_split or self._fp8_is_dense:
+        if self._fp8_is_dense:
             return super()._fp8_gather_master(i, index)
         kind = self._fp8_kinds[i]
         slot = kind.layout.slots[index]
@@ -314,10 +290,6 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
                 out = full.narrow(0, piece.shard.start, piece.shard.numel)
                 read_dense(piece.shard, None, out, self._fp8_quantizer.scale_inv)
         return self._fp8_share(kind, index, full)
-
-    def fp8_masters(self: Any) -> list[Tensor]:
-        """DeepSpeed's flat masters; of no size where masters are split."""
-        return self.single_partition_of_fp32_groups
 
     # --- safe_get_* / safe_set_* ---
 
@@ -363,7 +335,7 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         """For `safe_set_full_fp32_param` and its like: `value` is the whole tensor, on every rank."""
         core = self.optimizer.core
         flat = value.detach().reshape(-1)
-        if optim_state_key is None and self._fp8_is_split:
+        if optim_state_key is None:
             if self._fp8_is_fp8(p):
                 with self.fp8_load():
                     p.copy_(value)  # all bytes on every rank, and this rank's low part
@@ -379,8 +351,8 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
         write_dense(shard, optim_state_key, flat.narrow(0, shard.start, shard.numel), core.scales.scale_inv)
 
     def _fp8_write(self: Any, group_index: int, index: int, slot: int, flat: Tensor) -> None:
-        """With split masters what a user writes into a weight is its master, but where it is what was read."""
-        if not self._fp8_is_split or self._fp8_is_dense or self._fp8_loading:
+        """What a user writes into a weight is its master, but where it is what was read."""
+        if self._fp8_is_dense or self._fp8_loading:
             super()._fp8_write(group_index, index, slot, flat)
             return
         payload, scales = self._fp8_kinds[group_index].params[index]._fp8, self._fp8_quantizer.scales
@@ -393,17 +365,15 @@ class Fp8StatesStage12(Fp8States, Fp8ZeroStage12):
             write_low(shard, flat[part], kept[part], scales.scale_inv)
 
     def _fp8_take_over(self: Any, group_index: int, index: int, flat: Tensor) -> None:
-        """With split masters a loaded weight is its master."""
-        if not self._fp8_is_split or self._fp8_is_dense:
+        """A loaded weight is its master."""
+        if self._fp8_is_dense:
             super()._fp8_take_over(group_index, index, flat)
             return
         for shard in self._fp8_shards_of(group_index, index):
             write_dense(shard, None, flat.narrow(0, shard.start, shard.numel), self._fp8_quantizer.scale_inv)
 
     def _fp8_take_over_bf16(self: Any) -> None:
-        """Nothing where masters are split: bf16 parameters are the high parts of theirs, whoever writes them."""
-        if not self._fp8_is_split:
-            super()._fp8_take_over_bf16()
+        """Nothing: bf16 parameters are the high parts of their masters, whoever writes them."""
 
     def _fp8_shards_of(self: Any, group_index: int, index: int) -> list[AdamShard]:
         """What this rank holds of FP8 weight `index` of a group: at most one shard."""

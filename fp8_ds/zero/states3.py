@@ -1,8 +1,8 @@
 """ZeRO-3 with FP8 optimizer states: the stock step, its flat fp32 gradients and its dense states are replaced.
 
-With a split master the FP8 shard of a weight is the high part of this rank's masters, the low part lies beside the
-moments, and DeepSpeed's flat fp32 masters become tensors of no size (`virtual_flat`). Where stock code must see dense
-masters or moments (checkpoints), it runs inside `fp8_dense`.
+The FP8 shard of a weight is the high part of this rank's masters, the low part lies beside the moments, and DeepSpeed's
+flat fp32 masters become tensors of no size (`virtual_flat`). Where stock code must see dense masters or moments
+(checkpoints), it runs inside `fp8_dense`.
 Seams: fp8_ds/engine/seams.py.
 """
 
@@ -23,7 +23,7 @@ from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
-from fp8_ds.optim.masters import BF16_8, FP32
+from fp8_ds.optim.masters import BF16_8
 from fp8_ds.optim.states import MOMENTS, Flat, Piece, absorb_flat, allocate_lo, dense_flat, read_dense, write_dense
 from fp8_ds.scaling.predicted import PredictedScales
 from fp8_ds.zero.context import Fp8Context
@@ -63,14 +63,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_waits = context.check_overflow
         self._fp8_shard_of: dict[int, AdamShard] = {}
         super().fp8_init(context)
-        if not self._fp8_is_split:
-            self._fp8_manage()
 
     # --- masters ---
 
     def _fp8_make_quantizer(self: Any, context: Fp8Context, device: torch.device) -> Any:
-        if not self._fp8_is_split:
-            return super()._fp8_make_quantizer(context, device)
         num_extra = 0 if context.history is None else context.history.amax_local.numel()
         scales = PredictedScales(len(context.weights), device, self.dp_process_group, num_extra)
         sources = [(i, p.ds_tensor.data[: _num_real(p)]) for i, p in enumerate(context.weights.values())]  # type: ignore[attr-defined]
@@ -78,21 +74,14 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         return SplitQuantizer(scales, self._fp8_format)
 
     def _fp8_make_collection(self: Any, quantizer: Any) -> Fp8Shards:
-        if not self._fp8_is_split:
-            return super()._fp8_make_collection(quantizer)
         shards = SplitShards(quantizer, self._fp8.counter, InFlight(self.module))
         shards.owner = self
         return shards
 
     def _fp8_make_weight(self: Any, name: str, p: Any, index: int) -> ShardedWeight:
-        if not self._fp8_is_split:
-            return super()._fp8_make_weight(name, p, index)
         return SplitWeight(name, p, index, self._fp8_shards.quantizer)
 
     def _fp8_fill(self: Any, device: torch.device) -> None:
-        if not self._fp8_is_split:
-            super()._fp8_fill(device)
-            return
         self._fp8_make_shards(device)
         self._fp8_manage()
         scales: PredictedScales = self._fp8_shards.quantizer.scales
@@ -121,30 +110,27 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             flats.append(flat)
             rows.append(self.sub_group_to_group_id[i])
         self._fp8_flats = flats
-        scales = self._fp8_shards.quantizer.scales if self._fp8_is_split else None
+        scales = self._fp8_shards.quantizer.scales
         optimizer, device = self.optimizer, self._fp8_flat.device
         core = AdamCore(flats, rows, scales, device, optimizer.decoupled, optimizer.seed)
-        if scales is not None:
-            row_of = {id(p): i for i, group in enumerate(self.fp16_groups) for p in group}
-            core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights])
+        row_of = {id(p): i for i, group in enumerate(self.fp16_groups) for p in group}
+        core.set_weight_rows([row_of.get(id(w.param)) for w in self._fp8_shards.weights])
         optimizer.manage(core)
 
     def _fp8_make_state(self: Any, p: Any, row: int, offset: int, numel: int) -> AdamShard:
         name = self.param_names[p]
         start = ds_comm.get_rank(group=p.ds_process_group) * p.ds_tensor.ds_numel
         fp8 = self._fp8_shards.of([p])
-        fmt = FP32 if not self._fp8_is_split else self._fp8_format if fp8 else BF16_8
+        fmt = self._fp8_format if fp8 else BF16_8
         index = fp8[0].index if fp8 else 0
-        shard = AdamShard(name, numel, start, weight_id(name), row, index, fmt, self._fp8_hi(p, row, offset, numel))
+        shard = AdamShard(name, numel, start, weight_id(name), row, index, fmt, self._fp8_hi(p, numel))
         self._fp8_shard_of[id(p)] = shard
-        if fp8 and self._fp8_is_split:
+        if fp8:
             fp8[0].states = (self, shard)
         return shard
 
-    def _fp8_hi(self: Any, p: Any, row: int, offset: int, numel: int) -> Tensor:
-        """Where the high parts (or the fp32 masters) of `p` lie now."""
-        if not self._fp8_is_split:
-            return self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, numel)
+    def _fp8_hi(self: Any, p: Any, numel: int) -> Tensor:
+        """Where the high parts of `p` lie now."""
         fp8 = self._fp8_shards.of([p])
         if fp8:
             return fp8[0].shard[:numel].view(torch.uint8)
@@ -152,13 +138,10 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
 
     def _fp8_repoint(self: Any) -> None:
         """Point every shard at where its bytes lie (again, after they were moved)."""
-        for flat, group in zip(self._fp8_flats, self.fp16_groups, strict=True):
-            offset = 0
-            for p in group:
-                shard = self._fp8_shard_of.get(id(p))
-                if shard is not None:
-                    shard.hi = self._fp8_hi(p, flat.row, offset, shard.numel)
-                offset += p.ds_tensor.ds_numel
+        for p in (p for group in self.fp16_groups for p in group):
+            shard = self._fp8_shard_of.get(id(p))
+            if shard is not None:
+                shard.hi = self._fp8_hi(p, shard.numel)
         self.optimizer.core.moved()
 
     def fp8_read_master(self: Any, shard: AdamShard, out: Tensor | None = None) -> Tensor:
@@ -185,17 +168,12 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
                 self.fp32_partitioned_groups_flat[row].detach().narrow(0, offset, shard.numel).copy_(value)
 
     def _fp8_set_sources(self: Any) -> None:
-        if not self._fp8_is_split:
-            super()._fp8_set_sources()
         if self.optimizer._core is not None:
             self._fp8_repoint()
 
     @torch.no_grad()
     def _fp8_refresh(self: Any, is_step: bool) -> None:
         """The shards are the masters; what is left is to let later gathers wait for them, and amax histories."""
-        if not self._fp8_is_split:
-            super()._fp8_refresh(is_step)
-            return
         if self._fp8_is_dense:
             return
         self._fp8_shards.mark_ready()
@@ -243,8 +221,6 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
         self._fp8_end_step(norm)
         for i in range(len(self.fp16_groups)):
             self.averaged_gradients[i] = None
-            if not self._fp8_is_split:
-                self._reassign_or_swap_out_partitioned_parameters(i)
         self.timers(_STEP_TIMER).stop()
         if not self._fp8_is_skipped():
             self._post_step(timer_names)
@@ -263,10 +239,6 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     # --- dense masters and moments for stock code ---
 
     def _fp8_enter_dense(self: Any) -> None:
-        if self._fp8_is_split:
-            self._fp8_set_dense()
-
-    def _fp8_set_dense(self: Any) -> None:
         scale_inv = self.optimizer.core.scales.scale_inv
         for flat, master in zip(self._fp8_flats, self.fp32_partitioned_groups_flat, strict=True):
             master.data = dense_flat(flat, None, scale_inv, "cpu")
@@ -274,30 +246,28 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
     def _fp8_absorb(self: Any, saved_scales: dict[str, Tensor]) -> None:
         masters = self.fp32_partitioned_groups_flat
         self.optimizer.absorb_dense(masters)
-        if self._fp8_is_split:
-            self._fp8_repoint()
-            scales: PredictedScales = self.optimizer.core.scales
-            sources = [
-                (piece.shard.scale_index, masters[flat.row].detach().narrow(0, piece.offset, piece.shard.numel))
-                for flat in self._fp8_flats
-                for piece in flat.pieces
-                if piece.shard.fmt.is_fp8
-            ]
-            device = scales.amax.device
-            amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
-            saved = torch.tensor(
-                [float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights], dtype=torch.float32
-            )
-            is_frozen = [not w.is_trainable for w in self._fp8_shards.weights]
-            frozen = torch.tensor(is_frozen, dtype=torch.bool, device=device)  # there may be none at all
-            amaxes = torch.where(frozen, scales.amax, amaxes)
-            scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
-            for flat, master in zip(self._fp8_flats, masters, strict=True):
-                absorb_flat(flat, None, master.detach(), scales.scale_inv)
-                master.data = virtual_flat(flat.numel, device).detach()
+        self._fp8_repoint()
+        scales: PredictedScales = self.optimizer.core.scales
+        sources = [
+            (piece.shard.scale_index, masters[flat.row].detach().narrow(0, piece.offset, piece.shard.numel))
+            for flat in self._fp8_flats
+            for piece in flat.pieces
+            if piece.shard.fmt.is_fp8
+        ]
+        device = scales.amax.device
+        amaxes = reduced_amaxes(scales.num, sources, self.dp_process_group, device)
+        saved = torch.tensor(
+            [float(saved_scales.get(w.payload.name, 0.0)) for w in self._fp8_shards.weights], dtype=torch.float32
+        )
+        is_frozen = [not w.is_trainable for w in self._fp8_shards.weights]
+        frozen = torch.tensor(is_frozen, dtype=torch.bool, device=device)  # there may be none at all
+        amaxes = torch.where(frozen, scales.amax, amaxes)
+        scales.set(amaxes, torch.where(frozen, scales.scale_inv, saved.to(device)))
+        for flat, master in zip(self._fp8_flats, masters, strict=True):
+            absorb_flat(flat, None, master.detach(), scales.scale_inv)
+            master.data = virtual_flat(flat.numel, device).detach()
         self._fp8_refresh(is_step=False)
-        if self._fp8_is_split:
-            self._fp8_fetch_persistent_anew()
+        self._fp8_fetch_persistent_anew()
 
     def _fp8_fetch_persistent_anew(self: Any) -> None:
         """Persistent parameters that are gathered are those of the shards. Collective.
@@ -311,43 +281,32 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             stale[0].all_gather_coalesced(stale).wait()
 
     def _fp8_hp_shards(self: Any, group: int) -> tuple[list[Tensor], list[Tensor]]:
-        if self._fp8_is_split and not self._fp8_is_dense:
+        if not self._fp8_is_dense:
             return [], []
         return super()._fp8_hp_shards(group)
 
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
         """Stock: dense float32 masters and moments under their stock names, on the CPU."""
         state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
-        if self._fp8_is_split:
-            scale_inv = self.optimizer.core.scales.scale_inv
-            state["fp32_flat_groups"] = [dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats]
+        scale_inv = self.optimizer.core.scales.scale_inv
+        state["fp32_flat_groups"] = [dense_flat(flat, None, scale_inv, "cpu") for flat in self._fp8_flats]
         return state
 
     def _restore_from_bit16_weights(self: Any) -> None:
         with self.fp8_dense():
-            self._fp8_restore_dense()
-
-    def _fp8_restore_dense(self: Any) -> None:
-        if not self._fp8_is_split:
-            super()._restore_from_bit16_weights()
-            return
-        for i, group in enumerate(self.fp16_groups):
-            bf16, masters = self._fp8_hp_shards(i)
-            for piece, master in zip(bf16, masters, strict=True):
-                master.copy_(newer(master, piece.to(master.device)))
-            if not self._fp8_flat_is_live:
-                continue  # users' writes are masters already
-            offset = 0
-            for p in group:
-                if self._fp8_shards.of([p]):
-                    numel = _num_real(p)
-                    master = self.fp32_partitioned_groups_flat[i].detach().narrow(0, offset, numel)
-                    master.copy_(newer(master, p.ds_tensor.data[:numel].to(master.device)))
-                offset += p.ds_tensor.ds_numel
-
-    def fp8_masters(self: Any) -> list[Tensor]:
-        """DeepSpeed's flat masters; of no size where masters are split."""
-        return self.fp32_partitioned_groups_flat
+            for i, group in enumerate(self.fp16_groups):
+                bf16, masters = self._fp8_hp_shards(i)
+                for piece, master in zip(bf16, masters, strict=True):
+                    master.copy_(newer(master, piece.to(master.device)))
+                if not self._fp8_flat_is_live:
+                    continue  # users' writes are masters already
+                offset = 0
+                for p in group:
+                    if self._fp8_shards.of([p]):
+                        numel = _num_real(p)
+                        master = self.fp32_partitioned_groups_flat[i].detach().narrow(0, offset, numel)
+                        master.copy_(newer(master, p.ds_tensor.data[:numel].to(master.device)))
+                    offset += p.ds_tensor.ds_numel
 
     # --- safe_get_* / safe_set_* ---
 
@@ -370,7 +329,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             return
         assert value.numel() == param.ds_numel, f"expected {param.ds_numel} elements, got {value.numel()}"
         fp8, shard = self._fp8_shards.of([param]), self._fp8_shard_of.get(id(param))
-        if optim_state_key is None and fp8 and self._fp8_is_split:
+        if optim_state_key is None and fp8:
             quantizer = self._fp8_shards.quantizer
             quantizer.rescale(fp8[0].index, quantizer.amax_of(fp8[0].index, value.reshape(-1)))
             if fp8[0].payload.data is not None:
@@ -391,7 +350,7 @@ class Fp8StatesStage3(Fp8States, Fp8ZeroStage3):
             return
         piece = value.detach().reshape(-1)[: shard.numel]
         scales = self.optimizer.core.scales
-        if optim_state_key is None and shard.fmt.is_split and shard.fmt.is_fp8:
+        if optim_state_key is None and shard.fmt.is_fp8:
             scales.wait()
             limit, largest = float(scales.amax[shard.scale_index]), float(piece.abs().max())
             if not largest <= limit:

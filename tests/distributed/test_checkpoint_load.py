@@ -139,7 +139,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
     return found
 
 
-@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "e4m19")])
 def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
@@ -201,6 +201,68 @@ def test_our_state_loads_weights_only_says_what_differs_and_refuses_other_versio
     ranks: Any, tmp_path: Path, stage: int
 ) -> None:
     ranks(2).run(our_state, str(tmp_path), stage)
+
+
+def of_an_older_version(folder: str, stage: int) -> None:
+    """A checkpoint with fp32 masters beside FP8 moments, by settings that are gone, goes on with e4m19 masters.
+
+    Such a version wrote the files of fp32 states, whose moments FP8 held exactly, and this "fp8" block.
+    """
+    import torch.distributed as dist
+
+    from fp8_ds.checkpoint.adopt import adopt
+    from fp8_ds.checkpoint.state import BOUND_SUMS_KEY, CHECKPOINT_KEY, LATE_KEY
+    from fp8_ds.optim.masters import BF16_8, E4M19, decode, encode
+
+    writer = base.build(stage, {"linear": {"recipe": "rowwise"}})  # scales of rows, which those masters had
+    training.train(writer, 3)
+    masters, moments = training.full_masters(writer), base.moments(writer)
+    writer.save_checkpoint(folder, tag="old")
+    expected = training.train(writer, 3, first_step=3)
+    training.destroy(writer)
+    rank = dist.get_rank()
+    if rank == 0 or stage == 3:
+        file = Path(folder) / f"old/{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+        content = torch.load(file, weights_only=False)
+        state = content[CHECKPOINT_KEY]
+        state["config"]["optimizer"] |= {"states": "fp8", "master": "fp32", "master_format": "fp32"}
+        state["config"]["zero"]["keep_bf16_shard"] = True
+        state["config"]["schedule"]["fp32_states_from_step"] = 100
+        state |= {BOUND_SUMS_KEY: {}, LATE_KEY: False}
+        torch.save(content, file)
+    dist.barrier()
+    if rank == 0:
+        adopt(Path(folder) / "old")
+    dist.barrier()
+
+    with training.log_lines() as said:
+        reader = base.build(stage, {"linear": {"recipe": "rowwise"}, "optimizer": {"states": "fp8"}}, seed=1)
+        reader.load_checkpoint(folder, tag="old")
+    gone = [line.partition("trained with ")[2] for line in said if "which is gone" in line]
+    assert [line.partition(", ")[0] for line in gone] == (
+        []
+        if rank
+        else [
+            'optimizer.master "fp32" beside FP8 states',
+            "zero.keep_bf16_shard true",
+            "schedule.fp32_states_from_step 100",
+        ]
+    )
+    scales = {name: scale_inv for name, (_, scale_inv) in training.fp8_state(reader).items()}
+    for name, master in training.full_masters(reader).items():
+        fmt, scale_inv = (E4M19, scales[name]) if name in scales else (BF16_8, None)
+        assert torch.equal(master, decode(*encode(masters[name], fmt, scale_inv), fmt, scale_inv)), name
+    for name, moment in base.moments(reader).items():
+        assert float((moment - moments[name]).norm()) < 0.045 * float(moments[name].norm()), name
+    assert training.train(reader, 3, first_step=3) == pytest.approx(expected, abs=5e-3)
+    training.destroy(reader)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp32_masters_of_an_older_version_are_rounded_once_and_its_settings_named(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2).run(of_an_older_version, str(tmp_path), stage)
 
 
 # --- frozen weights ---

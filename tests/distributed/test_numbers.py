@@ -60,14 +60,14 @@ def poisoned(
     ("stage", "fp8", "accumulation", "poison"),
     [
         (1, states("e4m11"), 1, math.nan),
-        (2, states("fp32"), 1, math.inf),
+        (2, states("e4m19"), 1, math.inf),
         (3, states("e4m19"), 1, -math.inf),
         pytest.param(3, {"linear": {"recipe": "delayed"}}, 1, math.nan, marks=pytest.mark.slow),
         # Each micro-batch's gradient is finite in bf16; their sum is not.
         (2, {}, 4, 3e38),
         pytest.param(3, states("e4m11"), 4, 3e38, marks=pytest.mark.slow),
     ],
-    ids=["1-e4m11-nan", "2-fp32-inf", "3-e4m19-inf", "3-delayed-nan", "2-sum-overflows", "3-sum-overflows"],
+    ids=["1-e4m11-nan", "2-e4m19-inf", "3-e4m19-inf", "3-delayed-nan", "2-sum-overflows", "3-sum-overflows"],
 )
 def test_all_ranks_skip_the_same_step_and_keep_every_bit(
     ranks: Any, stage: int, fp8: dict[str, Any], accumulation: int, poison: float

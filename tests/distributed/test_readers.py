@@ -454,7 +454,6 @@ def refreshed(stage: int, fp8: dict[str, Any], how: str) -> None:
         (1, {}, "data"),
         (2, {}, "rows"),
         (2, {"linear": {"recipe": "blockwise"}}, "load_state_dict"),
-        (2, {"optimizer": {"states": "fp8", "master": "fp32"}}, "data"),
         (2, {}, "then in bf16"),
         (3, {}, "rows"),
         (3, {}, "load_state_dict"),

@@ -23,7 +23,7 @@ ROUND = {"width": 128, "hidden": 512, "num_blocks": 2}
 RAGGED = {"width": 136, "hidden": 408, "num_blocks": 2, "frozen": "blocks.1.up"}
 """Fragments and shards begin and end within groups of 128; one layer is frozen."""
 BUCKET = 50_000
-MASTERS = ("fp32", "e4m19", "e4m11")
+MASTERS = ("e4m19", "e4m11")
 
 
 def bytes_of(tensors: list[Tensor]) -> int:

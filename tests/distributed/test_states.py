@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 20
-MASTERS = ("fp32", "e4m19", "e4m11")
+MASTERS = ("e4m19", "e4m11")
 SMALL = {"width": 32, "hidden": 72, "num_blocks": 2}
 CODES = ("hi", "lo", "m", "v")
 GROUP_SCALES = ("m_scale_inv", "v_scale_inv")
@@ -96,9 +96,6 @@ def assert_bytes_are_high_parts(
     """Every FP8 weight, on whatever rank, is its master rounded to nearest; no scale saturates."""
     from fp8_ds.optim.masters import BY_NAME, encode
 
-    if master == "fp32":
-        training.assert_fp8_follows_masters(weights, masters)
-        return
     for name in weights.keys() & masters.keys():
         data, scale_inv = weights[name]
         assert torch.equal(encode(masters[name], BY_NAME[master], scale_inv)[0], data), name
@@ -333,7 +330,7 @@ SAME_LOSS = ("callable", "checkpointing", "persistent", "overlap", "round robin"
 def test_every_option_of_the_optimizer_means_what_it_means_with_fp32_states(
     ranks: Any, stage: int, options: list[str]
 ) -> None:
-    masters = {1: ["e4m19"], 2: ["fp32"], 3: ["e4m11"]}[stage]
+    masters = {1: ["e4m19"], 2: ["e4m19"], 3: ["e4m11"]}[stage]
     for rank, found in enumerate(ranks(2).run(compare_options, stage, options, masters)):
         for option, (stock, *ours) in found.items():
             for master, result in zip(masters, ours, strict=True):
@@ -371,7 +368,7 @@ def decay_only(stage: int, master: str, decoupled: bool) -> dict[str, tuple[Tens
 
 
 @pytest.mark.parametrize(
-    ("stage", "master"), [pytest.param(1, "e4m19", marks=pytest.mark.slow), (2, "fp32"), (3, "e4m11")]
+    ("stage", "master"), [pytest.param(1, "e4m11", marks=pytest.mark.slow), (2, "e4m19"), (3, "e4m11")]
 )
 def test_weight_decay_alone_shrinks_every_weight_by_its_factor(ranks: Any, stage: int, master: str) -> None:
     for result in ranks(2).run(decay_only, stage, master, True):
@@ -396,12 +393,12 @@ def without_fp8_layers(stage: int, master: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "master"), [pytest.param(1, "e4m11", marks=pytest.mark.slow), (2, "fp32"), (3, "e4m19")]
+    ("stage", "master"), [pytest.param(1, "e4m11", marks=pytest.mark.slow), (2, "e4m11"), (3, "e4m19")]
 )
 def test_a_model_without_any_fp8_layer_trains_with_fp8_states(ranks: Any, stage: int, master: str) -> None:
     stock = ranks(2).run(without_fp8_layers, stage, None)
     for ours, theirs in zip(ranks(2).run(without_fp8_layers, stage, master), stock, strict=True):
-        assert ours["lo"] == {"fp32" if master == "fp32" else "bf16_8"}
+        assert ours["lo"] == {"bf16_8"}
         assert "0 of 5 linears" in ours["plan"]
         assert largest_difference(ours["losses"], theirs["losses"]) < 5e-3
 
@@ -497,7 +494,7 @@ def assembled(per_rank: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     return whole
 
 
-@pytest.mark.parametrize("master", ["fp32", pytest.param("e4m19", marks=pytest.mark.slow), "e4m11"])
+@pytest.mark.parametrize("master", ["e4m19", "e4m11"])
 def test_gradients_give_the_same_bytes_on_1_2_and_4_ranks_in_all_stages(ranks: Any, master: str) -> None:
     cases = [(1, 1), (2, 2), (1, 4), (3, 1), (3, 2), (3, 4)]
     results = {case: ranks(case[1]).run(injected, case[0], master) for case in cases}
@@ -538,13 +535,12 @@ def broken_gradient(stage: int, master: str, value: float, check: bool, recipe: 
 BROKEN = [
     (1, "e4m11", float("inf"), False, "tensorwise"),
     (2, "e4m19", float("nan"), False, "delayed"),
-    (2, "fp32", float("inf"), True, "tensorwise"),
+    (2, "e4m11", float("inf"), True, "tensorwise"),
     (3, "e4m11", float("-inf"), True, "delayed"),
-    (3, "fp32", float("nan"), False, "delayed"),
+    (3, "e4m19", float("nan"), False, "delayed"),
 ]
 BROKEN_TOO = [
     (1, "e4m19", float("nan"), True, "delayed"),
-    (2, "fp32", float("nan"), False, "delayed"),
     (3, "e4m19", float("nan"), True, "tensorwise"),
 ]
 
@@ -578,7 +574,7 @@ def histories(stage: int, master: str) -> tuple[int, Tensor, list[Tensor]]:
     return result
 
 
-@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "fp32"), (3, "e4m11")])
+@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "e4m11"), (3, "e4m11")])
 def test_delayed_histories_advance_once_a_step_and_are_equal_on_all_ranks(ranks: Any, stage: int, master: str) -> None:
     for num_updates, rows, everywhere in ranks(2).run(histories, stage, master):
         assert num_updates == 3

@@ -48,10 +48,9 @@ def resume(folder: str, stage: int, fp8: dict[str, Any], **overrides: Any) -> No
     training.train(first, 2)
     widen_the_scale(first, "blocks.0.up.weight")
     training.train(first, 1, first_step=2)
-    if fp8["optimizer"]["master"] != "fp32":
-        scales = first.optimizer.optimizer.core.scales
-        scales.wait()
-        assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
+    scales = first.optimizer.optimizer.core.scales
+    scales.wait()
+    assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
     before = base.everything(first)
     first.save_checkpoint(folder)
     base.assert_same_everything(base.everything(first), before)
@@ -70,8 +69,8 @@ def resume(folder: str, stage: int, fp8: dict[str, Any], **overrides: Any) -> No
     training.destroy(second)
 
 
-RESUMED = [(1, "fp32", {}), (2, "e4m19", DELAYED), (3, "e4m11", {})]
-RESUMED_TOO = [(1, "e4m11", DELAYED), (3, "fp32", DELAYED), (1, "e4m19", {}), (2, "e4m11", {}), (3, "e4m19", {})]
+RESUMED = [(1, "e4m19", {}), (2, "e4m19", DELAYED), (3, "e4m11", {})]
+RESUMED_TOO = [(1, "e4m11", DELAYED), (3, "e4m11", DELAYED), (2, "e4m11", {}), (3, "e4m19", {})]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_a_resumed_run_repeats_every_byte_rounding_included(
 
 
 @pytest.mark.parametrize(
-    ("stage", "master"), [(2, "e4m19"), (3, "e4m11"), pytest.param(1, "fp32", marks=pytest.mark.slow)]
+    ("stage", "master"), [(2, "e4m19"), (3, "e4m11"), pytest.param(1, "e4m11", marks=pytest.mark.slow)]
 )
 def test_a_run_resumed_amid_a_cycle_of_its_betas_repeats_every_byte(
     ranks: Any, tmp_path: Path, stage: int, master: str
@@ -108,7 +107,7 @@ def resume_after_the_first(folder: str, stage: int, master: str) -> None:
     training.destroy(second)
 
 
-@pytest.mark.parametrize(("stage", "master"), [(3, "e4m19"), pytest.param(2, "fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "master"), [(3, "e4m19"), pytest.param(2, "e4m11", marks=pytest.mark.slow)])
 def test_a_run_resumed_before_the_second_of_its_betas_repeats_every_byte(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
@@ -130,7 +129,7 @@ def resume_with_persistent(folder: str, master: str) -> None:
     training.destroy(second)
 
 
-@pytest.mark.parametrize("master", ["e4m11", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("master", ["e4m11", pytest.param("e4m19", marks=pytest.mark.slow)])
 def test_what_stays_gathered_is_of_the_checkpoint_from_the_first_forward_on(
     ranks: Any, tmp_path: Path, master: str
 ) -> None:
@@ -140,23 +139,18 @@ def test_what_stays_gathered_is_of_the_checkpoint_from_the_first_forward_on(
 def find_nothing(folder: str, stage: int, master: str) -> None:
     engine = build(stage, base.states(master))
     training.train(engine, 2)
-    name = "blocks.0.up.weight"
-    if master == "fp32":
-        with torch.no_grad():
-            dict(engine.module.named_parameters())[name].mul_(2.0)  # holds until the next step
-    else:
-        widen_the_scale(engine, name)
-        training.train(engine, 1, first_step=2)
-        scales = engine.optimizer.optimizer.core.scales
-        scales.wait()
-        assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
+    widen_the_scale(engine, "blocks.0.up.weight")
+    training.train(engine, 1, first_step=2)
+    scales = engine.optimizer.optimizer.core.scales
+    scales.wait()
+    assert not torch.equal(scales.scale_inv, pow2_scale_inv(scales.amax))
     before = base.everything(engine)
     assert engine.load_checkpoint(folder) == (None, None)  # as stock
     base.assert_same_everything(base.everything(engine), before)
     training.destroy(engine)
 
 
-@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (2, "fp32"), (3, "e4m11")])
+@pytest.mark.parametrize(("stage", "master"), [(1, "e4m19"), (3, "e4m11")])
 def test_a_load_that_finds_nothing_changes_no_byte(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     ranks(2).run(find_nothing, str(tmp_path), stage, master)
 
@@ -177,9 +171,7 @@ def before_the_first_step(folder: str, stage: int, master: str) -> None:
     training.destroy(second)
 
 
-@pytest.mark.parametrize(
-    ("stage", "master"), [pytest.param(2, "e4m11", marks=pytest.mark.slow), (2, "fp32"), (3, "e4m19")]
-)
+@pytest.mark.parametrize(("stage", "master"), [(2, "e4m11"), (3, "e4m19")])
 def test_a_run_saved_before_its_first_step_resumes(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     ranks(2).run(before_the_first_step, str(tmp_path), stage, master)
 
@@ -262,7 +254,7 @@ def write(folder: str, stage: int, fp8: dict[str, Any] | None, exports: bool = F
 
 @pytest.mark.parametrize(
     ("stage", "master"),
-    [(2, "e4m19"), (3, "e4m11"), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, "e4m11"), (3, "fp32")))],
+    [(2, "e4m19"), (3, "e4m11"), pytest.param(1, "e4m11", marks=pytest.mark.slow)],
 )
 def test_files_hold_dense_fp32_under_the_names_of_stock(ranks: Any, tmp_path: Path, stage: int, master: str) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -278,8 +270,8 @@ def test_files_hold_dense_fp32_under_the_names_of_stock(ranks: Any, tmp_path: Pa
     dense.assert_same({name: torch.as_tensor(value) for name, value in merged.items()}, ours["masters"])
     exported = torch.load(tmp_path / "ours/pytorch_model.bin", weights_only=True)
     expected = {name: value.bfloat16() for name, value in ours["masters"].items()}
-    if master != "fp32":  # what is not FP8 leaves as its compute weight, which rounds ties away from zero
-        expected |= {n: encode(ours["masters"][n], BF16_8)[0] for n in expected if n not in ours["fp8"]}
+    # What is not FP8 leaves as its compute weight, which rounds ties away from zero.
+    expected |= {n: encode(ours["masters"][n], BF16_8)[0] for n in expected if n not in ours["fp8"]}
     dense.assert_same(exported, expected)
 
 
@@ -330,8 +322,8 @@ def exchange(folder: str, stage: int, source: dict[str, Any] | None, target: dic
     [
         (1, "e4m11", "stock"),
         (2, "e4m19", "fp32"),
-        (3, "fp32", "stock"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((3, "e4m11", "fp32"), (2, "fp32", "stock"))),
+        (3, "e4m19", "stock"),
+        pytest.param(3, "e4m11", "fp32", marks=pytest.mark.slow),
     ],
 )
 def test_runs_switch_to_fp8_states_and_back_in_the_middle(
@@ -343,8 +335,8 @@ def test_runs_switch_to_fp8_states_and_back_in_the_middle(
 
 
 MODULE_ONLY, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
-PARTIAL = [(1, "e4m19", NO_STATES), (2, "e4m11", MODULE_ONLY), (3, "e4m11", MODULE_ONLY), (3, "fp32", NO_STATES)]
-PARTIAL_TOO = [(1, "e4m19", MODULE_ONLY), (2, "e4m11", NO_STATES), (3, "e4m11", NO_STATES), (3, "fp32", MODULE_ONLY)]
+PARTIAL = [(1, "e4m19", NO_STATES), (2, "e4m11", MODULE_ONLY), (3, "e4m11", MODULE_ONLY), (3, "e4m19", NO_STATES)]
+PARTIAL_TOO = [(1, "e4m19", MODULE_ONLY), (2, "e4m11", NO_STATES), (3, "e4m11", NO_STATES), (3, "e4m19", MODULE_ONLY)]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +420,7 @@ def read_aligned(folder: str, stage: int, master: str) -> Any:
     return loaded, end
 
 
-@pytest.mark.parametrize("master", ["e4m11", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("master", ["e4m11", pytest.param("e4m19", marks=pytest.mark.slow)])
 def test_a_universal_checkpoint_gives_the_same_bytes_on_any_ranks_and_stage(
     ranks: Any, tmp_path: Path, master: str
 ) -> None:

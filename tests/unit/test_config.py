@@ -91,7 +91,6 @@ def test_a_sink_is_a_string_or_a_list_of_them() -> None:
     [
         ({}, "fp32"),
         ({"states": "fp8"}, "e4m19"),
-        ({"states": "fp8", "master": "fp32"}, "fp32"),
         ({"master": None}, "fp32"),
     ],
 )
@@ -165,6 +164,14 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "zero": {"keep_bf16_shard": False}},
         "fp8.zero.keep_bf16_shard:",
         ["got false", "Remove the key", "GatheredParameters"],
+    ),
+    "fp32 masters beside FP8 states": (
+        {"enabled": True, "optimizer": {"states": "fp8", "master": "fp32"}},
+        "fp8.optimizer.master:",
+        [
+            'expected "e4m19", "e4m11" or null, got "fp32"',
+            '"e4m19", the default of FP8 states, loads such a checkpoint',
+        ],
     ),
     "states that would become fp32": (
         {"enabled": True, "schedule": {"fp32_states_from_step": 100}},

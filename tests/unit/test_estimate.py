@@ -38,8 +38,6 @@ def setup(stage: int, num_ranks: int, master: Any = "e4m11", release: bool = Fal
         ("e4m11", False, 6.0625),
         ("e4m19", True, 5.0625),
         ("e4m19", False, 7.0625),
-        ("fp32", True, 7.0625),
-        ("fp32", False, 9.0625),
     ],
 )
 def test_an_fp8_weight_takes_the_promised_bytes_on_one_rank(
@@ -53,7 +51,7 @@ def test_other_parameters_have_masters_of_24_bits_beside_split_ones() -> None:
     found = estimate_states([Weight(1 << 10, False)], setup(2, 1))
     expected = Parts(weights=2048, master=1024, moments=2048, moment_scales=64, gradients=2048)
     assert found.other == expected and found.fp8 == Parts()
-    fp32 = estimate_states([Weight(1 << 10, False)], setup(2, 1, "fp32"))
+    fp32 = estimate_states([Weight(1 << 10, False)], Setup(2, 1))
     assert fp32.other.master == 4096
 
 
@@ -65,7 +63,7 @@ def test_stage_2_cuts_padded_groups_and_pads_buffers_to_16_bytes() -> None:
     assert second.fp8 == Parts(weights=16)
     assert second.other == Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=14)
     assert estimate_states(weights, setup(2, 2)) == first
-    fp32 = estimate_states(weights, setup(2, 2, "fp32"), 1)
+    fp32 = estimate_states(weights, Setup(2, 2), 1)
     assert fp32.other.master == 40  # its 7 elements and 3 of padding
 
 
@@ -79,8 +77,8 @@ def test_a_weight_that_a_partition_cuts_has_its_groups_on_both_ranks_and_its_gra
 
 
 def test_groups_are_flattened_apart() -> None:
-    together = estimate_states([Weight(9, True), Weight(9, False)], setup(2, 2, "fp32"), 1)
-    apart = estimate_states([Weight(9, True), Weight(9, False, group=1)], setup(2, 2, "fp32"), 1)
+    together = estimate_states([Weight(9, True), Weight(9, False)], Setup(2, 2), 1)
+    apart = estimate_states([Weight(9, True), Weight(9, False, group=1)], Setup(2, 2), 1)
     assert (together.fp8.master, together.other.master) == (0, 40)
     assert (apart.fp8.master, apart.other.master) == (12, 36)  # 3 elements of each, and twice 3 of padding
 

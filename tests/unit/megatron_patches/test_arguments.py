@@ -128,7 +128,7 @@ def test_only_plain_values_reach_megatrons_checkpoints() -> None:
         (["--fp8-attention-hadamard"], ConfigError, r"expected --fp8-attention-backend fa3_fp8"),
         ([*FP8, "--spec", "a", "b"], ConfigError, r"--spec: expected none .*, got a b"),
         (["--attention-backend", "local", "--fp8-attention-backend", "fa3"], ConfigError, r"got local"),
-        (["--fp8-master", "fp32"], ConfigError, r"--fp8-master"),
+        (["--fp8-master", "bf16_8"], ConfigError, r"--fp8-master"),
         (
             ["--reset-attention-mask", "--fp8-attention-backend", "fa3"],
             UnsupportedError,

@@ -28,7 +28,6 @@ def test_master_follows_from_how_weights_are_stored() -> None:
     assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7)
     gathers.fp8_drop_transposes = True
     assert optimizer.from_arguments(gathers) == OptimizerStates("e4m19", 7, drop_transposes=True)
-    assert optimizer.from_arguments(arguments(fp8_master="fp32")) == OptimizerStates("fp32", 7)
     for name in ("use_cpu_initialization", "log_params_norm"):
         assert optimizer.from_arguments(arguments(**{name: True})) == OptimizerStates("bf16_8", 7)
 
@@ -36,9 +35,10 @@ def test_master_follows_from_how_weights_are_stored() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"fp8_optimizer_states": False, "fp8_master": "fp32"}, ConfigError, "--fp8-master: expected it beside"),
-        ({"fp8_master": "e4m19"}, ConfigError, "--fp8-master: expected bf16_8 or fp32 without --fp8-param-gather, got"),
-        ({"fp8_master": "fp32", "fp8_param_gather": True}, ConfigError, "expected e4m19 or e4m11 with"),
+        ({"fp8_optimizer_states": False, "fp8_master": "bf16_8"}, ConfigError, "--fp8-master: expected it beside"),
+        ({"fp8_master": "e4m19"}, ConfigError, "--fp8-master: expected bf16_8 without --fp8-param-gather, got e4m19"),
+        ({"fp8_master": "fp32"}, ConfigError, "expected one of bf16_8, e4m19, e4m11, got 'fp32'.*bf16_8 loads its"),
+        ({"fp8_master": "bf16_8", "fp8_param_gather": True}, ConfigError, "expected e4m19 or e4m11 with"),
         ({"fp8_param_gather": True, "fp8_recipe": "delayed"}, UnsupportedError, "--fp8-recipe: .* got delayed"),
         ({"fp8_param_gather": True, "fp8_recipe": "blockwise"}, UnsupportedError, "--fp8-recipe: .* got blockwise"),
         (
@@ -83,7 +83,7 @@ def test_flags_that_cannot_take_effect_are_refused(values: dict[str, Any], error
 
 
 def test_an_unknown_master_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--fp8-master: expected one of fp32, e4m19, e4m11, bf16_8, got 'e4m3'"):
+    with pytest.raises(ConfigError, match="--fp8-master: expected one of bf16_8, e4m19, e4m11, got 'e4m3'"):
         OptimizerStates("e4m3")
 
 
@@ -124,7 +124,7 @@ def test_what_is_supported_is_not_refused() -> None:
         ({"main_params_dtype": torch.float16}, {}, "bf16_8", "--main-params-dtype: expected it left out"),
         ({}, {"fsdp": True}, "bf16_8", "--use-megatron-fsdp: expected off"),
         ({}, {"dtype": torch.float16}, "bf16_8", "parameters: expected bf16 or float32, got torch.float16"),
-        ({}, {}, "e4m19", "--fp8-master: expected bf16_8 or fp32 where no weight is stored in FP8, got e4m19"),
+        ({}, {}, "e4m19", "--fp8-master: expected bf16_8 where no weight is stored in FP8, got e4m19"),
     ],
 )
 def test_megatron_features_are_refused_by_name(

@@ -25,7 +25,7 @@ def test_addresses_are_forgotten_when_states_leave_and_when_they_come_back(kind:
     shard = AdamShard("weight", 200, 0, 0, 0, 0, E4M11, torch.zeros(200, dtype=torch.uint8))
     allocate_lo(shard, device)
     core = AdamCore([Flat(0, 200, [Piece(0, shard)])], [0], PredictedScales(1, device), device, True, 0)
-    zero: Any = SimpleNamespace(optimizer=SimpleNamespace(core=core), offloaded_states=set(), _fp8_is_split=True)
+    zero: Any = SimpleNamespace(optimizer=SimpleNamespace(core=core), offloaded_states=set())
 
     def step() -> None:
         core.run([torch.ones(200)], core.begin(GROUPS))
