@@ -114,19 +114,13 @@ class OptimizerConfig(_Block):
     states: Literal["fp32", "fp8"] = "fp32"
     master: Literal["e4m19", "e4m11"] | None = None
     release: bool = False
-    release_clipping: Literal["exact", "per_tensor", "delayed_norm"] = "exact"
+    release_clipping: Literal["exact", "delayed_norm"] = "exact"
     outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
     def releases(self, gradient_clipping: float) -> bool:
         """Whether weights are updated during the backward: exact clipping must hold the reduced shards instead."""
         return self.release and not (gradient_clipping > 0 and self.release_clipping == "exact")
-
-    def clipping(self, gradient_clipping: float) -> Literal["none", "per_tensor", "delayed_norm"]:
-        """How released gradients are clipped."""
-        if gradient_clipping <= 0 or self.release_clipping == "exact":
-            return "none"
-        return self.release_clipping
 
     @property
     def master_format(self) -> str:

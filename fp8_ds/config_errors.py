@@ -57,6 +57,9 @@ REMOVED = {
         'Remove the key: "e4m19", the default of FP8 states, loads such a checkpoint and ends with the same loss; with '
         '"states": "fp32" masters are fp32'
     ),
+    "fp8.optimizer.release_clipping=per_tensor": (
+        'Write "delayed_norm", which clips while gradients are released, by the global norm of the step before'
+    ),
     "fp8.schedule.fp32_states_from_step": (
         'Remove the key. Save a checkpoint at that step, and resume from it with "optimizer": {"states": "fp32"}, '
         "which takes over masters and moments exactly"

@@ -35,7 +35,7 @@ from fp8_ds.zero.states12 import Fp8StatesStage12
 _HOLDS = (
     "fp8: gradient release saves nothing in this run: with gradient_clipping {} (without the key DeepSpeed takes 1.0, "
     'before 0.19.3 it took 0) and fp8.optimizer.release_clipping "exact" reduced gradients are held until the step. '
-    '"per_tensor" and "delayed_norm" hold none (docs/memory.md).'
+    '"delayed_norm" holds none (docs/memory.md).'
 )
 """The default: deepspeedai/DeepSpeed v0.19.2 and v0.19.3, deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT."""
 

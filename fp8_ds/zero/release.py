@@ -2,25 +2,21 @@
 
 The global gradient norm is known only when the last gradient is, so exact clipping needs all reduced gradients at
 once: `release_clipping: "exact"` with clipping holds the reduced shards until `step` (2 bytes per parameter and rank
-share) and this module has nothing to do. Its approximations:
-
-- per_tensor: AdaGC. Every tensor is clipped to 1.05 times the moving average of its own norm; in the first 100 steps
-  to `gradient_clipping`, while the average is the smallest norm seen. Norms of 0 do not count: they would clip to 0 for
-  good what starts late (the first matrix of a LoRA pair).
-- delayed_norm: the factor follows from the global norm of the step before; a first step is not clipped.
+share) and this module has nothing to do. "delayed_norm" clips by the global norm of the step before; a first step is
+not clipped.
 
 A bucket with an infinite or NaN gradient is skipped, alone: buckets before it have been updated already. With model
 parallelism that would be on some ranks only, for each has its own part of the gradients, and parameters that all of
 them hold would differ from then on: it is refused.
 
-Source: release, LOMO (arXiv 2306.09782); AdaGC, arXiv 2502.11034, section 3 (lambda 1.05, beta 0.98, 100 steps).
+Source: LOMO (arXiv 2306.09782).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +34,6 @@ NO_GRADIENT = (
     "expected release false to read or write gradients after the backward, got true: they are freed once used. "
     'Set "fp8": {"optimizer": {"release": false}}, or look at them in a hook of the parameter.'
 )
-
-Clipping = Literal["none", "per_tensor", "delayed_norm"]
-
-_ADAGC_FACTOR = 1.05
-_ADAGC_DECAY = 0.98
-_ADAGC_WARMUP_STEPS = 100
 
 
 def refuse_model_parallel(group: Any) -> None:
@@ -70,28 +60,25 @@ class ReleaseUpdater:
 
     Args:
         core: the shards.
-        names: of all optimized parameters, the same list on all ranks.
+        num_parameters: that are optimized, the same on all ranks.
         scale_indices: entry in the scale vectors by name, of FP8 weights with split masters.
         group: the ZeRO group.
-        clipping: how gradients are clipped; "none" where `max_norm` is 0.
-        max_norm: DeepSpeed's gradient_clipping.
+        max_norm: DeepSpeed's gradient_clipping, of the norm of the step before; 0: none.
     """
 
     def __init__(
         self,
         core: AdamCore,
-        names: Sequence[str],
+        num_parameters: int,
         scale_indices: dict[str, int],
         group: Any,
-        clipping: Clipping,
         max_norm: float,
     ) -> None:
         self.core = core
         self.group = group
-        self.clipping = clipping
         self.max_norm = max_norm
         device = core.device
-        self._slot = {name: slot for slot, name in enumerate(names)}
+        self._num_parameters = num_parameters
         self._scale_indices = scale_indices
         self._shard_index = {shard.name: index for index, shard in enumerate(core.shards)}
         self.alike = SameNumbers(core, group)
@@ -101,9 +88,6 @@ class ReleaseUpdater:
         self._indices: Recent[tuple[str, ...], Tensor] = Recent()
         self.last_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Global norm of the last step without infinities and NaN."""
-        self.tensor_norms = torch.full((len(names),), float("inf"), dtype=torch.float32, device=device)
-        """AdaGC's gamma by tensor; infinite before its first step."""
-        self.num_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def expect(self, names: Sequence[str]) -> None:
         """Gradients of the parameters `names` are there, and will be in an `update`.
@@ -126,7 +110,7 @@ class ReleaseUpdater:
 
         Args:
             grads: this rank's reduced gradient shards by name, 1-D; a name may be missing where it holds no shard.
-                They may be changed, and freed once the current stream is done with them.
+                They may be freed once the current stream is done with them.
         """
         if self._inputs is None:
             self._inputs = self.core.begin(param_groups)
@@ -135,7 +119,7 @@ class ReleaseUpdater:
         total = squares.sum()
         self._square_sum += total
         skip = (~torch.isfinite(total)).int()
-        factor = self._clip(names, held, grads, squares.sqrt(), skip, loss_scale)
+        factor = clip_factor(self.last_norm, self.max_norm, loss_scale)
         indices = self._scale_entries(names)
         scales = self.core.scales
         if indices.numel():
@@ -157,9 +141,8 @@ class ReleaseUpdater:
         norm = self._square_sum.sqrt()
         self.last_norm.copy_(torch.where(torch.isfinite(norm), norm, self.last_norm))
         self._square_sum.zero_()  # in place, both: a CUDA graph of an update reads and writes them where they are
-        self.num_steps += 1
         if self._inputs is not None and self.core.sums.any_moved:  # what was skipped or has no gradient counts, too
-            self.core.sums.keep(~torch.isfinite(norm) if len(self._expected) == len(self._slot) else None)
+            self.core.sums.keep(~torch.isfinite(norm) if len(self._expected) == self._num_parameters else None)
         self._expected.clear()
         self._inputs = None
         self._indices.next_step()
@@ -191,38 +174,6 @@ class ReleaseUpdater:
             squares = self.alike.sum(squares, param_groups)
         return squares
 
-    def _clip(
-        self,
-        names: list[str],
-        held: list[str],
-        grads: dict[str, Tensor],
-        norms: Tensor,
-        skip: Tensor,
-        loss_scale: float,
-    ) -> Tensor:
-        """The factor for all gradients; per_tensor multiplies the gradients themselves and returns the rest."""
-        if self.clipping == "delayed_norm":
-            return clip_factor(self.last_norm, self.max_norm, loss_scale)
-        unscale = torch.full_like(self.last_norm, 1.0 / loss_scale)
-        if self.clipping == "none":
-            return unscale
-        slots = self._entries(("slots", *names), [self._slot[name] for name in names])
-        average = self.tensor_norms[slots]
-        norms = norms / loss_scale
-        warm_up = (self.num_steps < _ADAGC_WARMUP_STEPS) | torch.isinf(average)
-        limit = torch.where(warm_up, torch.full_like(average, self.max_norm), _ADAGC_FACTOR * average)
-        factors = (limit / norms.clamp(min=1e-12)).clamp(max=1.0)
-        clipped = factors * norms
-        moved = torch.where(
-            warm_up, torch.minimum(average, clipped), _ADAGC_DECAY * average + (1 - _ADAGC_DECAY) * clipped
-        )
-        self.tensor_norms[slots] = torch.where((skip == 0) & (norms > 0), moved, average)
-        if not held:
-            return unscale
-        place = {name: position for position, name in enumerate(names)}
-        torch._foreach_mul_([grads[name] for name in held], [factors[place[name]] for name in held])
-        return unscale
-
     def _scale_entries(self, names: list[str]) -> Tensor:
         return self._entries(("scales", *names), [self._scale_indices[n] for n in names if n in self._scale_indices])
 
@@ -231,16 +182,9 @@ class ReleaseUpdater:
         return self._indices.get(key, lambda: torch.tensor(values, dtype=torch.long, device=self.core.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a bit-exact resume needs; builtin types and CPU tensors."""
-        return {
-            "last_norm": float(self.last_norm),
-            "num_steps": int(self.num_steps),
-            "tensor_norms": dict(zip(self._slot, self.tensor_norms.tolist(), strict=True)),
-        }
+        """What a bit-exact resume needs; builtin types."""
+        return {"last_norm": float(self.last_norm)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; tensors that it does not name start anew."""
+        """Continue where `state` was taken."""
         self.last_norm.fill_(state["last_norm"])
-        self.num_steps.fill_(state["num_steps"])
-        saved = [state["tensor_norms"].get(name, float("inf")) for name in self._slot]
-        self.tensor_norms.copy_(torch.tensor(saved, dtype=torch.float32))

@@ -30,11 +30,10 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
         copies = 3 if self.overlap_comm else 2  # one or two buckets, and what the reduction flattens
         bucket_bytes = settings.outstanding_update_bytes // copies
         self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
-        names = [self._fp8_names[id(p)] for group in self.bit16_groups for p in group]
+        num_parameters = sum(map(len, self.bit16_groups))
         scale_indices = {self._fp8_names[id(p)]: i for i, p in enumerate(self._fp8_flat_order(context))}
-        clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
-            self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
+            self.optimizer.core, num_parameters, scale_indices, self.dp_process_group, self.clip_grad
         )
         self._fp8_alike = self._fp8_release.alike
         self._fp8_ready: dict[str, Tensor] = {}

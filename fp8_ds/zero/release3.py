@@ -25,12 +25,10 @@ class Fp8ReleaseStage3(Fp8StatesStage3):
     def fp8_init(self: Any, context: Fp8Context) -> None:
         refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
-        settings = context.config.optimizer
-        names = [self.param_names[p] for group in self.fp16_groups for p in group]
+        num_parameters = sum(map(len, self.fp16_groups))
         scale_indices = {w.payload.name: w.index for w in self._fp8_shards.weights if w.is_trainable}
-        clipping = settings.clipping(self.clip_grad)
         context.release = self._fp8_release = ReleaseUpdater(
-            self.optimizer.core, names, scale_indices, self.dp_process_group, clipping, self.clip_grad
+            self.optimizer.core, num_parameters, scale_indices, self.dp_process_group, self.clip_grad
         )
         self._fp8_alike = self._fp8_release.alike
 

@@ -127,7 +127,7 @@ DAMAGES: list[tuple[Any, tuple[str, ...]]] = [
     *((set_entry(None, key), (f"fp8_ds lacks {key}",)) for key in ("scale_inv", "history", "plan", "config")),
     (set_entry(lambda _: [1, 2], "plan"), ("fp8_ds['plan']: expected rows of layers, got [1, 2]",)),
     (set_entry(lambda _: {"overrides": {"up": "fp4"}}, "precision"), ("['precision']['overrides']['up']", "got fp4")),
-    (set_entry(lambda _: {"last_norm": -1.0, "num_steps": 1, "tensor_norms": {}}, "release"), ("['last_norm']", "-1")),
+    (set_entry(lambda _: {"last_norm": -1.0}, "release"), ("['last_norm']", "-1")),
     (set_entry(lambda _: {0: float("nan")}, "bound_sums"), ("fp8_ds['bound_sums'][0]", "nan")),
     (set_entry(lambda x: {**x, "guard": {}}, "following"), ("fp8_ds['following']", "KeyError: 'named'")),
 ]  # fmt: skip

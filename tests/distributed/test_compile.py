@@ -25,7 +25,7 @@ RELEASE = {
     "optimizer": {
         "states": "fp8",
         "release": True,
-        "release_clipping": "per_tensor",
+        "release_clipping": "delayed_norm",
         "outstanding_update_bytes": 1 << 16,
     }
 }

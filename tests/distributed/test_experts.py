@@ -350,7 +350,7 @@ def test_checkpoints_go_to_stock_and_back(ranks: Any, tmp_path: Path, stage: int
 
 def released(stage: int) -> list[float]:
     """With updates during the backward and FP8 states."""
-    engine = build(stage, {"optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}})
+    engine = build(stage, {"optimizer": {"states": "fp8", "release": True, "release_clipping": "delayed_norm"}})
     losses = training.train(engine, 4)
     training.destroy(engine)
     return losses

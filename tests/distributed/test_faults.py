@@ -23,7 +23,7 @@ GROUP_TIMEOUT = 6.0
 MARGIN = 30.0
 MOMENTS = ("forward", "backward", "step", "save")
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}
-RELEASE = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "per_tensor"}}
+RELEASE = {"optimizer": {"states": "fp8", "master": "e4m11", "release": True, "release_clipping": "delayed_norm"}}
 
 
 @pytest.fixture(scope="module")

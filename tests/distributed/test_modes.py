@@ -151,7 +151,7 @@ def with_default_dtype(stage: int, fp8: dict[str, Any], dtype: torch.dtype) -> d
     return {"losses": losses, "state": state, "masters": masters}
 
 
-STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}}
+STATES = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "delayed_norm"}}
 
 
 @pytest.mark.parametrize(

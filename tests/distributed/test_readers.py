@@ -518,7 +518,7 @@ def replaced(stage: int, fp8: dict[str, Any], how: str) -> dict[str, Any]:
     return result
 
 
-RELEASE = {"optimizer": {**SPLIT["optimizer"], "release": True, "release_clipping": "per_tensor"}}
+RELEASE = {"optimizer": {**SPLIT["optimizer"], "release": True, "release_clipping": "delayed_norm"}}
 
 
 @pytest.mark.parametrize(

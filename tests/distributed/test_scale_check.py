@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 DELAYED = {"linear": {"recipe": "delayed"}}
 E4M11 = {"optimizer": {"states": "fp8", "master": "e4m11"}}
-RELEASED = {"optimizer": {**E4M11["optimizer"], "release": True, "release_clipping": "per_tensor"}}
+RELEASED = {"optimizer": {**E4M11["optimizer"], "release": True, "release_clipping": "delayed_norm"}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 
 

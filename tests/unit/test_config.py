@@ -56,7 +56,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     text = """{"enabled": false, "linear": {"recipe": "delayed", "grad_dtype": "e4m3", "backend": "reference",
                "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
                "zero": {"reduce_scatter": "fp8"},
-               "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "per_tensor",
+               "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "delayed_norm",
                              "outstanding_update_bytes": 1048576, "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
                                "cross_entropy_chunk_mem_const": 8},
@@ -172,6 +172,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
             'expected "e4m19", "e4m11" or null, got "fp32"',
             '"e4m19", the default of FP8 states, loads such a checkpoint',
         ],
+    ),
+    "a clipping that is gone": (
+        {"enabled": True, "optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}},
+        "fp8.optimizer.release_clipping:",
+        ['expected "exact" or "delayed_norm", got "per_tensor"', "by the global norm of the step before"],
     ),
     "states that would become fp32": (
         {"enabled": True, "schedule": {"fp32_states_from_step": 100}},

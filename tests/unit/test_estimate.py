@@ -135,8 +135,8 @@ def test_only_stage_1_without_overlap_holds_gradients_that_are_not_reduced() -> 
 def test_exact_clipping_holds_the_gradients_that_release_would_free() -> None:
     held = estimate_states(LLAMA_8B, setup(2, 8, release=True, gradient_clipping=1.0))
     assert held == estimate_states(LLAMA_8B, setup(2, 8))
-    per_tensor = setup(2, 8, release=True, gradient_clipping=1.0, optimizer={"release_clipping": "per_tensor"})
-    assert estimate_states(LLAMA_8B, per_tensor).parts.gradients == 0
+    delayed_norm = setup(2, 8, release=True, gradient_clipping=1.0, optimizer={"release_clipping": "delayed_norm"})
+    assert estimate_states(LLAMA_8B, delayed_norm).parts.gradients == 0
 
 
 def test_totals_before_and_after_a_step_differ_by_the_gradients_except_in_stage_3() -> None:

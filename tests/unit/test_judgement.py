@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 
 
 RELEASE_HELD = {"optimizer": {"states": "fp8", "release": True}}
-RELEASE = {"optimizer": {**RELEASE_HELD["optimizer"], "release_clipping": "per_tensor"}}
+RELEASE = {"optimizer": {**RELEASE_HELD["optimizer"], "release_clipping": "delayed_norm"}}
 
 
 def starts(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -211,7 +211,7 @@ def test_what_will_be_used_is_said(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("named", "clipping", "holds"),
-    [({}, "exact", True), ({"gradient_clipping": 0}, "exact", False), ({}, "per_tensor", False)],
+    [({}, "exact", True), ({"gradient_clipping": 0}, "exact", False), ({}, "delayed_norm", False)],
 )
 def test_release_is_said_to_be_in_the_backward_only_where_it_is(
     script: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], clipping: str, holds: bool
