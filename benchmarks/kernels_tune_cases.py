@@ -14,7 +14,6 @@ from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.decode_master import decode_master
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
-from fp8_ds.ops.observe import new_counts, observe_codes, observe_hp
 from fp8_ds.ops.quantize import (
     amax,
     quantize,
@@ -218,26 +217,6 @@ KERNELS = (
         lambda s: 4 <= s["BLOCK"] / s["NUM_WARPS"] / 32 <= 64,
     ),
     Kernel(
-        "observe codes",
-        "observe.triton",
-        {"CODES": (8192, 16384, 32768), "CODES_WARPS": (4, 8, 16), "SPAN": (4, 16)},
-        1,
-        _codes,
-        lambda x: _observed(observe_codes, x, torch.ones((), device=x.device), can_saturate=True),
-        (NARROW, WIDE),
-        lambda s: 32 <= s["CODES"] / s["CODES_WARPS"] / 32 <= 128,
-    ),
-    Kernel(
-        "observe numbers",
-        "observe.triton",
-        {"NUMBERS": (4096, 8192, 16384), "NUMBERS_WARPS": (4, 8, 16), "SPAN": (4, 16)},
-        2,
-        _matrix,
-        lambda x: _observed(observe_hp, x),
-        (NARROW, WIDE),
-        lambda s: 16 <= s["NUMBERS"] / s["NUMBERS_WARPS"] / 32 <= 64,
-    ),
-    Kernel(
         "rmsnorm",
         "rmsnorm.triton",
         {"_PER_THREAD": (16, 32, 64), "_AHEAD_WARPS": (8, 16, 32)},
@@ -350,12 +329,6 @@ KERNELS = (
         (NARROW, WEIGHT),
     ),
 )
-
-
-def _observed(observe: Callable[..., None], x: Tensor, *args: Tensor, **options: bool) -> Tensor:
-    counts = new_counts(device=x.device)
-    observe(x, *args, counts, **options)
-    return counts
 
 
 def _sum_of_squares(known: dict[int, SumOfSquares], xs: list[Tensor]) -> Tensor:

@@ -178,7 +178,7 @@ def _loss_name(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> str
     if not names and any(isinstance(row.get("layers"), Mapping) for _, row in rows):
         raise ConfigError(
             f"{path}: expected a loss, got reports of fp8.monitor, which hold none. Name the file that your training "
-            "writes its loss into; `fp8-ds heatmap` draws this one."
+            "writes its loss into; examples/deepspeed/heatmap.py draws this one."
         )
     if not names:
         raise ConfigError(

@@ -94,7 +94,7 @@ def checks() -> list[Check]:
         _package("accelerate", "Hugging Face Trainer and Accelerate"),
         _package("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
         _package("safetensors", "`convert` from and to safetensors"),
-        _package("matplotlib", "`parity`, and `heatmap` and the pictures of `compare`"),
+        _package("matplotlib", "`parity`, and the pictures of `compare`"),
         autoload_check(),
     ]
 

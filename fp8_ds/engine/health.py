@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.monitor.clamps import ClampGauge
 from fp8_ds.monitor.gauges import GatherTimer, Gauge, SkippedStep
 from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
@@ -102,7 +101,7 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
     table = StatisticsTable(tuple(found), engine.device, group)
     gauges: list[Gauge] = [_gather_timer(optimizer)]
     if context.config.optimizer.states == "fp8":
-        gauges += [ClampGauge(optimizer.optimizer.core, group), SkippedStep(lambda: optimizer.fp8_flag.last)]
+        gauges.append(SkippedStep(lambda: optimizer.fp8_flag.last))
     sizes = {row.fqn: row.numel for row in context.plan.layers}
 
     def facts() -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""What is measured beside the layers' statistics, in sampled steps only: here, gather time; clamps.py, clamped updates.
+"""What is measured beside the layers' statistics, in sampled steps only.
 
 A gauge hangs itself before a method of one object while it is attached, and is gone afterwards.
 """

@@ -51,7 +51,7 @@ class Report:
         ages: steps since the scale was last seen to change, by layer and kind; seen only in sampled steps. None: it
             has no scale in this one.
         numbers: by name: coverage, layers_in_bf16, skipped_steps, step_skipped (1 or 0), gathered_bytes,
-            gathered_fp8_bytes, gather_ms, clamp_rate. None: not known.
+            gathered_fp8_bytes, gather_ms. None: not known.
         changes: by the guard, since the report before.
     """
 

@@ -17,7 +17,6 @@ import torch
 import training
 
 from fp8_ds.curves import read_events
-from fp8_ds.monitor.plot import read_reports
 
 pytestmark = pytest.mark.distributed
 
@@ -70,7 +69,6 @@ def test_watching_changes_no_loss_and_all_ranks_see_the_same(
     for line in lines:
         assert line["skipped_steps"] == 0 and 0.5 < line["coverage"] < 1 and line["gathered_fp8_bytes"] > 0
         assert line["gather_ms"] > 0
-        assert ("clamp_rate" in line) == ("optimizer" in fp8)
         assert len(line["layers"]) == 6
         for name, kinds in line["layers"].items():
             width = 64 if name.endswith("up") else 192
@@ -224,7 +222,7 @@ def test_deepspeeds_csv_monitor_gets_a_file_for_each_number(ranks: Any, tmp_path
 def test_deepspeeds_monitor_and_json_lines_get_the_same_reports_in_one_run(ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "health.jsonl"
     names = ranks(2).run(events, str(tmp_path), ["deepspeed", str(path)])[0]
-    (report,) = read_reports(path)
+    (report,) = [json.loads(line) for line in path.read_text().splitlines()]
     amax = report["layers"]["blocks.0.up"]["input"]["amax"]
     assert "fp8_coverage.csv" in names
     rows = (tmp_path / "run" / "fp8_blocks.0.up_input_amax.csv").read_text().splitlines()

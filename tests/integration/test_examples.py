@@ -1,5 +1,6 @@
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 from fp8_ds.curves import read_curve
 from fp8_ds.launcher import free_port
+from fp8_ds.monitor.sinks import JsonLines, Report
+from fp8_ds.monitor.statistics import TensorStatistics
 from fp8_ds.testing import HANG
 
 Launch = Callable[..., str]
@@ -240,3 +243,45 @@ def check_accelerate(output: str, out: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, re.MULTILINE)]
     assert len(losses) >= 2 and losses[-1] < losses[0] - 0.3
     assert (out / "model/model.safetensors").exists()
+
+
+def reports(path: Path) -> Path:
+    """A file of the monitor's: layer a all along, with an infinity in step 10; b in bf16 in step 20, which repeats."""
+    good, bad = TensorStatistics(2.0, 224.0, 0.0, 0.25, 8), TensorStatistics(math.inf, math.nan, math.nan, math.nan, 8)
+    for step, layers in (
+        (10, {"a": {"input": good, "grad_output": bad}, "b": {"input": good}}),
+        (20, {"a": {"input": bad}}),
+        (20, {"a": {"grad_output": good}}),
+    ):
+        ages = {(name, kind): 0 for name, kinds in layers.items() for kind in kinds}
+        JsonLines(path)(Report(step, step, layers, ages))  # type: ignore[arg-type]
+    return path
+
+
+@pytest.mark.parametrize("statistic", ["underflow", "saturation", "amax", "scale", "scale_age"])
+def test_a_heat_map_of_each_statistic_shows_what_was_not_finite(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statistic: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    heatmap = importlib.import_module("heatmap")
+    path, out = reports(tmp_path / "health.jsonl"), tmp_path / "health.png"
+    monkeypatch.setattr(sys, "argv", ["heatmap.py", str(path), str(out), "--statistic", statistic])
+    heatmap.main()
+    assert out.read_bytes()[:4] == b"\x89PNG" and out.stat().st_size > 5000
+    figure = heatmap.draw(heatmap.read_reports(path), statistic)
+    red = {axis.get_title().split(":")[0]: axis.images[1].get_array().filled(0.0).tolist() for axis in figure.axes[:3]}
+    assert red == {"input": [[0, 0]] * 2, "weight": [[0, 0]] * 2, "grad_output": [[1, 0], [0, 0]]}
+    known = [[not bad for bad in row] for row in figure.axes[0].images[0].get_array().mask.tolist()]
+    assert known == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("content", ['{"loss": 3}\n', '{"step": 1, "lay', "", '{"step": 1, "layers": {}}\n'])
+def test_a_heat_map_of_a_file_without_reports_is_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(root / "examples/deepspeed"))
+    (tmp_path / "loss.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match=r"loss\.jsonl:?\d?: expected"):
+        importlib.import_module("heatmap").read_reports(tmp_path / "loss.jsonl")

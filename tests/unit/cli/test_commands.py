@@ -65,7 +65,6 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--micro-batch", "--minutes", "--out", "--pretrained", "--seeds", "--seq", "--set", "--steps"),
             "--tokenizer",
         ],
-        "heatmap": ["--json", "--statistic"],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
     assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
@@ -420,28 +419,6 @@ def test_estimate_says_what_fits_while_layers_are_in_bf16(tmp_path: Path) -> Non
     assert run(*common, "--memory", 1.001 * after / 2**30)[0] == 0
     page = CliRunner().invoke(app, [str(word) for word in (*common, "--memory", 1)]).stdout
     assert "layers in bf16" in page and f"{after / 2**20:.2f} MiB: fits into 1 GiB." in page
-
-
-# --- heatmap ---
-
-
-def test_heatmap_draws_the_reports_of_a_file_and_says_what_they_are_of(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path, out = tmp_path / "health.jsonl", tmp_path / "health.png"
-    lines = [{"step": step, "layers": {name: {"input": {"amax": 1.0}} for name in "ab"}} for step in (10, 20, 20)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, found = run("heatmap", path, out, "--statistic", "amax")
-    assert (code, found) == (0, {"file": str(out), "statistic": "amax", "num_layers": 2, "steps": [10, 20]})
-    assert out.read_bytes()[:4] == b"\x89PNG"
-    shown = CliRunner().invoke(app, ["heatmap", str(path), str(out)]).stdout
-    assert shown == f"{out}: underflow of 2 layers, 2 samples, steps 10 to 20\n"
-
-
-def test_heatmap_takes_the_statistics_that_can_be_drawn() -> None:
-    from fp8_ds.cli.heatmap import Statistic
-    from fp8_ds.monitor.plot import STATISTICS
-
-    assert tuple(one.value for one in Statistic) == STATISTICS
 
 
 # --- doctor ---

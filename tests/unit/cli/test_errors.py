@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from fp8_ds import diagnosis
 from fp8_ds.cli.app import app
-from fp8_ds.monitor.plot import main as plot
 
 DS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -57,19 +56,11 @@ FILES: dict[str, str | bytes] = {
     "trainer_state.json": '{"log_history": 3}',
     "short.txt": "a few words " * 10,
     "fp8_ds_autoload.pth": b"\xff\xfe\x00",
-    "cut.jsonl": '{"step": 1, "lay',
-    "step.jsonl": '{"step": 1}\n',
-    "kinds.jsonl": '{"step": 1, "layers": {"a": 3}}\n',
-    "word.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": "x"}}}}\n',
-    "bf16.jsonl": '{"step": 1, "layers": {}}\n',
     "half.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo',
-    "endless.jsonl": '{"step": 1e400, "layers": {"a": {}}}\n',
-    "blank.jsonl": '\n{"step": 1, "layers": {"a": {"input": {"amax": 1.0}}}}\n\n',
     "deep.json": "[" * 100_000,
     "deep.jsonl": "[" * 100_000,
     "digits.jsonl": '{"text": ' + "1" * 10_000 + "}",
     "large.csv": "step,loss\n1,1e308\n2,1e308\n",
-    "health.jsonl": '{"step": 1, "layers": {"a": {"input": {"amax": 1.0, "underflow": 0.0}}}}\n',
 }
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
@@ -156,9 +147,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("plan", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024, the positions that"),
         (("estimate", "gpt2", "--config", "ds.json", "--seq", 1025), 2, "--seq: expected at most 1024"),
         (("parity", "gpt2", "--config", "ds.json", "--data", "short.txt", "--seq", 1025), 2, "--seq: expected at most"),
-        (("heatmap", "gone.jsonl", "o.png"), 3, "REPORTS: expected a file or folder to work with, got 'No such file"),
-        (("heatmap", "cut.jsonl", "o.png"), 2, "may have left half a line"),
-        (("heatmap", "deep.jsonl", "o.png"), 2, "deep.jsonl:1: expected a report"),
         (("plan", "deep.json", "--config", "ds.json"), 2, "model: expected JSON in deep.json, got Brackets nested"),
         (("plan", "gpt2", "--config", "deep.json"), 2, "got Brackets nested too deeply: line 1"),
         (("parity", "gpt2", "--config", "ds.json", "--data", "deep.jsonl"), 2, "--data: expected UTF-8 text, or JSON"),
@@ -168,10 +156,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             2,
             '--arms: expected an "fp8" block as JSON in deep.json',
         ),
-        (("heatmap", "bf16.jsonl", "o.png"), 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
-        (("heatmap", "health.jsonl", "o.pdf"), 2, "out: expected a file that ends in .png, got o.pdf"),
-        (("heatmap", "health.jsonl", "gone/o.png"), 3, "OUT: expected a file or folder to work with"),
-        (("heatmap", "health.jsonl", "o.png", "--statistic", "mean"), 2, "--statistic"),
         (("doctor", "--no-such-option"), 2, "--no-such-option"),
         (("--json", "doctor"), 2, "--json: expected it behind the command"),
         ((), 2, "Missing command"),
@@ -269,44 +253,6 @@ def test_help_is_help_with_json_too() -> None:
 def test_an_autoload_file_of_somebody_else_is_outdated(folder: Path) -> None:
     result = CliRunner().invoke(app, ["autoload", "status", "--site-dir", str(folder), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["autoload"] == "outdated"
-
-
-@pytest.mark.parametrize(
-    ("file", "code", "words"),
-    [
-        ("gone.jsonl", 3, "gone.jsonl"),
-        ("binary.csv", 2, "expected a report"),
-        ("cut.jsonl", 2, "may have left half a line"),
-        ("step.jsonl", 2, "expected a report"),
-        ("kinds.jsonl", 2, "kinds.jsonl:1: expected a report"),
-        ("word.jsonl", 2, "word.jsonl:1: expected a report"),
-        ("endless.jsonl", 2, "endless.jsonl:1: expected a report"),
-        ("bf16.jsonl", 2, "bf16.jsonl: expected FP8 layers in its reports, got none"),
-    ],
-)
-def test_the_plot_of_a_file_without_reports_says_so(
-    capsys: pytest.CaptureFixture[str], file: str, code: int, words: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        plot([file, "out.png"])
-    assert caught.value.code == code and words in capsys.readouterr().err
-
-
-def test_the_plot_passes_over_blank_lines(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot(["blank.jsonl", "out.png"])
-    assert (folder / "out.png").is_file()
-
-
-@pytest.mark.parametrize("out", ["out.foo", "out.pdf", "out"])
-def test_the_plot_writes_a_png_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit) as caught:
-        plot(["health.jsonl", out])
-    assert caught.value.code == 2 and "out: expected a file that ends in .png" in capsys.readouterr().err
-    assert not list(folder.glob("out*"))
-    plot(["health.jsonl", "out.png"])
-    assert (folder / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

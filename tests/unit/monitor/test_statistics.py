@@ -55,6 +55,42 @@ def test_zeros_of_a_cast_that_no_gemm_read_count_for_nothing() -> None:
     assert from_counts(counts).num == 8
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("scales", [(), (1, 1), (130, 1), (130, 3), (2, 3)], ids=str)
+def test_codes_are_counted_under_the_scale_of_their_row_or_block(scales: tuple[int, ...], fmt: Float8Format) -> None:
+    codes = (torch.arange(130 * 300) * 89 % 256).to(torch.uint8).view(130, 300)
+    codes[(codes & 0x7F) >= (0x7C if fmt is E5M2 else 0x7F)] = 3  # no NaN and no infinity
+    x_fp8 = codes.view(fmt.torch_dtype)
+    scale_inv = torch.exp2(torch.arange(max(1, math.prod(scales))).float() % 7 - 3).view(scales)
+    each = scale_inv.expand(130, 1) if scale_inv.numel() == 1 else scale_inv
+    each = each.repeat_interleave(1 if len(each) == 130 else 128, 0)[:130]
+    each = each.repeat_interleave(128 if each.shape[1] > 1 else 300, 1)[:, :300]
+    counts = new_counts(device="cpu")
+    observe_codes(x_fp8, scale_inv, counts, can_saturate=True)
+    size = x_fp8.float().abs()
+    expected = [(size * each).max(), scale_inv.max(), size.numel(), (size == fmt.max).sum()]
+    assert counts[:5].tolist() == [*map(float, expected), float((size < fmt.smallest_normal).sum())]
+
+
+def test_a_bound_is_not_rounded_to_the_tensors_dtype() -> None:
+    """1 + 2**-9 is no bf16 number: 1 is below it, though as bf16 it would be 1 as well; 1 + 2**-7 is above."""
+    x = torch.tensor([[1.0, 1.0078125] * 8]).bfloat16()
+    for bound, beyond in ((1 + 2.0**-9, 0.5), (1 - 2.0**-9, 1.0)):  # as bf16 the second is 1, too
+        counts = new_counts(device="cpu")
+        observe_hp(x, counts, torch.tensor(bound / 448), 448.0)
+        observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=True)
+        assert from_counts(counts).saturation == beyond
+
+
+def test_a_nan_stays_known_after_tensors_without_one() -> None:
+    counts = new_counts(device="cpu")
+    for value in (math.nan, 1.0):
+        x = torch.tensor([[value, 2.0]])
+        observe_hp(x, counts)
+        observe_codes(x.to(torch.float8_e4m3fn), torch.ones(()), counts, can_saturate=False)
+    assert math.isnan(from_counts(counts).amax)
+
+
 def test_nan_counts_as_saturated() -> None:
     found = count(torch.tensor([[float("nan"), 1.0]]), 1.0, E4M3)
     assert found.saturation == 0.5
