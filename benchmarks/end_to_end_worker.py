@@ -25,9 +25,9 @@ from end_to_end_arms import LR, Arm, Model
 from end_to_end_profile import profile_steps
 from end_to_end_trainers import EngineTrainer, PlainTrainer, Trainer
 from torch import Tensor
+from training_text import Windows
 
 from fp8_ds.attention import describe_backend
-from fp8_ds.parity.text import Windows
 
 BLOCK = 10
 """Steps between two looks at the clock and the losses; the device is idle at both ends of a block."""

@@ -2,7 +2,7 @@
 
     python benchmarks/tiny_parity.py --out DIR      # 15 minutes
 
-At 124 M (gpt_parity.py) two runs part by some tenths of a percent whatever differs between them, so few seeds say
+At 124 M two runs part by some tenths of a percent whatever differs between them, so few seeds say
 little. Here runs stay together, and a bias of a tenth of a percent shows. Weights and masters are float32 in all arms:
 only the moments differ. "nearest": ours with moments rounded to nearest, the control.
 

@@ -1,4 +1,5 @@
-"""Real text that a machine has, as tokens: sources and documents of the Python installation, held out by package.
+"""Real text that a machine has, as tokens: sources and documents of the Python installation, held out by package; and
+windows of it in the order of a seed.
 
 Nothing is downloaded. The tokens are a byte-pair encoding trained on the spot (package `tokenizers`), or bytes. The
 same installation gives the same tokens; `digest` says whether two machines had the same.
@@ -131,14 +132,6 @@ def choose_held_out(documents: Iterable[tuple[str, str, bytes]]) -> tuple[str, .
     return tuple(sorted(chosen))
 
 
-def link(source: Path, cache: Path) -> None:
-    """`cache` has the text of `source` from here on."""
-    cache.mkdir(parents=True, exist_ok=True)
-    for name in ("train.npy", "held_out.npy", "text.json"):
-        if not (cache / name).exists():
-            (cache / name).symlink_to((source / name).resolve())  # a link is read from where it is
-
-
 def prepare(
     cache: Path, vocabulary: str, vocab_size: int, needed_tokens: int, max_bytes: int | None = None
 ) -> tuple[Text, Path]:
@@ -234,3 +227,30 @@ def _bpe(train: list[bytes], held_out: list[bytes], vocab_size: int) -> tuple[np
                 yield np.array([*encoding.ids, 0], dtype=np.uint16)
 
     return np.concatenate(list(encoded(train))), np.concatenate(list(encoded(held_out)))
+
+
+class Windows:
+    """Non-overlapping windows of a token stream on one device, in an order that only the seed decides.
+
+    Args:
+        path: of a one-dimensional array of unsigned integers.
+        seq_len: predicted tokens per window.
+    """
+
+    def __init__(self, path: Path, seq_len: int, device: torch.device) -> None:
+        tokens = torch.from_numpy(np.load(path).astype(np.int32)).to(device)
+        self.num_windows = (tokens.numel() - 1) // seq_len
+        self.tokens = tokens
+        self.offsets = torch.arange(seq_len + 1, device=device)
+        self.seq_len = seq_len
+
+    def order(self, count: int, seed: int) -> torch.Tensor:
+        """The first `count` windows of an endless sequence of epochs, each a permutation."""
+        epochs = -(-count // self.num_windows)
+        generators = [torch.Generator().manual_seed(7919 * seed + epoch) for epoch in range(epochs)]
+        return torch.cat([torch.randperm(self.num_windows, generator=g) for g in generators])[:count]
+
+    def batch(self, windows: torch.Tensor) -> torch.Tensor:
+        """int64 [len(windows), seq_len + 1]."""
+        starts = windows.to(self.tokens.device) * self.seq_len
+        return self.tokens[starts[:, None] + self.offsets].long()

@@ -17,15 +17,10 @@ class ConfigError(Fp8DsError, ValueError):
 
 
 class ModelError(ConfigError):
-    """Code of the user's own model raised, which is the cause, whose traceback is theirs to read.
-
-    Attributes:
-        problem: the message without what to do.
-    """
+    """Code of the user's own model raised, which is the cause, whose traceback is theirs to read."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}. {remedy}")
-        self.problem = problem
 
 
 class UnsupportedError(Fp8DsError, ValueError):

@@ -20,7 +20,6 @@ from fp8_ds.cli.compare import compare
 from fp8_ds.cli.convert import convert
 from fp8_ds.cli.doctor import doctor
 from fp8_ds.cli.estimate import estimate
-from fp8_ds.cli.parity import parity
 from fp8_ds.cli.plan import plan
 
 app = typer.Typer(
@@ -31,7 +30,7 @@ autoload_app = typer.Typer(
     "Exit codes: 0 done (status: on), 1 status: off or outdated, 2 wrong usage, 3 file error, 4 a defect.",
     no_args_is_help=True,
 )
-for command in (doctor, plan, estimate, compare, parity, convert):
+for command in (doctor, plan, estimate, compare, convert):
     app.command()(command)
 app.add_typer(autoload_app, name="autoload")
 

@@ -42,6 +42,8 @@ SetOption = Annotated[
 ]
 
 
+REMOVED = {"parity": "Start examples/deepspeed/parity.py, or compare runs of your own script: docs/parity.md."}
+"""Commands of earlier versions, and what to do instead."""
 UsageError: Any = typer.BadParameter.__base__
 """typer has a copy of click in some versions, and click in others."""
 
@@ -66,6 +68,11 @@ class Commands(TyperGroup):
                 sys.stdout.close()  # what is left in it is not tried again when the process ends
             sys.exit(EXIT_FILE)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in REMOVED:
+            ctx.fail(f"No such command {args[0]!r} any more. {REMOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
 
 @contextmanager

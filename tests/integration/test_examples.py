@@ -133,6 +133,55 @@ def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment
     assert fp8["num_params"] == bf16["num_params"]
 
 
+def test_parity_trains_pairs_of_runs_once_and_compares_them(
+    root: Path, tmp_path: Path, cpu_environment: dict[str, str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out, text = tmp_path / "out", tmp_path / "text.md"
+    text.write_text((root / "docs/config.md").read_text())
+    command = [sys.executable, root / "examples/deepspeed/parity.py", "--text", text, "--steps", "8", "--out", out]
+    command += ["--seq-len", "32", "--evaluations", "2", "--held-out-batches", "2"]
+
+    def start(*options: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*command, *options], stdout=-1, stderr=-2, text=True, env=cpu_environment, timeout=HANG, check=False
+        )
+        return done.returncode, done.stdout
+
+    code, said = start("--seeds", "1")
+    assert code == 0 and said.count("one pair: undecided") == 2, said[-6000:]
+    bf16, fp8 = (read_curve(out / f"{name}-s0.csv", "held_out_loss") for name in ("bf16", "ds_zero2_fp8"))
+    assert bf16.steps == fp8.steps == (0, 4, 8) and bf16.losses != fp8.losses  # fp8: in FP8, from the same weights
+    assert bf16.losses[-1] < bf16.losses[0] - 0.1 and abs(fp8.losses[-1] / bf16.losses[-1] - 1) < 0.01
+    assert len(read_curve(out / "bf16-s0.csv").steps) == 8
+    written = (out / "bf16-s0.csv").stat().st_mtime_ns
+    code, said = start("--seeds", "2")
+    assert code == 0 and said.count("% of 2 pairs: ") == 2, said[-6000:]
+    assert (out / "bf16-s0.csv").stat().st_mtime_ns == written
+    assert abs(read_curve(out / "bf16-s1.csv", "held_out_loss").losses[0] / bf16.losses[0] - 1) > 1e-4
+    assert (out / "held_out_loss.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_parity_under_the_launcher_with_a_model_of_transformers(root: Path, launch: Launch, tmp_path: Path) -> None:
+    """Several configurations, of stage 3 and with FP8 states; a folder of runs of other settings is refused."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaConfig(**sizes, vocab_size=256, num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    configs = [root / f"configs/{name}.json" for name in ("ds_zero3_fp8", "ds_zero2_fp8_states")]
+    options = ["--model", tmp_path / "model", "--config", *configs, "--seq-len", 32, "--held-out-batches", 2]
+    script = root / "examples/deepspeed/parity.py"
+    said = launch(script, *options, "--steps", 20, "--seeds", 2)
+    assert said.count("% of 2 pairs: ") == 4 and said.count("fp8: 14 of 15 linears") == 4
+    found = json.loads((tmp_path / "parity/ds_zero2_fp8_states-s1.json").read_text())
+    assert found["config"]["fp8"]["optimizer"]["seed"] == 1 and found["ranks"] == 2
+    with pytest.raises(
+        AssertionError, match=r"--out: expected runs of these settings, got parity/bf16-s0\.csv of others"
+    ):
+        launch(script, *options, "--steps", 21, "--seeds", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.launcher
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -63,15 +64,11 @@ def test_bpe_gives_back_the_text(bench: Any, text_folder: Path) -> None:
     assert train.size < 0.5 * sum(map(len, contents[:50]))
 
 
-def test_a_linked_text_is_found_where_the_cache_is_named_by_a_relative_path(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = bench("training_text")
-    monkeypatch.chdir(tmp_path)
-    source, cache = Path("out/cache"), Path("out/cache_parts")
-    source.mkdir(parents=True)
-    for name in ("train.npy", "held_out.npy", "text.json"):
-        (source / name).write_text(name)
-    for _ in range(2):
-        data.link(source, cache)
-        assert (cache / "text.json").read_text() == "text.json"
+def test_windows_come_in_an_order_of_their_seed(bench: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "train.npy", np.arange(641, dtype=np.uint16))
+    windows = bench("training_text").Windows(tmp_path / "train.npy", 64, torch.device("cpu"))
+    assert windows.num_windows == 10
+    order = windows.order(25, seed=3)
+    assert order[:10].sort().values.equal(order[10:20].sort().values) and not order[:10].equal(order[10:20])
+    assert order.equal(windows.order(25, seed=3)) and not order.equal(windows.order(25, seed=4))
+    assert windows.batch(torch.tensor([9]))[0].tolist() == list(range(576, 641))

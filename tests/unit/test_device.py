@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from fp8_ds import diagnosis, judgement
 from fp8_ds.device import num_gpus, uses_cuda
 from fp8_ds.monitor.gauges import mark, milliseconds
-from fp8_ds.parity import worker
 
 ASKS_TORCH = {
     "fp8_ds/device.py": "is who asks",
@@ -62,45 +59,6 @@ def test_a_gpu_that_is_left_unused_is_told(monkeypatch: pytest.MonkeyPatch, gpus
 
 def test_time_is_that_of_the_host(gpus: None) -> None:
     assert milliseconds(mark(), mark()) >= 0.0
-
-
-def test_a_run_of_parity_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch, gpus: None, tmp_path: Path) -> None:
-    """From its command line to its end, but for the training."""
-    import deepspeed
-
-    seen: dict[str, Any] = {}
-
-    class Trainer(worker.EngineTrainer):
-        def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
-            self.spec, self.device, self.rank, self.ranks = spec, device, 0, worker.device_ranks(device)
-            self.engine = torch.nn.Module()
-            self.engine.module = torch.nn.Linear(2, 3)
-            self.engine.save_checkpoint = self.engine.load_checkpoint = lambda *_, **__: None
-            self.world, self.order, self.windows = 1, torch.zeros(4), type("Windows", (), {"num_windows": 4})
-            seen["device"] = device
-
-        tokens_per_step = 8
-
-    def train(trainer: Trainer, *_: Any) -> float:
-        trainer.save(tmp_path)
-        torch.manual_seed(5)
-        after = torch.get_rng_state()
-        trainer.load(tmp_path)
-        seen["is_restored"] = not torch.equal(torch.get_rng_state(), after)
-        return 1.0
-
-    monkeypatch.setattr(worker, "EngineTrainer", Trainer)
-    monkeypatch.setattr(worker, "train", train)
-    monkeypatch.setattr(deepspeed, "init_distributed", lambda backend: seen.update(backend=backend))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    spec = {"seconds": None, "config": {}, "compile": False, "steps": 4, "identity": {}, "seed": 0}
-    (tmp_path / "spec.json").write_text(
-        json.dumps({**spec, "log": str(tmp_path / "log.csv"), "state": str(tmp_path / "state")})
-    )
-    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json"), "--local_rank=1"])
-    worker.main()
-    assert seen == {"device": torch.device("cpu"), "is_restored": True, "backend": "gloo"}
-    assert json.loads((tmp_path / "log.json").read_text())["peak_gib"] is None
 
 
 def test_nothing_else_asks_torch_whether_there_is_a_gpu() -> None:

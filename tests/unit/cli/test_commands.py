@@ -60,11 +60,6 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
             *("--set", "--world"),
         ],
         "compare": ["--column", "--html", "--json", "--last", "--png", "--until", "--window"],
-        "parity": [
-            *("--archive", "--arms", "--compile", "--config", "--data", "--gpus", "--held-out", "--json", "--lr"),
-            *("--micro-batch", "--minutes", "--out", "--pretrained", "--seeds", "--seq", "--set", "--steps"),
-            "--tokenizer",
-        ],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
     assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
@@ -94,19 +89,8 @@ def test_the_version_of_what_is_not_installed_is_said_to_be_none(monkeypatch: py
 def test_help_says_first_what_a_command_is_for() -> None:
     shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.replace("│", "").split())
     assert "convert Converts checkpoints: " in shown
-    assert all(f" {name} " in shown for name in ("--version", "doctor", "plan", "estimate", "compare", "parity"))
-
-
-@pytest.mark.parametrize("place", ["help", "page"])
-def test_the_arms_of_parity_are_all_named(place: str) -> None:
-    from fp8_ds.cli.parity import parity
-    from fp8_ds.parity.arms import BASE, CHANGES, DEFAULT, OWN
-
-    text = parity.__doc__ or ""
-    if place == "page":
-        text = (ROOT / "docs/cli.md").read_text().split("\n## parity")[1].split("\n## ")[0]
-    words = set(re.findall(r"[\w-]+", text))
-    assert {BASE, OWN, DEFAULT, *CHANGES} <= words
+    assert all(f" {name} " in shown for name in ("--version", "doctor", "plan", "estimate", "compare"))
+    assert " parity " not in shown
 
 
 # --- plan ---
