@@ -1,32 +1,31 @@
 """estimate_states: bytes that weights, masters, moments and gradients take on a rank, from sizes alone.
 
-Pure arithmetic by the layout rules of DeepSpeed 0.19.8 and of this package (older versions hold gradients in other
-buffers where they accumulate in fp32); neither torch nor deepspeed is imported unless a module is passed.
-tests/distributed/test_state_bytes.py compares with what training really holds.
-`python -m fp8_ds.estimate` prints the tables of docs/memory.md.
+Arithmetic by the layout rules of DeepSpeed 0.19.8 and of this package (older versions hold gradients in other buffers
+where they accumulate in fp32); neither torch nor deepspeed is imported unless a module is passed.
 
-Not counted: activations, what a step needs for a moment (nothing of a weight's size on a GPU), fragmentation, and what
-CUDA and NCCL take; for each FP8 weight about 60 bytes of scales.
+Not counted: activations, what a step needs for a moment (nothing of a weight's size on a GPU), fragmentation, what CUDA
+and NCCL take, and about 60 bytes of scales for each FP8 weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
-from fp8_ds.zero.layout import CompactLayout, compact_layout
+from fp8_ds.zero.layout import compact_layout
 
 if TYPE_CHECKING:
     from torch import nn
 
 _GROUP = 128  # elements of a moment scale: optim/moments.py
-_FP8_ALIGNMENT, _HP_ALIGNMENT = 16, 8  # elements: zero/kind_buffer.py, zero/stage3.py
+_ALIGNMENT = {True: 16, False: 8}  # elements, of FP8 weights and others: zero/kind_buffer.py, zero/stage3.py
 _RANK_ALIGNMENT = 2  # DeepSpeed pads a flat group to this many elements a rank (nccl_start_alignment_factor)
 _LOW_BYTES = {"e4m19": 2, "e4m11": 1}
 _HP_LOW_BYTES = 1
-_FP32 = 4
+FP32, BF16 = 4, 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Setup:
     num_ranks: int
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_clipping: float = 0.0
-    grad_bytes: int = 2
+    grad_bytes: int = BF16
     overlap_comm: bool | None = None
     reduce_bucket_size: int = 500_000_000
     persistence_threshold: int = 100_000
@@ -79,16 +78,15 @@ class Setup:
     @property
     def num_buffers(self) -> int:
         """Bucket buffers: two where stages 1 and 2 overlap."""
-        overlaps = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
-        return 2 if overlaps and self.stage < 3 else 1
+        return 2 if self.overlap_comm and self.stage < 3 else 1
 
     @property
     def bucket_bytes(self) -> int:
         """Of one buffer. With release, buffers and the copy that a reduction makes share the threshold."""
         elements = self.reduce_bucket_size
         if self.releases:
-            elements = min(elements, self.optimizer.outstanding_update_bytes // (self.num_buffers + 1) // 2)
-        return elements * (self.grad_bytes if self.stage == 1 else 2)
+            elements = min(elements, self.optimizer.outstanding_update_bytes // (self.num_buffers + 1) // BF16)
+        return elements * (self.grad_bytes if self.stage == 1 else BF16)
 
 
 @dataclass
@@ -181,19 +179,17 @@ def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = 
         raise ValueError(
             f"setup: expected stage 1, 2 or 3 and at least one rank, got stage {setup.stage} and {setup.num_ranks}."
         )
-    by_rank = list(_ranks_of_stage3(weights, setup) if setup.stage == 3 else _ranks_of_stage12(weights, setup))
-    if rank is None:
-        fp8, other = max(by_rank, key=lambda found: found[0].total + found[1].total)
-    else:
-        fp8, other = by_rank[rank]
-    trainable = [weight for weight in weights if weight.is_trainable]
+    by_rank = list((_stage3 if setup.stage == 3 else _stage12)(weights, setup))
+    found = (
+        by_rank[rank] if rank is not None else max(by_rank, key=lambda kinds: kinds[True].total + kinds[False].total)
+    )
     late = setup.stage == 1 and setup.num_buffers == 1 and not setup.releases
     return StateBytes(
-        fp8=fp8,
-        other=other,
-        fp8_mean=sum(found.total for found, _ in by_rank) / setup.num_ranks,
+        fp8=found[True],
+        other=found[False],
+        fp8_mean=sum(kinds[True].total for kinds in by_rank) / setup.num_ranks,
         buckets=setup.num_buffers * setup.bucket_bytes,
-        unreduced=setup.grad_bytes * sum(weight.numel for weight in trainable) if late else 0,
+        unreduced=setup.grad_bytes * sum(weight.numel for weight in weights if weight.is_trainable) if late else 0,
         num_fp8=sum(weight.numel for weight in weights if weight.is_fp8),
         num_other=sum(weight.numel for weight in weights if not weight.is_fp8),
         stage=setup.stage,
@@ -203,7 +199,7 @@ def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = 
 def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[Weight]:
     """The parameters of `module` as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`.
 
-    All trainable ones in one parameter group.
+    All trainable ones are in one parameter group.
     """
     from fp8_ds.nn.convert import make_plan
 
@@ -214,184 +210,81 @@ def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[We
     ]
 
 
-# --- stages 1 and 2: flat groups cut into equal partitions, all weights on every rank ---
+_Kinds = dict[bool, Parts]
+"""Parts of FP8 weights (True) and of others."""
 
 
-def _ranks_of_stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple[Parts, Parts]]:
-    common = _Kinds()
-    for weight in weights:
-        if not weight.is_trainable:
-            common.of(weight).weights += weight.numel * (1 if weight.is_fp8 else 2)
+def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
+    """Flat groups cut into equal partitions, all weights on every rank."""
+    common: _Kinds = {True: Parts(), False: Parts()}
     groups = []
     for number in sorted({weight.group for weight in weights if weight.is_trainable}):
-        group = _FlatGroup([w for w in weights if w.is_trainable and w.group == number], setup.num_ranks)
-        common.fp8.weights += group.layouts[True].numel + 2 * sum(w.numel for w in group.weights[True] if w.in_bf16)
-        common.other.weights += 2 * group.layouts[False].numel
-        groups.append(group)
-    for rank in range(setup.num_ranks):
-        kinds = _Kinds(common.fp8 + Parts(), common.other + Parts())
-        for group in groups:
-            group.add_states(kinds, rank, setup)
-        yield kinds.fp8, kinds.other
-
-
-class _Kinds:
-    def __init__(self, fp8: Parts | None = None, other: Parts | None = None) -> None:
-        self.fp8, self.other = fp8 or Parts(), other or Parts()
-
-    def of(self, weight: Weight) -> Parts:
-        return self.fp8 if weight.is_fp8 else self.other
-
-
-class _FlatGroup:
-    """One parameter group as DeepSpeed flattens it."""
-
-    def __init__(self, weights: list[Weight], num_ranks: int) -> None:
-        self.weights: dict[bool, list[Weight]] = {True: [], False: []}
-        starts: dict[bool, list[int]] = {True: [], False: []}
-        end = 0
-        for weight in weights:
-            self.weights[weight.is_fp8].append(weight)
-            starts[weight.is_fp8].append(end)
-            end += weight.numel
-        alignment = _RANK_ALIGNMENT * num_ranks
-        self.partition = -(-end // alignment) * alignment // num_ranks
-        self.layouts: dict[bool, CompactLayout] = {
-            is_fp8: compact_layout(
-                starts[is_fp8],
-                [weight.numel for weight in chosen],
-                self.partition,
-                num_ranks,
-                _FP8_ALIGNMENT if is_fp8 else _HP_ALIGNMENT,
+        group = [weight for weight in weights if weight.is_trainable and weight.group == number]
+        starts = [0, *accumulate(weight.numel for weight in group)]
+        alignment = _RANK_ALIGNMENT * setup.num_ranks
+        partition = -(-starts[-1] // alignment) * alignment // setup.num_ranks
+        for is_fp8 in (True, False):
+            chosen = [(w, start) for w, start in zip(group, starts, strict=False) if w.is_fp8 == is_fp8]
+            sizes = [w.numel for w, _ in chosen]
+            layout = compact_layout(
+                [start for _, start in chosen], sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8]
             )
-            for is_fp8, chosen in self.weights.items()
-        }
-
-    def add_states(self, kinds: _Kinds, rank: int, setup: Setup) -> None:
-        owned = 0
-        for is_fp8, layout in self.layouts.items():
-            for fragment in layout.fragments[rank]:
-                weight = self.weights[is_fp8][fragment.index]
-                parts = kinds.of(weight)
-                owned += fragment.numel
-                _add_states(parts, weight, fragment.tensor_start, fragment.numel, fragment.numel, setup)
-                if not setup.releases:
-                    # DeepSpeed keeps bf16 gradients of whole parameters that a partition touches, fp32 ones of it alone
-                    kept = fragment.numel if setup.grad_bytes == _FP32 else weight.numel
-                    parts.gradients += setup.grad_bytes * kept
-        padding = self.partition - owned
-        if setup.optimizer.states == "fp32":
-            kinds.other.master += _FP32 * padding
-            kinds.other.moments += 2 * _FP32 * padding
-        if setup.grad_bytes == _FP32 and not setup.releases:
-            kinds.other.gradients += _FP32 * padding
-
-
-# --- stage 3: every weight cut into equal shards ---
-
-
-def _ranks_of_stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[tuple[Parts, Parts]]:
+            common[is_fp8].weights += layout.numel * (1 if is_fp8 else BF16)
+            groups.append(([w for w, _ in chosen], layout.fragments, partition if is_fp8 else 0))
+    for weight in weights:
+        if not weight.is_trainable:
+            common[weight.is_fp8].weights += weight.numel * (1 if weight.is_fp8 else BF16)
+        elif weight.in_bf16:
+            common[True].weights += BF16 * weight.numel
     for rank in range(setup.num_ranks):
-        kinds = _Kinds()
+        kinds = {is_fp8: replace(parts) for is_fp8, parts in common.items()}
+        padding = 0
+        for chosen_weights, fragments, partition in groups:
+            padding += partition
+            for fragment in fragments[rank]:
+                weight, numel = chosen_weights[fragment.index], fragment.numel
+                padding -= numel
+                _add_states(kinds[weight.is_fp8], weight, fragment.tensor_start, numel, numel, setup)
+                # DeepSpeed keeps bf16 gradients of whole parameters that a partition touches, fp32 ones of it alone
+                kept = numel if setup.grad_bytes == FP32 else weight.numel
+                kinds[weight.is_fp8].gradients += 0 if setup.releases else setup.grad_bytes * kept
+        other = kinds[False]
+        other.master += FP32 * padding if setup.optimizer.states == "fp32" else 0
+        other.moments += 2 * FP32 * padding if setup.optimizer.states == "fp32" else 0
+        other.gradients += FP32 * padding if setup.grad_bytes == FP32 and not setup.releases else 0
+        yield kinds
+
+
+def _stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
+    """Every weight cut into equal shards."""
+    for rank in range(setup.num_ranks):
+        kinds: _Kinds = {True: Parts(), False: Parts()}
         for weight in weights:
-            parts = kinds.of(weight)
+            parts = kinds[weight.is_fp8]
             shard = -(-weight.numel // setup.num_ranks)
-            aligned = -(-shard // _FP8_ALIGNMENT) * _FP8_ALIGNMENT
-            parts.weights += aligned if weight.is_fp8 else 2 * shard
+            aligned = -(-shard // _ALIGNMENT[True]) * _ALIGNMENT[True]
+            parts.weights += aligned if weight.is_fp8 else BF16 * shard
             if weight.numel < setup.persistence_threshold and setup.num_ranks > 1:
-                parts.gathered += weight.numel if weight.is_fp8 and not weight.in_bf16 else 2 * weight.numel
+                parts.gathered += weight.numel * (1 if weight.is_fp8 and not weight.in_bf16 else BF16)
             if not weight.is_trainable:
-                parts.weights += 2 * shard if weight.is_fp8 else 0  # frozen FP8 weights keep their bf16 shard
+                parts.weights += BF16 * shard if weight.is_fp8 else 0  # frozen FP8 weights keep their bf16 shard
                 continue
             if weight.in_bf16:
-                parts.weights += 2 * shard
+                parts.weights += BF16 * shard
             real = max(0, min(shard, weight.numel - rank * shard))
             _add_states(parts, weight, rank * shard, real, shard, setup)
-            if not setup.releases:
-                parts.gradients += setup.grad_bytes * shard
-        yield kinds.fp8, kinds.other
+            parts.gradients += 0 if setup.releases else setup.grad_bytes * shard
+        yield kinds
 
 
 def _add_states(parts: Parts, weight: Weight, start: int, numel: int, padded: int, setup: Setup) -> None:
     """Master and moments of elements `[start, start + numel)` of a weight; flat float32 tensors have `padded`."""
     groups = -(-(start % _GROUP + numel) // _GROUP) if numel else 0
     if setup.optimizer.states == "fp32":
-        parts.master += _FP32 * padded
-        parts.moments += 2 * _FP32 * padded
+        parts.master += FP32 * padded
+        parts.moments += 2 * FP32 * padded
         return
     low_bytes = _LOW_BYTES[setup.optimizer.master_format] if weight.is_fp8 else _HP_LOW_BYTES
     parts.master += low_bytes * groups * _GROUP
     parts.moments += 2 * groups * _GROUP
-    parts.moment_scales += 2 * _FP32 * groups
-
-
-# --- the tables of docs/memory.md ---
-
-
-def llama_weights(hidden: int, mlp: int, num_layers: int, key_value: int, vocabulary: int) -> list[Weight]:
-    """Parameters of a Llama: FP8 all linears but the head.
-
-    Args:
-        hidden, mlp, key_value: widths of the residual stream, of the MLP, of keys and values.
-    """
-    matrices = (hidden * hidden, hidden * key_value, hidden * key_value, hidden * hidden, *[hidden * mlp] * 3)
-    layer = [*(Weight(numel, True) for numel in matrices), *(Weight(hidden, False) for _ in range(2))]
-    embedding, head = Weight(vocabulary * hidden, False), Weight(vocabulary * hidden, False)
-    return [embedding, *layer * num_layers, Weight(hidden, False), head]
-
-
-LLAMA_8B = llama_weights(4096, 14336, 32, 1024, 128256)
-LLAMA_70B = llama_weights(8192, 28672, 80, 1024, 128256)
-_PLACES = (
-    ("8B", LLAMA_8B, 2, 1),
-    ("8B", LLAMA_8B, 2, 8),
-    ("8B", LLAMA_8B, 3, 8),
-    ("70B", LLAMA_70B, 2, 8),
-    ("70B", LLAMA_70B, 3, 8),
-    ("70B", LLAMA_70B, 3, 64),
-)
-_CHOICES: tuple[OptimizerConfig, ...] = (
-    OptimizerConfig(),
-    *(OptimizerConfig(states="fp8", master=m, release=r) for m in ("e4m19", "e4m11") for r in (False, True)),
-)
-
-
-def _shown(choice: OptimizerConfig) -> list[str]:
-    return [choice.states, choice.master_format, "yes" if choice.release else "no"]
-
-
-def markdown_tables() -> tuple[str, str]:
-    """Bytes per parameter by part of Llama-3-8B on 1, 8 and 64 ranks, and GiB on a rank of it and of the 70B model."""
-    parts = []
-    for stage, stages in ((2, "1, 2"), (3, "3")):
-        for num_ranks in (1, 8, 64):
-            for choice in _CHOICES:
-                found = estimate_states(LLAMA_8B, Setup(stage, num_ranks, choice))
-                whole, num = found.parts, found.num_fp8 + found.num_other
-                columns = (whole.weights + whole.gathered, whole.master, whole.moments + whole.moment_scales)
-                numbers = [f"{value / num:.2f}" for value in (*columns, whole.gradients)]
-                numbers += [f"{found.per_parameter:.2f}", f"{found.per_fp8_weight:.2f}"]
-                parts.append([stages, str(num_ranks), *_shown(choice), *numbers])
-    head = ["Stage", "Ranks", "States", "Master", "Release", "Weights", "Master beside", "Moments", "Gradients"]
-    sizes = []
-    for choice in _CHOICES:
-        row = _shown(choice)
-        for _, weights, stage, num_ranks in _PLACES:
-            found = estimate_states(weights, Setup(stage, num_ranks, choice))
-            row.append(f"{found.parts.total / 2**30:.1f}")
-        sizes.append(row)
-    names = [f"{model}, stage {stage}, N = {num_ranks}" for model, _, stage, num_ranks in _PLACES]
-    return (
-        _markdown([*head, "Whole model", "FP8 weights"], parts),
-        _markdown(["States", "Master", "Release", *names], sizes),
-    )
-
-
-def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(markdown_tables()))
+    parts.moment_scales += 2 * FP32 * groups

@@ -12,7 +12,8 @@ from fp8_ds import diagnosis
 from fp8_ds.config import ActivationsConfig, Fp8Config, LinearConfig
 from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
-from fp8_ds.engine.host_config import block_of
+from fp8_ds.engine.host_config import BATCH_SIZES as BATCH_SIZES
+from fp8_ds.engine.host_config import block_of, filled_in
 from fp8_ds.engine.known_keys import refused_optimizer, removed_key, unknown_keys, unread_key
 from fp8_ds.errors import Fp8DsError
 from fp8_ds.script_imports import import_in, parsed
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
-BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _STEPS = "gradient_accumulation_steps"
 _NO_SIZE = (
     f"It does not start: DeepSpeed needs {' or '.join(BATCH_SIZES)}, and this configuration has neither. Trainer and "
@@ -149,17 +149,6 @@ def _automatic(config: Mapping[str, Any]) -> list[str]:
         (name, *entry) for name in ("optimizer", "scheduler") for entry in block_of(config, name, "params").items()
     ]
     return [f"{name}.params.{key}" for name, key, value in found if value == "auto"]
-
-
-def filled_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With bf16 on where it is "auto", as Trainer and Accelerate hand it to DeepSpeed for a run in bf16; else the same
-    object. All other "auto" means the default here, as it does to DeepSpeed.
-    """
-    for key in ("bf16", "bfloat16"):
-        block = config.get(key)
-        if isinstance(block, Mapping) and block.get("enabled") == "auto":
-            return {**config, key: {**block, "enabled": True}}
-    return config
 
 
 def malformed(config: Mapping[str, Any]) -> str | None:

@@ -51,7 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Configurations of transformers by name. llama-2b has 8 layers of llama-8b's shapes, as docs/speed.md measures it."""
 
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _ATTENTION = "fp8_ds_rehearsal"
 _READS_ITS_MASK = ("mpt",)
 """Types whose attention of their own needs the mask that transformers leaves out for one from the registry."""
@@ -66,7 +65,7 @@ _ENDS = 'It ends the process: put what a script does when it is started under `i
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that can be built any number of times, with another number of layers too.
+    """A model that can be built any number of times.
 
     Attributes:
         name: as the user wrote it.
@@ -77,32 +76,6 @@ class ModelSpec:
     name: str
     config: dict[str, Any] | None = None
     function: Callable[[], nn.Module] | None = None
-
-    @property
-    def num_layers(self) -> int | None:
-        """None where the configuration does not say."""
-        key = self._layers_key()
-        return None if key is None or self.config is None else int(self.config[key])
-
-    def with_layers(self, num_layers: int) -> ModelSpec:
-        """The same model with another number of layers.
-
-        Raises:
-            ConfigError: it is not known how many it has.
-        """
-        key = self._layers_key()
-        if key is None or self.config is None:
-            raise ConfigError(
-                f"model: expected a configuration with one of {', '.join(_NUM_LAYERS)}, got {self.name}. "
-                "Its number of layers cannot be changed from here."
-            )
-        config = {**self.config, key: num_layers}
-        if "layer_types" in config:  # one entry a layer
-            config.pop("layer_types")
-        return ModelSpec(f"{self.name} with {num_layers} layers", config)
-
-    def _layers_key(self) -> str | None:
-        return next((key for key in _NUM_LAYERS if self.config is not None and key in self.config), None)
 
     def build(self) -> nn.Module:
         """The module in training mode and bf16, on the meta device.

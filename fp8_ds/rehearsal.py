@@ -10,7 +10,8 @@ kept are q, k, v, the output and one float32 a row. With dropout the CPU has non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,38 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.scaling.granularity import OF_RECIPE
-from fp8_ds.testing.memory import PeakMemory
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What is live at most while gradients of `num_gradients` elements exist.
-
-    Attributes:
-        num_gradients: elements of weights whose gradients are complete.
-        num_bytes: activations and temporaries at most in that time; no weights, and none of those gradients.
-    """
-
-    num_gradients: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Of one micro-batch on one GPU.
+    """Bytes of one micro-batch on one GPU.
 
     Attributes:
         kept: bytes that the backward finds: what the forward kept, and the loss.
-        moments: from the forward (0 gradients) to the end of the backward.
-        largest_gradient: elements of the largest one.
+        moments: by the elements whose gradients are complete, from 0 in the forward to all at the end of the backward:
+            bytes of activations and temporaries at most in that time; no weights, and none of those gradients.
     """
 
     kept: int
-    moments: tuple[Moment, ...]
-    largest_gradient: int
+    moments: Mapping[int, int]
 
     def peak(self, gradient_bytes: Callable[[int], float]) -> int:
         """Most bytes at any moment, without weights and states.
@@ -57,45 +45,60 @@ class Rehearsal:
         Args:
             gradient_bytes: bytes that complete gradients of so many elements take by then.
         """
-        return max(moment.num_bytes + round(gradient_bytes(moment.num_gradients)) for moment in self.moments)
+        return max(num_bytes + round(gradient_bytes(number)) for number, num_bytes in self.moments.items())
 
 
-class _FakeMemory(PeakMemory):
-    """PeakMemory of the fake tensors of a mode, apart for each number of gradient elements."""
+class _LiveBytes(TorchDispatchMode):
+    """While active, every fake storage that an operator returns or receives counts until it is freed.
 
-    def __init__(self, weights: list[Tensor], mode: FakeTensorMode) -> None:
+    Args:
+        mode: whose tensors count.
+        not_counted: tensors that do not, nor their views.
+    """
+
+    def __init__(self, mode: FakeTensorMode, not_counted: list[Tensor]) -> None:
         super().__init__()
         self._mode = mode
-        self._weights = {id(storage): storage for storage in (weight.untyped_storage() for weight in weights)}
+        self._weights = {id(storage): storage for storage in (weight.untyped_storage() for weight in not_counted)}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self.live = 0
         self.num_gradients = 0
         self.peaks: dict[int, int] = {0: 0}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compiled code is called, as under a FakeTensorMode."""
-        return True
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode:
+                self._watch(leaf)
+        return result
 
-    def counts(self, tensor: Tensor) -> bool:
-        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._mode:
-            return False
-        return id(tensor.untyped_storage()) not in self._weights
+    def _watch(self, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+        key, num_bytes = id(storage), storage.nbytes()
+        known = self._watched.get(key)
+        if key in self._weights or (known is not None and known() is storage):
+            return
+        self._watched[key] = weakref.ref(storage, lambda ref: self._freed(key, ref, num_bytes))
+        self._add(num_bytes)
 
-    def _book(self, num_bytes: int, dtype: torch.dtype) -> None:
-        super()._book(num_bytes, dtype)
+    def _freed(self, key: int, ref: weakref.ref[Any], num_bytes: int) -> None:
+        if self._watched.get(key) is ref:
+            del self._watched[key]
+        self._add(-num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.live += num_bytes
         self.peaks[self.num_gradients] = max(self.peaks.get(self.num_gradients, 0), self.live)
 
 
-def rehearse(
-    model: nn.Module, run: Callable[[nn.Module], Tensor], compile_model: Callable[[nn.Module], None] | None = None
-) -> Rehearsal:
-    """What a forward and a backward hold. `model` is used up: its tensors are fake ones afterwards.
+def rehearse(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Rehearsal:
+    """Count what a forward and a backward hold. `model` is used up: its tensors are fake ones afterwards.
 
     Args:
         model: on the meta device, in the dtypes of training, its linears converted (`fp8_ds.nn.convert.apply_plan`) and
             its norms fused as in training; in training mode.
         run: computes the loss of the model, a scalar; makes the inputs itself, on the CPU: they are fake there.
-        compile_model: compiles what a run compiles, by the backend of counting_backend.py. Then a first forward and
-            backward makes the graphs, and the second is counted.
 
     Raises:
         ValueError: a parameter has memory.
@@ -108,36 +111,24 @@ def rehearse(
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _make_fake(model, mode)
-        not_counted = [*model.parameters(), *model.buffers(), *_with_payloads(model)]
-        if compile_model is not None:
-            compile_model(model)
-            run(model).backward()
-            for p in model.parameters():
-                p.grad = None
-        return _measure(model, run, _FakeMemory(not_counted, mode))
+        memory = _LiveBytes(mode, [*model.parameters(), *model.buffers(), *_with_payloads(model)])
 
+        def finished(p: Tensor) -> None:
+            p.grad = None
+            memory.num_gradients += p.numel()
 
-def _measure(model: nn.Module, run: Callable[[nn.Module], Tensor], memory: _FakeMemory) -> Rehearsal:
-    sizes: list[int] = []
-
-    def finished(p: Tensor) -> None:
-        p.grad = None
-        sizes.append(p.numel())
-        memory.num_gradients += p.numel()
-
-    for p in model.parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(finished)
-    with memory:
-        loss = run(model)
-        kept = memory.live
-        loss.backward()
-    moments = tuple(Moment(number, peak) for number, peak in sorted(memory.peaks.items()))
-    return Rehearsal(kept, moments, max(sizes, default=0))
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(finished)
+        with memory:
+            loss = run(model)
+            kept = memory.live
+            loss.backward()
+    return Rehearsal(kept, memory.peaks)
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Parameters and buffers behave as if on the CPU, and have no memory."""
+    """Make parameters and buffers behave as if on the CPU, without memory."""
     made: dict[int, nn.Parameter] = {}
     convert = mode.fake_tensor_converter.from_meta_and_device
     for module in model.modules():
@@ -152,7 +143,7 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _with_payloads(model: nn.Module) -> Iterator[Tensor]:
-    """FP8 weights have payloads, as ZeRO would give them; yields these tensors. Those in bf16 for now need none."""
+    """Give FP8 weights payloads, as ZeRO would, and yield these tensors. Layers in bf16 for now need none."""
     for layer in fp8_layers(model).values():
         if layer.fp8_recipe.is_fp8:
             weight: Any = layer.weight

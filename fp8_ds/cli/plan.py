@@ -56,7 +56,7 @@ def plan(
     4 a defect.
     """
     with failures(as_json):
-        from fp8_ds.judgement import filled_in
+        from fp8_ds.engine.host_config import filled_in
 
         given = dict(filled_in(read_config(config)))
         say_unknown_keys(given)

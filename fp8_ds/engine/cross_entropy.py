@@ -22,7 +22,6 @@ from fp8_ds.engine.liger_patches import (
     wait_for_nothing_in_backward,
 )
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.liger_stand_in import chunk_mem_const_of, most_chunks
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.matrices import full_shape
 
@@ -31,6 +30,8 @@ _LOSS_OPTION = "fused_linear_cross_entropy"
 _CHUNK_KEY = "cross_entropy_chunk_mem_const"
 _FAST_CHUNKS = 8
 """With so many Liger's loss takes 1.1 times as long as it can on an H100, with 32 1.6 times (docs/activations.md)."""
+_OWN_CONSTANTS = {"gpt_oss": 8}
+"""By type of model: what Liger takes where it is told 1, or nothing (0.8.5, transformers/model/gpt_oss.py)."""
 _WITHOUT_KERNELS = ("cpu",)
 """Types of device that Liger's Triton kernels do not run on."""
 
@@ -193,6 +194,20 @@ def _hint(lm: Any) -> str:
         return ""
     enough = 1 << (-(-num_chunks // _FAST_CHUNKS) - 1).bit_length()
     return f', in up to {num_chunks} chunks: "{_CHUNK_KEY}": {enough} makes fewer, which is faster'
+
+
+def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
+    """Chunks that so many tokens or more are cut into: logits take about the loss's input, or a multiple of it.
+
+    Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py (0.8.5).
+    """
+    return -(-vocabulary // (chunk_mem_const * width))
+
+
+def chunk_mem_const_of(lm: Any, told: int) -> int:
+    """What Liger takes for this model if it is told `told`: 1 leaves it to its forward of that type of model."""
+    own = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
+    return told if told != 1 else own
 
 
 def _causal_lm(model: Any) -> Any:

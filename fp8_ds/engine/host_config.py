@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fp8_ds.errors import ConfigError
+
 Config = Mapping[str, Any]
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 """What DeepSpeed takes for float32 in "data_types"."""
 
@@ -59,6 +64,76 @@ def gradient_clipping(config: Config) -> float:
 
     value = config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
     return float(value) if isinstance(value, (int, float)) else 1.0
+
+
+def filled_in(config: Config) -> Config:
+    """`config` with bf16 on where it is "auto", as Trainer and Accelerate hand it to DeepSpeed for a run in bf16; the
+    same object where it is not.
+    """
+    for key in ("bf16", "bfloat16"):
+        block = config.get(key)
+        if isinstance(block, Mapping) and block.get("enabled") == "auto":
+            return {**config, key: {**block, "enabled": True}}
+    return config
+
+
+def parsed(config: Config, num_ranks: int | None = None) -> Any:
+    """The `DeepSpeedConfig` that DeepSpeed's own parser makes of a configuration.
+
+    What is "auto" at the top level is left out; a batch size that is, is 1: Trainer and Accelerate fill them in.
+
+    Args:
+        config: as `json.load` returns it.
+        num_ranks: ranks of the run; None: as many as its batch sizes fit.
+
+    Raises:
+        ConfigError: DeepSpeed stops at it, with the key, as far as one alone is at fault, and DeepSpeed's own words.
+    """
+    left_out = {key for key, value in config.items() if value == "auto" or (value is None and key in BATCH_SIZES)}
+    given = {key: value for key, value in config.items() if key not in left_out | {"fp8"}}
+    if not any(key in given for key in BATCH_SIZES) and "auto" in map(config.get, BATCH_SIZES):
+        given[BATCH_SIZES[1]] = 1
+    try:
+        read = _config_class(num_ranks)(copy.deepcopy(given))
+        assert not isinstance(read.gradient_clipping, str), f"gradient_clipping is {read.gradient_clipping!r}, a string"
+    except Exception as error:  # whatever its parser raises: assertions, pydantic's, TypeError, AttributeError
+        raise ConfigError(f"{_words(given, error)}. Correct it.") from error
+    return read
+
+
+def _config_class(num_ranks: int | None) -> Any:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class OnRanks(DeepSpeedConfig):
+        """Of so many ranks, where DeepSpeed asks the process group, which is not there."""
+
+        def _configure_train_batch_size(self) -> None:
+            ranks = num_ranks
+            if ranks is None:
+                steps = self.gradient_accumulation_steps or 1
+                ranks = max((self.train_batch_size or 1) // ((self.train_micro_batch_size_per_gpu or 1) * steps), 1)
+            elif ranks % (size := max(self.tensor_parallel_config.autotp_size, 1)):
+                raise ValueError(f"{ranks} ranks are no multiple of tensor_parallel.autotp_size {size}")
+            else:
+                ranks //= size
+            self.world_size = ranks
+            super()._configure_train_batch_size()
+
+    return OnRanks
+
+
+def _words(config: Config, error: Exception) -> str:
+    """The message for what DeepSpeed's parser raised: the first key at which it stops alone, and what it says."""
+    for key, value in config.items():
+        try:
+            _config_class(None)({BATCH_SIZES[1]: 1, key: copy.deepcopy(value)})
+        except Exception as its_own:
+            found: Any = getattr(its_own, "errors", list)()  # of pydantic
+            path = ".".join(map(str, (key, *(found[0]["loc"] if found else ()))))
+            value = found[0]["input"] if found else value
+            said = found[0]["msg"] if found else f"{type(its_own).__name__}: {its_own}"
+            return f"{path}: expected what DeepSpeed reads, got {json.dumps(value, default=str)}. It says: {said}"
+    return f"configuration: expected one that DeepSpeed starts with, got one that it refuses. It says: {error}"
 
 
 def linear_in_training(config: Config) -> Callable[..., Any]:

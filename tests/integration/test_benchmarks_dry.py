@@ -236,22 +236,6 @@ def test_slow_link_predicts_from_bytes_and_says_which_losses_changed(bench: Any)
     assert "| 100 | 3 | FP8 gathers | 10.00 | 1.000 | 1.000 | 1.20 |" in slow_link.table(found)
 
 
-# --- peak_on_cpu.py ---
-
-
-@pytest.mark.slow
-def test_the_peak_of_a_step_is_counted_and_is_lower_with_the_final_norm_compiled(
-    run_main: Callable[..., str], tmp_path: Path
-) -> None:
-    output = run_main("peak_on_cpu", "--layers", 1, "--out", tmp_path)
-    eager, compiled = (float(mib.replace(",", "")) for mib in re.findall(r"\*\*.*: ([\d,]+) MiB\*\*", output))
-    # Six float32 copies of 128 MiB, and what one layer keeps, some 580.
-    assert 6 * 128 + 500 < eager < 6 * 128 + 1000 and compiled < eager
-    assert "PowBackward0" in output and "fp8_ds::scaled_mm" in output
-    (result,) = tmp_path.glob("*-peak-on-cpu.md")
-    assert output.strip() in result.read_text()
-
-
 # --- accumulation.py, liger_chunks.py ---
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
 from fp8_ds.estimate import (
-    LLAMA_8B,
-    LLAMA_70B,
     Parts,
     Setup,
     Weight,
@@ -197,20 +195,83 @@ def test_weights_of_a_partitioned_module_have_their_full_size() -> None:
     assert [weight.is_fp8 for weight in weights_of(net)] == [False, True, False, False]
 
 
-@pytest.fixture(scope="module")
-def fresh() -> dict[str, list[str]]:
-    """The tables as a new process makes them, and the modules that it has by then."""
-    code = (
-        "import json, sys, fp8_ds.estimate as e; found = {'tables': e.markdown_tables(), 'modules': [*sys.modules]}; "
-    )
-    code += "print(json.dumps(found))"
-    return json.loads(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=HANG))
+def test_neither_torch_nor_deepspeed_is_needed() -> None:
+    code = "import sys, fp8_ds.estimate; assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
 
-def test_neither_torch_nor_deepspeed_is_needed(fresh: dict[str, list[str]]) -> None:
-    assert "fp8_ds.estimate" in fresh["modules"] and not {"torch", "deepspeed"} & set(fresh["modules"])
+# --- the tables of docs/memory.md: `python tests/unit/test_estimate.py` prints them ---
 
 
-def test_the_page_shows_exactly_the_tables(fresh: dict[str, list[str]]) -> None:
+def test_the_page_shows_exactly_the_tables() -> None:
     shown = [block for block in PAGE.read_text().strip().split("\n\n") if block.startswith("| S")]
-    assert shown == fresh["tables"]
+    assert shown == list(markdown_tables())
+
+
+def llama_weights(hidden: int, mlp: int, num_layers: int, key_value: int, vocabulary: int) -> list[Weight]:
+    """Parameters of a Llama: FP8 all linears but the head.
+
+    Args:
+        hidden, mlp, key_value: widths of the residual stream, of the MLP, of keys and values.
+    """
+    matrices = (hidden * hidden, hidden * key_value, hidden * key_value, hidden * hidden, *[hidden * mlp] * 3)
+    layer = [*(Weight(numel, True) for numel in matrices), *(Weight(hidden, False) for _ in range(2))]
+    embedding, head = Weight(vocabulary * hidden, False), Weight(vocabulary * hidden, False)
+    return [embedding, *layer * num_layers, Weight(hidden, False), head]
+
+
+LLAMA_8B = llama_weights(4096, 14336, 32, 1024, 128256)
+LLAMA_70B = llama_weights(8192, 28672, 80, 1024, 128256)
+_PLACES = (
+    ("8B", LLAMA_8B, 2, 1),
+    ("8B", LLAMA_8B, 2, 8),
+    ("8B", LLAMA_8B, 3, 8),
+    ("70B", LLAMA_70B, 2, 8),
+    ("70B", LLAMA_70B, 3, 8),
+    ("70B", LLAMA_70B, 3, 64),
+)
+_CHOICES: tuple[OptimizerConfig, ...] = (
+    OptimizerConfig(),
+    *(OptimizerConfig(states="fp8", master=m, release=r) for m in ("e4m19", "e4m11") for r in (False, True)),
+)
+
+
+def _shown(choice: OptimizerConfig) -> list[str]:
+    return [choice.states, choice.master_format, "yes" if choice.release else "no"]
+
+
+def markdown_tables() -> tuple[str, str]:
+    """Bytes per parameter by part of Llama-3-8B on 1, 8 and 64 ranks, and GiB on a rank of it and of the 70B model."""
+    parts = []
+    for stage, stages in ((2, "1, 2"), (3, "3")):
+        for num_ranks in (1, 8, 64):
+            for choice in _CHOICES:
+                found = estimate_states(LLAMA_8B, Setup(stage, num_ranks, choice))
+                whole, num = found.parts, found.num_fp8 + found.num_other
+                columns = (whole.weights + whole.gathered, whole.master, whole.moments + whole.moment_scales)
+                numbers = [f"{value / num:.2f}" for value in (*columns, whole.gradients)]
+                numbers += [f"{found.per_parameter:.2f}", f"{found.per_fp8_weight:.2f}"]
+                parts.append([stages, str(num_ranks), *_shown(choice), *numbers])
+    head = ["Stage", "Ranks", "States", "Master", "Release", "Weights", "Master beside", "Moments", "Gradients"]
+    sizes = []
+    for choice in _CHOICES:
+        row = _shown(choice)
+        for _, weights, stage, num_ranks in _PLACES:
+            found = estimate_states(weights, Setup(stage, num_ranks, choice))
+            row.append(f"{found.parts.total / 2**30:.1f}")
+        sizes.append(row)
+    names = [f"{model}, stage {stage}, N = {num_ranks}" for model, _, stage, num_ranks in _PLACES]
+    return (
+        _markdown([*head, "Whole model", "FP8 weights"], parts),
+        _markdown(["States", "Master", "Release", *names], sizes),
+    )
+
+
+def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print("\n\n".join(markdown_tables()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8_ds.counted_run import read_run
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.footprint import Footprint, estimate, largest
+from fp8_ds.footprint import Footprint, estimate
 from fp8_ds.model_spec import ModelSpec, read_spec
 from fp8_ds.rehearsal import rehearse
 
@@ -72,6 +72,54 @@ def test_llama_8b_on_four_gpus_is_estimated_within_half_a_percent() -> None:
     """Run 2026-11-22T11:05:09Z: stage 3, stock, 1 x 8192 tokens a rank."""
     found = estimate(read_spec("llama-8b"), read_run(config(3, overlap_comm=True), 4, 1, 8192))
     assert found.peak / GIB == pytest.approx(93.844, rel=0.005)
+
+
+E4M11 = states("e4m11")
+FUSED = E4M11 | {"activations": {"fused": True}}
+DELAYED = {"recipe": "delayed", "grad_dtype": "e4m3"}
+LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
+RELEASED = {
+    **states("e4m11", release=True, release_clipping="delayed_norm"),
+    "activations": {"fused": True, "nonlinear": "fp8", "cross_entropy": "liger"},
+    "linear": {"recipe": "delayed"},
+}
+LAST_STEPS = {**FUSED, "linear": DELAYED, "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100}}
+HEAD_HELD = {**FUSED, "linear": DELAYED}
+HEAD_HELD["activations"] = {"fused": True, "cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}
+IN_TWO = pytest.param("llama-8b", 3, E4M11, LEAVES, 2, 22.522, 1.6, marks=pytest.mark.slow)
+
+# Compiled, as docs/compile.md has it: 2 x 4096 tokens of llama-2b on one H200, 2026-11-23- and -28-end-to-end.json;
+# 1 x 8192 of llama-8b on four, 2026-11-27T21:45:41Z, and of eight of its layers on two, 2026-11-22.
+COMPILED = [
+    ("llama-2b", 2, RELEASED, {}, 1, 12.870, 1.15),
+    ("llama-2b", 2, FUSED, {}, 1, 15.674, 1.2),
+    pytest.param("llama-2b", 2, LAST_STEPS, {}, 1, 19.542, 1.2, marks=pytest.mark.slow),
+    pytest.param("llama-2b", 2, None, {}, 1, 41.185, 1.1, marks=pytest.mark.slow),
+    pytest.param("llama-8b", 3, HEAD_HELD, LEAVES, 4, 42.31, 1.2, marks=pytest.mark.slow),
+    IN_TWO,
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "fp8", "zero", "world", "gib", "most"), COMPILED)
+def test_a_compiled_run_takes_at_most_what_the_bound_says_and_not_much_less(
+    name: str, stage: int, fp8: dict[str, Any] | None, zero: dict[str, Any], world: int, gib: float, most: float
+) -> None:
+    settings = ("num_hidden_layers=8",) if world == 2 else ()
+    shape = (2, 4096) if name == "llama-2b" else (1, 8192)
+    found = estimate(read_spec(name, settings), read_run(config(stage, fp8, overlap_comm=True, **zero), world, *shape))
+    assert gib <= found.peak_compiled / GIB <= most * gib
+
+
+@pytest.mark.parametrize(("stage", "world"), [(2, 4), (3, 4)])
+def test_with_few_tokens_a_compiled_run_takes_more_for_its_gradients_are_there_at_once(stage: int, world: int) -> None:
+    found = tiny({}, stage, world, batch=1, zero_optimization={"stage": stage, "reduce_bucket_size": 1000, **LEAVES})
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    if stage == 3:
+        assert found.compiled == found.in_backward + 2 * (layer + 2 * 256)
+    resident = found.weights + found.masters + found.moments + found.gathered
+    assert found.compiled >= max(resident + 2 * found.num_parameters + found.gradients, found.in_backward + 1)
+    released = tiny(states("e4m11", release=True, release_clipping="delayed_norm"), batch=1)
+    assert 0 < released.compiled - released.in_backward < 3 * layer
 
 
 class Norm(nn.Module):
@@ -178,9 +226,8 @@ def _tiny(fp8: dict[str, Any] | None, stage: int, world: int, batch: int, more: 
 
 
 def test_the_block_of_leaves_is_the_configurations() -> None:
-    leaf_module = {"classes": "a.B", "names": ["c"]}
-    assert read_run(config(3, leaf_module=leaf_module), 2, 1, 128).leaf_module == leaf_module
-    assert read_run(config(3), 2, 1, 128).leaf_module == {}
+    found = read_run(config(3, leaf_module={"classes": ["a.B"], "names": ["c"]}), 2, 1, 128).zero.leaf_module
+    assert (found.classes, found.names) == (["a.B"], ["c"])
 
 
 def test_activations_grow_with_the_tokens_and_states_do_not() -> None:
@@ -222,7 +269,6 @@ def test_several_ranks_share_states_and_stage_3_gathers_weights() -> None:
 
 HEAD, LAYER = 512 * 256, 2 * 256 * (256 + 128) + 3 * 256 * 512  # elements; the embedding is as large as the head
 WHOLE, OTHERS = 4 * HEAD + 3 * LAYER, (2 * HEAD + 3 * LAYER) / (HEAD + 3 * LAYER)  # bytes; of one that is not the head
-LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
 
 
 @pytest.mark.parametrize(
@@ -378,35 +424,22 @@ def test_accumulation_holds_gradients_during_the_forward() -> None:
     assert later.in_backward > at_once.in_backward
 
 
-def test_the_largest_model_fits_and_one_more_layer_does_not() -> None:
-    spec = read_spec("llama-8b", ("hidden_size=256", "intermediate_size=512", "vocab_size=512"))
-    run = read_run(config(2, states("e4m19")), 1, 1, 128)
-    found = largest(spec, run, 20 * 2**20)
-    assert found is not None
-    layers, footprint = found
-    assert footprint == estimate(spec.with_layers(layers), run)
-    assert footprint.peak <= 20 * 2**20 < estimate(spec.with_layers(layers + 1), run).peak
-    assert largest(spec, run, 2**20) is None
-
-
 def test_what_cannot_be_estimated_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected an integer, got 'auto'"):
         read_run(config(2) | {"train_micro_batch_size_per_gpu": "auto"}, 1, None, 128)
-    with pytest.raises(ConfigError, match="expected a multiple of 12, micro-batches of 3 on 4 ranks, got 256"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is not equal to .* 256 != 3 "):
         read_run(config(2) | {"train_batch_size": 256}, 4, 3, 128)
     sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    with pytest.raises(ConfigError, match=r"expected 2 .* x 2 .* x 2 \(ranks\), got 7"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is not equal to .* 7 != 2 "):
         read_run(config(2) | sizes, 2, None, 128)
     assert read_run(config(2) | sizes | {"train_batch_size": 8}, 2, None, 128).micro_batch == 2
     assert read_run(config(2) | sizes, 2, 3, 128).micro_batch == 3  # named: what if
-    with pytest.raises(ConfigError, match=r"expected 2 .* x 1 .* x 3 \(ranks\), got 8"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is not equal to .* 8 != 2 "):
         read_run({**config(2), "train_batch_size": 8, "train_micro_batch_size_per_gpu": None}, 3, None, 128)
     with pytest.raises(ConfigError, match="expected 1, 2 or 3, got 0"):
         read_run({"bf16": {"enabled": True}}, 1, 1, 128)
     with pytest.raises(UnsupportedError, match="offload_param"):
         read_run(config(3, {}, offload_param={"device": "cpu"}), 1, 1, 128)
-    with pytest.raises(ConfigError, match="Its number of layers cannot be changed"):
-        largest(ModelSpec("gpt", function=GPT), read_run(config(1, {}), 1, 1, 64), GIB)
 
 
 def test_a_model_with_memory_is_refused() -> None:
@@ -422,7 +455,7 @@ def test_a_linears_moments_are_counted_to_the_byte() -> None:
     assert found.kept == x + 4  # the input for the weight's gradient, and the loss
     # Forward: input, output, its float32. Backward: input, loss, its gradient, bf16 gradient, the weight's.
     assert found.peak(lambda num_elements: 0) == max(x + y + 2 * y, x + 8 + y + weight)
-    assert found.moments[-1].num_gradients == found.largest_gradient == 512 * 256
+    assert max(found.moments) == 512 * 256
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
         (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
-        ((*ESTIMATE, "llama-8b", "--memory", "inf", "--largest"), 2, "--memory: expected the GiB of a GPU, got inf"),
+        ((*ESTIMATE, "llama-8b", "--memory", "inf"), 2, "--memory: expected the GiB of a GPU, got inf"),
         (
-            (*ESTIMATE, "llama-8b", "--memory", "1e300", "--largest"),
+            (*ESTIMATE, "llama-8b", "--memory", "1e300"),
             2,
             "--memory: expected the GiB of a GPU, got 1e+300",
         ),

@@ -351,7 +351,7 @@ def test_estimates_count_their_weights_as_bytes_and_rehearse_them_without_number
         x = torch.randn(1, tokens, HIDDEN).bfloat16()
         kept.append(rehearse(model, lambda model, x=x: model(x).float().sum()))  # type: ignore[misc]
     fp8, bf16 = kept
-    assert fp8.largest_gradient == bf16.largest_gradient == NUM_EXPERTS * 2 * INTER * HIDDEN
+    assert max(fp8.moments) == max(bf16.moments) == sum(p.numel() for p in block.parameters())
     assert 2 * tokens * 2 * INTER < fp8.kept < bf16.kept
 
 
