@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -41,30 +42,15 @@ def compare(
         with argument("RUNS"):
             groups = comparison.read_groups(runs, column)
         found = comparison.compare(groups, last, until)
-        with argument("--png or --html"):
-            _write(found, png, report, window)
+        if png is not None or report is not None:
+            with argument("--png or --html"), TemporaryDirectory() as folder:
+                picture = png or Path(folder, "curves.png")
+                comparison.plot(found, picture, window)
+                if report is not None:
+                    report.write_text(comparison.page(found, picture), encoding="utf-8")
     if as_json:
         show(comparison.as_data(found))
     else:
-        typer.echo(comparison.describe_steps(found))
-        for result in found.results:
-            typer.echo(comparison.describe(result))
-        if found.noise_percent is not None:
-            typer.echo(f"Deviation of {found.groups[0].name}'s runs: {found.noise_percent:.3f} %.")
+        typer.echo(comparison.describe_all(found))
     if any(result.verdict != "parity" for result in found.results):
         raise typer.Exit(EXIT_NO)
-
-
-def _write(found: object, png: Path | None, report: Path | None, window: int) -> None:
-    import tempfile
-
-    from fp8_ds.comparison import Comparison, page, plot
-
-    assert isinstance(found, Comparison)
-    if png is None and report is None:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        picture = png or Path(folder, "curves.png")
-        plot(found, picture, window)
-        if report is not None:
-            report.write_text(page(found, picture), encoding="utf-8")

@@ -1,27 +1,20 @@
 from __future__ import annotations
 
+import base64
 import json
 import math
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.comparison import (
-    Group,
-    as_data,
-    compare,
-    describe,
-    describe_mean,
-    describe_steps,
-    pooled_half_widths,
-    read_group,
-    stepwise,
-)
+from fp8_ds.comparison import Group, as_data, compare, describe, describe_all, plot, read_groups
 from fp8_ds.curves import Curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import Paired, half_width, t_quantile
+from fp8_ds.statistics import T_975, Paired
 
 
 def group(name: str, *levels: float) -> Group:
@@ -31,42 +24,27 @@ def group(name: str, *levels: float) -> Group:
 
 
 def test_the_interval_is_students() -> None:
-    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert half_width([1.0]) == math.inf
-    assert t_quantile(15) == t_quantile(99) == 2.131
+    assert Paired((1.0, 2.0, 3.0)).half_width == pytest.approx(4.303 / math.sqrt(3))
+    assert Paired((1.0,)).half_width == math.inf and math.isnan(Paired((1.0, math.nan)).half_width)
+    many = Paired(tuple(map(float, range(99))))
+    assert many.half_width == pytest.approx(2.131 * statistics.stdev(range(99)) / math.sqrt(99))  # of 15 degrees
 
 
-def test_a_deviation_for_all_is_pooled_over_arms_of_two_pairs_and_more() -> None:
-    found = pooled_half_widths([Paired((0.0, 2.0)), Paired((0.0, 3.0, 6.0)), Paired((5.0,))])
-    deviation = math.sqrt((2.0 * 1 + 9.0 * 2) / 3)  # variances 2 of one and 9 of two degrees of freedom
-    wanted = [t_quantile(3) * deviation / math.sqrt(num_pairs) for num_pairs in (2, 3, 1)]
-    assert found == pytest.approx(wanted)
-    assert pooled_half_widths([Paired((5.0,))]) == [math.inf]
+def test_the_quantiles_are_students() -> None:
+    """The density, integrated from 0 to each of them, has 0.475 of the whole."""
+    for degrees, quantile in enumerate(T_975, 1):
+        scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
+        width = quantile / 2_000
+        middles = ((k + 0.5) * width for k in range(2_000))
+        area = sum(scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2) * width for x in middles)
+        assert area == pytest.approx(0.475, abs=3e-5), degrees
 
 
 def test_a_mean_is_described_with_its_interval_where_there_is_one() -> None:
-    assert describe_mean(Paired((0.5,))) == "+0.500 %, one pair"
-    assert describe_mean(Paired((0.1, 0.3))) == "+0.200 %, 95 % interval -1.071 to +1.471 % of 2 pairs"
-
-
-def test_a_bound_is_met_by_what_lies_on_it() -> None:
-    pairs = Paired((0.25, 0.75))
-    assert pairs.verdict(mean_bound=0.5, upper_bound=pairs.mean + pairs.half_width) == "parity"
-    assert pairs.verdict(mean_bound=pairs.mean - pairs.half_width, upper_bound=1.0) == "undecided"
-
-
-def test_losses_of_a_pair_are_compared_step_by_step_where_a_batch_adds_to_both() -> None:
-    steps = tuple(range(10, 210, 10))
-    of_batch = [2.0 + step % 7 for step in steps]
-    base = Curve("base", steps, tuple(of_batch))
-    late = tuple(loss * (1.001 if k % 2 else 1.003) if k >= 16 else 9.0 for k, loss in enumerate(of_batch))
-    found = stepwise(Curve("other", steps, late), base, 40)
-    assert found is not None and found.mean == pytest.approx(0.2) and found.last_step == 200
-    assert found.error == pytest.approx(0.2 / math.sqrt(3) / math.sqrt(4))  # of 0.1, 0.3, 0.1, 0.3
-    cut = Curve("cut", steps[:19], late[:19])
-    found = stepwise(cut, base, 30)
-    assert found is not None and found.last_step == 190 and found.mean == pytest.approx((0.3 + 0.1 + 0.3) / 3)
-    assert stepwise(cut, base, 10) is None and stepwise(Curve("none", (5,), (1.0,)), base, 100) is None
+    one = compare([group("base", 2.0), group("fp8", 2.002)], 0.1).results[0]
+    assert describe(one).startswith("fp8: +0.100 %, one pair: undecided.")
+    two = compare([group("base", 2.0, 4.0), group("fp8", 2.002, 4.012)], 0.1).results[0]
+    assert describe(two).startswith("fp8: +0.200 %, 95 % interval -1.071 to +1.471 % of 2 pairs: undecided (")
 
 
 @pytest.mark.parametrize(
@@ -85,8 +63,8 @@ def test_verdicts(percent: tuple[float, ...], verdict: str) -> None:
 
 def test_runs_are_paired_in_order_and_the_end_is_compared() -> None:
     found = compare([group("base", 2.0, 3.0), group("fp8", 2.002, 3.003)], 0.1)
-    assert found.results[0].paired.by_pair == pytest.approx((0.1, 0.1))
-    assert found.last == 10
+    assert found.results[0].percent_by_pair == pytest.approx((0.1, 0.1))
+    assert len(found.compared) == 10
     assert found.noise_percent == pytest.approx(100 * math.sqrt(0.5) / 2.5)
 
 
@@ -96,9 +74,9 @@ LONG = Curve("long", tuple(range(100)), (1.0,) * 50 + (5.0,) * 50)
 
 def test_only_common_steps_count() -> None:
     found = compare([Group("a", (SHORT,)), Group("b", (LONG,))], 0.3)
-    assert found.results[0].paired.mean == 0.0
-    assert describe_steps(found) == (
-        "Compared: the mean loss of the last 3 of 10 common steps, 35 to 45; a ends at 45, b ends at 99."
+    assert found.results[0].percent == 0.0
+    assert describe_all(found).startswith(
+        "Compared: the mean loss of the last 3 of 10 common steps, 35 to 45; a ends at 45, b ends at 99.\n"
     )
 
 
@@ -177,7 +155,7 @@ def test_a_run_is_whole_until_the_step_that_is_meant() -> None:
     base = Group("base", (diverged("base", 100),))
     assert compare([base, bad], 0.1, 49).results[0].diverged_at is None
     assert compare([base, bad], 0.1, 50).results[0].diverged_at == 50
-    assert compare([bad, base], 0.1, 49).results[0].paired.mean == 0.0
+    assert compare([bad, base], 0.1, 49).results[0].percent == 0.0
     with pytest.raises(ConfigError, match="bad: expected a base with finite losses, got nan in step 50"):
         compare([bad, base], 0.1)
 
@@ -191,43 +169,22 @@ def write(folder: Path, name: str, level: float) -> str:
 def test_the_same_run_named_as_two_seeds_is_refused(tmp_path: Path) -> None:
     one, copy, other = (write(tmp_path, name, level) for name, level in (("a", 2.0), ("copy", 2.0), ("b", 2.1)))
     for text in (f"fp8={one},{one}", f"fp8={one},{other},{copy}"):
-        with pytest.raises(ConfigError, match=r"fp8: expected a run of its own for each seed, got .*a\.csv and "):
-            read_group(text, None)
-    assert len(read_group(f"fp8={one},{other}", None).curves) == 2
+        with pytest.raises(ConfigError, match=r"fp8: expected a run of its own for each path, got .*a\.csv and "):
+            read_groups([text], None)
+    assert len(read_groups([f"fp8={one},{other}"], None)[0].curves) == 2
 
 
-@pytest.mark.parametrize(
-    ("texts", "names"),
-    [
-        (("{0}/a/log.csv", "{0}/b/log.csv"), ("a/log.csv", "b/log.csv")),
-        (("{0}/a/log.csv", "{0}/c.csv"), ("log.csv", "c.csv")),
-        (("{0}/a/log.csv", "{0}/a/x/log.csv", "{0}/b/x/log.csv"), ("a/log.csv", "a/x/log.csv", "b/x/log.csv")),
-        (("{0}/a/x", "{0}/b/x", "{0}/lr=1"), ("a/x", "b/x", "lr=1")),  # folders with one curve
-        (("log.csv={0}/a/log.csv", "{0}/b/log.csv"), ("log.csv", "b/log.csv")),
-        (("c.csv={0}/a/log.csv", "c.csv"), ("c.csv", "c.csv (2)")),
-        (("{0}/lr=1/log.csv", "{0}/lr=2/log.csv"), ("lr=1/log.csv", "lr=2/log.csv")),
-        (("bf16={0}/lr=1/log.csv", "fp8={0}/lr=2/log.csv"), ("bf16", "fp8")),
-    ],
-)
-def test_runs_of_one_file_name_have_names_that_tell_them_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], names: tuple[str, ...]
+def test_a_run_is_called_by_its_path_or_by_what_stands_before_the_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    level = 2.0
-    for folder in ("a", "a/x", "b", "b/x", "lr=1", "lr=2"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        write(tmp_path / folder, "log", level := level + 0.1)
-    write(tmp_path, "c", 2.0)
-    result = CliRunner().invoke(app, ["compare", *(text.format(tmp_path) for text in texts), "--json"])
-    assert result.exit_code == 1, result.output
-    assert tuple(json.loads(result.output)["ends"]) == tuple(name.format(tmp_path) for name in names)
-
-
-def test_two_runs_that_are_given_one_name_are_refused(tmp_path: Path) -> None:
-    runs = [f"{name}={write(tmp_path, file, 2.0)}" for name, file in (("bf16", "a"), ("fp8", "b"), ("fp8", "c"))]
-    result = CliRunner().invoke(app, ["compare", *runs, "--json"])
-    assert result.exit_code == 2
-    assert json.loads(result.output)["error"].startswith("fp8: expected a name of its own for each run, got it twice.")
+    for number, folder in enumerate(("a", "lr=1", "lr=2")):
+        Path(folder).mkdir()
+        write(Path(folder), "log", 2.0 + number / 10)
+    found = read_groups(["a/log.csv", "lr=1/log.csv", "fp8=lr=2/log.csv"], None)
+    assert [one.name for one in found] == ["a/log.csv", "lr=1/log.csv", "fp8"]
+    with pytest.raises(ConfigError, match="expected a name of its own for each run, got fp8, fp8"):
+        read_groups(["fp8=a/log.csv", "fp8=lr=1/log.csv"], None)
 
 
 def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
@@ -238,22 +195,10 @@ def test_a_file_in_two_runs_is_refused_by_whatever_path(tmp_path: Path) -> None:
     for again in (one, str(tmp_path / "out"), str(tmp_path / "out/../out/one.csv"), str(link)):
         result = CliRunner().invoke(app, ["compare", f"bf16={one},{other}", f"fp8={again},{other}", "--json"])
         assert result.exit_code == 2
-        assert json.loads(result.output)["error"].startswith("fp8: expected files of its own, got ")
+        assert json.loads(result.output)["error"].startswith("fp8: expected a run of its own for each path, got ")
     copies = [write(tmp_path, name, level) for name, level in (("copy", 2.0), ("other_copy", 2.1))]
     runs = [f"bf16={one},{other}", f"fp8={','.join(copies)}"]
     assert CliRunner().invoke(app, ["compare", *runs]).exit_code == 0  # of numbers alone nothing is known
-
-
-def test_a_picture_and_a_page_show_where_a_run_diverged(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    bad = tmp_path / "bad.csv"
-    bad.write_text("step,loss\n" + "".join(f"{step},{'nan' if step > 40 else 2.0}\n" for step in range(60)))
-    base, page = write(tmp_path, "base", 2.0), tmp_path / "out.html"
-    result = CliRunner().invoke(app, ["compare", base, str(bad), "--html", str(page)])
-    assert result.exit_code == 1 and "bad.csv: diverged at step 41: worse." in result.stdout
-    assert "<td>diverged</td><td>worse</td>" in page.read_text()
-    assert CliRunner().invoke(app, ["compare", str(bad), base]).exit_code == 2
-    assert CliRunner().invoke(app, ["compare", str(bad), base, "--until", "40"]).exit_code == 1  # one pair
 
 
 def test_the_command_writes_a_picture_and_a_page_of_its_own(tmp_path: Path) -> None:
@@ -265,19 +210,46 @@ def test_the_command_writes_a_picture_and_a_page_of_its_own(tmp_path: Path) -> N
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["results"][0]["verdict"] == "parity"
-    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
     assert json.loads(result.output)["ends"] == {"bf16": [59] * 3, "fp8<b>": [59] * 3}
     text = page.read_text()
-    assert "common steps, 54 to 59; bf16 ends at 59, fp8&lt;b&gt; ends at 59." in text
-    assert "data:image/png;base64," in text and "src='http" not in text
-    assert "fp8<b>" not in text and "fp8&lt;b&gt;" in text
+    assert "common steps, 54 to 59; bf16 ends at 59, fp8&lt;b&gt; ends at 59." in text and "<b>" not in text
+    assert base64.b64encode(png.read_bytes()).decode() in text and 'src="http' not in text
+
+
+def test_a_picture_and_a_page_show_where_a_run_diverged(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("step,loss\n" + "".join(f"{step},{'nan' if step > 40 else 2.0}\n" for step in range(60)))
+    base, page = write(tmp_path, "base", 2.0), tmp_path / "out.html"
+    result = CliRunner().invoke(app, ["compare", base, str(bad), "--html", str(page)])
+    assert result.exit_code == 1 and "bad.csv: diverged at step 41: worse." in result.stdout
+    assert "bad.csv: diverged at step 41: worse." in page.read_text()
+    assert CliRunner().invoke(app, ["compare", str(bad), base]).exit_code == 2
+    assert CliRunner().invoke(app, ["compare", str(bad), base, "--until", "40"]).exit_code == 1  # one pair
+
+
+def test_a_picture_has_smoothed_curves_the_base_s_band_and_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    seen: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: seen.append(self))
+    steps = tuple(range(5))
+    base = [Curve("base", steps, (4.0, 1.0 + k, 4.0, 4.0, 4.0)) for k in (0.0, 6.0)]
+    other = [Curve("fp8", steps, tuple(1.01 * loss for loss in one.losses)) for one in base]
+    plot(compare([Group("base", tuple(base)), Group("fp8", tuple(other))], 0.1), tmp_path / "x.png", window=3)
+    above, below = seen[0].axes
+    assert above.lines[0].get_ydata() == pytest.approx([4.0] * 5)  # means of 1 and 7 beside 4; shorter at both ends
+    assert below.lines[0].get_ydata() == pytest.approx([1.0] * 5)
+    half_band = above.collections[0].get_paths()[0].vertices[:, 1].max() - 4.0
+    assert half_band == pytest.approx(math.sqrt(2) * 3 / 2)  # at the first step, the mean of two: 2.5 and 5.5
 
 
 def test_exit_codes(tmp_path: Path) -> None:
     one, other = write(tmp_path, "one", 2.0), write(tmp_path, "other", 2.1)
     result = CliRunner().invoke(app, ["compare", one, other])
     assert result.exit_code == 1
-    assert "last 6 of 60 common steps, 54 to 59; one.csv ends at 59, other.csv ends at 59." in result.stdout
+    assert f"last 6 of 60 common steps, 54 to 59; {one} ends at 59, {other} ends at 59." in result.stdout
     assert CliRunner().invoke(app, ["compare", one, one + "," + one, "--until", "9"]).exit_code == 2
     assert CliRunner().invoke(app, ["compare", one]).exit_code == 2
     missing = CliRunner().invoke(app, ["compare", one, str(tmp_path / "no.csv"), "--json"])
