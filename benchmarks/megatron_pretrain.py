@@ -83,7 +83,7 @@ from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
 from results_io import ROOT, command_line, dated_stem, without_folders
 
 from fp8_ds.testing.processes import ENDED, run_or_end
-from megatron_patches.dataset_helpers import copy_helper
+from megatron_patches.cpu import copy_helper
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = ROOT / "examples" / "megatron"

@@ -2,76 +2,77 @@
 
 Megatron asks torch.cuda for devices, random states, streams and memory wherever it runs. Inside `on_cpu()` these
 questions have answers for a CPU, and tensors that are sent to "cuda" stay where they are. This is the one place where
-attributes of torch are replaced, and only inside the block. There are no clocks in it: times that Megatron prints are
-the host's.
+attributes of torch are replaced, and only inside the block. Times that Megatron prints are the host's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.machinery
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches import patches
-from megatron_patches.dataset_helpers import copy_helper
 
 _CPU = torch.device("cpu")
-_NAMELESS: dict[str, Any] = {
-    "is_available": False,  # it asks device_count once DeepSpeed is imported; data loaders would pin memory
-    "current_device": _CPU,
-    "device_count": 1,
-    "set_device": None,
-    "synchronize": None,
-    "empty_cache": None,
-    "reset_peak_memory_stats": None,
-    "get_device_capability": (9, 0),
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-    "memory_stats": {},
-    "get_device_properties": type("Properties", (), {"total_memory": 1 << 34, "major": 9, "minor": 0, "name": "cpu"})(),
-}
-_TENSOR_TYPES = tuple(
-    f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte", "Bool")
-)
+_TYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte", "Bool")
 
 
-class _Anything:
+class _Done:
     """A stream or an event: everything it is asked to do is done at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else True
+        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else self
 
-    def __enter__(self) -> _Anything:
+    def __enter__(self) -> _Done:
         return self
 
     def __exit__(self, *error: object) -> None: ...
-
-
-class _Event(_Anything): ...
-
-
-class _Stream(_Anything):
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
 
 
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _attributes_of_cuda() -> dict[str, Any]:
+    """What torch.cuda has inside the block."""
+    answers: dict[str, Any] = {
+        "is_available": False,  # it asks device_count once DeepSpeed is imported; data loaders would pin memory
+        "current_device": _CPU,
+        "device_count": 1,
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=1 << 34, major=9, minor=0, name="cpu"),
+        "current_stream": _Done(),
+        "default_stream": _Done(),
+        "stream": contextlib.nullcontext(),
+        "memory_stats": {},
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    }
+    return {
+        **{name: _constant(value) for name, value in answers.items()},
+        **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TYPES},
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "Stream": _Done,
+        "Event": _Done,
+    }
+
+
 def _here(device: Any) -> Any:
-    is_cuda = (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-    return _CPU if is_cuda else device
+    return _CPU if isinstance(device, (str, torch.device)) and str(device).startswith("cuda") else device
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -90,26 +91,25 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _torch_attributes() -> list[tuple[Any, str, Any]]:
-    cuda = torch.cuda
-    stream = _Stream()
-    found: list[tuple[Any, str, Any]] = [(cuda, name, _constant(value)) for name, value in _NAMELESS.items()]
-    found += [(cuda, name, getattr(torch, name)) for name in _TENSOR_TYPES]
-    found += [
-        (cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
-        (cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
-        (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
-        (cuda, "Stream", _Stream),
-        (cuda, "Event", _Event),
-        (cuda, "current_stream", _constant(stream)),
-        (cuda, "default_stream", _constant(stream)),
-        (cuda, "stream", _constant(contextlib.nullcontext())),
-        (torch.nn.Module, "cuda", lambda self, device=None: self),
-    ]
-    return found
+def copy_helper(datasets: Path) -> bool:
+    """Copy Megatron's compiled dataset helper, which a fresh clone lacks, from an installed megatron-core.
+
+    Args:
+        datasets: megatron/core/datasets of a clone, whose own helper is kept.
+
+    Returns:
+        Whether there is one afterwards.
+    """
+    names = [f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    folders = [datasets, *(Path(entry) / "megatron/core/datasets" for entry in sys.path if entry)]
+    found = next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
+    if found is not None and found.parent != datasets:
+        shutil.copy(found, datasets)
+        importlib.invalidate_caches()
+    return found is not None
 
 
-def _provide_dataset_helper() -> None:
+def _provide_helper() -> None:
     """What _compile_dependencies does, without its kernels for GPUs; without a compiler where megatron-core is
     installed. On all ranks."""
     if torch.distributed.get_rank() == 0:
@@ -121,43 +121,37 @@ def _provide_dataset_helper() -> None:
 
 
 def _replacements(training: bool) -> dict[str, Callable[[Any], Any]]:
-    found: dict[str, Callable[[Any], Any]] = {
-        "megatron.core.tensor_parallel.random._get_cuda_rng_state": lambda stock: (
-            lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
-        ),
-        "megatron.core.tensor_parallel.random._set_cuda_rng_state": lambda stock: (
-            lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-        ),
-    }
+    def get_rng_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random = "megatron.core.tensor_parallel.random"
+    found = {f"{random}._get_cuda_rng_state": _constant(get_rng_state)}
+    found[f"{random}._set_cuda_rng_state"] = _constant(set_rng_state)
     if training:
+        found["megatron.training.initialize._compile_dependencies"] = _constant(_provide_helper)
         found["megatron.training.training.initialize_megatron"] = lambda stock: (
             lambda *args, **kwargs: stock(*args, **{**kwargs, "allow_no_cuda": True})
         )
-        found["megatron.training.initialize._compile_dependencies"] = lambda stock: _provide_dataset_helper
     return found
 
 
 @contextlib.contextmanager
 def on_cpu(*, training: bool = False) -> Iterator[None]:
-    """Inside, Megatron runs on the CPU.
+    """Run Megatron on the CPU inside the block.
 
     Args:
         training: whether megatron.training is used, too; its process groups end with the block.
     """
-    cuda_to_cpu = _torch_attributes()
-    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in cuda_to_cpu]
-    for owner, name, value in cuda_to_cpu:
-        setattr(owner, name, value)
-    try:
-        with _CudaIsCpu():
-            applied = patches.apply(_replacements(training))
-            try:
-                yield
-                if training and torch.distributed.is_initialized():
-                    # Megatron's scripts leave that to the interpreter's end, which gloo's threads then abort at times.
-                    torch.distributed.destroy_process_group()
-            finally:
-                applied.remove()
-    finally:
-        for owner, name, value in stock:
-            setattr(owner, name, value)
+    module_cuda = mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
+    with mock.patch.multiple(torch.cuda, **_attributes_of_cuda()), module_cuda, _CudaIsCpu():
+        applied = patches.apply(_replacements(training))
+        try:
+            yield
+            if training and torch.distributed.is_initialized():
+                # Megatron's scripts leave that to the interpreter's end, which gloo's threads then abort at times.
+                torch.distributed.destroy_process_group()
+        finally:
+            applied.remove()

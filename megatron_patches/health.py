@@ -25,221 +25,160 @@ from fp8_ds.monitor.statistics import KINDS, LayerStatistics, StatisticsTable
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear
 from megatron_patches.registry import LayerRegistry
 
-_EXPERTS = "experts"
-_FORWARD_SHARE = 1 / 3
-"""Of a product and its two gradients, the forward."""
 
+class Part(NamedTuple):
+    """A linear or the attention of a transformer layer on this rank.
 
-class Products(NamedTuple):
-    """Multiply-adds per token and pass, of what is in FP8 and of all."""
+    Args:
+        name: of `module` in its layer.
+        kind: "linears" or "attention".
+        computed_by: for the log; empty: Megatron, in high precision.
+        in_fp8, total: multiply-adds per token and pass.
+    """
 
+    name: str
+    module: Any
+    kind: str
+    computed_by: str
     in_fp8: float
     total: float
 
-    @property
-    def percent(self) -> float:
-        return 100.0 * self.in_fp8 / self.total if self.total else 0.0
 
-    def plus(self, other: Products) -> Products:
-        return Products(self.in_fp8 + other.in_fp8, self.total + other.total)
-
-
-def engine_is_fp8(layer: Any) -> bool:
-    """Whether Transformer Engine's linears of a transformer layer are in FP8."""
-    from megatron.core.fp8_utils import is_first_last_bf16_layer
-
-    return bool(layer.config.fp8) and not is_first_last_bf16_layer(layer.config, layer.layer_number - 1)
-
-
-def products_of(layer: Any, sequence_length: int) -> Iterator[Products]:
-    """Of each linear and the attention of a transformer layer, on this rank.
+def parts_of(layer: Any, sequence_length: int) -> Iterator[Part]:
+    """The parts of one of Megatron's transformer layers, of any spec.
 
     Args:
-        layer: Megatron's, of any spec.
         sequence_length: tokens that attend to each other.
     """
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+    from fp8_ds.attention import describe_backend
     from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
     from megatron_patches.linear import MegatronFp8Linear
 
     config = layer.config
+    engine_is_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer.layer_number - 1)
     for name, module in layer.named_modules():
-        tail = name.rsplit(".", 1)[-1]
+        *parents, tail = name.split(".")
+        text, share = "", 0.0
         if isinstance(module, MegatronFp8Linear):
-            share = 0.0 if module.fp8_recipe is None else 1.0 if module.fp8_recipe.needs_grad_columns else 2 / 3
-        elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            share = 0.0
+            recipe = module.fp8_recipe
+            text = f"bf16 ({module.bf16_reason})" if recipe is None else f"fp8_ds {recipe.name}"
+            share = 0.0 if recipe is None else 1.0 if recipe.needs_grad_columns else 2 / 3
+        elif isinstance(module, MegatronFp8Attention):
+            settings = module.fp8_attention
+            text = f"stock ({module.stock_reason})" if settings is None else describe_backend(settings.backend)
+            share = 1 / 3 if settings is not None and settings.backend in _BF16_OF else 0.0
         elif is_engine_linear(name, module):
-            share = float(engine_is_fp8(layer))
-        elif tail == "core_attention":
-            share = 0.0
-            if isinstance(module, MegatronFp8Attention) and module.fp8_attention is not None:
-                share = _FORWARD_SHARE if module.fp8_attention.backend in _BF16_OF else 0.0
-            width = _channels(config) * config.num_attention_heads / config.tensor_model_parallel_size
-            total = 2 * width * sequence_length / 2
-            yield Products(total * share, total)
+            text, share = f"Transformer Engine {config.fp8_recipe if engine_is_fp8 else 'bf16'}", float(engine_is_fp8)
+        elif tail != "core_attention" and not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             continue
-        else:
+        if tail == "core_attention":
+            total = _channels(config) * config.num_attention_heads * sequence_length / config.tensor_model_parallel_size
+            yield Part(name, module, "attention", text, total * share, total)
             continue
         total = float(sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2))
-        if _EXPERTS in name.split("."):
+        if "experts" in parents:
             total *= config.moe_router_topk * config.expert_model_parallel_size / config.num_moe_experts
             # Experts that are cut into fewer parts than the other layers see a part of a group's tokens each.
             total *= config.expert_tensor_parallel_size / config.tensor_model_parallel_size
-        yield Products(total * share, total)
+        yield Part(name, module, "linears", text, total * share, total)
 
 
 def _channels(config: Any) -> float:
-    """Of a head of attention, the mean of its two products."""
+    """Channels of an attention head, the mean of its two products."""
     if getattr(config, "multi_latent_attention", False):
         return float(config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
     return float(config.kv_channels)
 
 
-class Gathers(NamedTuple):
-    """Bytes delivered to a rank after an update, its own shard among them: of FP8 weights, and of all."""
+def describe(parts: Iterable[tuple[str, str]]) -> str:
+    """One line: how many linears and attentions are computed by what.
 
-    in_fp8: int
-    total: int
+    Args:
+        parts: (kind, computed_by) of each.
+    """
+    counts = Counter(parts)
+    texts = []
+    for kind in ("linears", "attention"):
+        found = [f"{count} x {text}" for (of, text), count in counts.items() if of == kind and text]
+        texts.append(f"{kind}: {', '.join(found)}" if found else f"{kind}: Megatron's own")
+    return " | ".join(texts)
 
 
-def weight_gathers(chunks: Iterable[Any]) -> Gathers:
-    """By the distributed optimizer; none without it, or where no rank has another's shard.
+def weight_gathers(chunks: Iterable[Any]) -> tuple[int, int]:
+    """Bytes of all weights, and of FP8 weights, that the distributed optimizer delivers to a rank after an update.
+
+    The rank's own shard is among them. Both are 0 without that optimizer, or where no rank has another's shard.
 
     Args:
         chunks: of the model, in Megatron's DistributedDataParallel.
     """
-    in_fp8 = total = 0
-    for chunk in chunks:
-        groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
-        for group in groups:
-            if getattr(group, "intra_distributed_optimizer_instance_size", 1) == 1:
-                continue
-            for bucket in group.buckets:
-                data = bucket.param_data
-                if data is not None:
-                    total += data.nbytes
-                    in_fp8 += data.nbytes if data.dtype == torch.uint8 else 0
-    return Gathers(in_fp8, total)
-
-
-class Computed(NamedTuple):
-    """What computes linears and attention: name -> how many of them."""
-
-    linears: Counter[str]
-    attentions: Counter[str]
-
-
-def computed_by(layers: Iterable[Any]) -> Computed:
-    """Of transformer layers, on this rank."""
-    from fp8_ds.attention import describe_backend
-    from megatron_patches.attention import MegatronFp8Attention
-    from megatron_patches.linear import MegatronFp8Linear
-
-    linears: Counter[str] = Counter()
-    attentions: Counter[str] = Counter()
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, MegatronFp8Linear):
-                recipe = module.fp8_recipe
-                linears[f"bf16 ({module.bf16_reason})" if recipe is None else f"fp8_ds {recipe.name}"] += 1
-            elif is_engine_linear(name, module):
-                computes = layer.config.fp8_recipe if engine_is_fp8(layer) else "bf16"
-                linears[f"Transformer Engine {computes}"] += 1
-            elif isinstance(module, MegatronFp8Attention):
-                settings = module.fp8_attention
-                attentions[
-                    f"stock ({module.stock_reason})" if settings is None else describe_backend(settings.backend)
-                ] += 1
-    return Computed(linears, attentions)
-
-
-def describe(stages: Iterable[Computed]) -> str:
-    """One line about all stages together."""
-    total = Computed(Counter(), Counter())
-    for stage in stages:
-        for found, more in zip(total, stage, strict=True):
-            found.update(more)
-    parts = []
-    for what, found in (("linears", total.linears), ("attention", total.attentions)):
-        text = ", ".join(f"{count} x {name}" for name, count in found.items()) or "Megatron's own"
-        parts.append(f"{what}: {text}")
-    return " | ".join(parts)
+    buckets = [
+        bucket.param_data
+        for chunk in chunks
+        for groups in ("bucket_groups", "expert_parallel_bucket_groups")
+        for group in getattr(chunk, groups, ())
+        if getattr(group, "intra_distributed_optimizer_instance_size", 1) > 1
+        for bucket in group.buckets
+        if bucket.param_data is not None
+    ]
+    return sum(b.nbytes for b in buckets), sum(b.nbytes for b in buckets if b.dtype == torch.uint8)
 
 
 class Health:
-    """Of the layers of this rank.
+    """FP8 health of a model in training; made on all ranks.
 
     Args:
-        registry: of the spec.
-        args: Megatron's.
-        weights: what an update gathers.
+        registry: the layers of this rank.
+        args: Megatron's arguments.
+        chunks: of the model, as Megatron has wrapped them.
     """
 
-    def __init__(self, registry: Any, args: Any, weights: Gathers) -> None:
+    def __init__(self, registry: LayerRegistry, args: Any, chunks: Iterable[Any]) -> None:
         from megatron.core import parallel_state
 
-        from megatron_patches.linear import MegatronFp8Linear
-
-        self.args, self.registry = args, registry
-        self._weights = weights
+        self._registry, self._weights = registry, weight_gathers(chunks)
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._parts = [(layer, part) for layer in registry.layers() for part in parts_of(layer, args.seq_length)]
+        self._head = 0.0
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            self._head = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
         self._num_bytes = self._bytes_before = 0
         self._waiting: list[Any] = []
         self._statistics: LayerStatistics = {}
         self._observers: Observers | EngineObservers | None = None
         self._is_sampling, self._sampled = False, 0
         self._every = getattr(args, "fp8_health_interval", 0)
-        ours, engines = dict[str, Any](), dict[str, Any]()
-        for layer in registry.layers():
-            for name, module in layer.named_modules():
-                place = f"layers.{layer.layer_number}.{name}"
-                if isinstance(module, MegatronFp8Linear) and module.fp8_recipe is not None:
-                    ours[place] = module
-                elif is_engine_linear(name, module) and engine_is_fp8(layer) and hasattr(module, "weight"):
-                    engines.setdefault(place, module)  # a further one of that number is of multi-token prediction
-        if self._every and (linears := ours or engines):
+        linears: dict[str, Any] = {}
+        for layer, part in self._parts if self._every else ():
+            if part.kind == "linears" and part.in_fp8 and hasattr(part.module, "weight"):
+                # A further one of that number is of multi-token prediction.
+                linears.setdefault(f"layers.{layer.layer_number}.{part.name}", part.module)
+        if linears:
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-            device = next(iter(next(iter(linears.values())).parameters())).device
-            self._table = StatisticsTable(tuple(linears), device, group)
-            if ours:
+            self._table = StatisticsTable(tuple(linears), next(iter(linears.values())).weight.device, group)
+            if registry.fp8 is not None:
                 self._observers = Observers(linears, self._table)
             else:
                 self._observers = EngineObservers(linears, self._table, args.fp8_recipe, args.fp8)
 
-    def coverage(self) -> Products:
-        """Of this rank's stage, the head included."""
-        args = self.args
-        total = Products(0.0, 0.0)
-        for layer in self.registry.layers():
-            for one in products_of(layer, args.seq_length):
-                total = total.plus(one)
-        if self._is_last_stage:
-            head = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
-            total = total.plus(Products(0.0, head))
-        return total
-
     def after_iteration(self, iteration: int) -> None:
-        """Ends a sample; the next begins with the next forward in training. On all ranks."""
-        total = self._total_bytes()
-        self._num_bytes, self._bytes_before = total - self._bytes_before, total
+        """End a sample; the next begins with the next forward in training. On all ranks."""
+        self._num_bytes = self._total_bytes() - self._bytes_before
         if self._observers is not None:
             if self._is_sampling:
                 self._observers.detach()
                 self._table.send()
                 self._statistics, self._sampled = self._table.receive() or {}, iteration
             self._is_sampling = (iteration + 1) % self._every == 0
-        self._wait_for_training()
+        self._stop_waiting()
+        self._waiting = [layer.register_forward_pre_hook(self._before_layer) for layer in self._registry.layers()]
 
     def _total_bytes(self) -> int:
-        """That FP8 gathers of fp8_ds have delivered so far."""
-        return 0 if self.registry.fp8 is None else self.registry.fp8.num_bytes_gathered
-
-    def _wait_for_training(self) -> None:
-        self._stop_waiting()
-        self._waiting = [layer.register_forward_pre_hook(self._before_layer) for layer in self.registry.layers()]
+        """What FP8 gathers of fp8_ds have delivered so far."""
+        return 0 if self._registry.fp8 is None else self._registry.fp8.num_bytes_gathered
 
     def _stop_waiting(self) -> None:
         for handle in self._waiting:
@@ -248,12 +187,11 @@ class Health:
 
     def _before_layer(self, layer: Any, inputs: Any) -> None:
         """The first layer in training begins an iteration, and ends the wait of all."""
-        if not layer.training:
-            return
-        self._stop_waiting()
-        self._bytes_before = self._total_bytes()
-        if self._is_sampling and self._observers is not None:
-            self._observers.attach()
+        if layer.training:
+            self._stop_waiting()
+            self._bytes_before = self._total_bytes()
+            if self._is_sampling and self._observers is not None:
+                self._observers.attach()
 
     def _of_all_stages(self, mine: Any) -> list[Any]:
         stages: list[Any] = [None] * torch.distributed.get_world_size(self._pipeline)
@@ -263,124 +201,99 @@ class Health:
     def describe(self) -> str:
         """What computes linears and attention, one line. Collective over the pipeline group: the last stage, which
         logs, may have none of them."""
-        return describe(self._of_all_stages(computed_by(self.registry.layers())))
+        stages = self._of_all_stages([(part.kind, part.computed_by) for _, part in self._parts])
+        return describe(part for stage in stages for part in stage)
 
     def report(self) -> tuple[str, dict[str, float]]:
         """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
-        stages = self._of_all_stages((tuple(self.coverage()), self._num_bytes, self._statistics, self._weights))
-        coverage = Products(sum(one[0][0] for one in stages), sum(one[0][1] for one in stages))
-        scalars = {"fp8/coverage": coverage.percent}
-        texts = [f"coverage: {coverage.percent:.2f} % of GEMM FLOPs"]
-        if self.registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
-            scalars["fp8/gathered-bytes"] = float(max(one[1] for one in stages))
-            texts.append(f"gathered per rank: {scalars['fp8/gathered-bytes'] / 2**20:.3f} MiB")
-        weights: Gathers = max((one[3] for one in stages), key=lambda gathers: gathers.total)
-        if weights.total:
-            scalars["fp8/weights-gathered-bytes"] = float(weights.total)
-            scalars["fp8/weights-gathered-fp8-bytes"] = float(weights.in_fp8)
-            shown = f"{weights.total / 2**20:.3f} MiB, {weights.in_fp8 / 2**20:.3f} of it FP8"
-            texts.append(f"weights gathered per rank: {shown}")
-        every = {name: one for _, _, statistics, _ in stages for name, one in statistics.items()}
+        mine = sum(part.in_fp8 for _, part in self._parts), sum(part.total for _, part in self._parts) + self._head
+        stages = self._of_all_stages((*mine, self._num_bytes, self._weights, self._statistics))
+        in_fp8, total, num_bytes, weights, statistics = zip(*stages, strict=True)
+        scalars = {"fp8/coverage": 100.0 * sum(in_fp8) / sum(total) if sum(total) else 0.0}
+        texts = [f"coverage: {scalars['fp8/coverage']:.2f} % of GEMM FLOPs"]
+        if self._registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
+            scalars["fp8/gathered-bytes"] = float(max(num_bytes))
+            texts.append(f"gathered per rank: {max(num_bytes) / 2**20:.3f} MiB")
+        of_all, of_fp8 = max(weights)
+        if of_all:
+            scalars |= {"fp8/weights-gathered-bytes": float(of_all), "fp8/weights-gathered-fp8-bytes": float(of_fp8)}
+            texts.append(f"weights gathered per rank: {of_all / 2**20:.3f} MiB, {of_fp8 / 2**20:.3f} of it FP8")
+        tensors = [(k, name, one) for found in statistics for name, of in found.items() for k, one in of.items()]
+        if not tensors:
+            return " | ".join(texts), scalars
         for field in ("amax", "saturation", "underflow"):
-            values = {(kind, name): getattr(one[kind], field) for name, one in every.items() for kind in one}
+            values = {(kind, name): getattr(one, field) for kind, name, one in tensors}
             scalars.update({f"fp8-{field}/{kind}/{name}": value for (kind, name), value in values.items()})
             for kind in KINDS:
-                of_kind = [value for (found, _), value in values.items() if found == kind]
-                if of_kind:
+                if of_kind := [value for place, value in values.items() if place[0] == kind]:
                     scalars[f"fp8/{field}-max/{kind}"] = max(of_kind)
-            if values:
-                worst = max(values, key=lambda place: values[place])
-                shown = f"{values[worst]:.4g}" if field == "amax" else f"{100 * values[worst]:.3f} %"
-                texts.append(f"{field}: {shown} ({worst[0]} of {worst[1]})")
-        if every:
-            texts.append(f"sampled in iteration {self._sampled}")
-        return " | ".join(texts), scalars
+            worst = max(values, key=lambda place: values[place])
+            shown = f"{values[worst]:.4g}" if field == "amax" else f"{100 * values[worst]:.3f} %"
+            texts.append(f"{field}: {shown} ({worst[0]} of {worst[1]})")
+        return " | ".join([*texts, f"sampled in iteration {self._sampled}"]), scalars
 
 
-def find_registry(args: Any) -> Any:
-    """Of the spec that Megatron has built its layers from; None: it is none of ours. A pipeline stage without layers
-    has an empty one: it takes part in reports.
-    """
-    specs = sys.modules.get("megatron_patches.layer_specs")
-    if specs is None or args.spec is None or args.spec[0] != specs.__name__:
-        return None
-    return specs.registry_of(vars(specs)[args.spec[1]]) or LayerRegistry()
+def find_registry(args: Any, chunks: Iterable[Any]) -> LayerRegistry | None:
+    """The layers that Megatron has built by our spec, or with Transformer Engine's FP8; None: there is no FP8.
 
-
-def registry_of_model(chunks: Iterable[Any]) -> LayerRegistry:
-    """Of all transformer layers of a model that was built by another spec than ours.
-
-    Args:
-        chunks: of the model, as Megatron has wrapped them.
+    A pipeline stage without layers has an empty one: it takes part in reports.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    specs = sys.modules.get("megatron_patches.layer_specs")
+    if specs is not None and args.spec is not None and args.spec[0] == specs.__name__:
+        return specs.registry_of(vars(specs)[args.spec[1]]) or LayerRegistry()
     registry = LayerRegistry()
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
                 registry.add(module)
-    return registry
+    return registry if args.fp8 else None
 
 
 class HealthLog:
     """Health beside Megatron's own log, of the model that a process set up last: two wrappers for patches.apply."""
 
-    def __init__(self) -> None:
-        self._registry: Any = None
-        self._weights = Gathers(0, 0)
-        self._health: Health | None = None
+    _health: Health | None = None
 
     def wrap_setup_model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Of `setup_model_and_optimizer`: the layers are known from then on."""
+        """Wrap `setup_model_and_optimizer`, after which the layers are known."""
 
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             self._health = None  # after --inprocess-restart it is of a model and of groups that are gone
             result = stock(*args, **kwargs)
             from megatron.training import global_vars
+            from megatron.training.utils import print_rank_last
 
             settings = global_vars.get_args()
-            self._registry, self._weights = find_registry(settings), weight_gathers(result[0])
-            if self._registry is None and settings.fp8:
-                self._registry = registry_of_model(result[0])
+            registry = find_registry(settings, result[0])
+            if registry is not None:
+                self._health = Health(registry, settings, result[0])
+                print_rank_last(f" [fp8] {self._health.describe()}")
             return result
 
         return setup_model_and_optimizer
 
     def wrap_training_log(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's log, then ours."""
+        """Wrap `training_log`: Megatron's log, then ours."""
         signature = inspect.signature(stock)
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)
-            if self._registry is None:
-                return result
-            from megatron.training import global_vars
-
-            settings = global_vars.get_args()
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-            if self._health is None:
-                self._health = Health(self._registry, settings, self._weights)
+            if self._health is not None:
+                from megatron.training import global_vars
                 from megatron.training.utils import print_rank_last
 
-                print_rank_last(f" [fp8] {self._health.describe()}")
-            self._health.after_iteration(iteration)
-            if iteration % settings.log_interval == 0:
-                line, scalars = self._health.report()
-                _write(iteration, line, scalars, global_vars)
+                iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+                self._health.after_iteration(iteration)
+                if iteration % global_vars.get_args().log_interval == 0:
+                    line, scalars = self._health.report()
+                    print_rank_last(f" [fp8] iteration {iteration:8d} | {line}")
+                    if writer := global_vars.get_tensorboard_writer():
+                        for tag, value in scalars.items():
+                            writer.add_scalar(tag, value, iteration)
+                    if wandb := global_vars.get_wandb_writer():
+                        wandb.log(scalars, iteration)
             return result
 
         return training_log
-
-
-def _write(iteration: int, line: str, scalars: dict[str, float], global_vars: Any) -> None:
-    from megatron.training.utils import print_rank_last
-
-    print_rank_last(f" [fp8] iteration {iteration:8d} | {line}")
-    writer = global_vars.get_tensorboard_writer()
-    if writer:
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, iteration)
-    wandb = global_vars.get_wandb_writer()
-    if wandb:
-        wandb.log(scalars, iteration)

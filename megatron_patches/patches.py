@@ -3,9 +3,12 @@
 Nothing of Megatron is touched that has no row here. `apply` checks all rows of the parts it touches before it replaces
 anything; it replaces all that it was asked for, or nothing; what it returns undoes it. Subclasses and specs need no
 replacement: their rows are of kind "rely", in symbols.py. What a row does not have refuses everything; a body that is
-none of the tested ones (bodies.py) is reported once.
-`python -m megatron_patches.patches [CLONE]` prints the rows with what the clone has; without a clone, what that of
-$MEGATRON_LM_PATH has, or the megatron.core that `import` finds.
+none of the tested ones (bodies.json: version -> path -> hash) is reported once.
+
+    python -m megatron_patches.patches [CLONE]         prints the rows with what the clone has; without a clone, what
+                                                       that of $MEGATRON_LM_PATH has, or what `import` finds
+    python -m megatron_patches.patches --update        merges the hashes of the Megatron that `import` finds into
+                                                       bodies.json: once the tests pass there (docs/megatron.md)
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -23,168 +27,88 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from fp8_ds.engine.seam_check import body_hash
 from fp8_ds.errors import SeamError
-from megatron_patches import bodies, compat
-from megatron_patches.symbols import RELIED, Part, Patch
+from megatron_patches import compat
+from megatron_patches.symbols import RELIED, Part, Patch, parse
 
-_ARGUMENTS = "megatron.training.arguments"
-_OPTIMIZER = "megatron.core.optimizer"
-_RANDOM = "megatron.core.tensor_parallel.random"
-_NO_HOOK = "extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag"
+_BODIES = Path(__file__).with_name("bodies.json")
 
 PATCHES = (
-    Patch(_ARGUMENTS, "add_megatron_arguments", ("parser",), "wrap", "our recipes and flags, in --help too", _NO_HOOK),
-    Patch(
-        _ARGUMENTS,
-        "parse_args",
-        ("extra_args_provider", "ignore_unknown_args"),
-        "wrap",
-        "our values checked, and taken out of stock flags before validate_args reads them; --spec set",
-        _NO_HOOK,
-    ),
-    Patch(
-        "megatron.training.initialize",
-        "parse_args",
-        ("extra_args_provider", "ignore_unknown_args"),
-        "wrap",
-        "the same function, imported by name",
-        _NO_HOOK,
-        "<0.17",
-    ),
-    Patch(
-        "megatron.training.training",
-        "setup_model_and_optimizer",
-        (),
-        "wrap",
-        "arguments.py: a spec that --use-checkpoint-args has replaced is refused before the model is built",
-        "parse_args: Megatron reads the checkpoint's arguments after it",
-    ),
-    Patch(
-        "megatron.training.training",
-        "training_log",
-        ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
-        "wrap",
-        "FP8 health in the log, TensorBoard and W&B, at the intervals of --log-interval",
-        "a custom loss_dict key: it is averaged over ranks and printed as a loss; there is no log hook",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "Adam",
-        (),
-        "swap",
-        "--fp8-optimizer-states: the class from which Megatron makes Adam, for both of its optimizers",
-        "get_megatron_optimizer has no argument for a class; a wrapper after it would find fp32 states made",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "USING_PYTORCH_OPTIMIZER",
-        (),
-        "swap",
-        "--fp8-optimizer-states: without Transformer Engine, Adam is asked for by that name, and not torch's",
-        "none: a constant",
-    ),
-    Patch(
-        f"{_OPTIMIZER}.distrib_optimizer",
-        "Adam",
-        (),
-        "swap",
-        "--fp8-optimizer-states: the distributed optimizer takes instances of it only",
-        "a subclass of torch's AdamW: it would be two optimizers with two sets of states",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "DistributedOptimizer",
-        (),
-        "swap",
-        "--fp8-optimizer-states: a subclass that knows of each shard where in its weight it starts, and reads and "
-        "writes masters and moments for checkpoints",
-        "FusedAdam's get_unscaled_state: it has float32 of all shards at once on the GPU, and no place in the weight",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "Float16OptimizerWithFloat16Params",
-        (),
-        "swap",
-        "--fp8-optimizer-states: a subclass that makes no float32 main parameters and no float32 gradients",
-        "none: the stock constructor makes them",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "ChainedOptimizer",
-        (),
-        "swap",
-        "--fp8-optimizer-states: a subclass that skips a step whose norm is infinite or NaN",
-        "each optimizer for itself: the norm is that of all of them",
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_get_megatron_optimizer_based_on_param_groups",
-        ("config", "model_chunks"),
-        "wrap",
-        "--fp8-optimizer-states: what it does not support is refused, and the optimizer owns the masters",
-        "get_megatron_optimizer: imported by name all over",
-    ),
-    Patch(
-        f"{_OPTIMIZER}.optimizer_config",
-        "OptimizerConfig.__post_init__",
-        ("self",),
-        "wrap",
-        "--fp8-optimizer-states with --use-precision-aware-optimizer: Transformer Engine's FusedAdam is not needed",
-        "none: it imports FusedAdam",
-    ),
-    *(
-        Patch(
-            f"megatron.core.distributed.{module}",
-            "post_all_gather_processing",
-            ("model_params",),
-            "wrap",
-            "--fp8-drop-transposes: Transformer Engine makes no transposes where weights have been gathered",
-            "dropping them in the next forward: 1 ms a step of Llama 2.0 B to make them for nothing",
-            versions,
-        )
-        for module, versions in (("param_and_grad_buffer", ""), ("distributed_data_parallel", "<0.17"))
-    ),
-    Patch(
-        "megatron.core.transformer.transformer_block",
-        "LayerNormImpl",
-        (),
-        "swap",
-        "norm.py: the final norm, with sequence parallelism and neither Transformer Engine nor Apex",
-        "the layer spec: it has a slot for each norm but the final one",
-    ),
-    Patch(
-        _RANDOM,
-        "_get_cuda_rng_state",
-        ("device", "clone", "graph_safe"),
-        "swap",
-        "cpu.py: trials without a GPU",
-        "torch.cuda's own functions: it calls the generators of devices",
-    ),
-    Patch(
-        _RANDOM,
-        "_set_cuda_rng_state",
-        ("new_state", "device", "graph_safe"),
-        "swap",
-        "cpu.py: trials without a GPU",
-        "torch.cuda's own functions: it waits until CUDA is initialised",
-    ),
-    Patch(
-        "megatron.training.training",
-        "initialize_megatron",
-        (),
-        "wrap",
-        "cpu.py: allow_no_cuda, which pretrain() does not pass on",
-        "an argument: there is none",
-    ),
-    Patch(
-        "megatron.training.initialize",
-        "_compile_dependencies",
-        (),
-        "swap",
-        "cpu.py: CUDA kernels are not compiled",
-        "an argument: there is none",
-    ),
-    *RELIED,
+    parse("""
+megatron.training.arguments
+  our recipes and flags, in --help too
+  tried first: extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag
+    wrap add_megatron_arguments(parser)
+  our values checked, and taken out of stock flags before validate_args reads them; --spec set
+  tried first: extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag
+    wrap parse_args(extra_args_provider, ignore_unknown_args)
+megatron.training.initialize <0.17
+  the same function, imported by name
+  tried first: extra_args_provider: pretrain_gpt.py passes its own to pretrain(), and cannot add choices to a flag
+    wrap parse_args(extra_args_provider, ignore_unknown_args)
+megatron.training.training
+  arguments.py: a spec that --use-checkpoint-args has replaced is refused before the model is built
+  tried first: parse_args: Megatron reads the checkpoint's arguments after it
+    wrap setup_model_and_optimizer
+  FP8 health in the log, TensorBoard and W&B, at the intervals of --log-interval
+  tried first: a custom loss_dict key: it is averaged over ranks and printed as a loss; there is no log hook
+    wrap training_log(loss_dict, total_loss_dict, learning_rate, iteration)
+  cpu.py: allow_no_cuda, which pretrain() does not pass on
+  tried first: an argument: there is none
+    wrap initialize_megatron
+megatron.core.optimizer
+  --fp8-optimizer-states: the class from which Megatron makes Adam, for both of its optimizers
+  tried first: get_megatron_optimizer has no argument for a class; a wrapper after it would find fp32 states made
+    swap Adam
+  --fp8-optimizer-states: without Transformer Engine, Adam is asked for by that name, and not torch's
+  tried first: none: a constant
+    swap USING_PYTORCH_OPTIMIZER
+  --fp8-optimizer-states: a subclass that knows where in its weight a shard starts, and what checkpoints hold of it
+  tried first: FusedAdam's get_unscaled_state: float32 of all shards at once on the GPU, and no place in the weight
+    swap DistributedOptimizer
+  --fp8-optimizer-states: a subclass that makes no float32 main parameters and no float32 gradients
+  tried first: none: the stock constructor makes them
+    swap Float16OptimizerWithFloat16Params
+  --fp8-optimizer-states: a subclass that skips a step whose norm is infinite or NaN
+  tried first: each optimizer for itself: the norm is that of all of them
+    swap ChainedOptimizer
+  --fp8-optimizer-states: what it does not support is refused, and the optimizer owns the masters
+  tried first: get_megatron_optimizer: imported by name all over
+    wrap _get_megatron_optimizer_based_on_param_groups(config, model_chunks)
+megatron.core.optimizer.distrib_optimizer
+  --fp8-optimizer-states: the distributed optimizer takes instances of it only
+  tried first: a subclass of torch's AdamW: it would be two optimizers with two sets of states
+    swap Adam
+megatron.core.optimizer.optimizer_config
+  --fp8-optimizer-states with --use-precision-aware-optimizer: FusedAdam is not needed
+  tried first: none: it imports FusedAdam
+    wrap OptimizerConfig.__post_init__(self)
+megatron.core.distributed.param_and_grad_buffer
+  --fp8-drop-transposes: Transformer Engine makes no transposes where weights have been gathered
+  tried first: dropping them in the next forward: 1 ms a step of Llama 2.0 B to make them for nothing
+    wrap post_all_gather_processing(model_params)
+megatron.core.distributed.distributed_data_parallel <0.17
+  --fp8-drop-transposes: Transformer Engine makes no transposes where weights have been gathered
+  tried first: dropping them in the next forward: 1 ms a step of Llama 2.0 B to make them for nothing
+    wrap post_all_gather_processing(model_params)
+megatron.core.transformer.transformer_block
+  norm.py: the final norm, with sequence parallelism and neither Transformer Engine nor Apex
+  tried first: the layer spec: it has a slot for each norm but the final one
+    swap LayerNormImpl
+megatron.core.tensor_parallel.random
+  cpu.py: trials without a GPU
+  tried first: torch.cuda's own functions: it calls the generators of devices
+    swap _get_cuda_rng_state(device, clone, graph_safe)
+  cpu.py: trials without a GPU
+  tried first: torch.cuda's own functions: it waits until CUDA is initialised
+    swap _set_cuda_rng_state(new_state, device, graph_safe)
+megatron.training.initialize
+  cpu.py: CUDA kernels are not compiled
+  tried first: an argument: there is none
+    swap _compile_dependencies
+""")
+    + RELIED
 )
 
 
@@ -229,8 +153,7 @@ def _current(row: Patch) -> Any:
 
 
 def check(*parts: Part) -> None:
-    """Afterwards every row of these parts exists with its parameters; bodies that we have not tested are named in one
-    warning.
+    """Check that every row of these parts exists with its parameters; a body that is not a tested one is warned of.
 
     Raises:
         SeamError: the first that does not.
@@ -244,14 +167,34 @@ def check(*parts: Part) -> None:
 @functools.cache
 def _warn_of_other_bodies(checked: tuple[Patch, ...]) -> None:
     """Once for the same rows."""
-    unknown = bodies.others({row.path: find(row) for row in checked}, bodies.known())
-    if unknown:
-        warnings.warn(
-            f"megatron_patches is tested with Megatron {', '.join(compat.TESTED_VERSIONS)}; in {compat.version()} "
-            f"these bodies differ: {', '.join(unknown)}. Run tests/integration/test_megatron_clone.py with this clone "
-            "before you rely on it.",
-            stacklevel=4,
-        )
+    if text := other_bodies({row.path: find(row) for row in checked}):
+        warnings.warn(text, stacklevel=4)
+
+
+def other_bodies(symbols: Mapping[str, Any]) -> str:
+    """Name the functions whose body is none of the tested ones, among those of which one is known; empty: none is.
+
+    Args:
+        symbols: path of a row -> what Megatron has there.
+    """
+    tested = json.loads(_BODIES.read_text()).values()
+    found = {path: body_hash(symbol) for path, symbol in symbols.items() if any(path in table for table in tested)}
+    unknown = [path for path, digest in found.items() if all(table.get(path) != digest for table in tested)]
+    if not unknown:
+        return ""
+    return (
+        f"megatron_patches is tested with Megatron {', '.join(compat.TESTED_VERSIONS)}; in {compat.version()} these "
+        f"bodies differ: {', '.join(unknown)}. Run tests/integration/test_megatron_clone.py with this clone before you "
+        "rely on it."
+    )
+
+
+def update_bodies(path: Path = _BODIES) -> None:
+    """Merge the hashes of the Megatron that `import` finds into the file, beside those of other versions."""
+    symbols = {row.path: find(row) for row in rows()}
+    hashes = {path: body_hash(symbol) for path, symbol in symbols.items() if inspect.isroutine(symbol)}
+    known = json.loads(path.read_text()) | {compat.version().public: hashes}
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 class Applied:
@@ -347,7 +290,6 @@ def _print_rows(clone: str | None) -> None:
         compat.version_of_clone(path)
         sys.path.insert(0, str(path))
     print(f"Megatron {compat.version()} at {Path(str(importlib.import_module('megatron.core').__file__)).parents[2]}")
-    tested = bodies.known()
     parts: tuple[Part, ...] = ("core", "training")
     if importlib.util.find_spec("megatron.training") is None:
         print("It has no megatron.training, which clones have: name yours, `python -m megatron_patches.patches CLONE`.")
@@ -356,8 +298,8 @@ def _print_rows(clone: str | None) -> None:
         try:
             symbol = find(row)
             state = f"{inspect.signature(inspect.unwrap(symbol))}" if row.parameters else "there"
-            if bodies.others({row.path: symbol}, tested):
-                state += f"\n      OTHER BODY than in {', '.join(tested)}"
+            if other_bodies({row.path: symbol}):
+                state += f"\n      OTHER BODY than in {', '.join(compat.TESTED_VERSIONS)}"
         except SeamError as error:
             state = f"MISSING: {error}"
         print(f"{row.kind:4}  {row.path}\n      {row.why}\n      {state}")
@@ -365,6 +307,9 @@ def _print_rows(clone: str | None) -> None:
 
 if __name__ == "__main__":
     try:
-        _print_rows(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGATRON_LM_PATH"))
+        if sys.argv[1:] == ["--update"]:
+            update_bodies()
+        else:
+            _print_rows(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGATRON_LM_PATH"))
     except SeamError as error:
         sys.exit(f"megatron_patches: {error}")

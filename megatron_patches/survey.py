@@ -1,57 +1,37 @@
-"""What a Megatron is, and whether every symbol that patches.py touches is in it as tested, as one line of JSON.
+"""One line of JSON about a Megatron, for `fp8-ds doctor`: `python -m megatron_patches.survey [CLONE]`.
 
-    python -m megatron_patches.survey [CLONE]
+    version      of the clone, or of the megatron.core that `import` finds
+    num_symbols  of patches.py that are there with their parameters
+    error        why it cannot be patched; empty: it can
+    differing    which bodies are none of the tested ones; empty: none
 
-For `fp8-ds doctor`, which gives it a process of its own: importing Megatron takes seconds, and changes torch.
+In a process of its own: importing Megatron takes seconds, and changes torch. Nothing is replaced.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from fp8_ds.errors import Fp8DsError
-from megatron_patches.symbols import Part
+from megatron_patches import compat, patches, pretrain_gpt
 
 
-class Survey(TypedDict):
-    """What was found; a text is empty where there is nothing to say.
-
-    Attributes:
-        version: of Megatron.
-        num_symbols: that are there with their parameters.
-        error: why it cannot be patched.
-        differing: which bodies are none of the tested ones.
-    """
-
-    version: str
-    num_symbols: int
-    error: str
-    differing: str
-
-
-def survey(clone: Path | None = None) -> Survey:
-    """Of the clone, megatron.training with it, or of the megatron.core that `import` finds. Nothing is replaced."""
-    from megatron_patches import compat, patches, pretrain_gpt
-
-    found: Survey = {"version": "", "num_symbols": 0, "error": "", "differing": ""}
-    parts: tuple[Part, ...] = ("core",) if clone is None else ("core", "training")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            if clone is not None:
-                found["version"] = str(compat.version_of_clone(clone))
-                pretrain_gpt.use_clone(clone)
-            found["version"] = str(compat.version())
-            patches.check(*parts)
-            found["num_symbols"] = len(patches.rows(*parts))
-        except Fp8DsError as error:
-            found["error"] = str(error)
-    texts = [str(one.message) for one in said]
-    found["differing"] = next((text for text in texts if "these bodies differ" in text), "")
+def survey(clone: Path | None = None) -> dict[str, Any]:
+    """The object above; without a clone of megatron.core alone."""
+    found: dict[str, Any] = {"version": "", "num_symbols": 0, "error": "", "differing": ""}
+    try:
+        if clone is not None:
+            found["version"] = str(compat.version_of_clone(clone))
+            pretrain_gpt.use_clone(clone)
+        found["version"] = str(compat.version())
+        rows = patches.rows("core") if clone is None else patches.rows()
+        found["differing"] = patches.other_bodies({row.path: patches.find(row) for row in rows})
+        found["num_symbols"] = len(rows)
+    except Fp8DsError as error:
+        found["error"] = str(error)
     return found
 
 

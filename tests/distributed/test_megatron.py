@@ -317,7 +317,7 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
     """Two iterations, of which the second is sampled; evaluation of other text comes before it and after it."""
     from types import SimpleNamespace
 
-    from megatron_patches.health import Health, weight_gathers
+    from megatron_patches.health import Health
     from megatron_patches.layer_specs import registry_of
 
     with mt.megatron(layout):
@@ -330,7 +330,7 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             fp8_health_interval=2,
         )
         registry = registry_of(training.module.transformer_layer_spec)
-        watched = Health(registry, args, weight_gathers([training.model]))
+        watched = Health(registry, args, [training.model])
         data = mt.batches(2)
         for iteration in (1, 2):
             training.step(data)

@@ -250,12 +250,12 @@ def gathers(master: str | None) -> tuple[Any, int, int]:
 
 
 def test_health_counts_what_an_update_gathers(ranks: Any) -> None:
-    for (said, seen, numel), (stock_said, stock_seen, _) in zip(
+    for ((said, said_fp8), seen, numel), (stock_said, stock_seen, _) in zip(
         ranks(2).run(gathers, "e4m19"), ranks(2).run(gathers, None), strict=True
     ):
-        assert (said.total, stock_said.total) == (seen, stock_seen) and stock_said.in_fp8 == 0
-        assert numel <= said.in_fp8 <= 1.1 * numel < said.total < 0.7 * stock_said.total
-    assert ranks(1).run(gathers, "e4m19")[0][0].total == 0, "nobody has another's shard"
+        assert said == seen and stock_said == (stock_seen, 0)
+        assert numel <= said_fp8 <= 1.1 * numel < said < 0.7 * stock_said[0]
+    assert ranks(1).run(gathers, "e4m19")[0][0] == (0, 0), "nobody has another's shard"
 
 
 # --- norms, and other layouts ---

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fp8_ds.testing.processes import ENDED, run_or_end
-from megatron_patches.dataset_helpers import copy_helper
+from megatron_patches.cpu import copy_helper
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")
 pytestmark = [

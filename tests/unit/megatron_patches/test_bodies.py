@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 
 from packaging.specifiers import SpecifierSet
 
-from megatron_patches import bodies, compat, patches
+from megatron_patches import compat, patches
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def nothing_was_said() -> None:
 
 
 def test_hashes_of_every_tested_version_are_stored_for_every_function() -> None:
-    tested = bodies.known()
+    tested = json.loads(patches._BODIES.read_text())
     assert tuple(sorted(tested)) == compat.TESTED_VERSIONS
     constants = {row.path for row in patches.PATCHES if row.name.rsplit(".", 1)[-1][0].isupper()}
     assert len(constants) == 8
@@ -58,7 +59,7 @@ def test_a_version_is_merged_beside_the_others(tmp_path: Path) -> None:
     rows = [row for row in patches.rows() if row.part == "core"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patches, "rows", lambda *parts: rows)
-        bodies.update(file)
+        patches.update_bodies(file)
     text = file.read_text()
     assert '"0.1"' in text and f'"{compat.version().public}"' in text and "RowParallelLinear.forward" in text
 

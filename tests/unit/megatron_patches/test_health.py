@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_patches import health
 from megatron_patches.attention import AttentionSettings, MegatronFp8Attention
-from megatron_patches.health import Products, products_of
+from megatron_patches.health import parts_of
 from megatron_patches.linear import Fp8RowParallelLinear
 from megatron_patches.registry import LayerRegistry
 
@@ -32,8 +32,8 @@ def linear(cls: type, rows: int, cols: int, recipe: Any = None) -> Any:
     return found
 
 
-def recipe(needs_grad_columns: bool = True) -> Any:
-    return SimpleNamespace(needs_grad_columns=needs_grad_columns)
+def recipe(name: str = "tensorwise", needs_grad_columns: bool = True) -> Any:
+    return SimpleNamespace(name=name, needs_grad_columns=needs_grad_columns)
 
 
 class Attention(MegatronFp8Attention, nn.Module):
@@ -47,6 +47,7 @@ class Layer(nn.Module):
         super().__init__()
         values = {
             "fp8": None,
+            "fp8_recipe": "tensorwise",
             "num_layers": 2,
             "first_last_layers_bf16": False,
             "kv_channels": CHANNELS,
@@ -57,11 +58,10 @@ class Layer(nn.Module):
         self.config, self.layer_number = SimpleNamespace(**values), 1
 
 
-def total(layer: nn.Module) -> Products:
-    found = Products(0.0, 0.0)
-    for one in products_of(layer, SEQUENCE):
-        found = found.plus(one)
-    return found
+def total(layer: nn.Module) -> tuple[float, float]:
+    """Multiply-adds in FP8, and of all."""
+    parts = list(parts_of(layer, SEQUENCE))
+    return sum(part.in_fp8 for part in parts), sum(part.total for part in parts)
 
 
 def test_linears_count_by_what_computes_them() -> None:
@@ -70,7 +70,7 @@ def test_linears_count_by_what_computes_them() -> None:
     layer.linear_fc2 = linear(Fp8RowParallelLinear, 6, 4, recipe(needs_grad_columns=False))
     layer.linear_kept = linear(Fp8RowParallelLinear, 5, 4)
     layer.linear_stock = linear(ColumnParallelLinear, 7, 4)
-    assert total(layer) == Products(32 + 24 * 2 / 3, 32 + 24 + 20 + 28)
+    assert total(layer) == (32 + 24 * 2 / 3, 32 + 24 + 20 + 28)
 
 
 @pytest.mark.parametrize(("backend", "share"), [("fa3_fp8_emulated", 1 / 3), ("reference", 0.0)])
@@ -78,7 +78,7 @@ def test_of_fp8_attention_the_forward_counts(backend: str, share: float) -> None
     layer = Layer()
     layer.core_attention = Attention(backend)
     products = 2 * HEADS * CHANNELS * SEQUENCE / 2
-    assert total(layer) == Products(products * share, products)
+    assert total(layer) == (products * share, products)
 
 
 @pytest.mark.parametrize(("tp", "expert_tp", "expected"), [(1, 1, 64.0), (2, 2, 64.0), (2, 1, 32.0)])
@@ -92,13 +92,13 @@ def test_experts_count_by_the_tokens_they_get(tp: int, expert_tp: int, expected:
     )
     layer.experts = nn.ModuleList(linear(Fp8RowParallelLinear, 8, 4, recipe()) for _ in range(4))
     # 4 of 8 experts here, each with 2 of 8 parts of the tokens of 2 ranks; uncut, of half of these tokens.
-    assert total(layer) == Products(expected, expected)
+    assert total(layer) == (expected, expected)
 
 
 def test_attention_with_latents_counts_by_its_own_dims() -> None:
     layer = Layer(multi_latent_attention=True, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
     layer.core_attention = nn.Identity()
-    assert total(layer) == Products(0.0, HEADS * (16 + 8 + 12) * SEQUENCE / 2)
+    assert total(layer) == (0.0, HEADS * (16 + 8 + 12) * SEQUENCE / 2)
 
 
 @pytest.mark.parametrize(
@@ -110,28 +110,30 @@ def test_transformer_engines_linears_count_by_megatrons_flags(fp8: Any, first_la
     )
     engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
     layer.linear_fc1 = linear(engine, 8, 4)
-    assert total(layer) == Products(expected, 32.0)
+    assert total(layer) == (expected, 32.0)
+
+
+def described(*layers: nn.Module) -> str:
+    return health.describe((part.kind, part.computed_by) for layer in layers for part in parts_of(layer, SEQUENCE))
 
 
 def test_one_line_says_what_computes_what() -> None:
     layers = [Layer(), Layer()]
     for layer, backend in zip(layers, ("reference", "fa3_fp8_emulated"), strict=True):
-        layer.linear_proj = linear(Fp8RowParallelLinear, 8, 4, SimpleNamespace(name="rowwise"))
+        layer.linear_proj = linear(Fp8RowParallelLinear, 8, 4, recipe("rowwise"))
         layer.core_attention = Attention(backend)
     layers[0].linear_fc2 = linear(Fp8RowParallelLinear, 8, 4)
     layers[0].linear_fc2.bf16_reason = "--first-last-layers-bf16"
     layers[1].core_attention.fp8_attention, layers[1].core_attention.stock_reason = None, "qk_clip"
-    assert health.describe([health.computed_by(layers)]) == (
-        "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) "
-        "| attention: 1 x reference, 1 x stock (qk_clip)"
+    assert described(*layers) == (
+        "linears: 2 x fp8_ds rowwise, 1 x bf16 (--first-last-layers-bf16) | attention: 1 x reference, 1 x stock (qk_clip)"
     )
-    assert health.describe([health.computed_by([Layer()])]) == "linears: Megatron's own | attention: Megatron's own"
+    assert described(Layer()) == "linears: Megatron's own | attention: Megatron's own"
     engine = type("TELinear", (nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
     layers = [Layer(fp8="hybrid", fp8_recipe="blockwise"), Layer()]
     for layer in layers:
         layer.linear_fc1 = linear(engine, 8, 4)
-    found = health.describe([health.computed_by(layers)])
-    assert found.startswith("linears: 1 x Transformer Engine blockwise, 1 x Transformer Engine bf16 |")
+    assert described(*layers).startswith("linears: 1 x Transformer Engine blockwise, 1 x Transformer Engine bf16 |")
 
 
 class Watch:
@@ -189,10 +191,10 @@ def test_no_layer_is_hooked_in_an_iteration() -> None:
 def watching(fp8: Any, layers: list[Any], every: int) -> Any:
     """A Health of these layers without groups."""
     watched: Any = health.Health.__new__(health.Health)
-    watched.registry = SimpleNamespace(fp8=fp8, layers=lambda: layers)
+    watched._registry = SimpleNamespace(fp8=fp8, layers=lambda: layers)
     watched._observers = watched._table = Watch()
     watched._every, watched._is_sampling, watched._waiting = every, False, []
-    watched._num_bytes = watched._bytes_before = 0
+    watched._bytes_before = 0
     return watched
 
 
@@ -230,7 +232,7 @@ def test_a_model_of_megatrons_own_spec_is_found(
     """Its layers are Transformer Engine's, and nothing but their being watched is ours."""
     monkeypatch.setattr("megatron.core.transformer.transformer_layer.TransformerLayer", Gathering)
     made: list[Any] = []
-    monkeypatch.setattr(health, "Health", lambda registry, args, weights: made.append(registry) or Fake())
+    monkeypatch.setattr(health, "Health", lambda registry, args, chunks: made.append(registry) or Fake())
     megatron_training.args.fp8 = "hybrid"
     log, model = health.HealthLog(), nn.Sequential(Gathering(None), nn.Linear(1, 1), Gathering(None))
     log.wrap_setup_model(lambda: ([model], "optimizer", "scheduler"))()
@@ -256,7 +258,7 @@ def test_a_stage_without_layers_takes_part_in_reports(
     empty = layer_specs.with_registry(TransformerBlockSubmodules(layer_specs=[]), LayerRegistry())
     monkeypatch.setitem(vars(layer_specs), "gpt", empty)
     megatron_training.args.spec = [layer_specs.__name__, "gpt"]
-    monkeypatch.setattr(health, "Health", lambda registry, args, weights: Fake())
+    monkeypatch.setattr(health, "Health", lambda registry, args, chunks: Fake())
     log = health.HealthLog()
     log.wrap_setup_model(lambda: ([nn.Linear(1, 1)], "optimizer", "scheduler"))()
     log.wrap_training_log(training_log)({}, {}, 0.1, 2)

@@ -1,4 +1,4 @@
-"""Megatron's compiled dataset helper in a fresh clone: where it is from, and that a run on CPU asks for it."""
+"""Megatron on a CPU: what torch.cuda says there, and where the compiled dataset helper of a fresh clone is from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import datasets
 
 from megatron_patches import cpu
-from megatron_patches.dataset_helpers import copy_helper
 
 NAME = f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
@@ -39,7 +38,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_fresh_clone_gets_that_of_the_installed_one(tmp_path: Path, installed: Path) -> None:
     clone = folder(tmp_path, "clone")
-    assert copy_helper(clone)
+    assert cpu.copy_helper(clone)
     assert (clone / NAME).read_text() == "installed"
 
 
@@ -53,14 +52,14 @@ def test_a_torch_for_cuda_has_no_device_on_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_its_own_is_kept(tmp_path: Path, installed: Path) -> None:
     clone = folder(tmp_path, "clone", "own")
-    assert copy_helper(clone)
+    assert cpu.copy_helper(clone)
     assert (clone / NAME).read_text() == "own"
 
 
 def test_without_an_installed_one_nothing_is_there(tmp_path: Path, installed: Path) -> None:
     (installed / NAME).unlink()
     clone = folder(tmp_path, "clone")
-    assert not copy_helper(clone) and not list(clone.iterdir())
+    assert not cpu.copy_helper(clone) and not list(clone.iterdir())
 
 
 @pytest.mark.parametrize(("rank", "is_installed", "num_compiled"), [(0, True, 0), (0, False, 1), (1, False, 0)])
