@@ -6,7 +6,6 @@
 FP8 weights are made once, as an engine makes them once a step. Experts are chosen at random: all have about as many
 tokens. Of transformers' ways the loop over experts is what it falls back to, and the grouped product what it takes on
 a GPU where nothing else is said. Of ours both are measured: the loop is what GPUs before Hopper take.
-Predictions are printed beside what is measured.
 """
 
 from __future__ import annotations
@@ -56,16 +55,6 @@ class Shape:
         return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.intermediate
 
 
-PREDICTED = {
-    "Mixtral-8x7B": {"eager": 60.0, "grouped_mm": 37.3, LOOP: 28.3, ONE_LAUNCH: 20.7},
-    "Qwen3-30B-A3B": {"eager": 260.7, "grouped_mm": 10.3, LOOP: 79.8, ONE_LAUNCH: 4.7},
-}
-"""Milliseconds of forward and backward on an H100. All but the last are what one took on 2026-11-26. The last are of a
-trial on an H200, 26.5 and 5.96, less what was changed by it: tiles of grad_weight (Mixtral 3.5) and grad_input (0.5 and
-0.05), SwiGLU and the weighted sums in kernels of their own (3.2 and 1.9): 19.2 and 4.0. On an H100, whose memory is
-slower, 1.5 and 0.7 more."""
-
-
 SHAPES = (
     Shape("Mixtral-8x7B", 8, 4096, 14336, 2),
     Shape("Qwen3-30B-A3B", 128, 2048, 768, 8),
@@ -105,12 +94,10 @@ class Arm:
     """Experts of a layer, in one way.
 
     Args:
-        way: key of `PREDICTED`.
         is_loop: whether ours computes one expert after another, though there are kernels for all at once.
     """
 
     name: str
-    way: str
     build: Callable[[], Any]
     is_loop: bool = False
 
@@ -119,14 +106,12 @@ def arms(shape: Shape, device: str) -> Iterator[Arm]:
     for implementation in STOCK:
         yield Arm(
             f"transformers, bf16, {implementation}",
-            implementation,
             lambda name=implementation: stock_experts(shape, name, device),
         )
     for way, grad_dtype in OURS:
         linear = {"recipe": "tensorwise", "grad_dtype": grad_dtype}
         yield Arm(
             f"{way}, {grad_dtype} gradients",
-            way,
             lambda linear=linear: fp8_experts(shape, linear, device),
             way == LOOP,
         )
@@ -177,8 +162,8 @@ def main() -> None:
     device = "cpu" if args.dry else "cuda"
     rows = []
     table = [
-        "| layer | experts | forward, ms | and backward, ms | predicted | TFLOP/s | keeps, GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| layer | experts | forward, ms | and backward, ms | TFLOP/s | keeps, GiB |",
+        "|---|---|---|---|---|---|",
     ]
     for shape in TINY if args.dry else SHAPES:
         for arm in arms(shape, device):
@@ -186,11 +171,10 @@ def main() -> None:
                 with in_a_loop() if arm.is_loop else nullcontext():
                     found = measure(shape, arm.build, device)
             except (RuntimeError, ValueError) as error:  # a version without that implementation
-                table.append(f"| {shape.name} | {arm.name} | {str(error).splitlines()[0][:100]} | | | | |")
+                table.append(f"| {shape.name} | {arm.name} | {str(error).splitlines()[0][:100]} | | | |")
                 continue
-            predicted = PREDICTED.get(shape.name, {}).get(arm.way)
-            rows.append({**asdict(shape), "arm": arm.name, "predicted_both_ms": predicted, **found})
-            ms = f"{found['forward_ms']:.2f} | {found['both_ms']:.2f} | {'' if predicted is None else predicted}"
+            rows.append({**asdict(shape), "arm": arm.name, **found})
+            ms = f"{found['forward_ms']:.2f} | {found['both_ms']:.2f}"
             table.append(f"| {shape.name} | {arm.name} | {ms} | {found['tflops']:.2f} | {found['kept_gib']:.2f} |")
             print(table[-1], flush=True)
     stem = dated_stem(args.out, "experts")

@@ -1,13 +1,12 @@
-"""Arms and pieces of megatron_pretrain.py: from names to Megatron's arguments. Needs no torch."""
+"""Arms of megatron_pretrain.py: from names to Megatron's arguments. Needs no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from end_to_end_arms import BETAS, EPS, LR, MODELS, WEIGHT_DECAY, Model
+from end_to_end_arms import BETAS, EPS, LR, WEIGHT_DECAY, Model
 
 TENSORWISE = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
@@ -38,14 +37,11 @@ WORDS: dict[str, tuple[str, ...]] = {
 """What an arm adds to the arguments that all have. ours-a: bf16 weights, masters of 24 bits, FP8 moments; ours-b: the
 high byte of the master is the data of Transformer Engine's weight. stock-gather: FP8 weights as in ours-b, and the rest
 of Megatron's, to tell which of the two makes a difference."""
-FORMS = {"ours-a": "a", "ours-b": "b", "ours-b11": "b"}
-"""Of the optimizer's states, as the targets name them."""
 GRAMMAR = (
     f"{', '.join(WORDS)}; with options: +bf16grads (gradients kept in bf16, Megatron's --main-grads-dtype), +fa3, "
     "+fa3_fp8 or +stock (attention of ours-...), +drop (--fp8-drop-transposes of ours-b and ours-b11), +tp=N (tensor "
     "and sequence parallelism over N GPUs), +seed=N"
 )
-MODES = ("speed", "losses", "parallel")
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,6 @@ class Arm:
     def is_ours(self) -> bool:
         """By the wrapper; otherwise the clone's script as it is."""
         return self.base.startswith("ours")
-
-    @property
-    def form(self) -> str:
-        """ "a" or "b"; empty: no states of ours."""
-        return FORMS.get(self.base, "")
 
     @property
     def needs_te(self) -> bool:
@@ -107,11 +98,6 @@ def parse_arm(name: str) -> Arm:
         else:
             raise ValueError(f"arm: expected {GRAMMAR}; got option {option!r} in {name!r}.")
     return arm
-
-
-def without_option(name: str, key: str) -> str:
-    """The arm's name without its option `+key=...`."""
-    return "+".join(part for part in name.split("+") if not part.startswith(f"{key}="))
 
 
 @dataclass(frozen=True)
@@ -209,68 +195,3 @@ def words_of(arm: Arm, m: Model, s: Settings, cache: Path) -> list[str]:
         # Named, so that Transformer Engine cannot fall back to unfused attention; ours leaves it evaluation only.
         words += ["--attention-backend", "fused"]
     return [*words, *own, *s.extra]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one command measures, in at most ten minutes; the reference runs first and last."""
-
-    model: str
-    reference: str | None
-    arms: tuple[str, ...]
-    mode: str = "speed"
-
-
-BF16_GRADS_STOCK = "stock-tensorwise+bf16grads"
-"""What arms of ours with that option are to be compared with."""
-SEEDED = ("stock-tensorwise", "ours-a", "ours-b", "stock-gather")
-PIECES = {
-    "speed": Piece(
-        "llama-2b",
-        "stock-tensorwise",
-        (
-            *(BF16_GRADS_STOCK, "ours-fa3", "ours-fa3_fp8", "ours-a"),
-            *("stock-bf16", "stock-blockwise", "stock-fp8-states"),
-        ),
-    ),
-    "states": Piece(
-        "llama-2b",
-        "stock-tensorwise",
-        (
-            *(BF16_GRADS_STOCK, "ours-a", "ours-b", "ours-b11+bf16grads"),
-            *("ours-a+bf16grads", "ours-b11", "stock-bf16-states"),
-        ),
-    ),
-    "losses": Piece("llama-2b", None, ("stock-bf16", "stock-tensorwise", "ours-a", "ours-b"), mode="losses"),
-    "tp2": Piece(
-        "llama-2b",
-        None,
-        ("ours-a", "ours-a+tp=2", "stock-tensorwise", "stock-tensorwise+tp=2"),
-        mode="parallel",
-    ),
-    # One seed each, so that they can run side by side; the report puts them together, as pairs.
-    **{f"seeds-{k}": Piece("llama-2b", None, tuple(f"{a}+seed={k}" for a in SEEDED), mode="losses") for k in (1, 2, 3)},
-}
-ITERATIONS = {"speed": 40, "losses": 500, "parallel": 60}
-INTERVAL = {"speed": 5, "losses": 1, "parallel": 1}
-EVAL_ITERS = {"speed": 0, "losses": 20, "parallel": 4}
-START_SECONDS, CPU_INIT_SECONDS, EVAL_SECONDS = 40.0, 40.0, 0.1
-"""Guesses: imports, groups, building and ending; drawing 2 B weights on the CPU; a batch of held-out text."""
-SLOWEST = {"stock-fp8-states": 0.75, "stock-bf16": 0.21}
-SECONDS_PER_ITERATION = 0.18
-"""Of 8192 tokens of llama-2b on an H200: 11.2k, 40.1k and 47.5k tokens/s (DESIGN.md)."""
-
-
-def predicted_seconds(arm: Arm, m: Model, mode: str, s: Settings, known: Mapping[tuple[str, str], float]) -> float:
-    """Seconds that an arm will take, its start included.
-
-    Args:
-        known: (arm, mode) to seconds that it took before, with this model; these are believed, plus a tenth.
-    """
-    if (arm.name, mode) in known:
-        return 1.1 * known[arm.name, mode]
-    large = MODELS["llama-2b"]
-    share = m.num_parameters * m.tokens / (large.num_parameters * large.tokens)
-    seconds = START_SECONDS + (CPU_INIT_SECONDS * m.num_parameters / large.num_parameters if s.cpu_init else 0)
-    each = SLOWEST.get(arm.base, SECONDS_PER_ITERATION) / arm.tp
-    return seconds + share * (s.iterations * each + s.eval_iters * EVAL_SECONDS)

@@ -19,13 +19,6 @@ bf16 weights in every forward, which is what it does without FSDP.
 
 Overlap, by a profile of one forward and backward: of the time in which a transfer of a gather runs, the share in which
 a kernel of another kind runs too. Busy: in which any kernel runs; a call that takes longer waits for the host.
-
-Prediction, written before the first run on two H200s, ms of the MLP at TP=2: 8B, 8192 tokens: ours 4.9, 16384: 9.3;
-70B: 15.8 and 30.5 (torchao measured 5.62, 10.5, 17.7, 33.4); measured: 7.08, 10.5, 17.6, 32.7. Before the first run of
-ours-compiled: 5.0, 9.6, 16.4, 31.5, for the host no longer waits and inductor fuses what stands between (measured:
-6.58, 10.2, 17.4, 33.6). Before the first run of ours-cudagraphs: 5.1, 9.9, 17, 33, and 11.3 for 8B's layer at 8192
-tokens, which took 16.7; torchao-cudagraphs at most 5 % faster than torchao. Before the first run of ours with the MLP
-as one function: 4.5 ms for 8B's at 8192 tokens, if the host keeps up.
 """
 
 from __future__ import annotations

@@ -34,38 +34,24 @@ def test_optimizer_bench_measures_an_arm_in_its_own_process(run_main: Callable[.
     result = json.loads(lines.read_text())
     assert result["parameters"] == 4 * 128 * 128 + 3 * 448 * 128 + 2 * 64 * 128 + 3 * 128
     assert result["moved_weights"] and result["finite"] and result["ms"] > 0
-    assert "| torch fused AdamW fp32 |" in output and "16.3" in output
-    assert "MISSED: ours e4m11 was not measured" in output
+    assert "| torch fused AdamW fp32 |" in output
     assert str(tmp_path) not in "".join(path.read_text() for path in tmp_path.iterdir())
 
 
 def test_optimizer_bench_names_a_rival_that_is_not_installed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = bench("optimizer_peers")
-    absent = peers.Arm("no_such_package", peers.torch_fused, 1, 1, peers.Earlier(17.1, 7.12, 7.12))
+    absent = peers.Arm("no_such_package", peers.torch_fused, 1, 1)
     monkeypatch.setitem(peers.ARMS, "FlashAdamW", absent)
     result = peers.measure("FlashAdamW", argparse.Namespace())
     assert "no_such_package" in result["error"]
     assert "NOT MEASURED: MISSING: package no_such_package" in peers.table([result])
 
 
-def peers_result(arm: str, ms: float, resident: float) -> dict[str, Any]:
-    memory = {"resident_bytes_per_param": resident, "peak_bytes_per_param": resident}
-    rates = {"gb_per_s": 20.8e3 / ms, "copy_gb_per_s": 4000.0, "moved_weights": True, "finite": True}
-    return {"arm": arm, "ms": ms, "must_move_bytes_per_param": 10.4, **memory, **rates}
-
-
-def test_optimizer_verdicts_are_missed_when_slow_large_or_a_rival_is_absent(bench: Any) -> None:
-    peers = bench("optimizer_peers")
-    rivals = [peers_result(name, 17.0, 7.12 if "Flash" in name else 6.1) for name in peers.ARMS if "ours" not in name]
-    good = peers.verdicts([*rivals, peers_result("ours e4m11", 6.0, 6.2)])
-    assert good and all(line.startswith("met") for line in good)
-    slow = peers.verdicts([*rivals, peers_result("ours e4m11", 18.0, 6.2)])
-    assert sum(line.startswith("MISSED") for line in slow) == 3  # 6.3 ms, the copy rate, the fastest
-    large = peers.verdicts([*rivals, peers_result("ours e4m11", 6.0, 7.2)])
-    assert sum(line.startswith("MISSED") for line in large) == 4  # resident and peak, 0.3 and FlashAdamW's
-    alone = peers.verdicts([*rivals[1:], peers_result("ours e4m11", 6.0, 6.2)])
-    assert any(line.startswith("MISSED: ours is the fastest") for line in alone)
-    assert any("torch fused AdamW fp32" in line for line in alone if line.startswith("NOT MEASURED"))
+def test_a_step_that_did_nothing_is_said(bench: Any) -> None:
+    done = {"arm": "ours e4m11", "ms": 6.0, "must_move_bytes_per_param": 10.4, "gb_per_s": 3e3, "copy_gb_per_s": 4e3}
+    for moved, said in ((True, False), (False, True)):
+        table = bench("optimizer_peers").table([{**done, "moved_weights": moved, "finite": True}])
+        assert ("did not move" in table) == said and "| 0.75 |" in table
 
 
 # --- kernels ---
@@ -125,12 +111,10 @@ def test_experts_bench_has_an_arm_of_each_kind(run_main: Callable[..., str], ben
         "fp8_ds, one launch, e5m2 gradients",
         "fp8_ds, one launch, e4m3 gradients",
     ]
-    assert "| tiny | fp8_ds, one launch, e4m3 gradients | 0.00 | 0.00 |  | 0.00 | 0.00 |" in said
+    assert "| tiny | fp8_ds, one launch, e4m3 gradients | 0.00 | 0.00 | 0.00 | 0.00 |" in said
     experts = bench("experts")
     for shape in experts.SHAPES:
-        ways = {arm.way: arm.is_loop for arm in experts.arms(shape, "cpu")}
-        assert ways.keys() == experts.PREDICTED[shape.name].keys()
-        assert {way for way, is_loop in ways.items() if is_loop} == {experts.LOOP}
+        assert [arm.name for arm in experts.arms(shape, "cpu") if arm.is_loop] == ["fp8_ds, loop, e5m2 gradients"]
 
 
 def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:
@@ -215,54 +199,3 @@ def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[
     assert "NOT MEASURED: stock DeepSpeed" in output  # the control was not among the arms
 
 
-# --- slow_link.py (its launchers: tests/multinode) ---
-
-
-def test_slow_link_predicts_from_bytes_and_says_which_losses_changed(bench: Any) -> None:
-    slow_link = bench("slow_link")
-    rows = [
-        {"mbit_per_s": rate, "stage": 3, "arm": arm, "s_per_step": seconds, "mb_per_step": mb, "losses": losses}
-        for rate, arm, seconds, mb, losses in (
-            (None, "bf16", 0.1, 12.5, [2.0]),
-            (None, "FP8 gathers", 0.2, 10.0, [2.1]),
-            (100.0, "bf16", 1.2, 12.5, [2.0]),
-            (100.0, "FP8 gathers", 1.0, 10.0, [2.2]),
-        )
-    ]
-    found = slow_link.with_prediction(rows)
-    assert [row["predicted_s"] for row in found] == pytest.approx([0.1, 0.2, 1.1, 1.0])
-    assert [row["speedup"] for row in found] == pytest.approx([1.0, 0.5, 1.0, 1.2])
-    assert slow_link.changed(rows) == ["ZeRO-3 FP8 gathers at 100.0 Mbit/s"]
-    assert "| 100 | 3 | FP8 gathers | 10.00 | 1.000 | 1.000 | 1.20 |" in slow_link.table(found)
-
-
-# --- accumulation.py, liger_chunks.py ---
-
-
-def test_accumulation_bench_runs_each_setting_with_the_products_that_it_names(
-    bench: Any, run_main: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accumulation = bench("accumulation")
-    fast: list[bool] = []
-    original = accumulation.scaled_mm
-
-    def spy(*args: Any, use_fast_accum: bool) -> Any:
-        fast.append(use_fast_accum)
-        return original(*args, use_fast_accum=use_fast_accum)
-
-    monkeypatch.setattr(accumulation, "scaled_mm", spy)
-    products = accumulation.products_of_a_layer("e5m2", 64, "cpu")
-    for value, expected in (("output", [True, False, False]), ("all", [True, True, True])):
-        fast.clear()
-        accumulation.step_of(products, value)()
-        assert fast == expected * 7
-    output = run_main("accumulation", "--dry-run", "--out", tmp_path)
-    assert len(re.findall(r"^\| e[45]m[23] \|", output, flags=re.MULTILINE)) == 6
-    (found,) = tmp_path.glob("*-accumulation.json")
-    assert len(json.loads(found.read_text())["sums"]) == 24
-
-
-def test_chunks_of_ligers_loss_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
-    run_main("liger_chunks", "--dry-run", "--out", tmp_path)
-    (path,) = tmp_path.glob("*-liger-chunks.json")
-    assert set(json.loads(path.read_text())) == {"Llama-3-8B", "Llama 2.0 B", "Qwen3-0.6B"}

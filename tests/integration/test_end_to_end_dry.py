@@ -1,4 +1,4 @@
-"""end_to_end.py, step_profile.py, gather.py, cut_gradients.py on CPU: names, order, sums; and every mode runs."""
+"""end_to_end.py, step_profile.py, gather.py on CPU: names, order, sums; and every mode runs."""
 
 from __future__ import annotations
 
@@ -900,49 +900,7 @@ def test_profile_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
 # --- gather.py ---
 
 
-def test_fit_finds_latency_and_bandwidth_of_gathers_on_any_number_of_ranks(bench: Any) -> None:
-    gather = bench("gather")
-    true = gather.Link(0.03, 350.0)
-    rows = [(size, ranks, true.ms(size, ranks)) for ranks in (2, 4) for size in gather.SWEEP]
-    found = gather.fit(rows)
-    assert found.latency_ms == pytest.approx(0.03) and found.gb_per_s == pytest.approx(350)
-    noisy = [(size, ranks, ms * (1.1 if number % 2 else 0.9)) for number, (size, ranks, ms) in enumerate(rows)]
-    again = gather.fit(noisy)
-    assert all(0.8 < again.ms(size, ranks) / ms < 1.25 for size, ranks, ms in rows)
-
-
-def test_model_of_nodes_moves_every_byte_into_each_node_once(bench: Any) -> None:
-    gather = bench("gather")
-    link = gather.Link(0.02, 400.0)
-    assert gather.node_gather_ms(4e8, 1, 8, link, 50) == pytest.approx(link.ms(4e8, 8))
-    two = gather.node_gather_ms(4e8, 2, 8, link, 50)
-    assert two == pytest.approx(0.02 + gather.HOP_MS + 4e8 * 15 / 16 / 50e6)
-    assert gather.node_gather_ms(4e8, 2, 8, link, 1000) == pytest.approx(0.02 + gather.HOP_MS + 4e8 * 15 / 16 / 400e6)
-    half = gather.node_gather_ms(2e8, 2, 8, link, 50)
-    assert two - half == pytest.approx(2e8 * 15 / 16 / 50e6)  # the latency is not halved
-    assert gather.node_gather_ms(4e8, 64, 8, link, 50) > gather.node_gather_ms(4e8, 32, 8, link, 50)
-
-
-def test_only_what_computation_does_not_cover_is_exposed(bench: Any) -> None:
-    exposed = bench("gather").exposed_ms
-    assert exposed(1, 2, 30) == 0
-    assert exposed(12, 0, 30) == pytest.approx(2)  # forward has 10
-    assert exposed(12, 12, 30) == pytest.approx(2 + 4)  # backward has 20
-
-
-def test_slow_network_slows_bf16_gathers_first_and_fp8_reduce_scatters_last(bench: Any) -> None:
-    gather = bench("gather")
-    slow, fast = (gather.node_rows(gather.Link(0.03, 350.0), network) for network in (50.0, 400.0))
-    assert [row["nodes"] for row in slow] == [2, 4, 8, 16, 32, 64]
-    for row in slow:
-        assert row["fp8_gather_ms"] < 0.55 * row["bf16_gather_ms"]
-        exposed = [row["exposed_ms"][kind] for kind in list(gather.KINDS)[1:]]
-        assert exposed[0] > exposed[1] > exposed[2] >= 0
-        assert list(row["tokens_per_s"].values())[1:] == sorted(list(row["tokens_per_s"].values())[1:])
-    assert all(ms == 0 for row in fast[:2] for ms in row["exposed_ms"].values())
-
-
-def test_gather_measures_both_dtypes_and_writes_residuals(run_main: Callable[..., str], tmp_path: Path) -> None:
+def test_gather_measures_both_dtypes(run_main: Callable[..., str], tmp_path: Path) -> None:
     output = run_main("gather", "--gpus", 2, "--scale", 4096, "--out", tmp_path)
     (path,) = tmp_path.glob("*-gather.json")
     (run,) = json.loads(path.read_text())
@@ -951,15 +909,4 @@ def test_gather_measures_both_dtypes_and_writes_residuals(run_main: Callable[...
     assert layer["fp8, one buffer"] == layer["fp8, weight by weight"] == weights
     assert layer["bf16, one buffer"] == 2 * weights
     assert layer["bf16, ZeRO-3's own"] == 2 * weights and layer["fp8, ZeRO-3's own"] == weights
-    assert output.count(" % |") == len(run["sweep"]) + 2 and "Nodes of 8 GPUs, 400 Gb/s a node" in output
-
-
-# --- cut_gradients.py ---
-
-
-def test_gradients_are_cut_both_ways(run_main: Callable[..., str], tmp_path: Path) -> None:
-    run_main("cut_gradients", "--scale", 65536, "--ranks", 3, 4, "--out", tmp_path)
-    (path,) = tmp_path.glob("*-cut-gradients.json")
-    runs = json.loads(path.read_text())["runs"]
-    assert [run["ranks"] for run in runs] == [3, 4]
-    assert all(0 < run[way]["host_ms"] <= run[way]["ms"] for run in runs for way in ("stock", "ours"))
+    assert output.count("| buffer |") == len(run["sweep"]) > 0

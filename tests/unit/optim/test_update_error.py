@@ -5,7 +5,7 @@ deviations (of the natural logarithm) are the family's three sigmas; drift is no
 Student's t with 4 degrees of freedom. An update is computed before the states are stored, as in the step. Errors are
 relative L2 over the last 40 of 300 steps.
 
-benchmarks/numerics.py runs the same functions with more formats at a larger size.
+docs/numerics.md has the same functions with more formats at a larger size.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""launch_host.py and linear_host.py on CPU, with the stand-in for Triton's driver."""
+"""linear_host.py on CPU, with the stand-in for Triton's driver."""
 
 from __future__ import annotations
 
@@ -15,30 +15,15 @@ from fp8_ds.testing import HANG
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(script: str, settings: str, out: Path) -> Path:
-    """Its JSON file. In a process of its own: the driver is set for good there."""
-    command = [sys.executable, "-c", f"import {script}; {settings}; {script}.main()", "--out", str(out)]
+@pytest.mark.slow
+def test_a_linear_is_timed_and_its_functions_are_named(tmp_path: Path) -> None:
+    """In a process of its own: the driver is set for good there."""
+    few = "linear_host.NUM_SAMPLES = linear_host.NUM_CALLS = linear_host.NUM_PROFILED = 3"
+    command = [sys.executable, "-c", f"import linear_host; {few}; linear_host.main()", "--out", str(tmp_path)]
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     subprocess.run(command, env=env, timeout=HANG, check=True, stdout=-3)
-    (path,) = out.glob("*.json")
-    return path
-
-
-@pytest.mark.slow
-def test_every_op_is_timed_both_ways(tmp_path: Path) -> None:
-    path = run("launch_host", "launch_host.NUM_SAMPLES, launch_host.NUM_CALLS = 1, 3", tmp_path)
-    rows = json.loads(path.read_text())["microseconds"]
-    assert len(rows) == 7
-    assert all(set(row) == {"triton", "launch"} and min(row.values()) > 0 for row in rows.values())
-    assert "| transpose |" in path.with_suffix(".md").read_text()
-
-
-@pytest.mark.slow
-def test_a_linear_is_timed_and_its_functions_are_named(tmp_path: Path) -> None:
-    path = run(
-        "linear_host", "linear_host.NUM_SAMPLES = linear_host.NUM_CALLS = linear_host.NUM_PROFILED = 3", tmp_path
-    )
+    (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert set(found["rows"]) == {"tensorwise", "bf16, beside tensorwise"}
     assert all(way["host_us"] > 0 for row in found["rows"].values() for way in row.values())
