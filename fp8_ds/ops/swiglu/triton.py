@@ -24,7 +24,7 @@ _MAX_ROW, _LONG_ROW_BLOCK = 16384, 8192
 
 _COLUMNS_QUARTER, _COLUMNS_WARPS = 16, 8
 """Of a program that writes columns: a quarter of its rows (ops/_tiles.py), and its warps. Both planes of the gradients
-from one read were no faster on an H200 than rows and a transpose (benchmarks/results/2026-11-23-kernels-tune.json)."""
+from one read were no faster on an H200 than rows and a transpose (measured on 2026-11-23)."""
 _KEPT_QUARTER, _KEPT_WARPS = 8, 4
 """The same where gate and up are kept in FP8 (benchmarks/results/2026-11-26-kernels-trial.md)."""
 _BOTH_QUARTER, _BOTH_WARPS = 8, 4
