@@ -46,12 +46,12 @@ from typing import Any
 import end_to_end_report
 import torch
 from end_to_end_arms import GRAMMAR, MODELS, Arm, Model, ds_config, parse_arm, sized
+from processes import ENDED, run_or_end
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 from training_text import prepare
 
 from fp8_ds.device import num_gpus, uses_cuda
 from fp8_ds.launcher import free_port, which_gpus
-from fp8_ds.testing.processes import ENDED, run_or_end
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")

@@ -5,7 +5,7 @@
 Of a small linear (512 tokens, 1024 x 1024), in bf16 and in FP8 by each recipe, microseconds of a call: the device's,
 the host's, and the host's with backward in the same thread. Then, by cProfile (which makes calls of Python dearer than
 they are) and in one thread, the functions in which the host is. Without a GPU: a linear of 64 x 32 x 48, a stand-in for
-Triton's driver (fp8_ds/testing/stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the
+Triton's driver (benchmarks/stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the
 others' ops have no stand-in. What is left then is Python and torch's dispatcher.
 
 Predicted before the first run on an H200, whose layer table of 2026-11-23 has 1,140 us for tensorwise and 220 for
@@ -53,12 +53,12 @@ _KEEP: list[torch.library.Library] = []
 
 def stand_in() -> None:
     """From here on this process launches, on CPU tensors, what it would launch on a GPU, and nothing starts."""
+    from stand_in_driver import StandInDriver
     from triton.runtime import driver
 
     from fp8_ds.ops import gemm
     from fp8_ds.ops.quantize import triton as quantize
     from fp8_ds.ops.transpose import triton as transpose
-    from fp8_ds.testing.stand_in_driver import StandInDriver
 
     silent = StandInDriver()
     silent.writes = False

@@ -45,9 +45,9 @@ from end_to_end import ERROR_CHARS, machine
 from end_to_end_arms import MODELS, Model
 from megatron_pretrain_arms import GRAMMAR, Arm, Settings, parse_arm, words_of
 from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
+from processes import ENDED, run_or_end
 from results_io import ROOT, command_line, dated_stem, without_folders
 
-from fp8_ds.testing.processes import ENDED, run_or_end
 from megatron_patches.cpu import copy_helper
 
 HERE = Path(__file__).resolve().parent

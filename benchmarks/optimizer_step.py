@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adam_shards import make_inputs
 from results_io import command_line, device_name
 from timing import copy_rate, median_ms
 from torch import Tensor
@@ -28,7 +29,6 @@ from torch import Tensor
 from fp8_ds.ops.adamw import AdamShard, StepInputs, prepare
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.moments import GROUP
-from fp8_ds.testing.adam_shards import make_inputs
 
 LAYERS, HIDDEN, KV, FFN, VOCAB = 8, 4096, 1024, 14336, 32000
 ARMS = {"e4m11": True, "e4m19": True, "fp32": True, "e4m11, FP8 weights only": False}

@@ -29,8 +29,9 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, *args: Any) -> None:
 
 
 def _run_rank(rank: int, num_ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    from processes import leave
+
     from fp8_ds.device import uses_cuda
-    from fp8_ds.testing.processes import leave
 
     on_cuda = uses_cuda()
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")

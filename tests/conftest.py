@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import HANG
 
 from fp8_ds.build_locks import remove_abandoned
 from fp8_ds.launcher import free_port
-from fp8_ds.testing import HANG
 
 # Before any test imports deepspeed, whose choice of accelerator is final.
 if os.environ.get("FP8_DS_TEST_DEVICE") != "cuda":
@@ -85,7 +85,8 @@ def cpu_environment() -> dict[str, str]:
     """
     env = dict(os.environ, DS_ACCELERATOR="cpu", ACCELERATE_TORCH_DEVICE="cpu", OMP_NUM_THREADS="1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    ours = (str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"))  # as pyproject.toml has it for this process
+    env["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [env.get("PYTHONPATH")])])
     return env
 
 

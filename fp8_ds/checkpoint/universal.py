@@ -183,7 +183,7 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: in
         if tensor.dtype in _WEIGHTS:
             shapes[key] = tensor.shape
             (folder / "zero" / key).mkdir(parents=True)
-            moment = torch.zeros(()).expand(tensor.shape)  # one element in the file
+            moment = torch.zeros((), dtype=torch.float32).expand(tensor.shape)  # one element in the file
             for file, value in zip(TENSORS, (tensor.float(), moment, moment), strict=True):
                 content = value.view(-1) if stage == 3 else {"param": value, "cat_dim": 0}
                 torch.save(content, folder / "zero" / key / file)

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from fp8_ds.testing.ranks import RankPool
+from support.ranks import RankPool
 
 MAX_THREADS = 45
 """Of a rank that the next test still gets. A pipeline's engine leaves its ten process groups (DeepSpeed's p2p module

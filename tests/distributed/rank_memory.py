@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.memory import PeakMemory
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_map
-
-from fp8_ds.testing.memory import PeakMemory
 
 BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 """Of these one rank's may wait for another of its own; the others are waited for at once."""

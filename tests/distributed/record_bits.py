@@ -22,13 +22,12 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[number]) for number in (0, 1, 2)]
 
 import test_checkpoint  # noqa: E402
 import torch  # noqa: E402
 import training  # noqa: E402
-
-from fp8_ds.testing.ranks import RankPool  # noqa: E402
+from support.ranks import RankPool  # noqa: E402
 
 STAGES = (1, 2, 3)
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.inputs import many_scales
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.nn.convert import _RECIPES
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import Recipe
-from fp8_ds.testing.inputs import many_scales
 from fp8_ds.tp import ColumnParallelLinear, ParallelGroups, RowParallelLinear, TensorParallel
 
 GROUPS: dict[int, ParallelGroups] = {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 import training
 from deepspeed.utils import logger
+from support.ranks import RankError, RankPool
 
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 

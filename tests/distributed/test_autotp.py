@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from support.inputs import many_scales
 from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
@@ -20,8 +21,7 @@ from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan, revert
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.scaling.granularity import TENSOR
-from fp8_ds.testing.inputs import many_scales
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = pytest.mark.distributed
 

@@ -14,10 +14,9 @@ import pytest
 import test_checkpoint as base
 import torch
 import training
+from support import HANG
+from support.ranks import RankError, RankPool
 from test_checkpoint_faults import refusal
-
-from fp8_ds.testing import HANG
-from fp8_ds.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import training
 from fp8_ds.comm import grouped
 from fp8_ds.comm.counter import count_collectives
 from fp8_ds.comm.equal_shares import reduce_scatter_shares
-from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.testing import assert_bitwise
 from fp8_ds.zero import stage3
 
 pytestmark = pytest.mark.distributed

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import training
-
-from fp8_ds.testing.ranks import RankError, RankPool
+from support.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import training
+from support.ranks import IMPORTED_ONCE, RankPool
 from torch import nn
 
 from fp8_ds.launcher import free_port
-from fp8_ds.testing.ranks import IMPORTED_ONCE, RankPool
 
 pytestmark = pytest.mark.distributed
 
@@ -189,7 +189,7 @@ def leave_or_say() -> None:
 
 
 def test_a_rank_that_is_gone_is_an_error_at_once(two_ranks: RankPool) -> None:
-    from fp8_ds.testing.ranks import RankError
+    from support.ranks import RankError
 
     with pytest.raises(RankError, match=r"Fp8DsError: rank 0: expected 2 ranks at the start .* Look for a rank that"):
         two_ranks.run(leave_or_say)
@@ -218,7 +218,7 @@ def one_without(block: dict[str, Any] | None, first: int) -> None:
 def test_a_rank_without_fp8_ends_the_start_wherever_the_other_side_comes_second(
     block: dict[str, Any] | None, first: int
 ) -> None:
-    from fp8_ds.testing.ranks import RankError
+    from support.ranks import RankError
 
     pool = RankPool(2, timeout=SECONDS, grace=1.0)
     try:
@@ -243,7 +243,7 @@ def misplaced_beside_fp8() -> str:
 
 
 def test_a_rank_whose_block_is_misplaced_says_that() -> None:
-    from fp8_ds.testing.ranks import RankError
+    from support.ranks import RankError
 
     pool = RankPool(2, timeout=SECONDS, grace=1.0)
     try:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import test_checkpoint as base
 import training
+from support.ranks import RankPool
 from test_checkpoint_universal import convert
-
-from fp8_ds.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(3600)]
 

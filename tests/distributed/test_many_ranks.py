@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fp8_ds.testing import HANG
+from support import HANG
 
 SCRIPT = Path(__file__).with_name("one_of_many.py")
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -189,7 +189,7 @@ def test_copies_of_a_weight_are_rounded_alike(ranks: Any, world_size: int, layou
 
 def memory_of(distributed: bool, master: str | None) -> dict[str, float]:
     """Bytes per parameter: resident beside gradients, and what building and stepping add to that at their peak."""
-    from fp8_ds.testing.memory import PeakMemory
+    from support.memory import PeakMemory
 
     gc.collect()
     layout = bf16(distributed, ddp={"grad_reduce_in_fp32": False}, config={"num_layers": 8})

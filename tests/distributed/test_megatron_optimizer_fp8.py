@@ -349,7 +349,7 @@ def test_gradients_are_clipped_as_in_stock(ranks: Any) -> None:
 
 def resident(master: str) -> float:
     """Bytes per parameter beside gradients, of which the FP8 weights are nine tenths."""
-    from fp8_ds.testing.memory import PeakMemory
+    from support.memory import PeakMemory
 
     class RealMemory(PeakMemory):
         def counts(self, tensor: Tensor) -> bool:

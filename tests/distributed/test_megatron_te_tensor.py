@@ -16,8 +16,7 @@ import test_megatron_optimizer_fp8 as stand_in
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import transformer_engine_python as te
-
-from fp8_ds.testing.ranks import RankError
+from support.ranks import RankError
 
 pytestmark = [
     pytest.mark.distributed,

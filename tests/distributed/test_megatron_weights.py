@@ -15,10 +15,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 import megatron_training as mt
 import torch
 from megatron_training import Layout
+from support.ranks import RankPool
 from torch import nn
 
 from fp8_ds.nn import TensorwiseRecipe
-from fp8_ds.testing.ranks import RankPool
 
 pytestmark = pytest.mark.distributed
 

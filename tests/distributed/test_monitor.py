@@ -16,7 +16,6 @@ import test_tp_llama as tp_llama
 import torch
 import training
 
-
 pytestmark = pytest.mark.distributed
 
 STATES = {"optimizer": {"states": "fp8", "master": "e4m11"}}

@@ -13,10 +13,9 @@ import torch
 import training
 from hypothesis import assume
 from hypothesis import strategies as st
+from support.properties import check
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
-
-from fp8_ds.testing.properties import check
 
 pytestmark = pytest.mark.distributed
 
@@ -110,8 +109,9 @@ def parallel_linears(draw: st.DrawFn) -> dict[str, Any]:
 
 def assert_parallel_linear(case: dict[str, Any]) -> None:
     """Results of all ranks together against the exact products of the whole layer."""
+    from support.properties import break_one
+
     from fp8_ds.formats import BY_NAME, E4M3
-    from fp8_ds.testing.properties import break_one
 
     generator = torch.Generator().manual_seed(case["seed"])
     tokens, features, outputs = case["sizes"]
@@ -150,7 +150,7 @@ def assert_product(
     what: tuple[str, str], got: torch.Tensor, operands: tuple[Any, Any], formats: tuple[Any, Any], offset: Any
 ) -> None:
     """`got` is the product of `operands` to what they, their alignment and the sum over ranks may be rounded."""
-    from fp8_ds.testing.properties import UNITS, assert_right_or_seen, finite_part, product_and_bound, rounding_error
+    from support.properties import UNITS, assert_right_or_seen, finite_part, product_and_bound, rounding_error
 
     a, b = map(finite_part, operands)
     errors = [rounding_error(one, fmt) for one, fmt in zip((a, b), formats, strict=True)]

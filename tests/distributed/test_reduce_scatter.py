@@ -10,6 +10,7 @@ import test_zero
 import torch
 import torch.distributed as dist
 import training
+from support.inputs import many_scales
 from torch import Tensor
 
 from fp8_ds.comm import count_collectives
@@ -21,8 +22,7 @@ from fp8_ds.comm.reduce_scatter import (
     reduce_scatter_fp8,
     reduce_scatter_fp8_shares,
 )
-from fp8_ds.testing.inputs import many_scales
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero import reduce3, reduce12
 
 pytestmark = pytest.mark.distributed

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 import training
 from rank_memory import RankMemory
+from support.memory import PeakMemory
 from torch import Tensor
-
-from fp8_ds.testing.memory import PeakMemory
 
 pytestmark = pytest.mark.distributed
 

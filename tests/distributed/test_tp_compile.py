@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.nn.fused import Producer
 from fp8_ds.nn.mlp import FusedSwiglu, SwigluParts, parts_of
-from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.testing import assert_bitwise
 from fp8_ds.tp import LLAMA, TensorParallel, configure, parallelize
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ import training
 from test_experts import MoeLM
 from test_tp_llama import destroy, engine_config, message, to_fp8, whole
 
-from fp8_ds.testing.metrics import sqnr_db
+from fp8_ds.testing import sqnr_db
 from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
 
 pytestmark = pytest.mark.distributed

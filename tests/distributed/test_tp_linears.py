@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensor_parallel as tpar
 import torch
+from support.inputs import many_scales
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +18,7 @@ from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.testing.inputs import many_scales
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.features import gather_features, gather_features_fp8
 from fp8_ds.tp.gather import Gathered
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training
+from support.ranks import RankError
 from torch import Tensor, nn
 
 from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig, TensorParallelConfig
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
-from fp8_ds.testing.ranks import RankError
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp import LLAMA, QWEN3, configure, parallelize
 
 pytestmark = pytest.mark.distributed

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import pytest
 import tensor_parallel as tpar
 import torch
+from support.inputs import many_scales
+from support.memory import freeing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_ds.nn.linear import check_input
-from fp8_ds.testing.inputs import many_scales
-from fp8_ds.testing.memory import freeing
-from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.testing import assert_bitwise
 
 pytestmark = pytest.mark.distributed
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-
-from fp8_ds.testing.ranks import RankPool
+from support.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,7 @@ import gc
 
 import pytest
 import torch
-
-from fp8_ds.ops.adamw import prepare
-from fp8_ds.optim.masters import BY_NAME
-from fp8_ds.testing import assert_bitwise
-from fp8_ds.testing.adam_shards import (
+from adam_shards import (
     STATE,
     clone_shard,
     differences,
@@ -18,6 +14,10 @@ from fp8_ds.testing.adam_shards import (
     make_representable,
     make_shard,
 )
+
+from fp8_ds.ops.adamw import prepare
+from fp8_ds.optim.masters import BY_NAME
+from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import test_attention
 import torch
+from support import many_scales
 from torch import Tensor
 
 from fp8_ds.attention import Packing, attention, flash, heads, reference, require_backend
 from fp8_ds.attention.packages import find_fa3
 from fp8_ds.attention.shapes import Geometry
 from fp8_ds.errors import UnsupportedError
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

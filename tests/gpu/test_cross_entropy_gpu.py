@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waits import host_waits
 from torch import Tensor
 
 from fp8_ds.engine.activation import RECORD
@@ -19,7 +20,6 @@ from fp8_ds.engine.liger_patches import (
 )
 from fp8_ds.ops.multiply import multiply_, reference
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.testing.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import training
-
-from fp8_ds.testing.waits import HostWaits, host_waits
+from support.waits import HostWaits, host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

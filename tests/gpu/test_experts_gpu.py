@@ -16,6 +16,7 @@ import pytest
 import test_experts as small
 import torch
 import training
+from support.waits import host_waits
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
@@ -28,7 +29,6 @@ from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.testing.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from support import many_scales
+from support.producers import assert_same
 from torch import nn
 
 from fp8_ds.config import ActivationsConfig, LinearConfig
@@ -12,8 +14,7 @@ from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.norm import arithmetic_of
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.ops.groupwise import dequantize_groupwise, quantize_groupwise
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
-from fp8_ds.testing.producers import assert_same
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waits import host_waits
 from torch import Tensor
 
 from fp8_ds.formats import E4M3, E5M2
@@ -13,7 +14,6 @@ from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.grouped import can_run, columns, columns_by_columns, reference, rows_by_matrices
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.testing.waits import host_waits
 
 pytestmark = [
     pytest.mark.gpu,

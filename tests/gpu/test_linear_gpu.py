@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -19,7 +20,7 @@ from fp8_ds.nn import (
 from fp8_ds.ops.gemm import scaled_mm
 from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory, scale_from_amax
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

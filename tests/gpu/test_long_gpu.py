@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
-
-from fp8_ds.testing.waits import host_waits
+from support.waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ENDED, run_or_end
 
-from fp8_ds.testing.processes import ENDED, run_or_end
 from megatron_patches.cpu import copy_helper
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")

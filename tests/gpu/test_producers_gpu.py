@@ -4,6 +4,14 @@ import gc
 
 import pytest
 import torch
+from support.producers import (
+    SCALINGS,
+    assert_same,
+    assert_within_steps,
+    make_gate,
+    make_rows,
+    make_scaling,
+)
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of, quantize_by
@@ -23,14 +31,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_with_amax,
 )
 from fp8_ds.testing import sqnr_db
-from fp8_ds.testing.producers import (
-    SCALINGS,
-    assert_same,
-    assert_within_steps,
-    make_gate,
-    make_rows,
-    make_scaling,
-)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

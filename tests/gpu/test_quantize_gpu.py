@@ -5,6 +5,8 @@ The hardware's conversion gives every NaN a positive sign: NaNs are compared as 
 
 import pytest
 import torch
+from support import many_scales
+from support.waits import host_waits
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
@@ -23,8 +25,7 @@ from fp8_ds.ops.quantize import (
 )
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.testing import assert_bitwise, many_scales
-from fp8_ds.testing.waits import host_waits
+from fp8_ds.testing import assert_bitwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.regions import split_tokens
 from fp8_ds.tp.scales import quantize_rows_pow2

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.accelerator import get_accelerator
 from hf_trainer_script import Sequences
+from processes import leave
 from torch.utils.data import Subset
 from transformers import (
     GPT2Config,
@@ -39,7 +40,6 @@ from transformers import (
 )
 
 from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.testing.processes import leave
 
 EXAMPLE_CONFIG = Path(__file__).resolve().parents[2] / "examples/huggingface/ds_zero3_fp8.json"
 SHAPE = {

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "megatron_
 
 import megatron_training as mt
 import transformer_engine_stand_in
-
-from fp8_ds.testing.processes import leave
+from processes import leave
 
 LAYOUT = mt.Layout(tp=2)
 SAME = ("key", "local_shape", "global_shape", "global_offset", "replica_id", "axis_fragmentations")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import HANG
 
 from fp8_ds.launcher import free_port
-from fp8_ds.testing import HANG
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -149,7 +149,7 @@ def child(function: Callable[[], None], folder: Path, env: dict[str, str], site_
     env = {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env.update(MASTER_PORT=str(free_port()), CHILD_FOLDER=str(folder))
     start = f"import site; site.addsitedir({str(site_dir)!r}); " if site_dir else ""
-    end = "from fp8_ds.testing.processes import leave; leave()"
+    end = "from processes import leave; leave()"
     code = f"{start}import sys, runpy; runpy.run_path({__file__!r})[{function.__name__!r}](); {end}"
     result = subprocess.run(
         [sys.executable, "-c", code], stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fp8_ds.testing import HANG
+from support import HANG
 
 # --- optimizer_peers.py ---
 
@@ -197,5 +195,3 @@ def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[
     assert result["trained"], result
     assert [p["phase"] for p in result["phases"]] == ["construction", "initialize", "step 1", "step 2", "step 3"]
     assert "NOT MEASURED: stock DeepSpeed" in output  # the control was not among the arms
-
-

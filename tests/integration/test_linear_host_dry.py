@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from fp8_ds.testing import HANG
+from support import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from fp8_ds.testing import HANG
+from support import HANG
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install megatron-core==0.16.1")
 
@@ -25,7 +24,9 @@ def test_a_checkpoint_of_the_stock_te_spec_loads_into_ours_and_back(root: Path, 
         # Megatron sets these in its own process, and refuses to start where they are set.
         **{name: value for name, value in os.environ.items() if not name.startswith("NVTE_")},
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(root), str(root / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
     }
     script = Path(__file__).with_name("te_spec_checkpoints.py")
     run = subprocess.run(

@@ -40,8 +40,9 @@ def child(folder: str) -> dict[str, Any]:
     """What this interpreter's DeepSpeed does: version, warnings of the guard, losses by stage."""
     import warnings
 
+    from support.ranks import RankPool
+
     from fp8_ds.engine import seam_check, seams
-    from fp8_ds.testing.ranks import RankPool
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -75,7 +76,7 @@ def installed_version() -> str:
 def test_every_stage_trains_and_resumes_in_a_tested_version(
     version: str, tmp_path: Path, root: Path, cpu_environment: dict[str, str]
 ) -> None:
-    paths = [str(root), str(root / "tests/distributed")]
+    paths = [str(root / folder) for folder in ("", "tests", "tests/distributed")]
     if version != installed_version():
         folders = os.environ.get("FP8_DS_DEEPSPEED_DIRS")
         if not folders:

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
     """For launchers on CPU: this checkout is found, and gloo talks over the cable."""
     env = dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=INTERFACE)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *filter(None, [env.get("PYTHONPATH")])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     return env

@@ -28,9 +28,9 @@ import torch.distributed as dist
 import training
 from hosts import cable_bytes
 from model import ByteLlama, ModelSize
+from processes import leave
 
 import fp8_ds  # noqa: F401
-from fp8_ds.testing.processes import leave
 
 NUM_WARM = 2
 """ZeRO-3 traces its first step, and prefetches by the trace from the second on."""

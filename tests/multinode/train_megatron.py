@@ -22,8 +22,7 @@ import megatron_training
 import torch
 import torch.distributed as dist
 from hosts import cable_bytes
-
-from fp8_ds.testing.processes import leave
+from processes import leave
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:

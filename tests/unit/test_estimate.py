@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import HANG
 from torch import nn
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
@@ -18,7 +19,6 @@ from fp8_ds.estimate import (
     estimate_states,
     weights_of,
 )
-from fp8_ds.testing import HANG
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from adam_shards import clone_shard, make_grad, make_inputs, make_shard
 from hypothesis import strategies as st
+from support.properties import (
+    UNITS,
+    assert_right_or_seen,
+    break_one,
+    check,
+    finite_part,
+    product_and_bound,
+    rounding_error,
+)
 from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config, LinearConfig
@@ -24,16 +34,6 @@ from fp8_ds.optim.masters import BY_NAME, decode
 from fp8_ds.scaling.delayed import AmaxHistory
 from fp8_ds.scaling.granularity import ROW, TENSOR, TILE, per_element
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.testing.adam_shards import clone_shard, make_grad, make_inputs, make_shard
-from fp8_ds.testing.properties import (
-    UNITS,
-    assert_right_or_seen,
-    break_one,
-    check,
-    finite_part,
-    product_and_bound,
-    rounding_error,
-)
 
 each_size = pytest.mark.parametrize("num", [60, pytest.param(2500, marks=pytest.mark.slow)])
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from support import many_scales
 
 from fp8_ds.attention.heads import reference, triton
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from support import HANG
 from typer.testing import CliRunner
 
 from fp8_ds import diagnosis
@@ -21,7 +22,6 @@ from fp8_ds.cli.common import num_parameters
 from fp8_ds.cli.plan import _runs
 from fp8_ds.diagnosis import Check
 from fp8_ds.nn.flops import Product
-from fp8_ds.testing import HANG
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/ds_zero3_fp8.json"

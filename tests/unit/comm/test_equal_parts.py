@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import settled
 
 from fp8_ds.comm.equal_parts import equal_parts
-from fp8_ds.testing.properties import settled
 
 
 @settled(100)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.inputs import MANY_SCALES, many_scales
 from torch import Tensor
 
 from fp8_ds.comm import reduce_scatter
@@ -22,8 +23,7 @@ from fp8_ds.comm.reduce_scatter import (
     unpack_sum,
 )
 from fp8_ds.formats import E4M3
-from fp8_ds.testing.inputs import MANY_SCALES, many_scales
-from fp8_ds.testing.metrics import assert_bitwise, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 NUM_RANKS = 8
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
-
-from fp8_ds.testing import HANG
+from support import HANG
 
 ROOT = Path(__file__).parents[3]
 

@@ -410,7 +410,7 @@ REAL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from fp8_ds.engine.cross_entropy import fuse_loss, refuse_loss
-from fp8_ds.testing.interpreted import pytest_configure
+from support.interpreted import pytest_configure
 
 pytest_configure()  # the interpreter in half the time
 torch.manual_seed(0)

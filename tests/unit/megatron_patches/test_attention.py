@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.testing.metrics import sqnr_db
+from fp8_ds.testing import sqnr_db
 from megatron_patches.attention import AttentionSettings, attention_class
 
 S, B, HEADS, GROUPS, DIM = 24, 2, 4, 2, 16

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import many_scales
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
@@ -17,7 +18,6 @@ from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.ops.quantize import quantize_tensorwise
-from fp8_ds.testing import many_scales
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear
 
 TOKENS, IN, OUT = 96, 256, 128

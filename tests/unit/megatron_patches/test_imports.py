@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from fp8_ds.testing import HANG
+from support import HANG
 
 CODE = """
 import importlib, pkgutil, sys

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -14,7 +15,7 @@ from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe, apply_plan, ma
 from fp8_ds.ops.gemm import BACKENDS
 from fp8_ds.ops.quantize import quantize, quantize_tensorwise
 from fp8_ds.scaling import AmaxHistory
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 GRAD_DTYPES = ("e5m2", "e4m3")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import freeing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +18,6 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.testing.memory import freeing
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support import many_scales
+from support.producers import assert_within_steps
 from torch import nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
@@ -16,8 +18,7 @@ from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
 from fp8_ds.nn.fused import Producer
 from fp8_ds.nn.mlp import FusedSwiglu, SwigluParts, parts_of
 from fp8_ds.nn.shared import SharedInput
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
-from fp8_ds.testing.producers import assert_within_steps
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 WIDTH, HIDDEN = 64, 160
 NAMES = SwigluParts("gate_proj", "up_proj", "down_proj", ("act_fn",))

@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from support import many_scales
+from support.producers import assert_within_steps
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -14,8 +16,7 @@ from fp8_ds.nn import Fp8Linear, TensorwiseRecipe
 from fp8_ds.nn.fused import Producer
 from fp8_ds.nn.norm import FusedRMSNorm, arithmetic_of, is_candidate
 from fp8_ds.nn.shared import SharedInput
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
-from fp8_ds.testing.producers import assert_within_steps
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 WIDTH = 192
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support import many_scales
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,7 @@ from fp8_ds.nn.fused import FusedModule, Producer
 from fp8_ds.nn.mlp import FusedSwiglu, parts_of
 from fp8_ds.nn.norm import FusedRMSNorm
 from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import many_scales
 from torch import nn
 
 from fp8_ds.config import LinearConfig
@@ -14,7 +15,7 @@ from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.gemm import BACKENDS, scaled_mm
 from fp8_ds.ops.quantize import quantize_rowwise, quantize_tensorwise
 from fp8_ds.scaling.granularity import OF_RECIPE, per_element
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 RECIPES = {r.name: r for r in (TensorwiseRecipe, RowwiseRecipe, RowwiseGradWeightHpRecipe, BlockwiseRecipe)}

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support import many_scales
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,7 @@ from fp8_ds.ops.swiglu import (
     swiglu_with_amax,
 )
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.testing import assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.zero.payload import Fp8Payload
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 160

@@ -4,13 +4,7 @@ import itertools
 
 import pytest
 import torch
-
-from fp8_ds.ops.adamw import AdamShard, prepare
-from fp8_ds.ops.adamw.triton import LAUNCHES
-from fp8_ds.optim.masters import BY_NAME, decode
-from fp8_ds.optim.moments import from_groups
-from fp8_ds.testing import assert_bitwise
-from fp8_ds.testing.adam_shards import (
+from adam_shards import (
     clone_shard,
     differences,
     make_fallen_scale,
@@ -19,6 +13,12 @@ from fp8_ds.testing.adam_shards import (
     make_representable,
     make_shard,
 )
+
+from fp8_ds.ops.adamw import AdamShard, prepare
+from fp8_ds.ops.adamw.triton import LAUNCHES
+from fp8_ds.optim.masters import BY_NAME, decode
+from fp8_ds.optim.moments import from_groups
+from fp8_ds.testing import assert_bitwise
 
 FORMATS = list(BY_NAME)
 SPLIT_FP8 = ["e4m19", "e4m11"]

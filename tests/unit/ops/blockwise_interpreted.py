@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support import many_scales
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import reference, triton
-from fp8_ds.testing import assert_bitwise, many_scales
+from fp8_ds.testing import assert_bitwise
 
 FORMATS = [E4M3, E5M2]
 PLANES = [(True, False), (False, True), (True, True)]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from support import many_scales
+from support.producers import assert_same
 
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.groupwise import reference, triton
-from fp8_ds.testing import many_scales
-from fp8_ds.testing.producers import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of NaN
 

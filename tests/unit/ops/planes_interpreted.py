@@ -5,13 +5,14 @@ test_interpreted.py runs this file in a child process.
 
 import pytest
 import torch
+from support import many_scales
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import kernel, reference, triton
 from fp8_ds.ops.quantize.parts import PROGRAM, CastPart, PartsCast
 from fp8_ds.ops.transpose import reference as transpose_reference
 from fp8_ds.ops.transpose import triton as transpose_triton
-from fp8_ds.testing import assert_bitwise, many_scales
+from fp8_ds.testing import assert_bitwise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]

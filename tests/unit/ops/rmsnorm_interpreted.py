@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.producers import SCALINGS, assert_same, make_rows, make_scaling
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops._producer import mode_of
@@ -9,7 +10,6 @@ from fp8_ds.ops._producer_device import FROM_AMAX
 from fp8_ds.ops.rmsnorm import reference
 from fp8_ds.ops.rmsnorm import triton as kernels
 from fp8_ds.ops.rmsnorm.kernel import sum_partials_kernel
-from fp8_ds.testing.producers import SCALINGS, assert_same, make_rows, make_scaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where infinities arise
 

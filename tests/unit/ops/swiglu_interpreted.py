@@ -5,14 +5,7 @@ NumPy's exp and torch's differ in the last bit: bf16 within the bounds of `ops.s
 
 import pytest
 import torch
-
-from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.ops._producer import mode_of, quantize_by
-from fp8_ds.ops.groupwise import quantize_groupwise
-from fp8_ds.ops.groupwise.reference import dequantize_groupwise
-from fp8_ds.ops.swiglu import reference
-from fp8_ds.ops.swiglu import triton as kernels
-from fp8_ds.testing.producers import (
+from support.producers import (
     SCALINGS,
     assert_same,
     assert_within_steps,
@@ -20,6 +13,13 @@ from fp8_ds.testing.producers import (
     make_rows,
     make_scaling,
 )
+
+from fp8_ds.formats import E4M3, E5M2
+from fp8_ds.ops._producer import mode_of, quantize_by
+from fp8_ds.ops.groupwise import quantize_groupwise
+from fp8_ds.ops.groupwise.reference import dequantize_groupwise
+from fp8_ds.ops.swiglu import reference
+from fp8_ds.ops.swiglu import triton as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where infinities arise
 

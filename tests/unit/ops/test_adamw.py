@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+from adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
 
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.optim.masters import BY_NAME
-from fp8_ds.testing.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
 
 
 def test_triton_on_cpu_is_refused_without_the_interpreter(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.blockwise import (
@@ -17,7 +18,7 @@ from fp8_ds.ops.blockwise import (
     transpose_blockwise,
 )
 from fp8_ds.ops.quantize import quantize
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 FORMATS = [E4M3, E5M2]
 ROWS, SQUARES = (1, 128), (128, 128)

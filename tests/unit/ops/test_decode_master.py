@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.masters import every_master
 
 from fp8_ds.ops.decode_master import decode_master
 from fp8_ds.optim.masters import BY_NAME, MasterFormat, decode, encode
 from fp8_ds.testing import assert_bitwise
-from fp8_ds.testing.masters import every_master
 
 SPLIT = [fmt for fmt in BY_NAME.values() if fmt.is_split]
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support import many_scales
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.blockwise import num_blocks, quantize_blockwise
 from fp8_ds.ops.gemm import BACKENDS, blockwise
 from fp8_ds.ops.gemm.blockwise import scaled_mm_blockwise
-from fp8_ds.testing import many_scales, sqnr_db
+from fp8_ds.testing import sqnr_db
 
 SHAPES = [(32, 256, 48), (130, 257, 140), (1, 1, 1), (3, 130, 1), (16, 600, 130)]
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.groupwise import GROUP, dequantize_groupwise, quantize_groupwise
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 
 @pytest.mark.parametrize("family", MANY_SCALES)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from fp8_ds.testing.interpreted import run_interpreted
+from support.interpreted import run_interpreted
 
 FILES = sorted({*Path(__file__).parents[1].glob("*/*_interpreted.py")} - {Path(__file__)})
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from stand_in_driver import StandInDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from fp8_ds.ops import _launch  # noqa: E402
 from fp8_ds.ops._launch import ceil_div, launch  # noqa: E402
-from fp8_ds.testing.stand_in_driver import StandInDriver  # noqa: E402
 
 DRIVER = StandInDriver()
 

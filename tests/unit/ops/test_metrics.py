@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 
 def test_sqnr_of_a_one_percent_error_is_40_db():

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.quantize import amax, quantize, quantize_delayed, quantize_tensorwise, record_amax
 from fp8_ds.scaling import scale_from_amax
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 FORMATS = [E4M3, E5M2]
 NAN, INF = float("nan"), float("inf")

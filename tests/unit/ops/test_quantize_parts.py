@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support import many_scales
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_part
 from fp8_ds.ops.quantize.parts import CastPart, PartsCast
-from fp8_ds.testing import assert_bitwise, many_scales
+from fp8_ds.testing import assert_bitwise
 
 BLOCKS = {(6, 40): (1, 40), (130, 257): (128, 128), (3, 8): None}
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.quantize import (
@@ -16,7 +17,7 @@ from fp8_ds.ops.quantize import (
     quantize_tensorwise,
     quantize_tensorwise_planes,
 )
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales, sqnr_db
+from fp8_ds.testing import assert_bitwise, sqnr_db
 
 FORMATS = [E4M3, E5M2]
 NAN, INF = float("nan"), float("inf")

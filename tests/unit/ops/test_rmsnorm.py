@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
 from fp8_ds.ops.quantize import quantize, quantize_delayed, quantize_tensorwise
 from fp8_ds.ops.rmsnorm import reference, rmsnorm, rmsnorm_backward
 from fp8_ds.testing import sqnr_db
-from fp8_ds.testing.producers import SCALINGS, assert_same, assert_within_steps, make_rows, make_scaling, make_slot
 
 NAN, INF = float("nan"), float("inf")
 T, C, EPS = 37, 152, 1e-5

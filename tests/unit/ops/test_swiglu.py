@@ -2,6 +2,15 @@
 
 import pytest
 import torch
+from support.producers import (
+    SCALINGS,
+    assert_same,
+    assert_within_steps,
+    make_gate,
+    make_rows,
+    make_scaling,
+    make_slot,
+)
 from torch.nn.functional import silu
 
 from fp8_ds.formats import E4M3, E4M4, E5M2
@@ -19,15 +28,6 @@ from fp8_ds.ops.swiglu import (
     swiglu_with_amax,
 )
 from fp8_ds.testing import sqnr_db
-from fp8_ds.testing.producers import (
-    SCALINGS,
-    assert_same,
-    assert_within_steps,
-    make_gate,
-    make_rows,
-    make_scaling,
-    make_slot,
-)
 
 NAN, INF = float("nan"), float("inf")
 T, F = 23, 88

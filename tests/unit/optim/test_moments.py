@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import MANY_SCALES, many_scales
 
 from fp8_ds.formats import E4M3, E4M4
 from fp8_ds.optim.moments import (
@@ -19,7 +20,7 @@ from fp8_ds.optim.moments import (
     to_groups,
 )
 from fp8_ds.optim.rounding import moment_noise
-from fp8_ds.testing import MANY_SCALES, assert_bitwise, many_scales
+from fp8_ds.testing import assert_bitwise
 
 ROOT_TABLE = torch.cat(
     [torch.arange(16) * 2.0**-10] + [(1 + torch.arange(16) / 16) * 2.0 ** (e - 7) for e in range(1, 16)]

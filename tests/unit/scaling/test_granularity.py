@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from support import many_scales
 
 from fp8_ds.formats import E4M3
 from fp8_ds.ops.blockwise import quantize_blockwise
 from fp8_ds.ops.quantize import quantize, quantize_part, quantize_rowwise, quantize_tensorwise
 from fp8_ds.scaling.granularity import OF_RECIPE, ROW, TENSOR, TILE, CopiedScales, per_element
-from fp8_ds.testing import assert_bitwise, many_scales
+from fp8_ds.testing import assert_bitwise
 
 SHAPES = [(300, 200), (17, 129), (128, 128), (5, 7), (1, 300), (300, 1)]
 GRANULARITIES = [TENSOR, ROW, TILE]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from support.memory import PeakMemory
 from torch import nn
-
-from fp8_ds.testing.memory import PeakMemory
 
 KIB = 1024
 

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-
-from fp8_ds.testing import HANG
-from fp8_ds.testing.processes import ENDED, run_or_end
+from processes import ENDED, run_or_end
+from support import HANG
 
 
 def assert_gone(pid: int) -> None:
@@ -57,7 +56,7 @@ GLOO = """
 import atexit
 import torch
 import torch.distributed as dist
-from fp8_ds.testing.processes import leave
+from processes import leave
 atexit.register(print, "Python's own way out")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(160):
@@ -68,5 +67,6 @@ leave()
 
 
 def test_a_rank_leaves_with_its_output_written_and_not_by_pythons_own_way_out() -> None:
-    run = subprocess.run([sys.executable, "-c", GLOO], capture_output=True, text=True, timeout=HANG)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "benchmarks")}
+    run = subprocess.run([sys.executable, "-c", GLOO], capture_output=True, text=True, timeout=HANG, env=env)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr

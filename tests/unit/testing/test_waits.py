@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-
-from fp8_ds.testing.waits import host_waits
+from support.waits import host_waits
 
 
 @pytest.fixture

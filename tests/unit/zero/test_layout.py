@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import settled
 
 from fp8_ds.comm import gathered_bytes
-from fp8_ds.testing.properties import settled
 from fp8_ds.zero.kind_buffer import FP8_ALIGNMENT, HP_ALIGNMENT
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 from fp8_ds.zero.stage12 import _HP_FREE_BYTES

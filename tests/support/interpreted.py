@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8_ds.testing import HANG
+from support import HANG
 
 
 def run_interpreted(tests: Sequence[Path], *more: str) -> None:
@@ -28,7 +28,9 @@ def run_interpreted(tests: Sequence[Path], *more: str) -> None:
     """
     options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", __name__]
     command = [sys.executable, "-m", "pytest", "-q", *options, *more, *map(str, tests)]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
+    # A plugin is imported before pyproject.toml's paths are there.
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, stdout=-1, stderr=-2, text=True, env=env, timeout=HANG, check=False)
     if result.returncode or " passed" not in result.stdout or "skipped" in result.stdout:
         raise AssertionError(result.stdout[-6000:])

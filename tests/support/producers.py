@@ -8,8 +8,8 @@ from torch import Tensor
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops._register import in_own_storage
 from fp8_ds.scaling.delayed import AmaxSlot
-from fp8_ds.testing.inputs import many_scales
-from fp8_ds.testing.metrics import assert_bitwise
+from fp8_ds.testing import assert_bitwise
+from support.inputs import many_scales
 
 SCALINGS = ("given", "rowwise", "tensorwise")
 

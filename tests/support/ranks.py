@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8_ds.launcher import free_port
-from fp8_ds.testing import HANG
+from support import HANG
 
 IMPORTED_ONCE = [
     *("torch", "deepspeed", "deepspeed.runtime.zero.muon.original_muon", "fp8_ds.engine.engine"),
