@@ -1,16 +1,17 @@
-"""Which linears read what a module computes, as the source of the model's `forward` methods says.
+"""What linears read, as the source of the model's `forward` methods says: a name stands for the expression that was
+assigned to it last. What cannot be followed reads nothing here; nothing is guessed from names.
 
-Straight-line code is followed: `h = self.norm(x)`, then every `self.child(h)` until `h` is assigned again; and
-`self.child(self.norm(x))`. Inside a child that is no linear the same is asked of its own `forward`, for the argument
-that `h` became. What cannot be followed reads nothing here; nothing is guessed from names.
+It is read and not run: `deepspeed.initialize` has no inputs for a forward, and one on made-up inputs would run a user's
+code, its random numbers, counters and collectives.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -21,9 +22,7 @@ _MAX_DEPTH = 4
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | None:
     """The `forward` that its class defines, without decorators' wrappers; None if the instance has another."""
-    if "forward" in vars(module):
-        return None
-    return inspect.unwrap(type(module).forward)
+    return None if "forward" in vars(module) else inspect.unwrap(type(module).forward)
 
 
 def parse(function: Callable[..., Any] | None) -> ast.FunctionDef | None:
@@ -38,13 +37,67 @@ def parse(function: Callable[..., Any] | None) -> ast.FunctionDef | None:
     return node if isinstance(node, ast.FunctionDef) and node.args.args else None
 
 
-def child_name(node: ast.AST, function: ast.FunctionDef) -> str | None:
-    """`name` of a call `self.name(...)`."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    owner = node.func.value
-    is_self = isinstance(owner, ast.Name) and owner.id == function.args.args[0].arg
-    return node.func.attr if is_self else None
+class Flow(ast.NodeTransformer):
+    """A method, in whose tree each local name of a computed value is replaced by the very node that computes it.
+
+    A second name of a value (`residual = x`) is not followed, and one assigned in a branch or loop is known to its end.
+
+    Attributes:
+        body: the statements.
+        parameters: nodes that stand for the arguments behind `self`, by position and by name.
+        calls: (name, call) of each `self.name(...)`, inner ones first.
+    """
+
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        self._self, *parameters = tree.args.args
+        self._values: dict[str, ast.AST] = {one.arg: one for one in tree.args.args + tree.args.kwonlyargs}
+        self.body = tree.body
+        self.parameters: dict[Any, ast.AST] = dict(enumerate(parameters)) | self._values
+        self.calls: list[tuple[str, ast.Call]] = []
+        for statement in tree.body:
+            self.visit(statement)
+
+    def path(self, node: ast.AST) -> tuple[ast.AST | None, tuple[str, ...]]:
+        """(a, ("b", "c")) of the expression `a.b.c`, with None for `self`."""
+        names: tuple[str, ...] = ()
+        while isinstance(node, ast.Attribute):
+            names = (node.attr, *names)
+            node = node.value
+        return None if node is self._self else node, names
+
+    def visit(self, node: ast.AST) -> Any:
+        if not isinstance(node, ast.stmt):
+            return super().visit(node)
+        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        is_computed = isinstance(getattr(node, "value", None), (ast.Call, ast.BinOp))
+        before, kept = self._values, {name: value for name, value in self._values.items() if name not in stored}
+        for field, value in ast.iter_fields(node):
+            self._values = dict(before)
+            if isinstance(value, list):
+                value[:] = [self.visit(one) if isinstance(one, ast.AST) else one for one in value]
+            elif isinstance(value, ast.AST):
+                setattr(node, field, self.visit(value))
+        if isinstance(node, ast.Assign) and is_computed:
+            kept |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+        self._values = kept
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        owner, names = self.path(node.func)
+        if owner is None and len(names) == 1:
+            self.calls.append((names[0], node))
+        return node
+
+
+@functools.lru_cache
+def flow_of(function: Callable[..., Any] | None) -> Flow | None:
+    """That of a method; None where it has no source."""
+    tree = parse(function)
+    return None if tree is None else Flow(tree)
 
 
 def linears_that_read(parent: nn.Module, name: str) -> list[nn.Linear]:
@@ -54,70 +107,17 @@ def linears_that_read(parent: nn.Module, name: str) -> list[nn.Linear]:
         parent: the module whose `forward` calls that child.
         name: attribute of it. Called more than once, or not by name: nothing.
     """
-    function = parse(forward_of(parent))
-    if function is None:
-        return []
-    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    calls = [node for node in nodes if child_name(node, function) == name]
-    if len(calls) != 1:
-        return []
-    found: dict[nn.Linear, None] = {}
-    for call, argument in _readers(function, calls[0]):
-        for linear in _descend(parent, child_name(call, function), argument, _MAX_DEPTH):
-            found[linear] = None
-    return list(found)
+    flow = flow_of(forward_of(parent))
+    calls = [] if flow is None else [call for child, call in flow.calls if child == name]
+    return list(dict.fromkeys(_readers(parent, flow, calls[0], _MAX_DEPTH))) if len(calls) == 1 else []
 
 
-def _readers(function: ast.FunctionDef, source: ast.Call) -> Iterator[tuple[ast.Call, int | str]]:
-    """Calls of children that are given the value of `source`, and as which argument."""
-    for node in ast.walk(function):
-        yield from ((call, argument) for call, argument, value in _arguments(node, function) if value is source)
-        for block in _blocks(node):
-            for i, statement in enumerate(block):
-                if isinstance(statement, ast.Assign) and statement.value is source:
-                    target = statement.targets[0]
-                    if len(statement.targets) == 1 and isinstance(target, ast.Name):
-                        yield from _readers_of_name(function, block[i + 1 :], target.id)
-
-
-def _readers_of_name(
-    function: ast.FunctionDef, statements: Iterable[ast.stmt], name: str
-) -> Iterator[tuple[ast.Call, int | str]]:
-    """Calls of children that are given the variable `name`, up to the statement that assigns it again."""
-    for statement in statements:
-        calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-        for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-            for call, argument, value in _arguments(node, function):
-                if isinstance(value, ast.Name) and value.id == name:
-                    yield call, argument
-        if any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(statement)):
-            return
-
-
-def _arguments(node: ast.AST, function: ast.FunctionDef) -> Iterator[tuple[ast.Call, int | str, ast.expr]]:
-    if isinstance(node, ast.Call) and child_name(node, function) is not None:
-        yield from ((node, i, value) for i, value in enumerate(node.args))
-        yield from ((node, word.arg, word.value) for word in node.keywords if word.arg is not None)
-
-
-def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    blocks = (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
-    return [block for block in blocks if isinstance(block, list)]
-
-
-def _descend(parent: nn.Module, name: str | None, argument: int | str, depth: int) -> Iterator[nn.Linear]:
-    """The linears that read argument `argument` of the child `name`: itself, or some inside it."""
-    child = parent._modules.get(name) if name is not None else None
-    if isinstance(child, nn.Linear):
-        yield child
-        return
-    function = parse(forward_of(child)) if child is not None and depth > 0 else None
-    if child is None or function is None:
-        return
-    parameters = [one.arg for one in function.args.args][1:]
-    if isinstance(argument, int):
-        if argument >= len(parameters):
-            return
-        argument = parameters[argument]
-    for call, inner in _readers_of_name(function, function.body, argument):
-        yield from _descend(child, child_name(call, function), inner, depth - 1)
+def _readers(module: nn.Module, flow: Flow | None, value: ast.AST | None, depth: int) -> Iterator[nn.Linear]:
+    """The linears that are given `value`, a node of `flow`, which is the forward of `module`."""
+    for name, call in flow.calls if flow is not None and value is not None else ():
+        for place, given in [*enumerate(call.args), *((word.arg, word.value) for word in call.keywords)]:
+            child = module._modules.get(name) if given is value else None
+            if isinstance(child, nn.Linear):
+                yield child
+            elif child is not None and depth > 0 and (inner := flow_of(forward_of(child))) is not None:
+                yield from _readers(child, inner, inner.parameters.get(place), depth - 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from fp8_ds.nn.dataflow import child_name, forward_of, parse
+from fp8_ds.nn.dataflow import Flow, flow_of, forward_of
 from fp8_ds.nn.fused import (
     FORMAT,
     FusedModule,
@@ -131,79 +131,49 @@ def parts_of(module: nn.Module) -> SwigluParts | str:
     """Its linears, if the source of its forward is `down(silu(gate(x)) * up(x))`; or why it is not seen to be."""
     if "forward" in vars(module):
         return "its forward was replaced"
-    if hasattr(type(module).forward, "__wrapped__"):
+    function: Any = forward_of(module)
+    if function is not type(module).forward:
         return "its forward is decorated"
-    function = forward_of(module)
-    tree = parse(function)
-    if tree is None or function is None:
+    flow = flow_of(function)
+    if flow is None:
         return "its forward has no source"
-    parameters = [one.arg for one in tree.args.args]
-    product = _called(_result(tree), tree)
-    if len(parameters) != 2 or product is None or not isinstance(product[1], ast.BinOp):
+    found = _swiglu(flow)
+    if found is None:
         return _OTHER_FORM
-    down, factors = product[0], product[1]
-    if not isinstance(factors.op, ast.Mult):
-        return _OTHER_FORM
-    for activated, other in ((factors.left, factors.right), (factors.right, factors.left)):
-        if not isinstance(activated, ast.Call) or len(activated.args) != 1 or activated.keywords:
-            continue
-        gate, up = _called(activated.args[0], tree), _called(other, tree)
-        if gate is None or up is None or not all(_is_name(one[1], parameters[1]) for one in (gate, up)):
-            continue
-        names = gate[0], up[0], down
-        if not all(isinstance(module._modules.get(name), nn.Linear) for name in names) or len(set(names)) != 3:
-            return "its factors are no linears"
-        path = _path(activated.func, tree)
-        activation = _resolve(activated.func, function) if path is None else _attribute(module, path)
-        if not _is_silu(activation):
-            return "its activation is not known to be SiLU"
-        if _has_hooks(activation):
-            return "its activation has hooks"
-        return SwigluParts(*names, path or ())
-    return _OTHER_FORM
+    names, (owner, path) = found
+    if len(set(names)) < len(names) or not all(isinstance(module._modules.get(name), nn.Linear) for name in names):
+        return "its factors are no linears"
+    named = function.__globals__.get(owner.id) if isinstance(owner, ast.Name) else None
+    activation = _attribute(module if owner is None else named, path)
+    if not _is_silu(activation):
+        return "its activation is not known to be SiLU"
+    if _has_hooks(activation):
+        return "its activation has hooks"
+    gate, up, down = names
+    return SwigluParts(gate, up, down, path if owner is None else ())
 
 
-def _result(tree: ast.FunctionDef) -> ast.expr | None:
-    """What it returns, with local names replaced by what was assigned to them; None if there is more to it."""
-    values: dict[str, ast.expr] = {}
-
-    class Inline(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return values.get(node.id, node)
-
-    for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # the docstring
-        if isinstance(statement, ast.Return):
-            return None if statement.value is None else Inline().visit(statement.value)
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            return None
-        target = statement.targets[0]
-        if not isinstance(target, ast.Name):
-            return None
-        values[target.id] = Inline().visit(statement.value)
+def _swiglu(flow: Flow) -> tuple[list[str], tuple[ast.AST | None, tuple[str, ...]]] | None:
+    """(gate, up, down), and the path of what is applied to the gate, if it is a SwiGLU of one argument, and no more."""
+    *before, last = flow.body
+    if 1 in flow.parameters or not all(_only_names_a_value(statement) for statement in before):
+        return None
+    match last:
+        case ast.Return(ast.Call(down, [ast.BinOp(left, ast.Mult(), right)], [])):
+            for factors in ((left, right), (right, left)):
+                match factors:
+                    case ast.Call(activation, [ast.Call(gate, [x], [])], []), ast.Call(up, [y], []):
+                        paths = [flow.path(linear) for linear in (gate, up, down)]
+                        names = [path[0] for owner, path in paths if owner is None and len(path) == 1]
+                        if x is y is flow.parameters.get(0) and len(names) == len(paths):
+                            return names, flow.path(activation)
     return None
 
 
-def _called(node: ast.expr | None, tree: ast.FunctionDef) -> tuple[str, ast.expr] | None:
-    """(name, argument) of `self.name(argument)`."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-        return None
-    name = child_name(node, tree)
-    return None if name is None else (name, node.args[0])
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _path(node: ast.expr, tree: ast.FunctionDef) -> tuple[str, ...] | None:
-    """("a", "b") of `self.a.b`; None if it is no attribute of self."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return tuple(names) if names and _is_name(node, tree.args.args[0].arg) else None
+def _only_names_a_value(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign):
+        return all(isinstance(target, ast.Name) for target in statement.targets)
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)  # the docstring
 
 
 def _attribute(owner: Any, path: Sequence[str]) -> Any:
@@ -211,13 +181,6 @@ def _attribute(owner: Any, path: Sequence[str]) -> Any:
     for name in path:
         owner = getattr(owner, name, None)
     return owner
-
-
-def _resolve(node: ast.expr, function: Callable[..., Any]) -> Any:
-    """The object that `name` or `name.name` is in the source of `function`; None if it is not there."""
-    if isinstance(node, ast.Attribute):
-        return getattr(_resolve(node.value, function), node.attr, None)
-    return getattr(function, "__globals__", {}).get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _is_silu(activation: Any) -> bool:

@@ -48,6 +48,26 @@ class InABranch(Base):
         return self.o(x)
 
 
+class OtherBranch(Base):
+    """What one branch assigns the other does not see, nor the code behind."""
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = self.norm(x)
+        else:
+            x = self.k(x)
+        return self.o(x)
+
+
+class SecondName(Base):
+    """One that only stands for another is not followed."""
+
+    def forward(self, x):
+        h = self.norm(x)
+        residual = h
+        return self.q(h) + self.k(residual)
+
+
 class Twice(Base):
     def forward(self, x):
         return self.q(self.norm(x)) + self.k(self.norm(x))
@@ -80,6 +100,8 @@ class Part(Base):
         (Nested, ["q"]),
         (Reassigned, ["q", "k"]),
         (InABranch, ["q"]),
+        (OtherBranch, []),
+        (SecondName, ["q"]),
         (Twice, []),
         (Never, []),
         (ByAnotherName, []),
