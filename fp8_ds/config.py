@@ -115,7 +115,6 @@ class OptimizerConfig(_Block):
     master: Literal["e4m19", "e4m11"] | None = None
     release: bool = False
     release_clipping: Literal["exact", "delayed_norm"] = "exact"
-    outstanding_update_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 26
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
     def releases(self, gradient_clipping: float) -> bool:

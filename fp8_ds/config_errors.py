@@ -57,6 +57,10 @@ REMOVED = {
         'Remove the key: "e4m19", the default of FP8 states, loads such a checkpoint and ends with the same loss; with '
         '"states": "fp32" masters are fp32'
     ),
+    "fp8.optimizer.outstanding_update_bytes": (
+        "Remove the key: buckets of released gradients take 64 MiB at most; for less, lower "
+        '"zero_optimization": {"reduce_bucket_size"}'
+    ),
     "fp8.optimizer.release_clipping=per_tensor": (
         'Write "delayed_norm", which clips while gradients are released, by the global norm of the step before'
     ),

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
-from fp8_ds.zero.layout import compact_layout
+from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES, compact_layout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +85,7 @@ class Setup:
         """Of one buffer. With release, buffers and the copy that a reduction makes share the threshold."""
         elements = self.reduce_bucket_size
         if self.releases:
-            elements = min(elements, self.optimizer.outstanding_update_bytes // (self.num_buffers + 1) // BF16)
+            elements = min(elements, OUTSTANDING_UPDATE_BYTES // (self.num_buffers + 1) // BF16)
         return elements * (self.grad_bytes if self.stage == 1 else BF16)
 
 

@@ -79,7 +79,7 @@ def build_zero(engine: Any, optimizer: Any, build: Build) -> tuple[Any, type]:
             check_release(engine)
         elif settings.release:
             say(_HOLDS.format(engine.gradient_clipping()))
-        with building(settings.outstanding_update_bytes if releases else None):
+        with building(releases):
             zero = build(optimizer)
     host = next((host for host in _MIXINS if isinstance(zero, BuildingHost) and isinstance(zero, host)), type(zero))
     if host not in _MIXINS:

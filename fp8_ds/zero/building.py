@@ -15,13 +15,14 @@ import deepspeed.runtime.engine as engine_module
 import deepspeed.runtime.zero.stage3 as stage3_module
 from deepspeed.accelerator import get_accelerator
 
+from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.zero.split import virtual_flat
 
 
 class BuildingHost:
     """Common base of the two."""
 
-    fp8_bucket_bytes: int | None = None
+    fp8_releases = False
 
     def initialize_optimizer_states(self) -> None:
         """Nothing: moments come with the first step, and gradients are not copied to fp32."""
@@ -50,11 +51,11 @@ class Building3(BuildingHost):
 
     def _setup_for_real_optimizer(self: Any) -> None:
         """With gradient release: no buffer for the gradients of all parameters, and small buckets."""
-        if self.fp8_bucket_bytes is None:
+        if not self.fp8_releases:
             super()._setup_for_real_optimizer()  # type: ignore[misc]
             return
         copies = 2  # the bucket, and what the reduction concatenates
-        bucket_bytes = self.fp8_bucket_bytes // copies
+        bucket_bytes = OUTSTANDING_UPDATE_BYTES // copies
         self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
         device, self.device = self.device, "meta"
         try:
@@ -75,18 +76,18 @@ class Building3(BuildingHost):
 
 
 @contextmanager
-def building(bucket_bytes: int | None) -> Iterator[None]:
+def building(releases: bool) -> Iterator[None]:
     """While inside, DeepSpeed builds these instead of its own classes.
 
     Args:
-        bucket_bytes: with gradient release, the most bytes of reduced gradients that exist at a time; else None.
+        releases: gradients are released during the backward.
     """
     places = (
         (engine_module, "DeepSpeedZeroOptimizer", Building12),
         (stage3_module, "DeepSpeedZeroOptimizer_Stage3", Building3),
     )
     stock = [getattr(module, name) for module, name, _ in places]
-    attributes = {"fp8_bucket_bytes": bucket_bytes}
+    attributes = {"fp8_releases": releases}
     for (module, name, mixin), host in zip(places, stock, strict=True):
         setattr(module, name, type(f"Building{host.__name__}", (mixin, host), attributes))
     try:

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+OUTSTANDING_UPDATE_BYTES = 1 << 26
+"""With gradient release: the most that bucket buffers take together with the copy that a reduction makes of one."""
+
 
 @dataclass(frozen=True)
 class Slot:

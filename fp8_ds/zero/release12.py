@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.zero.context import Fp8Context
+from fp8_ds.zero.layout import OUTSTANDING_UPDATE_BYTES
 from fp8_ds.zero.norm import overflow_flag
 from fp8_ds.zero.release import NO_GRADIENT, ReleaseUpdater, refuse_model_parallel
 from fp8_ds.zero.states12 import Fp8StatesStage12
@@ -26,9 +27,8 @@ class Fp8ReleaseStage12(Fp8StatesStage12):
     def fp8_init(self: Any, context: Fp8Context) -> None:
         refuse_model_parallel(self.model_parallel_group)
         super().fp8_init(context)
-        settings = context.config.optimizer
         copies = 3 if self.overlap_comm else 2  # one or two buckets, and what the reduction flattens
-        bucket_bytes = settings.outstanding_update_bytes // copies
+        bucket_bytes = OUTSTANDING_UPDATE_BYTES // copies
         self.reduce_bucket_size = min(self.reduce_bucket_size, bucket_bytes // self.dtype.itemsize)
         num_parameters = sum(map(len, self.bit16_groups))
         scale_indices = {self._fp8_names[id(p)]: i for i, p in enumerate(self._fp8_flat_order(context))}

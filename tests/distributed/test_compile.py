@@ -21,14 +21,7 @@ pytestmark = pytest.mark.distributed
 DELAYED = {"linear": {"recipe": "delayed"}}
 FUSED = {"activations": {"fused": True}}
 STATES = {"optimizer": {"states": "fp8"}}
-RELEASE = {
-    "optimizer": {
-        "states": "fp8",
-        "release": True,
-        "release_clipping": "delayed_norm",
-        "outstanding_update_bytes": 1 << 16,
-    }
-}
+RELEASE = {"optimizer": {"states": "fp8", "release": True, "release_clipping": "delayed_norm"}}
 FREES_AT_ONCE = {
     "stage3_max_reuse_distance": 0,
     "stage3_max_live_parameters": 0,
@@ -77,6 +70,8 @@ def build(
     prepare(model)
     schedule = {"warmup_min_lr": 1e-4, "warmup_max_lr": 3e-3, "warmup_num_steps": NUM_STEPS}
     config = training.ds_config(stage, fp8, scheduler={"type": "WarmupLR", "params": schedule})
+    if fp8 is not None and fp8.get("optimizer", {}).get("release"):
+        config["zero_optimization"]["reduce_bucket_size"] = 16_000  # several buckets
     config["zero_optimization"].update(zero or {})
     return deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
 

@@ -226,7 +226,6 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
             master=(None, "e4m19", "e4m11") if has_fp8_states else (None,),
             release=(False, True) if has_fp8_states else (False,),
             release_clipping=("exact", "delayed_norm"),
-            outstanding_update_bytes=(1 << 26, 1 << 16),
             seed=(0, 7) if has_fp8_states else (0,),
         ),
         "activations": block(fused=(False, True), nonlinear=("bf16", "fp8")) if is_llama else {},

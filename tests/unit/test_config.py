@@ -29,7 +29,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "master": None,
             "release": False,
             "release_clipping": "exact",
-            "outstanding_update_bytes": 67108864,
             "seed": 0,
         },
         "activations": {
@@ -57,7 +56,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "filter_fqns": ["lm_head", "layers.0."], "frozen": "fp8"},
                "zero": {"reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "delayed_norm",
-                             "outstanding_update_bytes": 1048576, "seed": 4294967295},
+                             "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
                                "cross_entropy_chunk_mem_const": 8},
                "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8"},
@@ -173,6 +172,11 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
             '"e4m19", the default of FP8 states, loads such a checkpoint',
         ],
     ),
+    "buckets that are gone": (
+        {"enabled": True, "optimizer": {"outstanding_update_bytes": 1 << 26}},
+        "fp8.optimizer.outstanding_update_bytes:",
+        ["got 67108864", "Remove the key", "reduce_bucket_size"],
+    ),
     "a clipping that is gone": (
         {"enabled": True, "optimizer": {"states": "fp8", "release": True, "release_clipping": "per_tensor"}},
         "fp8.optimizer.release_clipping:",
@@ -252,8 +256,8 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         ['expected an object of "bf16" or "fp8" by name', 'Write {"layers.0.": "bf16", "head": "bf16"}.'],
     ),
     "an integer with an exponent": (
-        {"enabled": True, "optimizer": {"outstanding_update_bytes": 1e8}},
-        "fp8.optimizer.outstanding_update_bytes:",
+        {"enabled": True, "optimizer": {"seed": 1e8}},
+        "fp8.optimizer.seed:",
         ["expected an integer, got 100000000.0. Write 100000000:"],
     ),
     "a format as torch names it": (on(grad_dtype="float8_e4m3fn"), "fp8.linear.grad_dtype:", ['Did you mean "e4m3"?']),
@@ -472,8 +476,8 @@ def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
 
 
 def test_an_integer_below_its_minimum_is_refused_with_the_minimum():
-    with pytest.raises(ConfigError, match="outstanding_update_bytes: expected an integer of at least 65536, got 100"):
-        Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "outstanding_update_bytes": 100}})
+    with pytest.raises(ConfigError, match="seed: expected an integer of at least 0, got -1"):
+        Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "seed": -1}})
 
 
 @pytest.mark.parametrize(
