@@ -88,6 +88,12 @@ class ModelSpec:
             model = self._from_function() if self.function is not None else self._from_transformers()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected an nn.Module from {self.name}, got {type(model).__name__}. Return one.")
+        empty = next((name for name, p in model.named_parameters() if p.numel() == 0), None)
+        if empty is not None and self.config is not None:
+            raise ConfigError(
+                f"model: expected sizes above 0 in the configuration of {self.name}, got a model with nothing in "
+                f"{empty}. Correct it."
+            )
         return model.to(torch.bfloat16).train()
 
     def _from_function(self) -> nn.Module:

@@ -138,19 +138,17 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
 
 
 def refuse_malformed(config: Mapping[str, Any]) -> None:
-    """Raises: ConfigError: DeepSpeed's own start could not read it; or, where it is installed, it stops at a key."""
-    from fp8_ds.engine.known_keys import removed_key, unread_key
+    """Raises: ConfigError: DeepSpeed's own parser stops at the configuration; its batch sizes are not looked at."""
+    from fp8_ds.engine.host_config import BATCH_SIZES, parsed
     from fp8_ds.errors import ConfigError
-    from fp8_ds.judgement import malformed
 
-    if (problem := malformed(config)) is not None:
-        raise ConfigError(f"--config: {problem}")
+    sizes = (*BATCH_SIZES, "gradient_accumulation_steps")
     try:
-        refused = removed_key(config) or unread_key(config)
+        parsed({BATCH_SIZES[1]: 1, **{key: value for key, value in config.items() if key not in sizes}})
     except ImportError:  # no DeepSpeed, which these commands do without
         return
-    if refused is not None:
-        raise ConfigError(f"--config: DeepSpeed refuses it: {refused}")
+    except ConfigError as error:
+        raise ConfigError(f"--config: DeepSpeed refuses it: {error}") from error
 
 
 def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
@@ -160,14 +158,6 @@ def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
     from fp8_ds.attention.huggingface import refuse_attention_of
 
     refuse_attention_of(model, attention.backend, hadamard=attention.hadamard)
-
-
-def say_unknown_keys(config: Mapping[str, Any]) -> None:
-    """Each top-level key that DeepSpeed passes over is named on standard error: what follows may follow from it."""
-    from fp8_ds.engine.known_keys import unknown_keys
-
-    for line in unknown_keys(config):
-        typer.echo(f"fp8-ds: {line}", err=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:

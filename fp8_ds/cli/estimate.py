@@ -22,7 +22,6 @@ from fp8_ds.cli.common import (
     read_config,
     refuse_attention,
     refuse_malformed,
-    say_unknown_keys,
     show,
 )
 
@@ -84,7 +83,6 @@ def estimate(
         from fp8_ds.model_spec import read_spec, sequence_length
 
         given = filled_in(read_config(config))
-        say_unknown_keys(given)
         refuse_malformed(given)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())

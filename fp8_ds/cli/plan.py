@@ -24,7 +24,6 @@ from fp8_ds.cli.common import (
     read_config,
     refuse_attention,
     refuse_malformed,
-    say_unknown_keys,
     show,
 )
 
@@ -59,7 +58,6 @@ def plan(
         from fp8_ds.engine.host_config import filled_in
 
         given = dict(filled_in(read_config(config)))
-        say_unknown_keys(given)
         refuse_malformed(given)
         found = _find(model, given, world, seq, settings or ())
     if as_json:
@@ -72,10 +70,9 @@ def plan(
 
 def _find(model: str, config: dict[str, Any], world: int, seq: int | None, settings: Sequence[str]) -> dict[str, Any]:
     from fp8_ds.config import Fp8Config
-    from fp8_ds.engine.host_config import zero_stage
+    from fp8_ds.engine.host_config import block_of, number, zero_stage
     from fp8_ds.engine.startup import refuse_settings, total_steps
     from fp8_ds.errors import ConfigError, UnsupportedError
-    from fp8_ds.judgement import autotp_size
     from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
@@ -85,7 +82,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     if not fp8.enabled:
         raise ConfigError('fp8.enabled: expected true, got false or no "fp8" block. Nothing would be in FP8.')
     refuse_settings(fp8, config)
-    if (autotp := autotp_size(config)) > 1:
+    if (autotp := number(block_of(config, "tensor_parallel").get("autotp_size"), 1)) > 1:
         raise UnsupportedError(
             f"tensor_parallel.autotp_size: expected 1 or none, got {autotp}. DeepSpeed cuts layers when a run starts, "
             "and plan sees them whole only: leave it out to see which ones would be in FP8, and divide --world by it."

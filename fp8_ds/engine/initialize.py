@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from fp8_ds.engine.fingerprint import Fingerprint
+
+_ALIKE = 0.7
+"""Of "fp8" and a key that is taken for it: "fp_8" and "f8", not "fp16"."""
 
 
 def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,16 +74,27 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
 
 
 def _warn_of_other_blocks(config: Mapping[str, Any]) -> None:
-    """A line for each block of another FP8 library, where there is none of ours. No refusal: that library may run."""
-    from fp8_ds.engine.known_keys import unused_fp8_blocks
+    """A line for each of `other_blocks`, where there is none of ours. No refusal: another library may run."""
     from fp8_ds.engine.roll_call import own_rank
 
-    lines = [] if "fp8" in config else unused_fp8_blocks(config)
+    lines = [] if "fp8" in config else other_blocks(config)
     if lines and own_rank() == 0:
         from deepspeed.utils import logger
 
         for line in lines:
             logger.warning(line)
+
+
+def other_blocks(config: Mapping[str, Any]) -> list[str]:
+    """A line for each top-level key that is another FP8 library's block, or "fp8" misspelled."""
+    remedies = {"msamp": 'It is MS-AMP\'s: write "fp8" in its place (docs/migrating.md).'}
+    keys = (str(key) for key in config if key != "fp8")
+    return [
+        f"{key}: expected a key that DeepSpeed reads, got one that it passes over in silence. "
+        + remedies.get(key.lower(), 'Did you mean "fp8"?')
+        for key in keys
+        if key.lower() in ("msamp", "float8") or difflib.get_close_matches(key.lower(), ["fp8"], cutoff=_ALIKE)
+    ]
 
 
 def _refuse_converted(model: Any) -> None:
@@ -117,17 +132,12 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
         return None
     import torch
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import logger
 
     from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.host_config import has_optimizer
-    from fp8_ds.engine.known_keys import unknown_keys
     from fp8_ds.engine.roll_call import own_rank
     from fp8_ds.engine.startup import refuse_start
 
-    if own_rank() == 0:
-        for line in unknown_keys(config):  # first: what is refused next may follow from it
-            logger.warning(line)
     model, mpu = arguments.get("model"), arguments.get("mpu")
     trains = has_optimizer(config, arguments.get("optimizer"))
     if trains:

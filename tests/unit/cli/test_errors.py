@@ -89,6 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((*PLAN, "--set", "=1"), 2, "--set: expected key=value, got '=1'"),
         ((*PLAN, "--set", "model_type=nothing"), 2, "expected the configuration of a causal language model"),
         ((*ESTIMATE, "llama-8b", "--set", "n_layers=1"), 2, "--set: expected a key of llama-8b's configuration"),
+        ((*PLAN, "--set", "vocab_size=0"), 2, "model: expected sizes above 0 in the configuration of llama-8b"),
         ((*PLAN, "--set", "hidden_size=4095"), 2, "expected the configuration of a causal language model"),
         (("plan", "ours_a8:number", "--config", "ds.json"), 2, "expected a function at ours_a8:number, got int"),
         (("plan", "ours_a8:number", "--config", "ds.json", "--set", "a=1"), 2, "--set: expected a model with a config"),
@@ -113,7 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("plan", ":f", "--config", "ds.json"), 2, "expected a config.json"),
         (("plan", "ours_a8:", "--config", "ds.json"), 2, "expected a config.json"),
         ((*ESTIMATE, "ours_a8:other_forward"), 4, "got ValueError: input: expected"),
-        (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected an object, got "x"'),
+        (("estimate", "llama-8b", "--config", "types.json"), 2, 'data_types: expected what DeepSpeed reads, got "x"'),
         ((*ESTIMATE, "llama-8b", "--memory", -5), 2, "--memory"),
         ((*ESTIMATE, "llama-8b", "--memory", "inf"), 2, "--memory: expected the GiB of a GPU, got inf"),
         (

@@ -95,10 +95,10 @@ def test_layers_that_are_too_small_to_gain_are_named_with_the_filter_that_leaves
     ("schedule", "more", "words"),
     [
         ({"bf16_last_fraction": 0.1}, {}, "fp8.schedule.total_steps: expected the number of optimizer steps"),
-        ({}, {"zero_optimization": {"stage": 7}}, "zero_optimization.stage: expected 1, 2 or 3, got 7"),
-        ({}, {"zero_optimization": []}, "zero_optimization: expected an object, got []"),
-        ({}, {"bf16": True}, "bf16: expected an object, got true"),
-        ({}, {"optimizer": "AdamW"}, 'optimizer: expected an object, got "AdamW"'),
+        ({}, {"zero_optimization": {"stage": 7}}, "zero_optimization.stage: expected what DeepSpeed reads, got 7"),
+        ({}, {"zero_optimization": []}, "zero_optimization: expected what DeepSpeed reads, got []"),
+        ({}, {"bf16": True}, "bf16: expected what DeepSpeed reads, got true"),
+        ({}, {"optimizer": "AdamW"}, 'optimizer: expected what DeepSpeed reads, got "AdamW"'),
     ],
 )
 def test_what_no_start_can_read_is_refused_as_it_is_written(
