@@ -16,8 +16,8 @@ from fp8_ds.engine.checkpoints import BeforeStateDict, Fp8Checkpoints
 from fp8_ds.engine.flops_profile import Fp8FlopsProfiler
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
-from fp8_ds.engine.order import refuse_other_order
 from fp8_ds.engine.precision import Request
+from fp8_ds.engine.rank_agreement import refuse_other_order
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
@@ -54,7 +54,7 @@ class Fp8Engine(Fp8Checkpoints):
         build = super()._configure_zero_optimizer  # type: ignore[misc]
         if self.fp8 is None:
             return build(optimizer)
-        refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group, self.device)
+        refuse_other_order(optimizer.param_groups, self.param_names, self.seq_data_parallel_group)
         conversion.leave_unoptimized(self.module, self.fp8, optimizer)
         room = leaves.make_room(self)
         zero, host = retyping.build_zero(self, optimizer, build)

@@ -14,7 +14,7 @@ from fp8_ds.errors import ConfigError, Fp8DsError
 if TYPE_CHECKING:
     import torch
 
-    from fp8_ds.engine.fingerprint import Fingerprint
+    from fp8_ds.engine.rank_agreement import Start
 
 _ALIKE = 0.7
 """Of "fp8" and a key that is taken for it: "fp_8" and "f8", not "fp16"."""
@@ -34,7 +34,7 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not isinstance(config, dict):
         return stock(*args, **kwargs)
     arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-    mine: Fingerprint | Fp8DsError | None = None
+    mine: Start | Fp8DsError | None = None
     if config.get("fp8") is not None:
         try:
             mine = _accept(config, arguments)
@@ -43,11 +43,10 @@ def initialize(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if mine is None:
         _leave_to_stock(config, arguments)
         return stock(*args, **kwargs)
-    from fp8_ds.engine.fingerprint import agree
-
-    agree(mine, arguments)
     from fp8_ds.engine.cut_models import refuse_autotp_size
+    from fp8_ds.engine.rank_agreement import start_alike
 
+    start_alike(mine, arguments)
     refuse_autotp_size(config, arguments.get("mpu"))  # now ranks are counted, and have the same configuration
     with _our_engines():
         return stock(*args, **kwargs)
@@ -61,7 +60,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
             train the model of an engine with FP8.
     """
     from fp8_ds.engine.host_config import has_optimizer
-    from fp8_ds.engine.roll_call import is_one_of_many, take_side
+    from fp8_ds.engine.rank_agreement import is_one_of_many, take_side
 
     has_model = arguments.get("model") is not None  # else stock raises, before it makes a group
     mixed = take_side(False, arguments) if has_model and is_one_of_many(arguments) else None
@@ -75,7 +74,7 @@ def _leave_to_stock(config: dict[str, Any], arguments: Mapping[str, Any]) -> Non
 
 def _warn_of_other_blocks(config: Mapping[str, Any]) -> None:
     """A line for each of `other_blocks`, where there is none of ours. No refusal: another library may run."""
-    from fp8_ds.engine.roll_call import own_rank
+    from fp8_ds.engine.rank_agreement import own_rank
 
     lines = [] if "fp8" in config else other_blocks(config)
     if lines and own_rank() == 0:
@@ -121,7 +120,7 @@ def refuse_misplaced_block(config: Mapping[str, Any]) -> None:
         raise ConfigError(f'fp8: expected "fp8" at the top level of the configuration, got {found[0]}. Move it there.')
 
 
-def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint | None:
+def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Start | None:
     """What this rank starts with, once its own configuration and model are known to be possible; None if FP8 is off.
 
     Raises:
@@ -133,9 +132,8 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from fp8_ds.engine.fingerprint import fingerprint
     from fp8_ds.engine.host_config import has_optimizer
-    from fp8_ds.engine.roll_call import own_rank
+    from fp8_ds.engine.rank_agreement import own_rank, start_of_rank
     from fp8_ds.engine.startup import refuse_start
 
     model, mpu = arguments.get("model"), arguments.get("mpu")
@@ -147,7 +145,7 @@ def _accept(config: dict[str, Any], arguments: Mapping[str, Any]) -> Fingerprint
             _refuse_model(fp8, config, model, mpu, device)
     # Without an optimizer: as it is, whatever stage and model. TRL has reference models in stage 0 beside stage 1 or 2.
     _apply_patches()
-    return fingerprint(fp8, config, model, mpu, has_plan=trains)
+    return start_of_rank(fp8, config, model, mpu, has_plan=trains)
 
 
 def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, device: torch.device) -> None:

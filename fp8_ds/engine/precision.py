@@ -12,7 +12,7 @@ from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
-from fp8_ds.engine.agreement import RankZeroNumber
+from fp8_ds.engine.rank_agreement import RankZeroNumber
 from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers

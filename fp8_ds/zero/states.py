@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8_ds.engine.rank_agreement import SameNumbers
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.optim.adamw import Fp8AdamW
 from fp8_ds.optim.masters import BY_NAME, MasterFormat
-from fp8_ds.zero.alike import SameNumbers
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.norm import OverflowFlag
 from fp8_ds.zero.offload import offload_adam, reload_adam

@@ -383,7 +383,7 @@ def test_rank_0s_learning_rate_decides_for_all_ranks(ranks: Any, stage: int) -> 
 
 def agreed() -> list[float]:
     """What a group of its own, as devices with NCCL need it, hands on; and that it is gone afterwards."""
-    from fp8_ds.engine.agreement import RankZeroNumber
+    from fp8_ds.engine.rank_agreement import RankZeroNumber
 
     number = RankZeroNumber("key", torch.device("cuda"))
     assert number._group is not None and dist.get_backend(number._group) == "gloo"

@@ -1,0 +1,396 @@
+"""Ranks that differ are named on all ranks, and nobody waits for a collective that never comes.
+
+A job whose hosts read different configurations, have different packages or build different models trains something else
+than anybody asked for, or hangs. One small all-gather at the start of `deepspeed.initialize` finds it; only where ranks
+differ is more sent. A rank whose own configuration is refused takes part, so that the others hear of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from fp8_ds.engine.log import warn
+from fp8_ds.errors import ConfigError, Fp8DsError
+from fp8_ds.tp.group import check_same, digest, gather_row
+
+if TYPE_CHECKING:
+    from fp8_ds.config import Fp8Config
+    from fp8_ds.optim.core import AdamCore
+
+_LOGS = ("comet", "comms_logger", "csv_monitor", "log_level", "steps_per_print", "tensorboard", "wandb")
+_TIMERS = ("dump_state", "flops_profiler", "memory_breakdown", "timers", "wall_clock_breakdown")
+OWN_KEYS = frozenset((*_LOGS, *_TIMERS))
+"""Of the configuration, each rank's own: logs, monitors and timers. All else may change numbers or collectives."""
+_ROW = 16
+"""Numbers in a row, more than there are: versions of fp8_ds with others still exchange rows."""
+_NUM_SHOWN = 4
+
+
+class Start(NamedTuple):
+    """What a rank starts with: value by entry, both for a message.
+
+    `own` is compared only among ranks with the same `part` of the model: pipeline stages have modules of their own.
+    """
+
+    shared: dict[str, str]
+    own: dict[str, str]
+    part: str
+
+
+def start_of_rank(fp8: Fp8Config, config: Mapping[str, Any], model: Any, mpu: Any, *, has_plan: bool = True) -> Start:
+    """Return what this rank starts with.
+
+    Args:
+        fp8: the block, defaults filled in.
+        config: all of DeepSpeed's configuration.
+        model: as `deepspeed.initialize` was given it; not an nn.Module: left to stock to refuse.
+        mpu: likewise; names the tensor-parallel rank.
+        has_plan: some layers may become FP8.
+
+    Raises:
+        ConfigError: no plan can be made for the model.
+    """
+    import deepspeed
+
+    import fp8_ds
+
+    rest = {key: value for key, value in config.items() if key not in OWN_KEYS}
+    shared = {f"version of {package.__name__}": package.__version__ for package in (fp8_ds, torch, deepspeed)}
+    shared |= _seams() | _flat({**rest, "fp8": fp8.model_dump()})
+    own = _parameters(model) if isinstance(model, nn.Module) else {}
+    if own and has_plan:
+        own |= _plan(model, fp8, config)
+    return Start(shared, own, _part(model, mpu))
+
+
+@cache
+def _seams() -> dict[str, str]:
+    """Digest of each body in DeepSpeed that FP8 relies on."""
+    from fp8_ds.engine.seam_check import installed_hashes
+
+    return {f"code of {path}": found for path, found in installed_hashes().items()}
+
+
+def _flat(block: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value as JSON. Places in the file system are left out: hosts have their own."""
+    if not isinstance(block, Mapping):
+        return {prefix.rstrip("."): json.dumps(block, default=lambda value: type(value).__name__)}
+    found: dict[str, str] = {}
+    for key, value in block.items():
+        if not str(key).endswith(("path", "dir", "folder", "file")):
+            found |= _flat(value, f"{prefix}{key}.")
+    return found
+
+
+def _parameters(model: nn.Module) -> dict[str, str]:
+    """Name -> full shape, dtype, class of its module, whether it trains, and the first name of what it is tied to."""
+    first: dict[int, str] = {}
+    found = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name, p in module._parameters.items():
+            if p is not None:
+                full = f"{fqn}.{name}" if fqn else name
+                notes = "" if p.requires_grad else ", frozen"
+                if (tied := first.setdefault(id(p), full)) != full:
+                    notes += f", tied to {tied}"
+                dtype, shape = str(p.dtype).removeprefix("torch."), list(getattr(p, "ds_shape", p.shape))
+                found[full] = f"{shape} {dtype} of a {type(module).__name__}{notes}"
+    return found
+
+
+def _plan(model: nn.Module, fp8: Fp8Config, config: Mapping[str, Any]) -> dict[str, str]:
+    from fp8_ds.engine.host_config import linear_in_training
+    from fp8_ds.nn.convert import make_plan
+    from fp8_ds.tp.autotp import autotp_linears
+
+    foreign, linear = autotp_linears(model), linear_in_training(config)
+    plan = make_plan(model, fp8.linear, may_be_empty=True, foreign=foreign, device=_own_device(), linear=linear)
+    return {layer.fqn: "fp8" if layer.converted else f"bf16 ({layer.reason})" for layer in plan.layers}
+
+
+def _own_device() -> torch.device:
+    """Return the one that stock chooses for this rank, by LOCAL_RANK, later."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind, local_rank = get_accelerator().device_name(), int(os.environ.get("LOCAL_RANK", "-1"))
+    has_own = kind == "cuda" and 0 <= local_rank < torch.cuda.device_count()
+    return torch.device(kind, local_rank) if has_own else torch.device(kind)
+
+
+def _part(model: Any, mpu: Any) -> str:
+    """Pipeline stage and tensor-parallel rank, where there are such."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    stage = model.stage_id if isinstance(model, PipelineModule) else 0
+    shard = 0
+    if hasattr(mpu, "get_model_parallel_rank"):
+        shard = mpu.get_model_parallel_rank()
+    elif hasattr(model, "ds_autotp_parsed"):  # cut by deepspeed.tp_model_init before 0.19
+        from deepspeed.utils import groups
+
+        shard = groups.get_tensor_model_parallel_rank()
+    return f"pipeline stage {stage}, tensor-parallel rank {shard}"
+
+
+def start_alike(mine: Start | Fp8DsError, arguments: Mapping[str, Any]) -> None:
+    """Check that all ranks start alike. Collective over all ranks of the job, where there are several.
+
+    Args:
+        mine: of this rank, or why its own configuration is refused.
+        arguments: of `deepspeed.initialize`.
+
+    Raises:
+        Fp8DsError: `mine`, if it is one.
+        ConfigError: another rank's configuration is refused, or ranks differ; on all ranks. Or another rank has FP8
+            off, and has come here first.
+    """
+    if is_one_of_many(arguments):
+        mixed = take_side(True, arguments)
+        if mixed is None:
+            own = _own_device()  # NCCL needs one for each rank
+            with torch.cuda.device(own) if dist.get_backend() == "nccl" and own.index is not None else nullcontext():
+                _exchange(mine)
+        elif not isinstance(mine, Fp8DsError):
+            raise mixed
+    if isinstance(mine, Fp8DsError):
+        raise mine
+
+
+def _exchange(mine: Start | Fp8DsError) -> None:
+    digests = [0] if isinstance(mine, Fp8DsError) else [digest(json.dumps(part, sort_keys=True)) for part in mine]
+    row = [isinstance(mine, Fp8DsError), *digests]
+    try:
+        rows = gather_row(row + [0] * (_ROW - len(row))).tolist()
+    except RuntimeError as error:  # of the backend: a peer is gone, or did not come within the group's time-out
+        raise Fp8DsError(
+            f"rank {dist.get_rank()}: expected {dist.get_world_size()} ranks at the start of deepspeed.initialize with "
+            f'"fp8" enabled, got {error}. Look for a rank that died, or whose configuration has no "fp8" block.'
+        ) from error
+    refused = [rank for rank, (flag, *_) in enumerate(rows) if flag]
+    pairs = {(own, part) for _, _, own, part, *_ in rows}
+    is_alike = len({shared for _, shared, *_ in rows}) == 1 and len(pairs) == len({part for _, part in pairs})
+    if len(refused) == len(rows) or (is_alike and not refused):  # where all are refused, each raises its own
+        return
+    told: list[Any] = [None] * len(rows)
+    dist.all_gather_object(told, f"{type(mine).__name__}: {mine}" if isinstance(mine, Fp8DsError) else tuple(mine))
+    if not refused:
+        lines = _differences({rank: shared for rank, (shared, _, _) in enumerate(told)})
+        for part in sorted({part for _, _, part in told}):
+            lines += _differences({rank: own for rank, (_, own, other) in enumerate(told) if other == part})
+        raise ConfigError(
+            f"expected {len(rows)} ranks that start alike, got {'; '.join(lines)}. Give all hosts the same packages, "
+            "configuration and model."
+        )
+    if not isinstance(mine, Fp8DsError):
+        raise ConfigError(
+            f"expected a configuration that no rank refuses, got one that ranks {refused} refuse. Rank {refused[0]}: "
+            f"{told[refused[0]]}"
+        )
+
+
+def _differences(entries: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Describe, in a line or none, how ranks differ from what most have; of as many, from what the lowest rank has."""
+    texts = {rank: json.dumps(entries[rank], sort_keys=True) for rank in entries}
+    usual = Counter(texts.values()).most_common(1)[0][0]
+    base = next(rank for rank in texts if texts[rank] == usual)
+    others = [rank for rank in texts if texts[rank] != usual]
+    if not others:
+        return []
+    here, there = entries[base], entries[others[0]]
+    shown = [
+        f"{key} {here.get(key, 'missing')} on rank {base}, {there.get(key, 'missing')} on rank {others[0]}"
+        for key in {**here, **there}
+        if here.get(key) != there.get(key)
+    ]
+    more = f" and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
+    return [f"ranks {others} unlike rank {base} ({', '.join(shown[:_NUM_SHOWN])}{more})"]
+
+
+# --- FP8 on all ranks, or on none ---
+
+
+def own_rank() -> int:
+    """Return the rank in the default group, also where a launcher has named it and the group is not there yet."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def is_one_of_many(arguments: Mapping[str, Any]) -> bool:
+    """Whether there are other ranks; then the default group is there afterwards, made as stock would make it next.
+
+    Args:
+        arguments: of `deepspeed.initialize`.
+    """
+    if not dist.is_initialized():
+        is_launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+        required = arguments.get("dist_init_required")
+        if not is_launched or int(os.environ.get("WORLD_SIZE", "1")) < 2 or required is False:
+            return False
+        from deepspeed import comm as ds_comm
+        from deepspeed.accelerator import get_accelerator
+
+        options = {key: arguments[key] for key in ("distributed_port",) if key in arguments}
+        backend = get_accelerator().communication_backend_name()
+        ds_comm.init_distributed(dist_backend=backend, dist_init_required=required, **options)
+    return dist.get_world_size() > 1
+
+
+def take_side(is_on: bool, arguments: Mapping[str, Any]) -> ConfigError | None:
+    """Mark in the default group's store whether "fp8" is on here; return what to raise if a rank has marked the other.
+
+    Ranks without FP8 never join the all-gather. So whichever side comes second raises, and its end ends the job in
+    seconds. Calls are counted, and the n-th of one rank is held against the n-th of others: stock code has collectives
+    over all ranks in each call without `mpu`. Those with one may be of some ranks alone, and are left out.
+    """
+    store = distributed_c10d._get_default_store()
+    if arguments.get("mpu") is not None or store is None:  # MPI has none
+        return None
+    rank, sides = dist.get_rank(), ("off", "on")
+    try:
+        number = store.add(f"fp8_ds/calls/{rank}", 1)
+        store.set(f"fp8_ds/{number}/{sides[is_on]}", str(rank))
+        others = f"fp8_ds/{number}/{sides[not is_on]}"
+        if not store.check([others]):
+            return None
+        other = int(store.get(others))
+    except RuntimeError:  # a store that cannot do this; or its host is gone, which collectives will say
+        return None
+    on, off = (rank, other) if is_on else (other, rank)
+    return ConfigError(
+        f"expected fp8 to be enabled on all ranks or on none, got it on rank {on} and not on rank {off}. Give all "
+        "hosts the same configuration."
+    )
+
+
+# --- while it trains ---
+
+
+def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], group: Any) -> None:
+    """Check that the optimizer has the same parameters in the same order on all ranks. Collective over all.
+
+    ZeRO cuts flat tensors, so that a rank's elements are whatever lies there. Groups made from a set have another order
+    in each process: stock code then adds up gradients of different parameters, silently where their sizes are alike.
+
+    Args:
+        param_groups: of the optimizer that ZeRO is to take over.
+        names: of the model's parameters.
+        group: ZeRO's ranks.
+
+    Raises:
+        ConfigError: they do not; on all ranks, those of other groups too.
+    """
+    groups = enumerate(group["params"] for group in param_groups)
+    order = [f"{names.get(p, 'none of the model')} in group {i}" for i, params in groups for p in params]
+    remedy = "Build groups from lists, as named_parameters() gives them: sets have another order in each process."
+    check_same("order of model_parameters", order, group, on_all_ranks=True, remedy=remedy)
+
+
+class RankZeroNumber:
+    """A number of the host that steers what all ranks do together: rank 0's counts.
+
+    The host hands it from rank to rank over gloo; through NCCL the host would wait for all that its device has queued.
+
+    Args:
+        name: of the key that the number steers, for a warning.
+        device: of the ranks; anything but a CPU gets a gloo group of its own. Collective.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._has_said = False
+        self._group: dist.ProcessGroup | None = None
+        if device.type != "cpu" and dist.get_world_size() > 1:
+            options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+            self._group = dist.new_group(backend="gloo", timeout=None if options is None else options._timeout)
+
+    def agree(self, own: float) -> float:
+        """Return rank 0's. Collective over all ranks, at the same point on each."""
+        told = torch.tensor([own], dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            dist.broadcast(told, src=0, group=self._group)
+        agreed = float(told)
+        if agreed != own and not self._has_said:
+            self._has_said = True
+            warn(
+                f"fp8: {self._name}: expected the same number on all ranks, got {own:g} here and {agreed:g} on rank 0, "
+                "which decides. Give all ranks one learning rate."
+            )
+        return agreed
+
+    def close(self) -> None:
+        """End its group; idempotent."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class SameNumbers:
+    """Ranks step with the same learning rate and the like, or none does.
+
+    The scale of a split master is chosen before its step, by each rank, from these. Where they differ, as by a
+    scheduler that follows a loss that is not averaged, ranks would read each other's bytes by different powers of two,
+    silently. So a digest of them travels with a sum that all ranks wait for anyway, before the first update.
+
+    Args:
+        core: what steps. Nothing is compared where it chooses no scale ahead.
+        group: the ZeRO group.
+    """
+
+    def __init__(self, core: AdamCore, group: Any) -> None:
+        self._core = core
+        self._group = group
+        self._num_ranks = dist.get_world_size(group)
+        self._is_on = core.scales.num > 0 and self._num_ranks > 1
+        self._before: Tensor | None = None
+        """Bool, 0-dim: ranks differed in the step before. None: nothing was compared in it."""
+        self._now: Tensor | None = None
+        """Likewise in the step that runs, of one sum or, where gradients are released, of one a bucket."""
+
+    def sum(self, values: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:
+        """Add `values` up over the ranks; all NaN, so that the step is skipped, where ranks would step differently.
+
+        Collective: one all-reduce. Never waits for the device.
+
+        Args:
+            values: float32, 1-D.
+            param_groups: that the step follows. A learning rate that is a tensor is not compared.
+        """
+        if not self._is_on:
+            dist.all_reduce(values, group=self._group)
+            return values
+        sums = torch.cat([values, self._core.digest(param_groups)])
+        dist.all_reduce(sums, group=self._group)
+        values, bits = sums[: values.numel()], sums[values.numel() :]
+        # A bit that all ranks have alike adds up to 0 or to their number. The same on all of them.
+        differ = (bits * (bits - self._num_ranks)).any()
+        self._now = differ if self._now is None else self._now | differ
+        return torch.where(differ, torch.nan, values)
+
+    def end_step(self, param_groups: Sequence[dict[str, Any]], overflow: bool) -> None:
+        """Begin another step. Waits for the device where there was an overflow.
+
+        Args:
+            overflow: this step was skipped, or the one before.
+
+        Raises:
+            ConfigError: ranks differed in one that may be meant, on all of them.
+        """
+        differed = [step for step in (self._before, self._now) if step is not None]
+        self._before, self._now = self._now, None
+        if overflow and any(map(bool, differed)):
+            here = [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} for group in param_groups]
+            raise ConfigError(
+                "param_groups: expected the same lr, betas, eps and weight_decay on all ranks in a step, got "
+                f"{here} on rank {dist.get_rank()} and others elsewhere. No weight was changed. Average what a "
+                'scheduler follows over the ranks, or set "fp8": {"optimizer": {"states": "fp32"}}.'
+            )
