@@ -198,7 +198,7 @@ def order() -> tuple[list[str], list[str]]:
     wait, reduce_scatter = Gathered._wait, regions._reduce_scatter
 
     def waited(self: Gathered) -> None:
-        if self._arrivals:
+        if self._work is not None:
             events[-1].names.append("wait for gather")
         wait(self)
 

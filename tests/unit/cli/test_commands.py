@@ -166,7 +166,7 @@ def test_a_plan_is_that_of_a_gpu_that_computes_many_experts_at_once() -> None:
     code, found = run("plan", "mixtral-8x7b", "--config", CONFIG, *SMALL, *many)
     assert code == 0 and found["num_fp8"] == few["num_fp8"] and found["many_experts_by_device"]
     text = CliRunner().invoke(app, ["plan", "mixtral-8x7b", "--config", str(CONFIG), *SMALL, *many]).stdout
-    assert "layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0" in " ".join(text.split())
+    assert "Layers of more than 16 experts are in FP8 on GPUs of compute capability 9.0" in " ".join(text.split())
 
 
 def test_plan_takes_every_key_that_the_class_of_the_configuration_has() -> None:
