@@ -24,46 +24,30 @@ from fp8_ds.errors import CheckpointError
 
 Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
-_NUMPY_FUNCTIONS: list[Any] = [np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]
-
 
 def _member(owner: Any, name: Any) -> enum.Enum:
-    """The member `name` of an enumeration: all that a pickle may use `getattr` for.
+    """Return the member `name` of an enumeration: all that a pickle may use `getattr` for.
 
     Python 3.11.0 to 3.11.3 pickle a member so; DeepSpeed's optimizer files hold one, the ZeRO stage.
-
-    Raises:
-        TypeError: it is something else.
     """
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise TypeError(f"expected a member of an enumeration, got getattr({owner!r}, {name!r})")
     return owner.__members__[name]
 
 
+_NUMPY_FUNCTIONS: list[Any] = [np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]
 _PLAIN: Allowed = (
     (_member, "builtins.getattr"),
-    argparse.Namespace,
-    types.SimpleNamespace,
-    datetime.datetime,
-    datetime.date,
-    datetime.timedelta,
-    datetime.timezone,
-    pathlib.PosixPath,
-    pathlib.PurePosixPath,
-    np.ndarray,
-    np.dtype,
+    *(argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath, np.ndarray, np.dtype),
+    *(datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
-    *(
-        (rebuild, f"numpy.{core}.multiarray.{rebuild.__name__}")
-        for core in ("core", "_core")
-        for rebuild in _NUMPY_FUNCTIONS
-    ),
+    *((f, f"numpy.{core}.multiarray.{f.__name__}") for core in ("core", "_core") for f in _NUMPY_FUNCTIONS),
 )
 """Of the standard library and numpy, what client states commonly hold and what only holds data."""
 
 
 def deepspeed_classes() -> Allowed:
-    """Of which ZeRO's optimizer files hold objects."""
+    """Return the classes of which ZeRO's optimizer files hold objects."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -72,12 +56,12 @@ def deepspeed_classes() -> Allowed:
 
 
 def read_structure(path: Path, allowed: Allowed = ()) -> Any:
-    """What `torch.load` would return, tensors on the meta device. Args and Raises: as `read_data`."""
+    """Read what `torch.load` would return, tensors on the meta device. Args and Raises: as `read_data`."""
     return read_data(path, allowed, device="meta")
 
 
 def read_data(path: Path, allowed: Allowed = (), device: str = "cpu", *, is_mapped: bool = False) -> Any:
-    """What `torch.load` returns, if it can without executing anything.
+    """Read what `torch.load` returns, if it can without executing anything.
 
     Args:
         path: of a file of torch.save.
@@ -92,20 +76,15 @@ def read_data(path: Path, allowed: Allowed = (), device: str = "cpu", *, is_mapp
         with safe_globals([*_PLAIN, *allowed]):
             return torch.load(path, map_location=device, weights_only=True, mmap=is_mapped and is_zipfile(path))
     except Exception as error:  # of pickle, zip files, torch: whatever is in the file
-        names = unknown_names(path, allowed)
-        if names:
-            raise CheckpointError(
-                f"{path}: expected tensors and plain data, got {', '.join(names)}. If you trust the checkpoint, call "
-                "torch.serialization.add_safe_globals([...]) with these before, or keep them out of client_state."
-            ) from error
-        raise CheckpointError(
-            f"{path}: expected tensors and plain data, got what torch.load(weights_only=True) refuses "
-            f"({type(error).__name__}: {str(error)[:200]}). Load another checkpoint."
-        ) from error
+        names = ", ".join(unknown_names(path, allowed))
+        found = f"what torch.load(weights_only=True) refuses ({type(error).__name__}: {str(error)[:200]})"
+        trusting = "If you trust the checkpoint, call torch.serialization.add_safe_globals([...]) with these before, or"
+        remedy = f"{trusting} keep them out of client_state." if names else "Load another checkpoint."
+        raise CheckpointError(f"{path}: expected tensors and plain data, got {names or found}. {remedy}") from error
 
 
 def unknown_names(path: Path, allowed: Allowed = ()) -> list[str]:
-    """Classes and functions that the file's pickle names and that are on no list; none if that cannot be read."""
+    """Name the classes and functions in the file's pickle that are on no list; none if that cannot be read."""
     try:
         with safe_globals([*_PLAIN, *allowed]):
             return sorted(get_unsafe_globals_in_checkpoint(str(path)))

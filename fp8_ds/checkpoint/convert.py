@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,8 +22,7 @@ from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders, model_folder, universal
-from fp8_ds.checkpoint import manifest as manifests
-from fp8_ds.checkpoint.adopt import GLOBAL_STATE
+from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, LEFT_OUT_KEY
 from fp8_ds.checkpoint.universal import read_file, refuse_damage
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
@@ -144,7 +143,7 @@ def _to_universal(
 ) -> Converted:
     if out.is_mount():
         raise ConfigError(f"out: expected a folder that a rename can name, got the mount {out}. Name one in it.")
-    with universal.published(out, trust_pickle) as work:
+    with universal.published(out) as work:
         if kind == "deepspeed":
             _run_ds_to_universal(source, tag, work, trust_pickle)
             if stage is not None:
@@ -157,7 +156,7 @@ def _to_universal(
         sizes = [_tensor_in(read_file(path, trust_pickle)).nbytes for path in paths]
     latest = None if kind == "universal" else out.parent / folders.LATEST_UNIVERSAL
     if latest is not None:
-        manifests.write_text(latest, out.name)
+        folders.write_text(latest, out.name)
     files = tuple(sorted(os.listdir(out)))
     return Converted(kind, "universal", files, len(sizes), sum(sizes), None if latest is None else str(latest))
 
@@ -173,7 +172,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
     files = sorted(source.glob(_MODEL_FILES))
     if len({file.name.split("mp_rank_")[-1] for file in files}) != 1:
         raise UnsupportedError(f"convert: expected one tensor-parallel rank, got {len(files)} files. {_WHOLE_REMEDY}")
-    for name in manifests.files_in(source, ".pt"):
+    for name in folders.files_in(source, ".pt"):
         read_file(source / name, trust_pickle)
     state = read_file(files[0], trust_pickle)
     if frozen := state.get("frozen_param_fragments"):
@@ -182,7 +181,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
             f"({next(iter(frozen))}), which ds_to_universal.py leaves out. Convert the DeepSpeed checkpoint instead."
         )
     shapes = {name: shape for group in state["param_shapes"] for name, shape in group.items()}
-    manifests.refuse_paths(shapes, files[0])
+    folders.refuse_paths(shapes, files[0])
     for name, shape in shapes.items():
         content = read_file(source / "zero" / name / universal.TENSORS[0], trust_pickle, "cpu")
         yield name, _tensor_in(content).reshape(shape).to(torch.bfloat16)
@@ -216,30 +215,32 @@ def _checked_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
             cannot join them.
     """
     folder = _find_save(source, tag)
-    manifests.refuse_special(folder.glob("*_states.pt"))
+    files = sorted(folders.own_files(folder))  # a pipe or a device is no file
     complete = folders.describe_complete(folder.parent, folder.name)
     if folder.name.endswith(folders.INCOMPLETE):
         raise CheckpointError(
             f"convert: expected a whole save, got: {folder} is of a save that did not end. {complete}"
         )
     refuse_damage(folder, complete)
-    manifest = manifests.read_manifest(folder)
+    manifest = folders.read_manifest(folder)
+    if manifest is None:
+        missing: list[str] = []
+        with suppress(CheckpointError):  # it holds more than data, as is said below where that is not allowed
+            missing = folders.missing_files(folder, folders.read_header(folder))
+        if missing:
+            raise CheckpointError(f"convert: expected a whole save, got: {'; '.join(missing[:3])}. {complete}")
     model: Mapping[str, Any] = {}
     names: set[str] = set()
     with tempfile.TemporaryDirectory() as place:
         staged = Path(place, "save")
         staged.mkdir()
-        for path in sorted(folder.glob("*_states.pt")):
-            if manifest is None or path.name in manifest.files:
-                read = read_file(path, trust_pickle)
-                content = read if isinstance(read, Mapping) else {}
-                if manifest is None and CHECKPOINT_KEY in content:
-                    problem = manifests.lacks_manifest(folder)
-                    raise CheckpointError(f"convert: expected a whole save, got: {problem}. {complete}")
-                model = content if path.match(_MODEL_FILES) else model
-                manifests.refuse_paths(found := set(_parameter_names(content)), path)
-                names |= found
-                (staged / path.name).symlink_to(path.absolute())
+        for path in (folder / name for name in files if manifest is None or name in manifest.files):
+            read = read_file(path, trust_pickle)
+            content = read if isinstance(read, Mapping) else {}
+            model = content if path.match(_MODEL_FILES) else model
+            folders.refuse_paths(found := set(_parameter_names(content)), path)
+            names |= found
+            (staged / path.name).symlink_to(path.absolute())
         num_parts = len({path.name.split("mp_rank_")[1] for path in staged.glob(_MODEL_FILES)})
         try:
             yield _Save(staged, model, names, num_parts)
@@ -263,9 +264,9 @@ def _find_save(source: Path, tag: str | None) -> Path:
                 f"convert: expected a file {folders.LATEST!r} in {source}, which the end of a save writes, got none. "
                 f"Name one of its saves by --tag: {', '.join(_tags(source))}."
             )
-        manifests.refuse_special([latest])
+        folders.refuse_special([latest])
         tag = latest.read_text().strip()
-        manifests.refuse_paths([tag], latest)
+        folders.refuse_paths([tag], latest)
     folder = source / folders.find(source, tag)
     if not folder.is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")

@@ -1,220 +1,460 @@
-"""The folders of a checkpoint: complete under its name, or there under a name that says that it is not.
+"""Checkpoints on the disk: complete under their names, or under names that say that they are not.
 
-Files are written into `TAG.incomplete`, the manifest last. Then the folder takes its name by a rename, and the file
-`latest` follows by another; the old checkpoint of a tag that is saved again is `TAG.replaced` until then. So a kill at
-any moment leaves the checkpoint before or the new one.
-
-Hosts with disks of their own do the same, one step at a time: none begins a step before all have ended the one before.
-What a kill leaves may differ from host to host, but there is always a save that all of them have: `common_save`.
+A save writes into `TAG.ID.incomplete`, the manifest (sizes, CRC-32) last. The folder takes its name by a rename, and
+`latest` names it by another; what it replaces is `TAG.ID.replaced` until then. So a kill at any moment leaves the
+checkpoint before or the new one. Hosts with disks of their own take each step together: what a kill leaves may differ
+from host to host, but there is always a save that all of them have. A lock keeps the saves of two jobs apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
+import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import socket
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
-from fp8_ds.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    beside,
-    read_manifest,
-    sync_folder,
-    write_manifest,
-    write_text,
-)
-from fp8_ds.errors import CheckpointError, Fp8DsError
+from fp8_ds import json_text
+from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError
 
+MANIFEST = "fp8_ds_manifest.json"
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-_NEXT = ".next"
-_PROBE_BYTES = 1 << 20
+GLOBAL_STATE = "zero/optimizer_state.pt"
+"""The file that universal checkpoints have, and others have not."""
+_NEXT, _LOCK = "latest.next", ".fp8_ds_lock"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+_OPENED = re.compile(r".*[-_](model|optim)_states\.pt")
+"""Names of files in the folder of a save that DeepSpeed opens by a pattern; no other is a checkpoint's."""
 
 
-def prepare(save_dir: Path, tag: str, keep: str | None = None) -> None:
-    """What an earlier save of `tag` left behind, killed half-way, is gone; a complete one has its name.
+# --- the manifest ---
 
-    Args:
-        save_dir: that holds the checkpoints.
-        tag: that is to be saved.
-        keep: the save of `tag` that all hosts have, if they have one; this host may have a newer one besides.
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file as it was written, and by which rank."""
+
+    num_bytes: int
+    crc32: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`header`: what wrote the checkpoint, JSON values by name. `files`: by path relative to the folder."""
+
+    header: dict[str, Any]
+    files: dict[str, FileRecord]
+
+    def __str__(self) -> str:
+        """The same on all hosts that have a part of the same save, whatever its folder is called there."""
+        return f"{self.header.get('tag')} of step {self.header.get('global_steps')} (save {self.header.get('save')})"
+
+
+def record(path: Path, rank: int, *, is_new: bool = True) -> FileRecord:
+    """Read a file that `rank` has written; one that `is_new` is on the disk then, not only in memory."""
+    num_bytes, crc = 0, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                num_bytes, crc = num_bytes + len(chunk), zlib.crc32(chunk, crc)
+            if is_new:  # read-only file systems may refuse it
+                os.fsync(file.fileno())
+    except OSError as error:  # of a read: it does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return FileRecord(num_bytes, f"{crc:08x}", rank)
+
+
+def damage(folder: Path, name: str, expected: FileRecord) -> str:
+    """Describe what is wrong with a file of the manifest; empty if nothing is."""
+    path = folder / name
+    if not path.is_file():
+        return f"{path} is missing"
+    try:
+        if (size := path.stat().st_size) != expected.num_bytes:
+            return f"{path} has {size} bytes where {expected.num_bytes} were written"
+        found = record(path, expected.rank, is_new=False).crc32
+    except OSError as error:
+        return f"{path} cannot be read ([Errno {error.errno}] {error.strerror})"
+    return "" if found == expected.crc32 else f"{path} has CRC-32 {found} where {expected.crc32} was written"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Put the manifest into `folder`, which is complete by that."""
+    write_text(folder / MANIFEST, _text(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest in `folder`; None if there is none.
 
     Raises:
-        CheckpointError: such files cannot be removed, and would be taken for the new checkpoint's.
+        CheckpointError: it is damaged, or of a newer fp8_ds.
     """
-    folder = save_dir / tag
-    staging, replaced = beside(folder, INCOMPLETE), beside(folder, REPLACED)
-    _clear(staging)
-    if not folder.exists():
-        if replaced.exists():
-            replaced.rename(folder)
-    elif keep is not None and keep != _save_in(folder) and keep == _save_in(replaced):
-        folder.rename(staging)
-        replaced.rename(folder)
-        _clear(staging)
-    else:
-        _remove(replaced)
+    path = folder / MANIFEST
+    try:
+        refuse_special([path])
+        content = json_text.parse(text := path.read_text(encoding="utf-8"))["content"]
+        form, header = content["format"], dict(content["header"])
+        if form != _FORMAT:
+            by = header.get("fp8_ds")
+            raise CheckpointError(f"{path}: expected format {_FORMAT}, got {form!r} of fp8_ds {by}. Load it with that.")
+        manifest = Manifest(header, {name: FileRecord(**entry) for name, entry in content["files"].items()})
+        if text == _text(manifest) and not any(map(leads_elsewhere, manifest.files)):
+            return manifest
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise CheckpointError(f"{path}: expected a manifest as it was written, got a damaged one. Load another checkpoint.")
 
 
-def discard(save_dir: Path, tag: str) -> None:
-    """The unfinished files of a save that failed are gone, as far as they can be removed."""
-    _remove(beside(save_dir / tag, INCOMPLETE))
+def _text(manifest: Manifest) -> str:
+    """Write it as JSON, with a checksum of itself: any other byte in it is found."""
+    files = {name: asdict(entry) for name, entry in manifest.files.items()}
+    content = {"format": _FORMAT, "header": manifest.header, "files": files}
+    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({"crc32": f"{crc:08x}", "content": content}, indent=1, sort_keys=True) + "\n"
 
 
-class Commit:
-    """The steps that make `TAG.incomplete` the checkpoint `tag` on one host: `stage`, `publish`, `finish`.
+def seal_universal(folder: Path, tag: str) -> Manifest:
+    """Give the universal checkpoint in `folder`, to be called `tag`, the manifest of its files as they are."""
+    files, steps = {name: record(folder / name, 0) for name in sorted(files_in(folder, ".pt"))}, None
+    with contextlib.suppress(CheckpointError):  # more than data, which --trust-pickle has allowed
+        steps = read_structure(next(folder.glob("*mp_rank_*_model_states.pt"), folder), deepspeed_classes()).get(
+            "global_steps"
+        )
+    write_manifest(folder, manifest := Manifest({"tag": tag, "global_steps": steps, **versions()}, files))
+    return manifest
+
+
+def versions() -> dict[str, str]:
+    """Name the versions of what writes a checkpoint here, for its header."""
+    import deepspeed
+    import torch
+
+    import fp8_ds
+
+    return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+
+
+# --- one save on one host ---
+
+
+class Save:
+    """The steps of one save on one host: `prepare`, a write into `staging`, `stage`, `publish`, and `finish` or `undo`.
 
     Args:
         save_dir: that holds the checkpoints.
         tag: name of the new one.
-        manifest: of the files on this host.
-        is_latest: `latest` points to it afterwards.
+        save_id: eight hexadecimal digits, of this save alone.
+        is_latest: `latest` names it afterwards.
     """
 
-    def __init__(self, save_dir: Path, tag: str, manifest: Manifest, *, is_latest: bool) -> None:
-        self._tag = tag
-        self._folder = save_dir / tag
-        self._staging, self._replaced = beside(self._folder, INCOMPLETE), beside(self._folder, REPLACED)
-        self._latest = save_dir / LATEST
-        self._next_latest, self._old_latest = beside(self._latest, _NEXT), beside(self._latest, REPLACED)
-        self._manifest = manifest
-        self._is_latest = is_latest
+    def __init__(self, save_dir: Path, tag: str, save_id: str, *, is_latest: bool) -> None:
+        self._tag, self._is_latest = tag, is_latest
+        self.staging_tag = f"{tag}.{save_id}{INCOMPLETE}"
+        self.folder, self.staging = save_dir / tag, save_dir / self.staging_tag
+        self._replaced, self._latest = save_dir / f"{tag}.{save_id}{REPLACED}", save_dir / LATEST
         self._undos: list[Callable[[], object]] = []
 
-    def stage(self) -> None:
-        """Everything that needs room on the disk is written; nothing has been renamed.
+    def prepare(self) -> None:
+        """Remove what a save of the tag that was killed has left; the checkpoint that it was to replace stays."""
+        for path in _beside(self.folder, INCOMPLETE):
+            _remove(path)
+        if not os.path.lexists(self.folder) and (replaced := _beside(self.folder, REPLACED)):
+            replaced[0].rename(self.folder)
+
+    def stage(self, manifest: Manifest) -> None:
+        """Write everything that needs room on the disk; nothing has been renamed then.
 
         Raises:
-            CheckpointError: files of the manifest are not there: other ranks wrote them elsewhere.
-            OSError: of the file system.
+            CheckpointError: files of `manifest` are not there: other ranks wrote them elsewhere.
         """
-        files = self._manifest.files
-        elsewhere = [name for name, entry in files.items() if not _has_size(self._staging / name, entry.num_bytes)]
-        if elsewhere:
-            raise CheckpointError(
-                f"{self._staging / elsewhere[0]} is not here as rank {files[elsewhere[0]].rank} wrote it. Hosts with "
-                'disks of their own need "checkpoint": {"use_node_local_storage": true}'
-            )
-        if self._folder.exists():
-            _keep_foreign_files(self._folder, self._staging)
-        write_manifest(self._staging, self._manifest)
+        for name, entry in manifest.files.items():
+            if not (path := self.staging / name).is_file() or path.stat().st_size != entry.num_bytes:
+                raise CheckpointError(
+                    f"{path} is not here as rank {entry.rank} wrote it. Hosts with disks of their own need "
+                    '"checkpoint": {"use_node_local_storage": true}'
+                )
+        if self.folder.is_dir():
+            _keep_foreign_files(self.folder, self.staging)
         if self._is_latest:
-            write_text(self._next_latest, self._tag)
-            self._old_latest.unlink(missing_ok=True)  # of a save that was killed
-            if self._latest.exists():
-                link(self._latest, self._old_latest)
+            write_text(self.staging / _NEXT, self._tag)
+        write_manifest(self.staging, manifest)
 
     def publish(self) -> None:
-        """The checkpoint has its name, and `latest` names it.
-
-        Raises:
-            OSError: of the file system; what was there before is as it was.
-        """
-        try:
-            if self._folder.exists():
-                self._rename(self._folder, self._replaced)
-            self._rename(self._staging, self._folder)
-            sync_folder(self._folder.parent)
-            if self._is_latest:
-                self._next_latest.replace(self._latest)
-                self._undos.append(self._restore_latest)
-                sync_folder(self._latest.parent)
-        except OSError:
-            self.undo()
-            raise
+        """Give the checkpoint its name; `latest` names it then."""
+        if os.path.lexists(self.folder):
+            self._rename(self.folder, self._replaced)
+        self._rename(self.staging, self.folder)
+        sync_folder(self.folder.parent)
+        if self._is_latest:
+            before = self._latest.read_text() if self._latest.is_file() else None
+            (self.folder / _NEXT).replace(self._latest)
+            self._undos.append(lambda: self._latest.unlink() if before is None else write_text(self._latest, before))
+            sync_folder(self._latest.parent)
 
     def undo(self) -> None:
-        """What was there before `publish` is there again, and nothing of `stage` beside it."""
+        """Bring back what was there before `publish`; nothing is left of the save."""
         while self._undos:
             self._undos[-1]()
             self._undos.pop()
-        _unlink(self._next_latest)
-        _unlink(self._old_latest)
+        _remove(self.staging)
 
     def finish(self) -> None:
-        """What the checkpoint replaces is gone, as far as it can be removed."""
-        _remove(self._replaced)
-        _unlink(self._old_latest)
+        """Remove what the checkpoint replaces, as far as it can be removed."""
+        for path in _beside(self.folder, REPLACED):
+            _remove(path)
 
     def _rename(self, old: Path, new: Path) -> None:
         old.rename(new)
         self._undos.append(lambda: new.rename(old))
 
-    def _restore_latest(self) -> None:
-        if self._old_latest.exists():
-            self._old_latest.replace(self._latest)
+
+def refuse_tag(tag: str) -> None:
+    """Check that a checkpoint can be saved under `tag`: that `latest` can hold it, and no save uses it for itself."""
+    is_name = not leads_elsewhere(tag) and str(PurePath(tag)) == tag == tag.strip() and tag.isprintable()
+    if not is_name or tag.endswith((INCOMPLETE, REPLACED)) or tag in (LATEST, LATEST_UNIVERSAL):
+        raise ConfigError(
+            f"tag: expected the name of a folder in save_dir, in one line, none of {LATEST} and {LATEST_UNIVERSAL}, "
+            f"without the endings {INCOMPLETE} and {REPLACED}, got {tag!r}. Choose another."
+        )
+
+
+def take_lock(save_dir: Path, name: str, say: Callable[[str], None], *, is_shared: bool = False) -> int | None:
+    """Wait until no other job saves into `save_dir`, and keep others from it; the end of this process ends that, too.
+
+    Args:
+        name: of the lock.
+        say: called with a line that names the job that is waited for, or says that there are no locks.
+        is_shared: this job loads, and others may, too.
+
+    Returns:
+        What `os.close` ends the lock by; None where there are no locks, or nobody with locks has saved.
+    """
+    path, kind = save_dir / (_LOCK + name), fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    if is_shared and not path.exists():
+        return None
+    with contextlib.ExitStack() as on_error:
+        try:
+            descriptor = os.open(path, os.O_RDONLY if is_shared else os.O_RDWR | os.O_CREAT, 0o666)
+            on_error.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
+                say(f"fp8: {save_dir}: waiting for {holder}, which saves into it")
+                fcntl.flock(descriptor, kind)
+        except OSError as error:
+            say(f"fp8: {save_dir} cannot be locked ({error.strerror}): let no other job save into it at the same time")
+            return None
+        if not is_shared:
+            with contextlib.suppress(OSError):  # a full disk
+                os.pwrite(descriptor, f"{f'process {os.getpid()} of {socket.gethostname()}':<400}".encode(), 0)
+        on_error.pop_all()
+        return descriptor
+
+
+def _keep_foreign_files(old: Path, new: Path) -> None:
+    """Put into `new` what the user has put beside our files in `old`, as if these had been overwritten in place.
+
+    By hard links, which take no time: other ranks wait. File systems without them get copies.
+    """
+    ours = {MANIFEST, _NEXT}
+    with contextlib.suppress(CheckpointError):
+        ours |= {PurePath(name).parts[0] for name in (read_manifest(old) or Manifest({}, {})).files}
+    for entry in old.iterdir():
+        if entry.name in ours or _OPENED.fullmatch(entry.name) or os.path.lexists(new / entry.name):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=link)
         else:
-            self._latest.unlink()
+            link(entry, new / entry.name)
 
 
-# --- finding ---
+def _remove(path: Path) -> None:
+    """Remove a folder as far as it can be, its manifest first: what is left is not complete. Or the link to one."""
+    with contextlib.suppress(OSError):
+        (path if path.is_symlink() else path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Save:
-    """One complete save on this host's disk. `tag`: its folder's name. `written`: when, ns, by this host's clock."""
+# --- which save ---
 
-    tag: str
-    manifest: Manifest
-    written: int
+
+def _beside(folder: Path, suffix: str) -> list[Path]:
+    """List what saves of `folder` have left beside it under names that end so, the newest first."""
+    found = [*folder.parent.glob(f"{glob.escape(folder.name)}.{'[0-9a-f]' * 8}{suffix}"), beside(folder, suffix)]
+    return sorted(filter(os.path.lexists, found), key=lambda path: -path.lstat().st_mtime_ns)
+
+
+def folders_of(load_dir: Path, tag: str) -> list[str]:
+    """List the names under which `tag` lies: its own first, and those of what killed saves were to replace."""
+    folder = load_dir / tag
+    found = [*([folder] if folder.exists() else []), *_beside(folder, REPLACED)]
+    return [path.relative_to(load_dir).as_posix() for path in found] or [tag]
 
 
 def find(load_dir: Path, tag: str) -> str:
-    """The tag under which checkpoint `tag` lies: a kill between two renames leaves the old one as `TAG.replaced`."""
-    folder = load_dir / tag
-    if not folder.exists() and beside(folder, REPLACED).exists():
-        return tag + REPLACED
-    return tag
-
-
-def complete_saves(load_dir: Path, tags: Iterable[str]) -> dict[str, Save]:
-    """Saves of `tags` that have a manifest, those being replaced among them, by what names a save on all hosts."""
-    found: dict[str, Save] = {}
-    for name in (tag + suffix for tag in tags for suffix in ("", REPLACED)):
-        manifest = _intact_manifest(load_dir / name)
-        if manifest is not None and (save := manifest.header.get("save")) is not None:
-            found.setdefault(save, Save(name, manifest, (load_dir / name / MANIFEST).stat().st_mtime_ns))
-    return found
-
-
-def common_save(told: Sequence[Mapping[str, int]]) -> str | None:
-    """The newest save that every host has complete; None if there is none.
-
-    Args:
-        told: by host, the same on all: when each of its saves was written there. The first host's clock counts.
-    """
-    common = [save for save in told[0] if all(save in other for other in told)] if told else []
-    return max(common, key=lambda save: told[0][save], default=None)
-
-
-def complete_tags(load_dir: Path) -> list[str]:
-    """Tags of the checkpoints in `load_dir` that have a manifest, newest first."""
-    found = [path for path in load_dir.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(INCOMPLETE)]
-    return [path.parent.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+    """Return the name under which `tag` lies."""
+    return folders_of(load_dir, tag)[0]
 
 
 def describe_complete(load_dir: Path, besides: str | None = None) -> str:
-    """A sentence for an error about the checkpoint `besides`: which others `load_dir` has."""
-    others = [tag for tag in complete_tags(load_dir) if tag != besides]
+    """Return a sentence for an error about the checkpoint `besides`: which others of `load_dir` have a manifest."""
+    found = sorted(load_dir.glob(f"*/{MANIFEST}"), key=lambda path: -path.stat().st_mtime)
+    others = [name for path in found if not (name := path.parent.name).endswith(INCOMPLETE) and name != besides]
     return f"Complete in {str(load_dir)!r}: {others or 'none else'}."
 
 
-def _save_in(folder: Path) -> str | None:
-    manifest = _intact_manifest(folder)
-    return None if manifest is None else manifest.header.get("save")
+# --- which files ---
 
 
-def _intact_manifest(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(folder)
-    except CheckpointError:
-        return None
+def own_files(folder: Path) -> dict[str, int]:
+    """Give the size of every file that DeepSpeed may open in `folder`, of one save or universal, by relative path.
+
+    Raises:
+        CheckpointError: one is a pipe, a device, a folder or the like.
+        OSError: a folder cannot be read, or a file is a link to nothing.
+    """
+    paths = [path for path in folder.iterdir() if _OPENED.fullmatch(path.name)]
+    refuse_special(paths)
+    in_zero = files_in(folder / "zero", ".pt") if (folder / GLOBAL_STATE).exists() else {}
+    return {path.name: path.stat().st_size for path in paths} | {f"zero/{name}": in_zero[name] for name in in_zero}
+
+
+def files_in(folder: Path, suffix: str) -> dict[str, int]:
+    """Give the size of every file below `folder` whose name ends so, by relative path, also behind links to folders.
+
+    Raises: as `own_files`.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    sizes: dict[str, int] = {}
+    seen: set[str] = set()
+    for place, names, files in os.walk(folder, followlinks=True, onerror=fail):
+        if (real := os.path.realpath(place)) in seen:  # links may lead in circles
+            names.clear()
+            continue
+        seen.add(real)
+        opened = [name for name in names if _OPENED.fullmatch(name) and Path(place) == folder]
+        paths = [Path(place, name) for name in (*files, *opened) if name.endswith(suffix)]
+        refuse_special(paths)
+        sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    return sizes
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """Read from a model file what a save without a manifest says of the run that wrote it: its layout, by names as in a
+    manifest, and whether it has files of ZeRO's optimizer.
+
+    Raises:
+        CheckpointError: there is none, it holds more than data, or does not say.
+    """
+    if (path := min(folder.glob("*mp_rank_*_model_states.pt"), default=None)) is None:
+        raise CheckpointError(f"{folder} has neither a model file nor a {MANIFEST}")
+    model, counts = read_structure(path, deepspeed_classes()), ("dp_world_size", "mp_world_size")
+    if not isinstance(model, Mapping) or not all(isinstance(model.get(count), int) for count in counts):
+        raise CheckpointError(f"{path}: expected {counts} as DeepSpeed writes them, got none. Load another checkpoint.")
+    stage = 3 if path.name.startswith("zero_pp_rank_") else 2
+    if stage != 3 and isinstance(config := model.get("ds_config"), Mapping):
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+    layout = {"zero_stage": stage, **{count: model[count] for count in counts}}
+    return {**layout, "of_optimizer": model.get("param_shapes") is not None}
+
+
+def missing_files(folder: Path, header: Mapping[str, Any], *, weights_alone: bool = False) -> list[str]:
+    """Name the files that a save without a manifest lacks, of those that `read_header` counts.
+
+    One that has been cut short is found where it is read: torch's files have their sizes at their ends.
+    """
+    most = len(os.listdir(folder)) + 1  # more than there can be: numbers in a file are whatever its sender has written
+    tp_ranks = [f"mp_rank_{rank:02d}" for rank in range(min(header["mp_world_size"], most))]
+    shards = [f"zero_pp_rank_{rank}_{name}" for rank in range(min(header["dp_world_size"], most)) for name in tp_ranks]
+    names = [f"{name}_model_states.pt" for name in (shards if header["zero_stage"] == 3 else tp_ranks)]
+    if header["of_optimizer"] and not weights_alone:
+        prefix = "" if any(folder.glob("zero_*_optim_states.pt")) else "bf16_"
+        names += [f"{prefix}{name}_optim_states.pt" for name in shards]
+    return [f"{folder / name} is missing" for name in names if not (folder / name).is_file()]
+
+
+_SPECIAL = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+
+
+def refuse_special(paths: Iterable[Path]) -> None:
+    """Check that all `paths` are files, or links to files: a pipe would be waited for, and a device read without end.
+
+    Raises:
+        CheckpointError: one is something else.
+        FileNotFoundError: one is not there, or a link to nothing.
+    """
+    for path in paths:
+        if not stat.S_ISREG(mode := path.stat().st_mode):
+            kind = next((kind for is_so, kind in _SPECIAL if is_so(mode)), "a device")
+            raise CheckpointError(f"{path}: expected a file, got {kind}. Remove it, or name a folder without it.")
+
+
+def leads_elsewhere(name: Any) -> bool:
+    """Whether `folder / name` is not in `folder`. Names in a checkpoint are whatever its sender has written."""
+    path = PurePath(name) if isinstance(name, str) else None
+    return path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(name)
+
+
+def refuse_paths(names: Iterable[Any], file: Path) -> None:
+    """Check that all `names`, which `file` has, are names within a folder, so that nothing elsewhere is opened."""
+    for name in filter(leads_elsewhere, names):
+        raise CheckpointError(f"{file}: expected names that stay in their folder, got {name!r}. Do not use it.")
 
 
 # --- files ---
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put `text` into `path`, on the disk; killed on the way, it has what it had before."""
+    temporary = beside(path, ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # of a write: it does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring renames in `folder` to the disk. Some network file systems cannot, and need not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    """Make `target` the same file as `source`, or where that cannot be, a copy of it."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 @contextlib.contextmanager
@@ -235,67 +475,17 @@ def as_file_errors(path: Path, place: Path | None = None) -> Iterator[None]:
         of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
         if isinstance(error, Fp8DsError) or not of_a_file:
             raise
+        probe = path if place is None else place / "probe"
+        was_there = probe.exists()
         try:
-            _append(path if place is None else place / "probe")
+            with probe.open("ab", buffering=0) as file:
+                left = 1 << 20
+                while left:
+                    left -= file.write(bytes(left))
+                os.fsync(file.fileno())
         except OSError as found:
             raise OSError(found.errno, found.strerror, str(path)) from error
+        finally:
+            if not was_there:
+                probe.unlink(missing_ok=True)
         raise OSError(f"{path}: not written ({error})") from error
-
-
-def _append(path: Path) -> None:
-    """A file is longer, on the disk; one that was not there is gone again."""
-    was_there = path.exists()
-    try:
-        with path.open("ab", buffering=0) as file:
-            left = _PROBE_BYTES
-            while left:
-                left -= file.write(bytes(left))
-            os.fsync(file.fileno())
-    finally:
-        if not was_there:
-            path.unlink(missing_ok=True)
-
-
-def link(source: str | Path, target: str | Path) -> None:
-    """`target` is the same file as `source`, or where that cannot be, a copy of it."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == num_bytes
-
-
-def _clear(staging: Path) -> None:
-    _remove(staging)
-    if (left := next(staging.rglob("*_states.pt"), None)) is not None:
-        raise CheckpointError(f"{left} is of a save that did not end, and cannot be removed")
-
-
-def _remove(folder: Path) -> None:
-    """`folder` is gone, as far as it can be; its manifest first, so that what is left is not taken for complete."""
-    _unlink(folder / MANIFEST)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
-def _keep_foreign_files(old: Path, new: Path) -> None:
-    """What the user has put beside our files in `old` is in `new` too, as if it had been overwritten in place.
-
-    By hard links, which take no time: other ranks wait. File systems without them get copies.
-    """
-    manifest = _intact_manifest(old)
-    ours = {MANIFEST, *({Path(name).parts[0] for name in manifest.files} if manifest else ())}
-    for entry in old.iterdir():
-        if entry.name in ours or entry.name.endswith("_states.pt") or (new / entry.name).exists():
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=link)
-        else:
-            link(entry, new / entry.name)

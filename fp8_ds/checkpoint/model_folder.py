@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8_ds import json_text
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint.manifest import beside, refuse_paths, refuse_special, write_text
+from fp8_ds.checkpoint.folders import beside, refuse_paths, refuse_special, write_text
 from fp8_ds.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"

@@ -17,15 +17,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import deepspeed
 import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint import manifest as manifests
-from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data
+from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
 
 TENSORS = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
@@ -50,25 +50,25 @@ def prepare_universal(folder: Path, stage: int, trust_pickle: bool = False) -> N
         OSError: of the file system.
     """
     folder = folder.resolve()
-    with published(folder, trust_pickle) as work:
+    with published(folder) as work:
         copy_as(folder, work, stage, trust_pickle)
 
 
 @contextmanager
-def published(out: Path, trust_pickle: bool) -> Iterator[Path]:
+def published(out: Path) -> Iterator[Path]:
     """Yield a folder to write a universal checkpoint into, which then gets a manifest, and the place of `out`."""
-    folders.prepare(out.parent, out.name)  # a call before may have been killed
-    work = manifests.beside(out, folders.INCOMPLETE)
-    work.mkdir(parents=True)
+    save = folders.Save(out.parent, out.name, uuid4().hex[:8], is_latest=False)
+    save.prepare()  # a call before may have been killed
+    save.staging.mkdir(parents=True)
     try:
-        with folders.as_file_errors(out, work):
-            yield work
-            commit = folders.Commit(out.parent, out.name, adopt(work, trust_pickle), is_latest=False)
-            commit.stage()
-            commit.publish()
-            commit.finish()
-    finally:
-        folders.discard(out.parent, out.name)
+        with folders.as_file_errors(out, save.staging):
+            yield save.staging
+            save.stage(folders.seal_universal(save.staging, out.name))
+            save.publish()
+    except BaseException:
+        save.undo()
+        raise
+    save.finish()
 
 
 def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
@@ -76,7 +76,7 @@ def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
     `stage`. Raises: as `prepare_universal`."""
     if (source / GLOBAL_STATE).exists():
         refuse_damage(source, "Convert it again.")
-        for name in manifests.files_in(source, ".pt"):
+        for name in folders.files_in(source, ".pt"):
             read_file(source / name, trust_pickle)
         shutil.copytree(source, folder, dirs_exist_ok=True)
     rewrite(folder, stage, trust_pickle, source)
@@ -84,9 +84,9 @@ def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
 
 def refuse_damage(folder: Path, remedy: str) -> None:
     """Raises: CheckpointError: the files of `folder` are not as its manifest says, if it has one."""
-    manifest = manifests.read_manifest(folder)
+    manifest = folders.read_manifest(folder)
     files = {} if manifest is None else manifest.files
-    problems = [text for name, entry in files.items() if (text := manifests.damage(folder, name, entry))]
+    problems = [text for name, entry in files.items() if (text := folders.damage(folder, name, entry))]
     if problems:
         raise CheckpointError(
             f"{folder}: expected a whole checkpoint, got: {'; '.join(problems[:_NUM_SHOWN])}. {remedy}"
@@ -136,7 +136,7 @@ def rewrite(folder: Path, stage: int, trust_pickle: bool, name: Path) -> None:
             shutil.copyfile(files[0], target)
     model_state = read_file(files[0], trust_pickle)
     shapes = {key: shape for group in model_state["param_shapes"] for key, shape in group.items()}
-    manifests.refuse_paths(shapes, name / files[0].name)
+    folders.refuse_paths(shapes, name / files[0].name)
     _complete_global_state(folder, model_state["ds_version"], trust_pickle)
     for path, shape in ((folder / "zero" / key / file, shape) for key, shape in shapes.items() for file in TENSORS):
         content = read_file(path, trust_pickle, "cpu") if path.exists() else None
@@ -179,7 +179,7 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, stage: in
     """
     shapes: dict[str, torch.Size] = {}
     for key, tensor in tensors:
-        manifests.refuse_paths([key], name)
+        folders.refuse_paths([key], name)
         if tensor.dtype in _WEIGHTS:
             shapes[key] = tensor.shape
             (folder / "zero" / key).mkdir(parents=True)

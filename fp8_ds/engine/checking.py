@@ -1,14 +1,16 @@
 """A checkpoint is checked before stock code, which executes pickles, opens a file of it.
 
 All ranks first agree which save they load. Then its files are shared out over the ranks (of a host, with disks of their
-own) by size, which compare checksums where there is a manifest, and read each pickle without executing it. What one
-rank finds is an error on all. Ranks wait for each other as in waiting.py.
+own), which compare checksums where there is a manifest, and read each pickle without executing it. What one rank finds
+is an error on all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
-from collections.abc import Callable, Collection, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,198 +18,163 @@ from typing import Any
 import torch.distributed as dist
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint import manifest as manifests
-from fp8_ds.checkpoint.adopt import GLOBAL_STATE
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure
-from fp8_ds.checkpoint.manifest import Manifest
+from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
-from fp8_ds.checkpoint.universal import TENSORS
-from fp8_ds.engine.cut_models import lacks_info
-from fp8_ds.engine.fit import in_form_of, other_parameters, other_run, other_universal
-from fp8_ds.engine.saving import host_of, is_first_of_host
-from fp8_ds.engine.waiting import Say, all_do, tell_all
+from fp8_ds.engine.fit import differs, misfits, missing_layers, other_parameters, other_run
+from fp8_ds.engine.saving import Say, all_do, host_of, tell_all
 from fp8_ds.errors import CheckpointError, ConfigError
 
 _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a load was asked for; see `check_whole`. `skips_optimizer`: stock code opens no file of the optimizer."""
+class Load:
+    """What a load was asked for.
 
+    Attributes:
+        tag: None: what `latest` names, or `latest_universal`.
+        module_only: the weights alone are loaded; `of_another_run`: our state is not taken over.
+        with_optimizer: its shards are loaded, so that the world size and the parameters must be the same.
+        reads_latest: stock code will read what `latest` names, whatever `tag` is.
+    """
+
+    engine: Any
     folder: Path
     tag: str | None
-    is_universal: bool
-    skips_optimizer: bool
+    module_only: bool
+    of_another_run: bool
     with_optimizer: bool
     reads_latest: bool
 
+    @property
+    def is_universal(self) -> bool:
+        return bool(self.engine.load_universal_checkpoint())
 
-@dataclass(frozen=True)
-class _Choice:
-    """The save that this rank would load: its tag (None: there is none), and its manifest if it has one."""
+    @property
+    def skips_optimizer(self) -> bool:
+        """Whether stock code opens no file of the optimizer. In stage 3 it takes the weights from them."""
+        of_zero = self.engine.zero_optimization() and not self.is_universal
+        return self.module_only or (of_zero and not self.with_optimizer and not self.reads_latest)
 
-    tag: str | None
-    manifest: Manifest | None = None
+    @property
+    def latest(self) -> Path:
+        return self.folder / (folders.LATEST_UNIVERSAL if self.is_universal else folders.LATEST)
 
-    def __str__(self) -> str:
-        """The same on ranks that would load the same save, whatever its folder is called there."""
-        if self.manifest is None:
-            return f"{self.tag} without a manifest"
-        header = self.manifest.header
-        return f"{header.get('tag')} of step {header.get('global_steps')} (save {header.get('save')})"
+    def asked(self) -> str | None:
+        return _named_by(self.latest) if self.tag is None else self.tag
 
 
-def check_whole(
-    engine: Any,
-    load_dir: Any,
-    tag: Any,
-    *,
-    module_only: bool,
-    of_another_run: bool,
-    with_optimizer: bool,
-    reads_latest: bool,
-    say: Say,
-) -> str | None:
-    """The tag that stock code may load: all of its files are as they were written, and hold data only. Collective.
-
-    Args:
-        engine: that is to load.
-        load_dir: one folder for all ranks, or one on each host.
-        tag: None: what `latest` names, or `latest_universal`.
-        module_only: the weights alone are loaded.
-        of_another_run: our state is not taken over.
-        with_optimizer: its shards are loaded, so that the world size and the parameters must be the same.
-        reads_latest: stock code will read what `latest` names, whatever `tag` is.
-        say: called with a line for rank 0.
-
-    Returns:
-        None if there is no `tag` and no `latest`, as stock code reports it.
+@contextlib.contextmanager
+def checked(load: Load, say: Say) -> Iterator[str | None]:
+    """Give the tag that stock code may load: all of its files are as they were written, and hold data only; saves of
+    other jobs wait until all ranks have loaded. None where there is no `tag` and no `latest`. Collective.
 
     Raises:
         CheckpointError: on all ranks, naming the files.
         ConfigError: our state in them is of an unknown version, on all ranks.
     """
-    is_universal = bool(engine.load_universal_checkpoint())
-    # Stock code opens no file of the optimizer then: in stage 3 it takes the weights from them.
-    skips_optimizer = module_only or (engine.zero_optimization() and not with_optimizer and not reads_latest)
-    asked = None if tag is None else str(tag)
-    request = _Request(Path(load_dir), asked, is_universal, skips_optimizer, with_optimizer, reads_latest)
-    host = host_of(engine)
-    readers = [rank for rank, other in enumerate(tell_all(host)) if other == host]
-    choice = _agree(engine, request, say)
-    if choice.tag is None:
-        return None
-    find_problems = _found(lambda: _problems(engine, request, choice, readers))
-    problems = [problem for found in all_do("load_checkpoint", find_problems, say) for problem in found]
-    _refuse(request.folder, problems, choice.tag)
-    _refuse_wrong_state(engine, request, choice.tag, of_another_run, say)
-    if choice.manifest is None:
-        say(
-            f"fp8: {request.folder / choice.tag} has no {manifests.MANIFEST}: not written by fp8_ds. Its pickles hold "
-            "data only, but whether its bytes are those that were written is not known"
-        )
-    elif other := manifests.differs(choice.manifest.header, now := manifests.versions(), tuple(now)):
-        say(f"fp8: the checkpoint was written by other versions: {other}")
-    return choice.tag
+    locks: list[int | None] = []
+    try:
+        if (choice := _agree(load, locks, say)) is None:
+            yield None
+            return
+        tag, manifest = choice
+        hosts = tell_all(host_of(load.engine))
+        readers = [rank for rank, host in enumerate(hosts) if host == host_of(load.engine)]
+        told, problems = all_do("load_checkpoint", lambda: _problems(load, tag, manifest, readers), say)
+        found = [problem for problems_of_rank in told for problem in problems_of_rank or ()]
+        _refuse(load.folder, problems + [text for text in found if isinstance(text, str)], tag)
+        if found:
+            raise next(error for error in found if isinstance(error, ConfigError))
+        if manifest is None:
+            say(
+                f"fp8: {load.folder / tag} has no {MANIFEST}: all files that it counts are there and hold data only, "
+                "but whether their bytes are those that were written is not known"
+            )
+        elif other := differs(manifest.header, now := folders.versions(), tuple(now)):
+            say(f"fp8: the checkpoint was written by other versions: {other}")
+        yield tag
+        tell_all(None)
+    finally:
+        for lock in locks:
+            if lock is not None:
+                os.close(lock)
 
 
 def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
     """An error of all ranks, if anything has been found; of the save `tag`, which is not named as complete then."""
-    if not found:
-        return
-    shown = list(dict.fromkeys(found))
-    reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
-    more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
-    raise CheckpointError(
-        f"load_checkpoint: expected a whole checkpoint that this run can load, got: {reasons}{more}. "
-        f"{folders.describe_complete(folder, tag)}"
-    )
-
-
-def _found(examine: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    """`examine`, in whose list is what it raises: the other ranks wait to hear of it."""
-
-    def run() -> list[str]:
-        try:
-            return examine()
-        except CheckpointError as error:
-            return [str(error)]
-        except Exception as error:  # of a mount, say, on this rank alone
-            return [f"rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:300]}"]
-
-    return run
+    if shown := list(dict.fromkeys(found)):
+        reasons = "; ".join(shown[:_NUM_SHOWN]).rstrip(".")
+        more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
+        raise CheckpointError(
+            f"load_checkpoint: expected a whole checkpoint that this run can load, got: {reasons}{more}. "
+            f"{folders.describe_complete(folder, tag)}"
+        )
 
 
 # --- which save ---
 
 
-def _agree(engine: Any, request: _Request, say: Say) -> _Choice:
-    """What all ranks load: what they were asked for, or what hosts with disks of their own have in common. Collective.
+def _agree(load: Load, locks: list[int | None], say: Say) -> tuple[str, Manifest | None] | None:
+    """Choose what all ranks load: what they were asked for, or what hosts with disks of their own have in common.
+    Collective.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or ranks see different ones.
+        CheckpointError: there is no such checkpoint, its save did not end, or ranks see different ones.
     """
-    choice = _Choice(None)
+    rank, host = dist.get_rank(), host_of(load.engine)
+    mine: dict[str, tuple[str, Manifest | None]] = {}
 
-    def choose() -> list[str]:
-        nonlocal choice
-        choice = _choose(request)
-        return []
+    def ask() -> str | None:
+        if rank == host:
+            locks.append(folders.take_lock(load.folder, f"{host or ''}", say, is_shared=True))
+        if (tag := load.asked()) == "" and load.tag is None:
+            raise CheckpointError(f"{load.latest} is empty")
+        if tag is not None and load.tag is None:
+            folders.refuse_paths([tag], load.latest)
+        return tag
 
-    examine = _found(choose)
-    told: list[tuple[list[str], str, str | None]] = all_do(
-        "load_checkpoint", lambda: (examine(), str(choice), choice.tag), say
-    )
-    _refuse(request.folder, [problem for found, _, _ in told for problem in found], _asked(request))
-    different = sorted({seen for _, seen, _ in told})
-    if len(different) == 1:
-        return choice
-    common: _Choice | None = None
-    if engine.use_node_local_storage():
-        tags = {tag.removesuffix(folders.REPLACED) for _, _, tag in told if tag is not None}
-        common = _common(request.folder, sorted(tags), say)
-    if common is None:
-        shown = ", ".join(different[:_NUM_SHOWN])
-        _refuse(request.folder, [f"ranks that see different checkpoints in {str(request.folder)!r}: {shown}"])
-    assert common is not None
-    say(f"fp8: a save was killed before all hosts had ended it; {common} is the newest that all of them have")
-    return common
+    def look() -> list[str]:
+        for tag in dict.fromkeys(tag for tag in (tags[rank], *tags) if tag is not None):
+            with contextlib.suppress(*[] if tag == tags[rank] else [CheckpointError]):
+                for name, save in _saves(load.folder, tag).items():
+                    mine.setdefault(name, save)
+        return list(mine)
 
-
-def _common(folder: Path, tags: list[str], say: Say) -> _Choice | None:
-    """The newest save of `tags` that every host has, if there is one. Collective."""
-    mine: dict[str, folders.Save] = {}
-
-    def saves() -> dict[str, int]:
-        mine.update(folders.complete_saves(folder, tags))
-        return {name: save.written for name, save in mine.items()}
-
-    name = folders.common_save(all_do("load_checkpoint", saves, say))
-    return None if name is None else _Choice(mine[name].tag, mine[name].manifest)
+    tags, failed = all_do("load_checkpoint", ask, say)
+    told, problems = all_do("load_checkpoint", look, say) if not failed else ([], failed)
+    _refuse(load.folder, problems, tags[rank])
+    if not any(told):
+        return None
+    firsts = {names[0] if names else "none" for names in told}
+    common = [name for name in told[0] if all(name in names for names in told)]
+    if len(firsts) > 1 and not (common and load.engine.use_node_local_storage()):
+        shown = ", ".join(sorted(firsts)[:_NUM_SHOWN])
+        _refuse(load.folder, [f"ranks that see different checkpoints in {str(load.folder)!r}: {shown}"])
+    if len(firsts) > 1:
+        say(f"fp8: a save was killed before all hosts had ended it; {common[0]} is one that all of them have")
+    return mine[common[0]]
 
 
-def _choose(request: _Request) -> _Choice:
-    """What this rank was asked for. Not collective.
+def _saves(folder: Path, tag: str) -> dict[str, tuple[str, Manifest | None]]:
+    """Find the saves of `tag` on this rank's disk, by what names them on all: their folders' names and manifests.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its save did not end.
+        CheckpointError: the first of them, which is the one to load, is none.
     """
-    tag = _asked(request)
-    if tag is None:
-        return _Choice(None)
-    if not tag and request.tag is None:
-        raise CheckpointError(f"{_latest(request)} is empty")
-    if request.tag is None:
-        manifests.refuse_paths([tag], _latest(request))
-    tag = folders.find(request.folder, tag)
-    path = request.folder / tag
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is missing")
-    _refuse_pattern(path)
-    if path.name.endswith(folders.INCOMPLETE):
-        raise CheckpointError(f"{path} is of a save that did not end")
-    return _Choice(tag, manifests.read_manifest(path))
+    found: dict[str, tuple[str, Manifest | None]] = {}
+    for name in folders.folders_of(folder, tag):
+        path = folder / name
+        with contextlib.suppress(*[CheckpointError] * bool(found)):
+            if not path.is_dir():
+                raise CheckpointError(f"{path} is missing")
+            _refuse_pattern(path)
+            if name.endswith(folders.INCOMPLETE):
+                raise CheckpointError(f"{path} is of a save that did not end")
+            manifest = folders.read_manifest(path)
+            found.setdefault(f"{name} without a manifest" if manifest is None else str(manifest), (name, manifest))
+    return found
 
 
 def _refuse_pattern(path: Path) -> None:
@@ -220,14 +187,6 @@ def _refuse_pattern(path: Path) -> None:
         raise CheckpointError(f"{path} is to DeepSpeed a pattern of names, of {found or 'no folder'} (rename it)")
 
 
-def _asked(request: _Request) -> str | None:
-    return _named_by(_latest(request)) if request.tag is None else request.tag
-
-
-def _latest(request: _Request) -> Path:
-    return request.folder / (folders.LATEST_UNIVERSAL if request.is_universal else folders.LATEST)
-
-
 def _named_by(latest: Path) -> str | None:
     return latest.read_text(errors="replace").strip() if latest.is_file() else None
 
@@ -235,153 +194,96 @@ def _named_by(latest: Path) -> str | None:
 # --- what is wrong with it ---
 
 
-def _problems(engine: Any, request: _Request, choice: _Choice, readers: Collection[int]) -> list[str]:
-    """What is wrong with this rank's share of the files, and with what it would load itself. It may raise."""
-    assert choice.tag is not None
-    path, manifest = request.folder / choice.tag, choice.manifest
-    if other := _other_kind(engine, request, choice):
+def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int]) -> list[str | ConfigError]:
+    """List what is wrong with this rank's share of the files, and with what it would load itself. It may raise."""
+    engine, path = load.engine, load.folder / tag
+    header: dict[str, Any] = {} if manifest is None else manifest.header
+    if manifest is None and not load.is_universal and not (path / GLOBAL_STATE).exists():
+        header = folders.read_header(path)
+    if other := _other_kind(load, tag, header):
         return [other]
-    present = manifests.files_in(path, ".pt" if request.is_universal else "_states.pt")
-    files: Mapping[str, int] = present
-    if manifest is not None:
-        files = {name: entry.num_bytes for name, entry in manifest.files.items()}
-    if request.skips_optimizer and not request.is_universal:
-        files = {name: size for name, size in files.items() if not name.endswith("optim_states.pt")}
-    found = []
-    for name in manifests.share_out(files, readers)[dist.get_rank()]:
-        if problem := _problem(path, name, manifest, request.is_universal):
-            found.append(problem)
-    if manifest is not None and is_first_of_host(engine):  # stock code takes any file of such a name
-        found += [f"{path / name} is not in {manifests.MANIFEST}" for name in sorted(present - manifest.files.keys())]
-    if request.is_universal:
-        return found + _misfits(engine, request, path) + _problems_of_latest(request, readers)
-    if manifest is not None and request.with_optimizer:
-        found += _problems_of_rank(engine, request, choice, files, found)
-    return found
+    present = folders.own_files(path)
+    sizes = present if manifest is None else {name: entry.num_bytes for name, entry in manifest.files.items()}
+    if load.skips_optimizer and not load.is_universal:
+        sizes = {name: size for name, size in sizes.items() if not name.endswith("optim_states.pt")}
+    found = [text for name in _share(sizes, readers) if (text := _problem(path, name, manifest))]
+    if manifest is not None and dist.get_rank() == readers[0]:  # stock code takes any file of such a name
+        found += [f"{path / name} is not in {MANIFEST}" for name in sorted(present - manifest.files.keys())]
+    if load.is_universal:
+        found += misfits(engine, path, load.with_optimizer) + _problems_of_latest(load, readers)
+    elif manifest is None:
+        if not engine.use_node_local_storage():
+            found += folders.missing_files(path, header, weights_alone=load.skips_optimizer)
+        found += missing_layers(engine, path)
+    if not load.is_universal and load.with_optimizer and (manifest is not None or header["of_optimizer"]):
+        own = Path(engine._get_zero_ckpt_name(str(load.folder), tag))
+        if own.name not in sizes:  # with disks of their own, ranks may have moved to other hosts
+            found.append(f"{own} of rank {dist.get_rank()} is not in {path / MANIFEST if manifest else path}")
+        elif not found and (other := other_parameters(engine, load.folder, tag)):
+            found.append(other)
+    return [*found] if found else _wrong_state(load, tag)
 
 
-def _other_kind(engine: Any, request: _Request, choice: _Choice) -> str:
-    """Why the checkpoint is none that this load takes, whatever its files hold; empty if it is one."""
-    path, manifest = request.folder / str(choice.tag), choice.manifest
-    if request.is_universal:
+def _share(sizes: Mapping[str, int], readers: list[int]) -> list[str]:
+    """The files that this rank reads: each has one reader, and none reads more than the mean and one file."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))[readers.index(dist.get_rank()) :: len(readers)]
+
+
+def _problem(path: Path, name: str, manifest: Manifest | None) -> str:
+    """Describe what is wrong with one file; empty if nothing is."""
+    if manifest is not None and (problem := folders.damage(path, name, manifest.files[name])):
+        return problem
+    try:
+        read_structure(path / name, deepspeed_classes())
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _other_kind(load: Load, tag: str, header: dict[str, Any]) -> str:
+    """Say why the checkpoint is none that this load takes, whatever its files hold; empty if it is one."""
+    path = load.folder / tag
+    if load.is_universal:
         return "" if (path / GLOBAL_STATE).is_file() else f"{path / GLOBAL_STATE} is missing"
     if (path / GLOBAL_STATE).is_file():
         return f'{path} is a universal checkpoint (to load it, set "checkpoint": {{"load_universal": true}})'
-    if manifest is not None and (other := other_run(engine, manifest.header, request.with_optimizer)):
+    if other := other_run(load.engine, header, load.with_optimizer and header.get("of_optimizer", True)):
         return other
-    latest = request.folder / folders.LATEST
-    if request.reads_latest and choice.tag != (newest := _named_by(latest)):
-        return f"tag {choice.tag} where {latest} names {newest}: stage 3 without optimizer states reads the latter"
+    latest = load.folder / folders.LATEST
+    if load.reads_latest and tag != (newest := _named_by(latest)):
+        return f"tag {tag} where {latest} names {newest}: stage 3 without optimizer states reads the latter"
     return ""
 
 
-def _problem(path: Path, name: str, manifest: Manifest | None, is_universal: bool) -> str:
-    """What is wrong with one file; empty if nothing is."""
-    if manifest is not None and (problem := manifests.damage(path, name, manifest.files[name])):
-        return problem
-    try:
-        content = read_structure(path / name, deepspeed_classes())
-    except CheckpointError as error:
-        return str(error)
-    if manifest is None and not is_universal and isinstance(content, dict) and CHECKPOINT_KEY in content:
-        return manifests.lacks_manifest(path)
-    return ""
-
-
-def _problems_of_rank(
-    engine: Any, request: _Request, choice: _Choice, files: Collection[str], found: list[str]
-) -> list[str]:
-    """Of the optimizer's shard that this rank loads: with disks of their own, ranks may have moved to other hosts."""
-    path = request.folder / str(choice.tag)
-    own = Path(engine._get_zero_ckpt_name(str(request.folder), choice.tag))
-    if own.relative_to(path).as_posix() not in files:
-        return [f"{own} of rank {dist.get_rank()} is not in {path / manifests.MANIFEST}"]
-    if not found and (problem := other_parameters(engine, request.folder, str(choice.tag))):
-        return [problem]
-    return []
-
-
-def _misfits(engine: Any, request: _Request, path: Path) -> list[str]:
-    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
-
-    In stages 1 and 2 a parameter that has had no gradient has no moments.
-    """
-    if not (model_files := engine._get_all_ckpt_names(str(request.folder), path.name)):
-        stage = int(engine.zero_optimization_stage())
-        return [f"a model file of this ZeRO stage is missing in {path} ({in_form_of(path, stage)}, if it is whole)"]
-    if lacks_info(engine.module, Path(model_files[0])):
-        return [
-            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
-            "or start the cut model from the weights themselves)"
-        ]
-    if not engine.zero_optimization():
+def _problems_of_latest(load: Load, readers: list[int]) -> list[str]:
+    """List those of what `latest` names, where stock code reads that beside the universal checkpoint."""
+    latest = load.folder / folders.LATEST
+    if not load.reads_latest or not (newest := _named_by(latest)):
         return []
-    tensors = TENSORS if engine.zero_optimization_partition_weights() and request.with_optimizer else TENSORS[:1]
-    names = [name for group in engine._get_zero_param_shapes() for name in group]
-    wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
-    if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
-        return missing
-    other = other_universal(engine, path, Path(model_files[0]))
-    return [other] if other else []
+    folders.refuse_paths([newest], latest)
+    _refuse_pattern(path := load.folder / newest)
+    return [text for name in _share(folders.own_files(path), readers) if (text := _problem(path, name, None))]
 
 
-def _refuse_wrong_state(engine: Any, request: _Request, tag: str, of_another_run: bool, say: Say) -> None:
-    """Each rank looks at our state in the model file that it will load; of a universal save, in each that it may.
-    Collective.
-
-    Args:
-        of_another_run: nothing but the version and the layers of it are read then.
-
-    Raises:
-        CheckpointError: an entry is none that a save writes: on all ranks, naming file and entry.
-        ConfigError: it is of an unknown version: on all ranks.
-    """
-    other_version = ""
-
-    def examine() -> list[str]:
-        nonlocal other_version
-        paths = [path for path in map(Path, names(str(request.folder), tag)) if path.is_file()]
-        try:
-            return [f"{path}: {text}" for path in paths for text in _wrong_state(engine, request, path, of_another_run)]
-        except ConfigError as error:
-            other_version = str(error)
-            return []
-
-    names = engine._get_all_ckpt_names if request.is_universal else lambda *place: [engine._get_ckpt_name(*place)]
-    work = _found(examine)
-    told: list[tuple[list[str], str]] = all_do("load_checkpoint", lambda: (work(), other_version), say)
-    _refuse(request.folder, [problem for found, _ in told for problem in found], tag)
-    if versions := [version for _, version in told if version]:
-        raise ConfigError(versions[0])
-
-
-def _wrong_state(engine: Any, request: _Request, path: Path, of_another_run: bool) -> list[str]:
-    """List what is wrong with our state in the model file `path`; raises as `wrong_entries`."""
+def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
+    """List what is wrong with our state in the model file that this rank will load; of a universal checkpoint, in each
+    that it may."""
+    engine, place = load.engine, (str(load.folder), tag)
     context, following = engine.fp8 or engine._fp8_unused, engine._fp8_following
-    content = read_data(path, deepspeed_classes(), is_mapped=True)
-    if context is None or not isinstance(content, Mapping) or CHECKPOINT_KEY not in content:
-        return []
-    state = content[CHECKPOINT_KEY]
-    wrong = wrong_entries(
-        context,
-        state,
-        module_only=of_another_run,
-        with_optimizer=request.with_optimizer,
-        of_other_cuts=request.is_universal,
-    )
-    if not wrong and not of_another_run and following is not None:
-        problem = following.wrong_state(state.get(FOLLOWING_KEY))
-        wrong = [f"{CHECKPOINT_KEY}[{FOLLOWING_KEY!r}]: expected what a save writes, got {problem}"] if problem else []
-    return wrong
-
-
-def _problems_of_latest(request: _Request, readers: Collection[int]) -> list[str]:
-    """Of what `latest` names, where stock code reads that beside the universal checkpoint."""
-    newest = _named_by(request.folder / folders.LATEST) if request.reads_latest else None
-    if not newest:
-        return []
-    manifests.refuse_paths([newest], request.folder / folders.LATEST)
-    path = request.folder / newest
-    _refuse_pattern(path)
-    shares = manifests.share_out(manifests.files_in(path, "_states.pt"), readers)
-    return [problem for name in shares[dist.get_rank()] if (problem := _problem(path, name, None, True))]
+    options = {"module_only": load.of_another_run, "with_optimizer": load.with_optimizer}
+    found: list[str | ConfigError] = []
+    for path in map(Path, engine._get_all_ckpt_names(*place) if load.is_universal else [engine._get_ckpt_name(*place)]):
+        content = read_data(path, deepspeed_classes(), is_mapped=True) if path.is_file() else None
+        if context is None or not isinstance(content, Mapping) or CHECKPOINT_KEY not in content:
+            continue
+        state = content[CHECKPOINT_KEY]
+        try:
+            wrong = wrong_entries(context, state, of_other_cuts=load.is_universal, **options)
+        except ConfigError as error:
+            return [error]
+        if not (wrong or load.of_another_run or following is None):
+            problem = following.wrong_state(state.get(FOLLOWING_KEY))
+            at = f"{CHECKPOINT_KEY}[{FOLLOWING_KEY!r}]"
+            wrong = [f"{at}: expected what a save writes, got {problem}"] if problem else []
+        found += [f"{path}: {text}" for text in wrong]
+    return found

@@ -7,7 +7,7 @@ fp8_ds/checkpoint/state.py's.
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed import comm as ds_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from fp8_ds.checkpoint.folders import as_file_errors
+from fp8_ds.checkpoint.folders import as_file_errors, refuse_tag
 from fp8_ds.checkpoint.state import (
     BOUND_SUMS_KEY,
     CHECKPOINT_KEY,
@@ -26,13 +26,12 @@ from fp8_ds.checkpoint.state import (
     save_state,
     split_master_scales,
 )
-from fp8_ds.engine.checking import check_whole
+from fp8_ds.engine.checking import Load, checked
 from fp8_ds.engine.cut_models import is_cut, refuse_one_ranks_part, universal_info
 from fp8_ds.engine.following import Following
 from fp8_ds.engine.log import say
 from fp8_ds.engine.retyping import start_count_anew
-from fp8_ds.engine.saving import Recorder, save_whole
-from fp8_ds.engine.waiting import tell_all
+from fp8_ds.engine.saving import Recorder, save_whole, tell_all
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.autotp import as_plain_weights
 from fp8_ds.zero.context import Fp8Context
@@ -65,17 +64,24 @@ class Fp8Checkpoints:
 
         Raises:
             CheckpointError: a rank could not write, on all ranks; checkpoints before are as they were.
-            ConfigError: `client_state` has our key, on all ranks if it has on one.
+            ConfigError: `client_state` has our key, on all ranks if it has on one; `tag` is no name of a folder, or
+                another one on another rank.
         """
         if not save_dir:
             raise ValueError(f"save_dir: expected a path, got {save_dir!r}.")
-        if any(with_our_key := tell_all(CHECKPOINT_KEY in (client_state or {}))):
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        with_our_key, tags = zip(*tell_all((CHECKPOINT_KEY in (client_state or {}), tag)), strict=True)
+        if len(set(tags)) > 1:
+            raise ConfigError(
+                f"tag: expected the same one on all ranks, got {sorted(set(tags))[:3]}. Pass one of them."
+            )
+        refuse_tag(tag)
+        if any(with_our_key):
             ranks = [rank for rank, has_it in enumerate(with_our_key) if has_it]
             raise ConfigError(
                 f"client_state: expected no key {CHECKPOINT_KEY!r}, under which the checkpoint has the state of FP8 "
                 f"training, got one on {len(ranks)} ranks, rank {ranks[0]} among them. Give it another name."
             )
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client_state = {**universal_info(self.module), **(client_state or {})}
         if (context := self.fp8 or self._fp8_unused) is not None:
             frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
@@ -173,26 +179,29 @@ class Fp8Checkpoints:
                 "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
                 "it into the whole model."
             )
-        tag = check_whole(
+        asked = Load(
             self,
-            load_dir,
-            tag,
+            Path(load_dir),
+            None if tag is None else str(tag),
             module_only=load_module_only and load_optimizer_states,
             of_another_run=load_module_only,
             with_optimizer=load_optimizer_states and not load_module_only and self.zero_optimization(),
             reads_latest=self.zero_optimization_partition_weights() and not load_optimizer_states,
-            say=say,
         )
-        load = partial(
-            super().load_checkpoint,  # type: ignore[misc]
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
+        options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        load = super().load_checkpoint  # type: ignore[misc]
+        with checked(asked, say) as found:
+            return self._fp8_load(found, lambda: load(load_dir, found, *options), *options[1:4])
+
+    def _fp8_load(
+        self: Any,
+        tag: str | None,
+        load: Callable[[], Any],
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+    ) -> Any:
+        """Run the stock `load` of the checkpoint `tag`, which has been checked; then load our state."""
         if tag is None:  # nothing is there, as stock code says; `fp8_dense` would store masters with other scales
             return load()
         if self.fp8 is None:

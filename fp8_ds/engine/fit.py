@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, VOCAB_TENSOR
+from deepspeed.runtime.pipe.module import PipelineModule
 
-from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
 from fp8_ds.checkpoint.universal import TENSORS
-from fp8_ds.engine.cut_models import is_cut
+from fp8_ds.engine.cut_models import is_cut, lacks_info
+from fp8_ds.engine.saving import layout
 
 _NUM_SHOWN = 3
 _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
@@ -25,12 +26,12 @@ def other_run(engine: Any, header: dict[str, Any], with_optimizer: bool) -> str:
     shards = now["zero_stage"] == 3
     if header["mp_world_size"] == 1 < now["mp_world_size"] and is_cut(engine.module):
         return (
-            f"{manifests.differs(header, now, ('mp_world_size',))} (a checkpoint of a whole model does not say how "
+            f"{differs(header, now, ('mp_world_size',))} (a checkpoint of a whole model does not say how "
             "fp8_ds.tp.parallelize cuts: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which the "
             "model loads before it is cut; docs/checkpoints.md)"
         )
     if (header["zero_stage"] == 3) != shards:
-        stage = manifests.differs(header, now, ("zero_stage",))
+        stage = differs(header, now, ("zero_stage",))
         if header["mp_world_size"] > 1:  # whose parts are joined in their own stage alone
             own = header["zero_stage"]
             return (
@@ -39,12 +40,19 @@ def other_run(engine: Any, header: dict[str, Any], with_optimizer: bool) -> str:
             )
         return f"{stage} (a universal checkpoint loads in another stage: {_remedy(now['zero_stage'])})"
     keys = ("dp_world_size", "mp_world_size") if with_optimizer else ("mp_world_size",)
-    other = manifests.differs(header, now, keys)
+    other = differs(header, now, keys)
     if not other and shards and now["dp_world_size"] > header["dp_world_size"]:
-        other = manifests.differs(header, now, ("dp_world_size",))
+        other = differs(header, now, ("dp_world_size",))
     if not other:
         return ""
     return f"{other} (a universal checkpoint loads at any world size: {_remedy(now['zero_stage'])})"
+
+
+def differs(header: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Return `key 1 in the checkpoint, 2 now` for each of `keys` that differs; empty if none does."""
+    return ", ".join(
+        f"{key} {header.get(key)} in the checkpoint, {now[key]} now" for key in keys if header.get(key) != now[key]
+    )
 
 
 def _remedy(stage: int) -> str:
@@ -90,6 +98,38 @@ def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, li
     return f"{path} is of another model: {shown}{more}"
 
 
+def missing_layers(engine: Any, path: Path) -> list[str]:
+    """Name the files of this rank's pipeline layers that are not in `path`, which stock code looks for by pattern."""
+    if not isinstance(module := engine.module, PipelineModule):
+        return []
+    layers = [i for i, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
+    return [f"{module.ckpt_layer_path(path, i)} is missing" for i in layers if not module.ckpt_layer_path_list(path, i)]
+
+
+def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
+    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
+
+    In stages 1 and 2 a parameter that has had no gradient has no moments.
+    """
+    if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
+        stage = int(engine.zero_optimization_stage())
+        return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
+    if lacks_info(engine.module, Path(model_files[0])):
+        return [
+            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
+            "or start the cut model from the weights themselves)"
+        ]
+    if not engine.zero_optimization():
+        return []
+    tensors = TENSORS if engine.zero_optimization_partition_weights() and with_optimizer else TENSORS[:1]
+    names = [name for group in engine._get_zero_param_shapes() for name in group]
+    wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
+    if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
+        return missing
+    other = other_universal(engine, path, Path(model_files[0]))
+    return [other] if other else []
+
+
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:
     """How the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of another
     stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing in 3:
@@ -111,14 +151,14 @@ def other_universal(engine: Any, path: Path, model_file: Path) -> str:
             before[name] = list(content[PARAM].shape)
             now[name] = _whole_shape(parameters[name], shape, content, 1 if stage == 3 else engine.mp_world_size)
         elif stage < 3:
-            return f"{path} is in the form that stage 3 reads ({in_form_of(path, stage)})"
+            return f"{path} is in the form that stage 3 reads ({_in_form_of(path, stage)})"
         else:
             saved = flat_shapes.get(name, shape)
             before[name], now[name] = saved if prod(saved) == content.numel() else list(content.shape), shape
     return _differing(path, before, now)
 
 
-def in_form_of(path: Path, stage: int) -> str:
+def _in_form_of(path: Path, stage: int) -> str:
     """Return the command that brings the universal checkpoint in `path` into the form that `stage` reads."""
     return f"`python -m fp8_ds.checkpoint.universal {path} {stage}` makes it that of stage {stage}"
 
@@ -145,11 +185,3 @@ def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts
     if content.get(VOCAB_TENSOR):  # without the rows that only pad it
         whole[0] = min(whole[0], saved[0])
     return whole
-
-
-def layout(engine: Any) -> dict[str, int]:
-    return {
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "dp_world_size": engine.seq_dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-    }

@@ -1,12 +1,15 @@
 """Saves that are whole or not there: DeepSpeed writes the files, this says when they count.
 
-Stock code writes into `TAG.incomplete` and every rank checksums its own files; all ranks tell each other; one of each
-host writes the manifest, then renames, then clears up (fp8_ds/checkpoint/folders.py). A failure on any rank is an error
-on all, and the checkpoint before is as it was. Ranks wait for each other as in waiting.py.
+Stock code writes into a folder beside, and every rank checksums its own files; all ranks tell each other; the first of
+each host takes the steps of fp8_ds/checkpoint/folders.py. A failure on any rank is an error on all, and the checkpoint
+before is as it was.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +20,83 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint import manifest as manifests
 from fp8_ds.checkpoint.contents import deepspeed_classes, unknown_names
-from fp8_ds.checkpoint.manifest import Manifest
-from fp8_ds.engine.fit import layout
-from fp8_ds.engine.waiting import Say, all_do
 from fp8_ds.errors import CheckpointError
 
+SLICE_SECONDS = 2.0
+"""Between two exchanges of ranks that wait for each other; far below any time-out of a process group."""
+SAY_SECONDS = 60.0
+"""Between two lines that name the ranks which the others wait for."""
 _NUM_SHOWN = 3
+
+Say = Callable[[str], None]
+
+
+# --- all ranks ---
+
+
+def tell_all(mine: Any) -> list[Any]:
+    """By rank, what each passed. Collective over all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def all_do(what: str, work: Callable[[], Any], say: Say) -> tuple[list[Any], list[str]]:
+    """Do file work on all ranks, however long one takes. Collective over all ranks.
+
+    NCCL's watchdog ends a process that waits in a collective for the group's time-out. So the work runs in a thread,
+    and all ranks meet in one short exchange after another until everyone is done.
+
+    Args:
+        what: all ranks do, for messages.
+        work: this rank's part of it: files, and neither collectives nor a GPU.
+        say: called with a line for rank 0.
+
+    Returns:
+        By rank, what `work` returned, None where it raised; and texts of what it raised, each once.
+    """
+    outcome: list[tuple[Any, str]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), ""))
+        except CheckpointError as error:  # names a file, whichever rank has found it
+            outcome.append((None, str(error)))
+        except BaseException as error:  # the others wait to hear of it
+            outcome.append((None, f"rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:300]}"))
+
+    # A daemon: if the exchange below raises, a peer is gone, and the process must be able to end.
+    thread = threading.Thread(target=run, daemon=True, name=f"fp8_ds {what}")
+    thread.start()
+    start = last_said = time.monotonic()
+    while True:
+        thread.join(SLICE_SECONDS)
+        told = tell_all(tuple(outcome))
+        late = [rank for rank, entry in enumerate(told) if not entry]
+        if not late:
+            break
+        if time.monotonic() - last_said > SAY_SECONDS:
+            last_said = time.monotonic()
+            more = " and others" if len(late) > _NUM_SHOWN else ""
+            say(f"fp8: {what}: {last_said - start:.0f} s, and ranks {late[:_NUM_SHOWN]}{more} are not done yet")
+    return [entry[0][0] for entry in told], list(dict.fromkeys(entry[0][1] for entry in told if entry[0][1]))
+
+
+def host_of(engine: Any) -> int:
+    """Return the first rank of this host; ranks of the same number see the same folder."""
+    return dist.get_rank() - engine.local_rank if engine.use_node_local_storage() else 0
+
+
+def layout(engine: Any) -> dict[str, int]:
+    return {
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "dp_world_size": engine.seq_dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+    }
+
+
+# --- a save ---
 
 
 class Recorder:
@@ -37,56 +109,66 @@ class Recorder:
 
     def __init__(self, stock: Any, tag: str) -> None:
         self.stock = stock
-        self.tag = tag
         self.paths: list[Path] = []
-        self.error = ""
+        self._tag = tag
+        self._error: Exception | None = None
         self._commit_info: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
     def create(self, info: Any) -> None:
-        self.stock.create(replace(info, tag=self.tag))
+        self.stock.create(replace(info, tag=self._tag))
 
     def commit(self, info: Any) -> bool:
-        """Nothing yet: the checkpoint is not complete when stock code says so."""
-        self._commit_info = replace(info, tag=self.tag)
+        """Keep it for `commit_now`: the checkpoint is not complete when stock code says so."""
+        self._commit_info = replace(info, tag=self._tag)
         return True
 
     def commit_now(self) -> None:
-        """The stock engine has been told that the checkpoint is complete."""
         if self._commit_info is not None:
             self.stock.commit(self._commit_info)
 
     def save(self, state_dict: Any, path: Any) -> None:
-        self.paths.append(Path(path))
-        self.attempt(self._save, state_dict, path)
+        def write() -> None:
+            with folders.as_file_errors(Path(path)):
+                self.stock.save(state_dict, path)
 
-    def _save(self, state_dict: Any, path: Any) -> None:
-        with folders.as_file_errors(Path(path)):
-            self.stock.save(state_dict, path)
+        self.paths.append(Path(path))
+        self.attempt(write)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
         self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)
 
-    def attempt(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `action` returns; None where it or an earlier one failed."""
-        if self.error:
-            return None
-        try:
-            return action(*args, **kwargs)
-        except Exception as error:  # raised on all ranks once all know
-            self.error = f"{type(error).__name__}: {str(error)[:300]}"
-            return None
+    def attempt(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call `action`, unless an earlier one has failed; what it raises is kept for `raise_error`."""
+        if self._error is None:
+            try:
+                action(*args, **kwargs)
+            except Exception as error:
+                self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank of `host` wrote of a checkpoint: `files` by name, and what a load has to be told of in them."""
+
+    host: int
+    files: dict[str, folders.FileRecord]
+    unknown: list[str]
 
 
 def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Callable[[str], Any], say: Say) -> Any:
-    """The checkpoint `tag` is in `save_dir`, complete and checksummed, on all ranks alike. Collective over all ranks.
+    """Save the checkpoint `tag` into `save_dir`, complete and checksummed, on all ranks alike. Collective.
 
     Args:
         engine: whose `checkpoint_engine` writes.
         save_dir: one folder for all ranks; with `use_node_local_storage` one on each host.
-        tag: name of the checkpoint.
+        tag: name of the checkpoint, the same on all ranks.
         is_latest: the file `latest` points to it afterwards.
         write: stock save, given the tag to write under.
         say: called with a line for rank 0.
@@ -94,36 +176,62 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
     Raises:
         CheckpointError: a rank could not write, on all ranks; what was there before is as it was.
     """
-    folder = Path(save_dir)
-    recorder = Recorder(engine.checkpoint_engine, tag)
-    leads = is_first_of_host(engine)
-    _prepare(recorder, folder, tag, leads, say)
-    engine.checkpoint_engine = recorder
-    try:
-        result = write(tag + folders.INCOMPLETE)
-    finally:
-        engine.checkpoint_engine = recorder.stock
-    staging, save_id = folder / (tag + folders.INCOMPLETE), uuid4().hex
-    told: list[_Part] = all_do("save_checkpoint", lambda: _part(engine, recorder, staging, save_id), say)
-    failed = _unfit(told)
-    if not failed and engine.use_node_local_storage():
-        found = all_do("save_checkpoint", lambda: _of_other_hosts(told, host_of(engine), staging), say)
-        failed = [text for text in found if text]
-    if not failed:
-        written = {name: entry for part in told if part.host == host_of(engine) for name, entry in part.files.items()}
-        manifest = Manifest({**_header(engine, tag), "save": told[0].save_id}, written)
-        commit = folders.Commit(folder, tag, manifest, is_latest=is_latest) if leads else None
-        failed = _take(commit, recorder, say)
-    if failed:
-        if leads:
-            folders.discard(folder, tag)
-        raise CheckpointError(
-            f"save_checkpoint: expected every rank to write its part of {str(folder / tag)!r}, got "
-            f"{'; '.join(failed[:_NUM_SHOWN])}. Make room or choose another folder; older checkpoints are kept."
+    folder, host, rank = Path(save_dir), host_of(engine), dist.get_rank()
+    recorder, save_id = Recorder(engine.checkpoint_engine, tag), str(tell_all(uuid4().hex[:8])[0])
+    save = folders.Save(folder, tag, save_id, is_latest=is_latest)
+    lock: int | None = None
+
+    def on_all(work: Callable[[], Any]) -> list[Any]:
+        """Do `work` on all ranks; a failure of one is an error on all, after which nothing is left of the save."""
+        found, failed = all_do("save_checkpoint", work, say)
+        if failed:
+            undone = all_do("save_checkpoint", lambda: save.undo() if rank == host else None, say)[1]
+            failed = failed[:_NUM_SHOWN] + [f"{text} (renames not undone)" for text in undone]
+            raise CheckpointError(
+                f"save_checkpoint: expected every rank to write its part of {str(folder / tag)!r}, got "
+                f"{'; '.join(failed)}. Make room or choose another folder; older checkpoints are kept."
+            )
+        return found
+
+    def on_hosts(work: Callable[[], Any]) -> None:
+        """Do `work` on the first rank of each host: no host begins a step before all have ended the one before."""
+        on_all(lambda: work() if rank == host else None)
+
+    def begin() -> None:
+        nonlocal lock
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folders.take_lock(folder, f"{host or ''}", say)
+        save.prepare()
+
+    def part() -> _Part:
+        """Read back what this rank wrote."""
+        recorder.raise_error()
+        files = {path.relative_to(save.staging).as_posix(): folders.record(path, rank) for path in recorder.paths}
+        return _Part(
+            host, files, [name for path in recorder.paths for name in unknown_names(path, deepspeed_classes())]
         )
+
+    try:
+        on_hosts(begin)
+        engine.checkpoint_engine = recorder
+        try:
+            result = write(save.staging_tag)
+        finally:
+            engine.checkpoint_engine = recorder.stock
+        parts: list[_Part] = on_all(part)
+        on_hosts(lambda: _refuse_writers(parts, host, save.staging))
+        header = {"tag": tag, "global_steps": engine.global_steps, **layout(engine), **folders.versions()}
+        files = {name: entry for part in parts if part.host == host for name, entry in part.files.items()}
+        manifest = folders.Manifest({**header, "save": save_id}, files)
+        on_hosts(lambda: save.stage(manifest))
+        on_hosts(save.publish)
+        all_do("save_checkpoint", lambda: save.finish() if rank == host else None, say)  # it is complete in any case
+    finally:
+        if lock is not None:
+            os.close(lock)
     recorder.commit_now()
     say(f"fp8: checkpoint {folder / tag} is complete{', and latest names it' if is_latest else ''}")
-    if names := sorted({name for part in told for name in part.unknown}):
+    if names := sorted({name for part in parts for name in part.unknown}):
         say(
             f"fp8: the checkpoint holds objects of {', '.join(names)} (of client_state, a scheduler or the optimizer). "
             "Its load will need torch.serialization.add_safe_globals([...]) with these"
@@ -131,132 +239,24 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
     return result
 
 
-def _prepare(recorder: Recorder, folder: Path, tag: str, leads: bool, say: Say) -> None:
-    """Nothing is left of a save of `tag` that was killed, and a save that all hosts have is still there. Collective."""
+def _refuse_writers(parts: list[_Part], host: int, staging: Path) -> None:
+    """Check that one rank of a host has written each file, and that other hosts' files are not on this one's disk.
 
-    def saves() -> dict[str, int] | None:
-        found = recorder.attempt(folders.complete_saves, folder, [tag]) if leads else None
-        return None if found is None else {name: save.written for name, save in found.items()}
-
-    keep = folders.common_save([found for found in all_do("save_checkpoint", saves, say) if found is not None])
-    all_do("save_checkpoint", lambda: leads and recorder.attempt(folders.prepare, folder, tag, keep), say)
-
-
-def _take(commit: folders.Commit | None, recorder: Recorder, say: Say) -> list[str]:
-    """The steps of all hosts, none before all have ended the one before. Collective.
-
-    Args:
-        commit: of the first rank of a host; None on its others.
-        recorder: of this rank.
-        say: called with a line for rank 0.
-
-    Returns:
-        What failed, by rank; then what was there before is there again.
+    Raises:
+        CheckpointError: naming file and ranks.
     """
-
-    def on_all(step: Callable[[folders.Commit], None]) -> list[str]:
-        def work() -> str:
-            if commit is not None:
-                recorder.attempt(step, commit)
-            return recorder.error
-
-        errors = all_do("save_checkpoint", work, say)
-        return [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-
-    failed = on_all(folders.Commit.stage) or on_all(folders.Commit.publish)
-    if not failed:
-        on_all(folders.Commit.finish)
-        return []
-    return failed + _undo(commit, say)
-
-
-def _undo(commit: folders.Commit | None, say: Say) -> list[str]:
-    """What failed of it, by rank. Collective."""
-
-    def work() -> str:
-        try:
-            if commit is not None:
-                commit.undo()
-        except OSError as error:
-            return str(error)
-        return ""
-
-    errors = all_do("save_checkpoint", work, say)
-    return [f"rank {rank} could not undo its renames: {error}" for rank, error in enumerate(errors) if error]
-
-
-# --- parts ---
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one rank wrote of a checkpoint.
-
-    Attributes:
-        tag, save_id: of its call; the first rank's `save_id` names the save.
-        host: ranks of the same number see the same folder.
-        files: by name within the folder.
-        unknown: classes in them that a load has to be told of.
-        error: what failed; empty if nothing did.
-    """
-
-    tag: str
-    save_id: str
-    host: int
-    files: dict[str, manifests.FileRecord]
-    unknown: list[str]
-    error: str
-
-
-def _part(engine: Any, recorder: Recorder, staging: Path, save_id: str) -> _Part:
-    """Of this rank: its files are on the disk, read back and checksummed."""
-    rank = dist.get_rank()
-    files = recorder.attempt(
-        lambda: {path.relative_to(staging).as_posix(): manifests.record(path, rank) for path in recorder.paths}
-    )
-    paths = [] if recorder.error else recorder.paths
-    unknown = [name for path in paths for name in unknown_names(path, deepspeed_classes())]
-    return _Part(recorder.tag, save_id, host_of(engine), files or {}, unknown, recorder.error)
-
-
-def _unfit(parts: list[_Part]) -> list[str]:
-    """Why the parts of all ranks are no checkpoint; empty if they are one."""
-    failed = [f"rank {rank}: {part.error}" for rank, part in enumerate(parts) if part.error]
-    if len(tags := sorted({part.tag for part in parts})) > 1:
-        failed.append(f"tags {tags[:_NUM_SHOWN]}")
     writers = defaultdict(list)
     for rank, part in enumerate(parts):
         for name in part.files:
             writers[part.host, name].append(rank)
-    failed += [
-        f"{name} written by ranks {ranks} at once: one rank of a host must write it (engine.save_non_zero_checkpoint)"
-        for (_, name), ranks in writers.items()
-        if len(ranks) > 1
-    ]
-    return failed
-
-
-def _of_other_hosts(parts: list[_Part], host: int, staging: Path) -> str:
-    """How files of another host's ranks came into `staging`, this host's own; empty if there are none."""
-    own = {name for part in parts if part.host == host for name in part.files}
-    for rank, part in enumerate(parts):
-        for name in part.files:
-            if part.host != host and name not in own and (staging / name).exists():
-                return (
-                    f"{staging / name} of rank {rank} on the disk of rank {host}'s host (remove "
-                    '"use_node_local_storage", which is for hosts with disks of their own)'
-                )
-    return ""
-
-
-def _header(engine: Any, tag: str) -> dict[str, Any]:
-    return {"tag": tag, "global_steps": engine.global_steps, **layout(engine), **manifests.versions()}
-
-
-def host_of(engine: Any) -> int:
-    """Ranks of the same number see the same folder."""
-    return dist.get_rank() - engine.local_rank if engine.use_node_local_storage() else 0
-
-
-def is_first_of_host(engine: Any) -> bool:
-    return dist.get_rank() == host_of(engine)
+    for (of_host, name), ranks in writers.items():
+        if len(ranks) > 1:
+            raise CheckpointError(
+                f"{name} written by ranks {ranks} at once: one rank of a host must write it "
+                "(engine.save_non_zero_checkpoint)"
+            )
+        if of_host != host and (host, name) not in writers and (staging / name).exists():
+            raise CheckpointError(
+                f"{staging / name} of rank {ranks[0]} on the disk of rank {host}'s host (remove "
+                '"use_node_local_storage", which is for hosts with disks of their own)'
+            )

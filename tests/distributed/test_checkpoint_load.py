@@ -150,8 +150,8 @@ def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
 
 def our_state(folder: str, stage: int) -> None:
     import torch.distributed as dist
+    from test_checkpoint_faults import record_again
 
-    from fp8_ds.checkpoint.adopt import adopt
     from fp8_ds.checkpoint.state import CHECKPOINT_KEY
     from fp8_ds.errors import ConfigError
 
@@ -188,7 +188,8 @@ def our_state(folder: str, stage: int) -> None:
         torch.save(content, file)
     dist.barrier()
     if rank == 0:
-        adopt(file.parent)
+        for path in sorted(file.parent.glob("*_model_states.pt")):
+            record_again(path)
     dist.barrier()
     engine = base.build(stage, base.DELAYED, seed=1)
     with pytest.raises(ConfigError, match="expected version 1, got 99"):
@@ -209,8 +210,8 @@ def of_an_older_version(folder: str, stage: int) -> None:
     Such a version wrote the files of fp32 states, whose moments FP8 held exactly, and this "fp8" block.
     """
     import torch.distributed as dist
+    from test_checkpoint_faults import record_again
 
-    from fp8_ds.checkpoint.adopt import adopt
     from fp8_ds.checkpoint.state import BOUND_SUMS_KEY, CHECKPOINT_KEY, LATE_KEY
     from fp8_ds.optim.masters import BF16_8, E4M19, decode, encode
 
@@ -232,7 +233,8 @@ def of_an_older_version(folder: str, stage: int) -> None:
         torch.save(content, file)
     dist.barrier()
     if rank == 0:
-        adopt(Path(folder) / "old")
+        for path in sorted((Path(folder) / "old").glob("*_model_states.pt")):
+            record_again(path)
     dist.barrier()
 
     with training.log_lines() as said:

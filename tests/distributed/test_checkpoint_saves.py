@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,10 @@ def test_a_full_device_is_said_to_be_full_with_the_files_name(ranks: Any, tmp_pa
     """torch says "unexpected pos 704 vs 598"."""
     (first, of_export), (second, nothing) = ranks(2).run(full_device, str(tmp_path), stage)
     for message in (first, second):
-        assert f"rank 1: OSError: [Errno 28] No space left on device: '{tmp_path}/one.incomplete/" in message
+        assert (
+            f"rank 1: OSError: [Errno 28] No space left on device: '{tmp_path}/one." in message
+            and ".incomplete/" in message
+        )
     assert of_export == f"[Errno 28] No space left on device: '{tmp_path}/pytorch_model.bin'"
     assert nothing == ""
 
@@ -203,6 +207,83 @@ def test_a_client_state_with_the_key_of_ours_is_refused_on_all_ranks(
     """It was replaced in silence."""
     for message in ranks(2).run(with_our_key, str(tmp_path), fp8):
         assert "expected no key 'fp8_ds'" in message and "rank 1 among them" in message
+
+
+# --- what else lies in the folder, and who else writes there ---
+
+
+def with_files_of_the_user(folder: str) -> None:
+    """Names that DeepSpeed does not open, a tag that is a link, and files in folders within are the user's."""
+    import torch
+    import torch.distributed as dist
+
+    engine = base.build(2, {})
+    engine.save_checkpoint(folder, tag="step0")
+    names = ("ema_states.pt", "ema/mp_rank_00_model_states.pt")
+    if dist.get_rank() == 0:
+        Path(folder, "step0/ema").mkdir()
+        for name in names:
+            torch.save({"decay": 0.999}, f"{folder}/step0/{name}")
+        Path(folder, "best").symlink_to("step0")
+    dist.barrier()
+    for tag in ("step0", "best"):
+        assert engine.load_checkpoint(folder, tag=tag)[0] is not None
+    training.train(engine, 1)
+    before = training.full_masters(engine)
+    for tag in ("best", "step0"):
+        engine.save_checkpoint(folder, tag=tag)
+        for name in names:
+            assert torch.load(f"{folder}/{tag}/{name}") == {"decay": 0.999}
+        training.train(engine, 1, first_step=1)
+    assert not Path(folder, "best").is_symlink()
+    assert engine.load_checkpoint(folder, tag="best")[0] is not None
+    base.assert_same(training.full_masters(engine), before)
+    training.destroy(engine)
+
+
+def test_files_of_the_user_beside_a_checkpoint_are_neither_refused_nor_removed(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(with_files_of_the_user, str(tmp_path))
+
+
+def odd_tags(folder: str) -> list[str]:
+    import torch.distributed as dist
+
+    from fp8_ds.errors import ConfigError
+
+    engine, said = base.build(2, {}), []
+    for tag in ("", "x.incomplete", f"rank{dist.get_rank()}"):
+        with pytest.raises(ConfigError) as caught:
+            engine.save_checkpoint(folder, tag=tag)
+        said.append(str(caught.value))
+    assert not any(Path(folder).iterdir())
+    training.destroy(engine)
+    return said
+
+
+def test_tags_that_are_no_names_or_differ_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2).run(odd_tags, str(tmp_path)):
+        expected = ("got ''", "got 'x.incomplete'", "expected the same one on all ranks, got ['rank0', 'rank1']")
+        assert all(part in text for part, text in zip(expected, said, strict=True)), said
+
+
+def save_and_load(folder: str) -> list[str]:
+    engine = base.build(2, {})
+    with training.log_lines() as said:
+        engine.save_checkpoint(folder, tag="mine")
+        assert engine.load_checkpoint(folder)[0] is not None
+    training.destroy(engine)
+    return [line for line in said if "waiting for" in line]
+
+
+def test_a_save_waits_for_that_of_another_job_and_says_so(ranks: Any, tmp_path: Path) -> None:
+    from fp8_ds.checkpoint import folders
+
+    ranks(2).run(save_and_load, str(tmp_path))
+    lock = folders.take_lock(tmp_path, "", print)
+    assert lock is not None
+    threading.Timer(15, os.close, [lock]).start()  # the other job ends
+    said, by_other = ranks(2).run(save_and_load, str(tmp_path))
+    assert len(said) == 1 and f"waiting for process {os.getpid()} of " in said[0] and by_other == []
 
 
 def refused_save(folder: str, stage: int, says_disks_are_its_own: bool) -> str:
@@ -326,9 +407,8 @@ def killed_between_steps(folder: str, tag: str) -> list[int]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "prepare", aside("prepare", folders.prepare))
-        for step in STEPS[1:]:
-            patch.setattr(folders.Commit, step, aside(step, getattr(folders.Commit, step)))
+        for step in STEPS:
+            patch.setattr(folders.Save, step, aside(step, getattr(folders.Save, step)))
         engine.save_checkpoint(str(here), tag=tag)
     assert tuple(taken) == STEPS
     training.destroy(engine)
@@ -371,7 +451,7 @@ def one_host_cannot_publish(folder: str, tag: str) -> str:
     engine.save_checkpoint(here, tag="old")
     before = base.snapshot(engine)
     training.train(engine, 1, first_step=1)
-    publish = folders.Commit.publish
+    publish = folders.Save.publish
 
     def fail(self: Any) -> None:
         if dist.get_rank() == 1:
@@ -379,9 +459,12 @@ def one_host_cannot_publish(folder: str, tag: str) -> str:
         publish(self)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
-        patch.setattr(folders.Commit, "publish", fail)
+        patch.setattr(folders.Save, "publish", fail)
         engine.save_checkpoint(here, tag=tag)
-    assert sorted(path.name for path in Path(here).iterdir() if "zero_to" not in path.name) == ["latest", "old"]
+    assert sorted(path.name for path in Path(here).iterdir() if path.name[:4] not in ("zero", ".fp8")) == [
+        "latest",
+        "old",
+    ]
     training.destroy(engine)
     again = one_rank_a_host(seed=1)
     again.load_checkpoint(here)
@@ -431,18 +514,18 @@ def broken_mount(folder: str) -> str:
     engine = base.build(2, {})
     training.train(engine, 1)
     engine.save_checkpoint(folder)
-    stock = folders.find
+    stock = folders.read_manifest
 
-    def find(load_dir: Path, tag: str) -> str:
+    def read(path: Path) -> Any:
         if dist.get_rank() == 1:
-            raise OSError(116, "Stale file handle", str(load_dir))
-        return stock(load_dir, tag)
+            raise OSError(116, "Stale file handle", str(path))
+        return stock(path)
 
-    folders.find = find
+    folders.read_manifest = read
     try:
         message = refusal(engine, folder)
     finally:
-        folders.find = stock
+        folders.read_manifest = stock
     dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "latest").write_text("")

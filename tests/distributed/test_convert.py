@@ -16,9 +16,9 @@ import training
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fp8_ds.checkpoint import manifest, model_folder
+from fp8_ds.checkpoint import folders, model_folder
 from fp8_ds.checkpoint.convert import convert, kind_of
-from fp8_ds.checkpoint.manifest import MANIFEST
+from fp8_ds.checkpoint.folders import MANIFEST
 from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError
@@ -171,13 +171,18 @@ def add_to(path: Path, mark: Path, new_format: bool = True) -> None:
     torch.save({**state, "more": Hostile(mark)}, path, _use_new_zipfile_serialization=new_format)
 
 
-def test_a_checkpoint_of_ours_without_its_manifest_is_not_converted(ranks: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_manifest_is_converted_where_all_its_files_are_there(
+    ranks: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "ckpt"
     ranks(2).run(save_all, str(folder))
     (folder / "first" / MANIFEST).unlink()
+    convert(folder, tmp_path / "whole", "universal", tag="first")
+    shard = max((folder / "first").glob("*_optim_states.pt"))
+    shard.unlink()
     for trusts in (False, True):
-        with pytest.raises(CheckpointError, match=r"manifest\.json is missing.*python -m fp8_ds.checkpoint.adopt"):
-            convert(folder, tmp_path / "out", "universal", trust_pickle=trusts)
+        with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
+            convert(folder, tmp_path / "out", "universal", tag="first", trust_pickle=trusts)
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -221,7 +226,7 @@ def test_files_that_are_none_of_the_save_are_not_opened(ranks: Any, tmp_path: Pa
         convert(folder, folder / "universal", "universal")
         convert(folder, folder / "weights", "safetensors")
         assert not mark.exists()
-        found, clean = (manifest.read_manifest(folder / name) for name in ("universal", "clean"))
+        found, clean = (folders.read_manifest(folder / name) for name in ("universal", "clean"))
         assert found is not None and clean is not None
         assert {name: entry.num_bytes for name, entry in found.files.items()} == {
             name: entry.num_bytes for name, entry in clean.files.items()
@@ -422,7 +427,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "record", fail)  # the files have been written
+        patch.setattr(folders, "record", fail)  # the files have been written
         for act in (
             lambda: convert(tmp_path, tmp_path / "other", "universal"),
             lambda: prepare_universal(tmp_path / "universal", 3),

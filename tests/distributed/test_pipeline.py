@@ -165,12 +165,13 @@ def load_other_shapes(directory: str) -> None:
 
 
 def test_a_shape_that_one_stage_alone_can_see_is_refused_on_all(ranks: Any, tmp_path: Path) -> None:
-    from fp8_ds.checkpoint.adopt import adopt
+
     from fp8_ds.checkpoint.convert import convert
+    from fp8_ds.checkpoint.folders import seal_universal
 
     ranks(2).run(save_stages, str(tmp_path))
     convert(tmp_path, tmp_path / "universal", "universal")
     path = next((tmp_path / "universal/zero").glob("*lm_head.weight")) / "fp32.pt"
     torch.save({"param": torch.load(path)["param"].view(48, 128)}, path)  # as many numbers
-    adopt(tmp_path / "universal")
+    seal_universal(tmp_path / "universal", "universal")
     ranks(2).run(load_other_shapes, str(tmp_path))

@@ -18,10 +18,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fp8_ds.checkpoint import manifest as m
+from fp8_ds.checkpoint import folders as m
 from fp8_ds.checkpoint import model_folder
-from fp8_ds.checkpoint.adopt import GLOBAL_STATE, adopt
 from fp8_ds.checkpoint.convert import convert, kind_of
+from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.checkpoint.universal import prepare_universal
 from fp8_ds.cli.app import app
 from fp8_ds.engine import checking
@@ -194,11 +194,9 @@ def test_what_is_no_file_is_refused_by_name_in_checkpoints(tmp_path: Path, kind:
             lambda: convert(universal, place / "out", "universal", stage=3),  # noqa: B023
             lambda: convert(universal, place / "out", "safetensors"),  # noqa: B023
             lambda: prepare_universal(universal, 3),  # noqa: B023
-            lambda: adopt(universal),  # noqa: B023
         ):
             assert_refused(path, kind, act)
     place = in_place_of(tmp_path / "save/global_step1/mp_rank_00_model_states.pt", kind).parent
-    assert_refused(place / "mp_rank_00_model_states.pt", kind, lambda: adopt(place))
     path = in_place_of(tmp_path / "save/latest", kind)
     assert_refused(path, kind, lambda: convert(tmp_path / "save", tmp_path / "out", "universal"))
     for target in ("universal", "safetensors"):

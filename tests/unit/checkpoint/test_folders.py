@@ -1,8 +1,11 @@
-"""Commits: what a kill or a disk that fails leaves is the old checkpoint or the new one, on one host and on two."""
+"""What a kill, a disk that fails or another job leaves is the old checkpoint or the new one, on one host and on two;
+what a flipped bit has done to a file is known, and which file it was."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +13,18 @@ from typing import Any
 import pytest
 
 from fp8_ds.checkpoint import folders as f
-from fp8_ds.checkpoint import manifest as m
-from fp8_ds.errors import CheckpointError
+from fp8_ds.errors import CheckpointError, ConfigError
 
 FILES = ("mp_rank_00_model_states.pt", "sub/zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def write_files(folder: Path, version: int) -> m.Manifest:
+def write_files(folder: Path, version: int) -> f.Manifest:
     """A checkpoint's files in `folder`, distinguishable by `version`, and their manifest (not written)."""
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"weights" * 1000 + bytes([version]))
-    files = {name: m.record(folder / name, rank) for rank, name in enumerate(FILES)}
-    return m.Manifest({"tag": folder.name, "version": version, "save": f"save {version}"}, files)
+    files = {name: f.record(folder / name, rank) for rank, name in enumerate(FILES)}
+    return f.Manifest({"tag": folder.name.partition(".")[0], "version": version, "save": f"save {version}"}, files)
 
 
 @pytest.fixture(autouse=True)
@@ -31,21 +33,19 @@ def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def steps_of_a_save(host: Path, tag: str, version: int, keep: str | None = None) -> list[Callable[[], object]]:
+IDS = (f"{number:08x}" for number in itertools.count())
+
+
+def steps_of_a_save(host: Path, tag: str, version: int) -> list[Callable[[], object]]:
     """What one host does, in the steps between which hosts wait for each other."""
-
-    commits: list[f.Commit] = []
-
-    def write() -> None:
-        manifest = write_files(host / (tag + f.INCOMPLETE), version)
-        commits.append(f.Commit(host, tag, manifest, is_latest=True))
-
+    save = f.Save(host, tag, next(IDS), is_latest=True)
+    manifests: list[f.Manifest] = []
     return [
-        lambda: f.prepare(host, tag, keep),
-        write,
-        lambda: commits[0].stage(),
-        lambda: commits[0].publish(),
-        lambda: commits[0].finish(),
+        save.prepare,
+        lambda: manifests.append(write_files(save.staging, version)),
+        lambda: save.stage(manifests[0]),
+        save.publish,
+        save.finish,
     ]
 
 
@@ -54,21 +54,16 @@ def save(save_dir: Path, tag: str, version: int) -> None:
 
 
 def save_on(hosts: Sequence[Path], tag: str, version: int) -> None:
-    keep = f.common_save([written_times(host, [tag]) for host in hosts])
-    for step in zip(*(steps_of_a_save(host, tag, version, keep) for host in hosts), strict=True):
+    for step in zip(*(steps_of_a_save(host, tag, version) for host in hosts), strict=True):
         for act in step:
             act()
 
 
-def written_times(host: Path, tags: Sequence[str]) -> dict[str, int]:
-    return {name: found.written for name, found in f.complete_saves(host, tags).items()}
-
-
 def version_in(folder: Path) -> int:
     """Of a checkpoint, checked as a load does."""
-    manifest = m.read_manifest(folder)
+    manifest = f.read_manifest(folder)
     assert manifest is not None
-    assert [m.damage(folder, name, entry) for name, entry in manifest.files.items()] == ["", ""]
+    assert [f.damage(folder, name, entry) for name, entry in manifest.files.items()] == ["", ""]
     for name in FILES:
         assert (folder / name).read_bytes()[-1] == manifest.header["version"]
     return int(manifest.header["version"])
@@ -80,14 +75,18 @@ def load(save_dir: Path) -> int:
 
 
 def load_on(hosts: Sequence[Path]) -> int:
-    """The version that hosts load together: what `latest` leads to, or else the newest that all of them have."""
+    """The version that hosts load together: what `latest` leads to, or else one that all of them have."""
     tags = [(host / f.LATEST).read_text() for host in hosts]
-    versions = {version_in(host / f.find(host, tag)) for host, tag in zip(hosts, tags, strict=True)}
-    if len(versions) == 1:
-        return versions.pop()
-    common = f.common_save([written_times(host, sorted(set(tags))) for host in hosts])
-    assert common is not None, "no save that all hosts have"
-    return {version_in(host / f.complete_saves(host, tags)[common].tag) for host in hosts}.pop()
+    firsts = {load(host) for host in hosts}
+    if len(firsts) == 1:
+        return firsts.pop()
+    found = [
+        {version_in(host / name) for tag in tags for name in f.folders_of(host, tag) if (host / name).exists()}
+        for host in hosts
+    ]
+    common = set.intersection(*found)
+    assert common, "no save that all hosts have"
+    return max(common)
 
 
 # --- kills ---
@@ -166,7 +165,7 @@ def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
             for call in range(1000):
                 hosts = [tmp_path / f"{step}{other_is_done}{call}/host{i}" for i in (0, 1)]
                 save_on(hosts, "two", 1)
-                steps = [steps_of_a_save(host, tag, 2, "save 1" if tag == "two" else None) for host in hosts]
+                steps = [steps_of_a_save(host, tag, 2) for host in hosts]
                 for i in range(step):
                     for host_steps in steps:
                         host_steps[i]()
@@ -187,24 +186,27 @@ def test_a_kill_at_any_operation_of_one_host_leaves_a_save_that_both_have(
 def test_a_save_that_both_hosts_have_outlives_the_start_of_the_next_one(tmp_path: Path) -> None:
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     save_on(hosts, "two", 1)
-    steps = [steps_of_a_save(host, "two", 2, "save 1") for host in hosts]
+    steps = [steps_of_a_save(host, "two", 2) for host in hosts]
     for i in range(3):
         for host_steps in steps:
             host_steps[i]()
     steps[0][3]()  # killed before the second host renamed
     assert load_on(hosts) == 1
-    keep = f.common_save([written_times(host, ["two"]) for host in hosts])
-    for host in hosts:
-        f.prepare(host, "two", keep)
-        assert load_on(hosts) == 1
-    assert [load(host) for host in hosts] == [1, 1]
+    steps = [steps_of_a_save(host, "two", 3) for host in hosts]
+    for i in range(3):
+        for host_steps in steps:
+            host_steps[i]()
+            assert load_on(hosts) == 1
+    steps[1][3]()
+    assert load_on(hosts) == 1
 
 
+@pytest.mark.parametrize("tag", ["one", "two"])
 def test_a_latest_that_cannot_be_written_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     save(tmp_path, "one", 1)
-    write, replace = f.write_text, Path.replace
+    replace = Path.replace
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -214,82 +216,89 @@ def test_a_latest_that_cannot_be_written_leaves_the_old_checkpoint(
             raise OSError(5, "Input/output error", str(target))
         return replace(self, target)
 
-    for tag in ("one", "two"):
-        for name, value in (("write_text", full), ("replace", broken)):
-            monkeypatch.setattr(*((f, name, value) if name == "write_text" else (Path, name, value)))
-            steps = steps_of_a_save(tmp_path, tag, 2)
-            steps[0]()
-            steps[1]()
+    for owner, name, value in ((f, "write_text", full), (Path, "replace", broken)):
+        with monkeypatch.context() as patch:
+            new = f.Save(tmp_path, tag, next(IDS), is_latest=True)
+            new.prepare()
+            manifest = write_files(new.staging, 2)
+            patch.setattr(owner, name, value)
             with pytest.raises(OSError, match=f.LATEST):
-                for step in steps[2:]:
-                    step()
-            monkeypatch.setattr(f, "write_text", write)
-            monkeypatch.setattr(Path, "replace", replace)
-            assert load(tmp_path) == 1
-            f.discard(tmp_path, tag)
-            assert {path.name for path in tmp_path.iterdir()} <= {"one", "latest", "latest.next"}
-    save(tmp_path, "two", 2)
+                new.stage(manifest)
+                new.publish()
+            new.undo()
+        assert load(tmp_path) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
+    save(tmp_path, tag, 2)
     assert load(tmp_path) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "latest"}
+    assert {path.name for path in tmp_path.iterdir()} == {"one", tag, "latest"}
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_commit_that_another_host_cannot_make_is_undone(tmp_path: Path, tag: str) -> None:
-    save(tmp_path, "one", 1)
-    f.prepare(tmp_path, tag)
-    manifest = write_files(tmp_path / (tag + f.INCOMPLETE), 2)
-    commit = f.Commit(tmp_path, tag, manifest, is_latest=True)
-    commit.stage()
-    commit.publish()
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_save_that_another_host_cannot_publish_is_undone(tmp_path: Path, tag: str, is_first: bool) -> None:
+    if not is_first:
+        save(tmp_path, "one", 1)
+    new = f.Save(tmp_path, tag, next(IDS), is_latest=True)
+    new.prepare()
+    new.stage(write_files(new.staging, 2))
+    new.publish()
     assert load(tmp_path) == 2
-    commit.undo()
-    f.discard(tmp_path, tag)
-    assert load(tmp_path) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
-
-
-def test_the_newest_save_that_every_host_has_is_the_one_to_load() -> None:
-    assert f.common_save([{"a": 1, "b": 2, "c": 3}, {"b": 9, "a": 10}]) == "b"
-    assert f.common_save([{"a": 1}, {"b": 1}]) is None
-    assert f.common_save([{}, {"b": 1}]) is None
-    assert f.common_save([]) is None
+    new.undo()
+    assert {path.name for path in tmp_path.iterdir()} == (set() if is_first else {"one", "latest"})
+    assert is_first or load(tmp_path) == 1
 
 
 def test_a_failed_rename_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "one", 1)
-    manifest = write_files(tmp_path / "one.incomplete", 2)
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if self.name == "one.incomplete":
+        if self.name.endswith(f.INCOMPLETE):
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", fail)
-    commit = f.Commit(tmp_path, "one", manifest, is_latest=True)
-    commit.stage()
-    with pytest.raises(OSError, match="Input/output"):
-        commit.publish()
+    new = f.Save(tmp_path, "one", next(IDS), is_latest=True)
+    new.stage(write_files(new.staging, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            new.publish()
+        assert load(tmp_path) == 1  # a kill here
+        new.undo()
     assert load(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
 
 
 def test_leftovers_that_cannot_be_removed_do_not_become_part_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, "one", 1)
-    write_files(tmp_path / "one.incomplete", 2)
+    write_files(tmp_path / "one.00000bad.incomplete", 2)
+    (tmp_path / "one.00000bad.incomplete/mp_rank_07_model_states.pt").touch()
     monkeypatch.setattr(f.shutil, "rmtree", lambda path, ignore_errors: None)
-    with pytest.raises(CheckpointError, match=r"one\.incomplete.*cannot be removed"):
-        f.prepare(tmp_path, "one")
-    assert load(tmp_path) == 1
+    save(tmp_path, "one", 3)
+    assert load(tmp_path) == 3
+    assert not (tmp_path / "one/mp_rank_07_model_states.pt").exists()
 
 
-def test_files_that_the_committing_rank_does_not_see_are_no_checkpoint(tmp_path: Path) -> None:
+def test_what_an_older_version_has_left_is_found_and_removed(tmp_path: Path) -> None:
+    """It gave its folders no number."""
     save(tmp_path, "one", 1)
-    manifest = write_files(tmp_path / "two.incomplete", 2)
-    (tmp_path / "two.incomplete" / list(FILES)[1]).unlink()
+    write_files(tmp_path / "one.incomplete", 2)
+    (tmp_path / "one").rename(tmp_path / "one.replaced")
+    assert load(tmp_path) == 1
+    save(tmp_path, "one", 3)
+    assert load(tmp_path) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
+
+
+def test_files_that_the_first_rank_does_not_see_are_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, "one", 1)
+    new = f.Save(tmp_path, "two", next(IDS), is_latest=True)
+    manifest = write_files(new.staging, 2)
+    (new.staging / list(FILES)[1]).unlink()
     with pytest.raises(CheckpointError, match=r"optim_states\.pt is not here as rank 1 .*use_node_local_storage"):
-        f.Commit(tmp_path, "two", manifest, is_latest=True).stage()
+        new.stage(manifest)
     assert load(tmp_path) == 1
 
 
@@ -298,11 +307,16 @@ def test_files_that_others_put_beside_ours_stay_when_a_tag_is_saved_again(tmp_pa
     (tmp_path / "best/notes.txt").write_text("mine")
     (tmp_path / "best/tokenizer").mkdir()
     (tmp_path / "best/tokenizer/vocabulary").write_text("a b")
+    (tmp_path / "best/tokenizer/ema_model_states.pt").write_text("mine")
+    (tmp_path / "best/ema_states.pt").write_text("mine")  # DeepSpeed opens no such name
     (tmp_path / "best/mp_rank_07_model_states.pt").write_text("of a run with more ranks")
+    assert f.own_files(tmp_path / "best") == {FILES[0]: 7001, "mp_rank_07_model_states.pt": 24}
     save(tmp_path, "best", 2)
     assert load(tmp_path) == 2
     assert (tmp_path / "best/notes.txt").read_text() == "mine"
     assert (tmp_path / "best/tokenizer/vocabulary").read_text() == "a b"
+    for name in ("tokenizer/ema_model_states.pt", "ema_states.pt"):
+        assert (tmp_path / "best" / name).read_text() == "mine"
     assert not (tmp_path / "best/mp_rank_07_model_states.pt").exists()
 
 
@@ -328,11 +342,201 @@ def test_files_of_others_are_not_copied_where_they_can_be_linked(
     assert os.readlink(tmp_path / "best/notes") == "nowhere"
 
 
-def test_complete_tags_leave_out_unfinished_ones(tmp_path: Path) -> None:
+def test_a_tag_that_is_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    save(tmp_path, "step1", 1)
+    (tmp_path / "step1/notes.txt").write_text("mine")
+    (tmp_path / "best").symlink_to("step1")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for tag in ("best", "gone"):
+        save(tmp_path, tag, 2)
+        assert load(tmp_path) == version_in(tmp_path / tag) == 2 and not (tmp_path / tag).is_symlink()
+    assert version_in(tmp_path / "step1") == 1
+    assert (tmp_path / "step1/notes.txt").read_text() == (tmp_path / "best/notes.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"step1", "best", "gone", "latest"}
+
+
+def test_complete_saves_leave_out_unfinished_ones(tmp_path: Path) -> None:
     save(tmp_path, "one", 1)
-    os.utime(tmp_path / "one" / m.MANIFEST, (1, 1))
+    os.utime(tmp_path / "one" / f.MANIFEST, (1, 1))
     save(tmp_path, "two", 2)
-    m.write_manifest(tmp_path / "two", write_files(tmp_path / "two", 2))
-    write_files(tmp_path / "three.incomplete", 3)
+    f.write_manifest(tmp_path / "three.incomplete", write_files(tmp_path / "three.incomplete", 3))
     (tmp_path / "stock").mkdir()
-    assert f.complete_tags(tmp_path) == ["two", "one"]
+    assert f.describe_complete(tmp_path) == f"Complete in '{tmp_path}': ['two', 'one']."
+    assert f.describe_complete(tmp_path, "two") == f"Complete in '{tmp_path}': ['one']."
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["", ".", "..", "../x", "/x", "a/", "./a", "a//b", "x.incomplete", "x.replaced", "x\0y", "x\ny", " x", "latest"],
+)
+def test_a_tag_that_is_no_name_or_a_saves_own_is_refused(tag: str) -> None:
+    with pytest.raises(ConfigError, match=r"tag: expected the name of a folder.*got"):
+        f.refuse_tag(tag)
+
+
+@pytest.mark.parametrize("tag", ["global_step1", "runs/best", "3", "a[b]", "a.b", "\u00e9 e", "x.incomplete.1"])
+def test_other_tags_can_be_saved_and_found(tmp_path: Path, tag: str) -> None:
+    f.refuse_tag(tag)
+    save(tmp_path, tag, 1)
+    (tmp_path / tag).rename(tmp_path / f"{tag}.0000abcd.replaced")  # a kill
+    assert load(tmp_path) == 1
+    save(tmp_path, tag, 2)
+    assert load(tmp_path) == 2
+    assert [path.name for path in (tmp_path / tag).parent.iterdir() if path.name.startswith(Path(tag).name)] == [
+        Path(tag).name
+    ]
+
+
+# --- two jobs ---
+
+
+def test_saves_and_loads_wait_for_the_save_of_another_job_and_name_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    lock = f.take_lock(tmp_path, "", said.append)
+    other = f.take_lock(tmp_path, "8", said.append)  # of a host that says that its disk is its own
+    assert lock is not None and other is not None and said == []
+    os.close(other)
+    for is_shared in (True, False):
+        held: list[int | None] = []
+
+        def wait(is_shared: bool = is_shared, held: list[int | None] = held) -> None:
+            held.append(f.take_lock(tmp_path, "", said.append, is_shared=is_shared))
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(0.3)
+        assert held == [] and f"waiting for process {os.getpid()} of " in said.pop()
+        os.close(lock)
+        thread.join(60)
+        lock = held.pop()
+        assert lock is not None
+    os.close(lock)
+
+
+def test_loads_do_not_wait_for_each_other_and_leave_nothing(tmp_path: Path) -> None:
+    assert f.take_lock(tmp_path, "", print, is_shared=True) is None
+    assert list(tmp_path.iterdir()) == []
+    os.close(f.take_lock(tmp_path, "", print) or 0)
+    said: list[str] = []
+    locks = [f.take_lock(tmp_path, "", said.append, is_shared=True) for _ in range(2)]
+    assert None not in locks and said == []
+    for lock in locks:
+        os.close(lock or 0)
+
+
+def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(f.fcntl, "flock", refuse)
+    said: list[str] = []
+    assert f.take_lock(tmp_path, "", said.append) is None
+    assert len(said) == 1 and "cannot be locked (Operation not supported): let no other job save" in said[0]
+
+
+# --- what a disk does to files ---
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    manifest = write_files(tmp_path, 1)
+    f.write_manifest(tmp_path, manifest)
+    assert f.read_manifest(tmp_path) == manifest
+    assert manifest.files["mp_rank_00_model_states.pt"] == f.FileRecord(7001, manifest.files[FILES[0]].crc32, 0)
+    assert f.read_manifest(tmp_path / "sub") is None
+
+
+def test_checksums_are_crc32_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"123456789")
+    monkeypatch.setattr(f, "_CHUNK_BYTES", 4)
+    assert f.record(tmp_path / "file", 0).crc32 == "cbf43926"  # the check value of CRC-32/ISO-HDLC
+
+
+def test_every_flipped_bit_of_a_file_is_found_and_named(tmp_path: Path) -> None:
+    manifest = write_files(tmp_path, 1)
+    for name, entry in manifest.files.items():
+        path = tmp_path / name
+        content = path.read_bytes()
+        for place in (0, 1, len(content) // 2, len(content) - 1):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            assert str(path) in f.damage(tmp_path, name, entry)
+        path.write_bytes(content[:-1])
+        assert f"{path} has {len(content) - 1} bytes where {len(content)} were written" in f.damage(
+            tmp_path, name, entry
+        )
+        path.unlink()
+        assert f.damage(tmp_path, name, entry) == f"{path} is missing"
+
+
+def test_files_are_checked_on_a_file_system_that_refuses_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_files(tmp_path, 1)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(22, "Invalid argument")  # as squashfs does
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert [f.damage(tmp_path, name, entry) for name, entry in manifest.files.items()] == ["", ""]
+    with pytest.raises(OSError, match="Invalid"):  # a save needs it
+        f.record(tmp_path / FILES[0], 0)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_files(tmp_path, 1)
+
+    class BadSector:
+        crc32 = staticmethod(lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))  # without a name
+
+    monkeypatch.setattr(f, "zlib", BadSector)
+    for name, entry in manifest.files.items():
+        path = str(tmp_path / name)
+        assert f.damage(tmp_path, name, entry) == f"{path} cannot be read ([Errno 5] Input/output error)"
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            f.record(tmp_path / name, 0)
+        assert caught.value.filename == path
+
+
+def test_files_in_a_folder_are_found_behind_links_too(tmp_path: Path) -> None:
+    write_files(tmp_path / "whole", 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/more_states.pt").write_bytes(b"1234")
+    (tmp_path / "whole/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "whole")
+    (tmp_path / "whole/notes.txt").write_text("mine")
+    found = f.files_in(tmp_path / "whole", "_states.pt")
+    assert found == {**dict.fromkeys(FILES, 7001), "linked/more_states.pt": 4}
+
+
+def test_every_flipped_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
+    f.write_manifest(tmp_path, write_files(tmp_path, 1))
+    path = tmp_path / f.MANIFEST
+    content = path.read_bytes()
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=f.MANIFEST):
+            f.read_manifest(tmp_path)
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        f.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/model.pt"])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    f.write_manifest(tmp_path, f.Manifest({}, {name: f.FileRecord(1, "00000000", 0)}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        f.read_manifest(tmp_path)
+
+
+def test_another_format_is_refused_with_the_version_that_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f, "_FORMAT", 2)
+    f.write_manifest(tmp_path, f.Manifest({"fp8_ds": "9.1"}, {}))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"expected format 1, got 2 of fp8_ds 9\.1"):
+        f.read_manifest(tmp_path)

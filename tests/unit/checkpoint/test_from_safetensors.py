@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.convert import convert
-from fp8_ds.checkpoint.manifest import read_manifest
+from fp8_ds.checkpoint.folders import read_manifest
 from fp8_ds.cli.app import app
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError, UnsupportedError
 
