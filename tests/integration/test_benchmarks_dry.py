@@ -60,7 +60,7 @@ def test_kernel_benchmarks_run_dry(part: str, run_main: Callable[..., str]) -> N
     assert len(run_main(f"kernels_{part}", "--dry-run").splitlines()) >= 5
 
 
-# --- moments on real gradients ---
+# --- settings of launches, and experts ---
 
 
 def test_launch_settings_are_constants_that_exist_and_come_back(bench: Any, run_main: Callable[..., str]) -> None:
@@ -113,85 +113,3 @@ def test_experts_bench_has_an_arm_of_each_kind(run_main: Callable[..., str], ben
     experts = bench("experts")
     for shape in experts.SHAPES:
         assert [arm.name for arm in experts.arms(shape, "cpu") if arm.is_loop] == ["fp8_ds, loop, e5m2 gradients"]
-
-
-def test_smooth_gradients_compares_both_roundings_by_kind_of_row(run_main: Callable[..., str], tmp_path: Path) -> None:
-    run_main("smooth_gradients", "--steps", 2, "--out", tmp_path)
-    rows = json.loads(next(tmp_path.glob("*smooth-gradients.json")).read_text())["rows"]
-    assert {(row["rounding"], row["step"]) for row in rows} == {("nearest", 2), ("ours", 2)}
-    assert sum(row["rows"] for row in rows) == 2 * 256
-    assert all(0 < row["error"] < 0.3 and 0.9 < row["gain"] < 1.1 for row in rows)
-
-
-def test_update_error_of_a_gpt_is_written_by_kind_of_parameter(run_main: Callable[..., str], tmp_path: Path) -> None:
-    run_main("update_error_gpt", "--dry-run", "--out", tmp_path)
-    last = json.loads(next(tmp_path.glob("*update-error-gpt.json")).read_text())["rows"][-1]
-    assert set(last["kinds"]) >= {"qkv", "up", "wte", "norm", "lm_head"}
-    assert all(0 < kind["error"] < 0.3 for kind in last["kinds"].values())
-
-
-def test_tiny_parity_writes_paired_differences(
-    bench: Any, run_main: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(bench("tiny_parity"), "NUM_HELD_OUT", 1)
-    run_main("tiny_parity", "--steps", 2, "--seeds", 3, "--out", tmp_path)
-    rows = json.loads(next(tmp_path.glob("*tiny-parity.json")).read_text())["rows"]
-    assert [(row["beta2"], row["arm"]) for row in rows] == [(b, a) for b in (0.95, 0.999) for a in ("ours", "nearest")]
-    for row in rows:
-        low, high = row["interval_95_percent"]
-        assert low < row["difference_percent"] < high and abs(row["difference_percent"]) < 0.1
-
-
-# --- largest_model.py ---
-
-
-def test_largest_model_search_stops_at_the_first_that_trains_and_at_other_errors(bench: Any) -> None:
-    search = bench("largest_model").search
-    outcomes = {"32": {"error": "out of memory"}, "28": {"trained": True}, "24": {"trained": True}}
-    assert len(search(["32", "28", "24"], outcomes.__getitem__)) == 2
-    outcomes["32"] = {"error": "exit status 1"}
-    assert len(search(["32", "28", "24"], outcomes.__getitem__)) == 1
-
-
-def test_largest_model_says_in_which_phase_memory_ran_out(bench: Any) -> None:
-    largest = bench("largest_model")
-    args = argparse.Namespace(vocab=32000, steps=2)
-    phase = {"phase": "construction", "gib": 40.0, "peak_gib": 41.0, "bytes_per_param": 2.0}
-    phase |= {"peak_bytes_per_param": 2.0}
-    records = [{"phase": "construction", "began": True}, phase, {"phase": "initialize", "began": True}]
-    output = "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 84 GiB\n"
-    out = largest.summary(args, "stock bf16", "22", records, 1, output)
-    assert (out["error"], out["failed_in"], out["trained"]) == ("out of memory", "initialize", False)
-    assert "84 GiB" in out["output"]
-    fitted = {"arm": "fp8 states", "size": "22", "parameters": out["parameters"], "trained": True}
-    lines = largest.verdicts([{"arm": "stock bf16", "size": "22", **out}, fitted])
-    assert [line[:3] for line in lines] == ["met", "met"]
-    crashed = {"arm": "stock bf16", "size": "22", **out, "error": "exit status 1"}
-    assert largest.verdicts([crashed, fitted])[1].startswith("MISSED")
-    assert "**out of memory** in initialize" in largest.table([{"arm": "stock bf16", "size": "22", **out}])
-    rising = largest.summary(args, "fp8 states", "22", [{**phase, "loss": 1.0}, {**phase, "loss": 1.1}], 0, "")
-    assert not rising["trained"] and "did not fall" in rising["error"]
-
-
-def test_largest_model_sizes_are_what_they_are_called_and_predictions_those_of_the_issue(bench: Any) -> None:
-    largest = bench("largest_model")
-    for name, shape in largest.SIZES.items():
-        if name != "tiny":
-            num = shape.num_linear() + 2 * 32000 * shape.hidden + (2 * shape.layers + 1) * shape.hidden
-            assert num / 1e9 == pytest.approx(float(name), rel=0.035)
-    shape = largest.SIZES["22"]
-    num = shape.num_linear() + 2 * 32000 * shape.hidden + (2 * shape.layers + 1) * shape.hidden
-    per_param = [largest.predicted_bytes(arm, shape, 32000) / num for arm in largest.ARMS]
-    assert per_param == pytest.approx([4.08, 6.08, 18.0], abs=0.01)
-
-
-@pytest.mark.slow
-def test_largest_model_trains_a_tiny_one_and_logs_each_phase(run_main: Callable[..., str], tmp_path: Path) -> None:
-    tiny = ("--size", "tiny", "--seq", 32, "--vocab", 256, "--steps", 3, "--out", tmp_path, "--arms", "fp8 states")
-    tiny = (*tiny, "--try-timeout", HANG)
-    output = run_main("largest_model", *tiny)
-    (path,) = tmp_path.glob("*.json")
-    (result,) = json.loads(path.read_text())
-    assert result["trained"], result
-    assert [p["phase"] for p in result["phases"]] == ["construction", "initialize", "step 1", "step 2", "step 3"]
-    assert "NOT MEASURED: stock DeepSpeed" in output  # the control was not among the arms
