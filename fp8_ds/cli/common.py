@@ -42,7 +42,10 @@ SetOption = Annotated[
 ]
 
 
-REMOVED = {"parity": "Start examples/deepspeed/parity.py, or compare runs of your own script: docs/parity.md."}
+REMOVED = {
+    "heatmap": "Start examples/deepspeed/heatmap.py.",
+    "parity": "Start examples/deepspeed/parity.py, or compare runs of your own script: docs/parity.md.",
+}
 """Commands of earlier versions, and what to do instead."""
 UsageError: Any = typer.BadParameter.__base__
 """typer has a copy of click in some versions, and click in others."""

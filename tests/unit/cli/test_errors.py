@@ -152,6 +152,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((), 2, "Missing command"),
         (("plan", "llama-8b"), 2, "--config"),
         (("no-such-command",), 2, "no-such-command"),
+        (("heatmap", "health.jsonl", "o.png"), 2, "any more. Start examples/deepspeed/heatmap.py."),
         (("parity", "gpt2", "--data", "short.txt"), 2, "any more. Start examples/deepspeed/parity.py, or"),
         (("estimate", "llama-8b", "--config", "ds.json", "--world", "two"), 2, "--world"),
     ],
