@@ -111,7 +111,7 @@ class Recorder:
         self.stock = stock
         self.paths: list[Path] = []
         self._tag = tag
-        self._error: Exception | None = None
+        self.error = ""
         self._commit_info: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -141,16 +141,12 @@ class Recorder:
         self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)
 
     def attempt(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call `action`, unless an earlier one has failed; what it raises is kept for `raise_error`."""
-        if self._error is None:
+        """Call `action`, unless an earlier one has failed; of what it raises only the text is kept, no open file."""
+        if not self.error:
             try:
                 action(*args, **kwargs)
             except Exception as error:
-                self._error = error
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+                self.error = f"{type(error).__name__}: {str(error)[:300]}"
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,8 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
 
     def part() -> _Part:
         """Read back what this rank wrote."""
-        recorder.raise_error()
+        if recorder.error:
+            raise CheckpointError(f"rank {rank}: {recorder.error}")
         files = {path.relative_to(save.staging).as_posix(): folders.record(path, rank) for path in recorder.paths}
         return _Part(
             host, files, [name for path in recorder.paths for name in unknown_names(path, deepspeed_classes())]
