@@ -275,7 +275,8 @@ def _probe(recipe: str, device: torch.device) -> Check:
 
     name, size = f"product, {recipe}", _PROBE_SIZE[device.type]
     generator = torch.Generator(device).manual_seed(0)
-    x, weight = (torch.randn(size, size, generator=generator, device=device).bfloat16() for _ in range(2))
+    options: Any = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    x, weight = (torch.randn(size, size, **options) for _ in range(2))
     try:
         refuse_device(recipe, "torch", *capabilities(device))
         fast, reference = (_product(recipe, backend, x, weight) for backend in ("torch", "reference"))

@@ -137,7 +137,7 @@ def _make_optimizer_and_scheduler(read: Any) -> None:
     name, options = read.scheduler_name, read.scheduler_params or {}
     what, value = "optimizer.params", adam
     try:
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **numbers)
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))], **numbers)
         what, value = f"scheduler {name}", options
         if name is not None and "auto" not in options.values():
             make = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)

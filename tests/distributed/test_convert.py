@@ -427,7 +427,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "record", fail)  # the files have been written
+        patch.setattr(folders, "seal_universal", fail)  # the files have been written
         for act in (
             lambda: convert(tmp_path, tmp_path / "other", "universal"),
             lambda: prepare_universal(tmp_path / "universal", 3),

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -526,5 +527,6 @@ def test_the_real_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     compares it with stock, CHUNKS its patches with it."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     run = subprocess.run([sys.executable, "-c", f"TINY = {TINY!r}\n{REAL}{CHUNKS}"], capture_output=True, text=True)
     assert run.stdout.split("\n")[-3:] == ["as stock", "as Liger's", ""], run.stdout + run.stderr
