@@ -152,7 +152,7 @@ def remove_shared_memory(port: int | None = None, seconds: float = 0.0) -> None:
     in_use = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process has ended, or is another user's, whose files cannot be removed either
-            in_use += "".join(line for line in maps.open() if "/dev/shm/deepspeed_" in line)
+            in_use += "".join(line for line in maps.read_text().splitlines() if "/dev/shm/deepspeed_" in line)
     for file in found:
         with suppress(OSError):
             if str(file) not in in_use and time.time() - file.stat().st_mtime >= seconds:
