@@ -16,7 +16,7 @@ class Model:
     """A model and the run it is measured in.
 
     Args:
-        kind: "llama", "qwen3" (Hugging Face's classes) or "gpt" (the GPT of parity/models.py).
+        kind: "llama" or "qwen3", of Hugging Face's classes.
         heads: of `head_dim` = hidden / heads features each.
         micro_batch: sequences a rank and step; no accumulation.
         stage: of ZeRO, in all DeepSpeed arms.
@@ -45,9 +45,9 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Of matrices; a GPT's MLP has two, a Llama's three."""
+        """Of matrices."""
         attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
-        mlp = (2 if self.kind == "gpt" else 3) * self.hidden * self.ffn
+        mlp = 3 * self.hidden * self.ffn
         return round(self.layers * (attention + mlp) + 2 * self.vocab * self.hidden)
 
 
@@ -59,11 +59,9 @@ MODELS = {
     "llama-124m": Model("llama", 12, 768, 2048, 6, 2, 32000, 1024, 32, stage=2, gpus=1),
     "llama-1b": Model("llama", 18, 2048, 5632, 16, 4, 32000, 2048, 32, stage=2, gpus=1),
     "qwen3-1b": Model("qwen3", 18, 2048, 5632, 16, 4, 32000, 2048, 4, stage=2, gpus=1),
-    "gpt2": Model("gpt", 12, 768, 3072, 12, 12, 50304, 1024, 16, stage=2, gpus=1),
     "tiny-llama": Model("llama", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
     "tiny-llama-3": Model("llama", 2, 64, 256, 4, 2, 512, 32, 1, stage=3, gpus=2),
     "tiny-qwen3": Model("qwen3", 2, 64, 256, 4, 2, 512, 32, 2, stage=2, gpus=1),
-    "tiny-gpt": Model("gpt", 2, 64, 256, 1, 1, 512, 32, 2, stage=2, gpus=1),
 }
 
 ZERO: dict[int, dict[str, Any]] = {

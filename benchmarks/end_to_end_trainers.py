@@ -90,20 +90,6 @@ def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_c
     return lambda: WithFusedLoss(config)
 
 
-def gpt(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int) -> Callable[[], nn.Module]:
-    """Makes, on the CPU, a model of which `model(tokens)` is the loss. It has an attention of its own: SDPA, causal."""
-    from parity.models import GPT, Size
-
-    if cross_entropy != "stock":
-        raise SystemExit(f"cross-entropy: expected stock with this model, got {cross_entropy}. Use a Llama.")
-
-    def make() -> nn.Module:
-        with torch.device("cpu"):  # whatever the caller's default: its generator is one of the CPU
-            return GPT(Size(m.layers, m.hidden, m.vocab, m.seq, m.micro_batch, 0), m.vocab, seed=0)
-
-    return make
-
-
 def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
     """Imports what the model needs (not possible under zero.Init) and returns what makes it.
 
@@ -117,8 +103,6 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
         from fp8_ds.attention.huggingface import use_backend
         from fp8_ds.device import uses_cuda
 
-        if m.kind == "gpt":
-            raise SystemExit(f"attention: expected a Llama with fa3, got {m.kind}, which has its own. Leave +fa3 out.")
         require_backend("fa3", torch.device("cuda" if uses_cuda() else "cpu"))
         made = transformers_model(m, cross_entropy, "causal", chunk_mem_const)
 
@@ -131,7 +115,7 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
     if attention == "cudnn":
         demand_cudnn()
         attention = "causal"
-    return (gpt if m.kind == "gpt" else transformers_model)(m, cross_entropy, attention, chunk_mem_const)
+    return transformers_model(m, cross_entropy, attention, chunk_mem_const)
 
 
 def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
@@ -140,10 +124,8 @@ def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
     return "untouched" if by_key != "stock" else spec["cross_entropy"]
 
 
-def loss_of(m: Model, module: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Mean cross entropy of int64 tokens [batch, seq + 1] (the GPT) or their first seq (a Llama predicts seq - 1)."""
-    if m.kind == "gpt":
-        return module(tokens)
+def loss_of(module: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """Mean cross entropy of the first seq of int64 tokens [batch, seq + 1], of which seq - 1 are predicted."""
     inputs = tokens[:, :-1].contiguous()
     return module(input_ids=inputs, labels=inputs).loss
 
@@ -236,7 +218,7 @@ class EngineTrainer(Trainer):
             self.engine.compile(compile_kwargs={"mode": "reduce-overhead"} if arm.cuda_graphs else {})
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of(self.m, self.engine, tokens)
+        return loss_of(self.engine, tokens)
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
@@ -284,9 +266,8 @@ class PlainTrainer(Trainer):
         model = model.to(self.device, torch.bfloat16)
         if not self.low_bit:
             model = model.float()
-            if self.m.kind != "gpt":
-                # Autocast leaves embeddings alone, and the residual stream would be fp32.
-                model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
+            # Autocast leaves embeddings alone, and the residual stream would be fp32.
+            model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
         self._convert(model, arm)
         if arm.compiled:
             model.compile()
@@ -331,7 +312,7 @@ class PlainTrainer(Trainer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            return loss_of(self.m, self.model, tokens)
+            return loss_of(self.model, tokens)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
