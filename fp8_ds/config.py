@@ -154,25 +154,7 @@ class ActivationsConfig(_Block):
 
 class TensorParallelConfig(_Block):
     gather: Literal["fp8", "bf16"] = "fp8"
-    scales: Literal["local", "shared"] = "local"
     reduce_scatter: Literal["bf16", "fp8"] = "bf16"
-
-    def check(self, recipe: str) -> None:
-        """Everything that is set can take effect with this recipe of the linears.
-
-        Raises:
-            ConfigError: something cannot.
-        """
-        if self.gather == "bf16" and self.scales == "shared":
-            raise ConfigError(
-                'fp8.tensor_parallel.scales: expected "local" with "gather": "bf16", got "shared". It says how FP8 is '
-                "gathered: remove it."
-            )
-        if self.scales == "shared" and recipe != "tensorwise":
-            raise ConfigError(
-                f'fp8.tensor_parallel.scales: expected "local" with recipe {recipe}, got "shared". One scale for all '
-                "ranks is that of a tensor; those of rows and blocks belong to one rank."
-            )
 
 
 class ScheduleConfig(_Block):
@@ -304,7 +286,6 @@ class Fp8Config(_Block):
         else:
             config.linear.check()
             config.activations.check()
-            config.tensor_parallel.check(config.linear.recipe)
             config.attention.check()
             config.schedule.check()
             config.guard.check()

@@ -41,6 +41,10 @@ REMOVED = {
     "fp8.tensor_parallel.chunks": (
         "Remove the key: shards are gathered at once, which was faster in five of six layers that were timed"
     ),
+    "fp8.tensor_parallel.scales": (
+        "Remove the key: each rank scales its shard by its own amax, which was as near to the exact product as one "
+        "scale for all ranks"
+    ),
     "fp8.attention.backend=sdpa": 'Remove the key: it is what transformers takes by itself, attn_implementation="sdpa"',
     "fp8.attention.backend=cudnn": (
         'Remove the key, and load the model with attn_implementation="sdpa": torch takes cuDNN for it on Hopper'

@@ -28,7 +28,7 @@ from megatron_patches.recipes import Fp8Settings, refuse, settings_of
 from megatron_patches.weights import StepWeight
 
 
-def gather_rule(fp8: Fp8Settings, recipe: Recipe, group: Any) -> Rule | None:
+def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
     """How operands travel in FP8 under sequence parallelism; None: --fp8-tp-gather bf16.
 
     Raises:
@@ -37,7 +37,7 @@ def gather_rule(fp8: Fp8Settings, recipe: Recipe, group: Any) -> Rule | None:
     if fp8.tensor_parallel.gather == "bf16":
         return None
     try:
-        return rule_of(recipe, group, shares_scales=False)
+        return rule_of(recipe)
     except ConfigError as error:
         raise ConfigError(
             f"--fp8-tp-gather: expected bf16 with --fp8-recipe {recipe.name} and --sequence-parallel, got fp8. Add "
@@ -81,7 +81,7 @@ class MegatronFp8Linear:
             return
         self.tp = self.fp8_settings.context(layer.tp_group, layer.sequence_parallel)
         if layer.sequence_parallel:
-            self.tp_rule = gather_rule(self.fp8_settings, self.fp8_recipe, layer.tp_group)
+            self.tp_rule = gather_rule(self.fp8_settings, self.fp8_recipe)
 
     def finish_init(self, quant_config: Any) -> None:
         """Megatron's hook of --te-precision-config-file.

@@ -73,7 +73,7 @@ def refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
     """What linears refuse when they are built, for a pipeline stage that has none: others would wait for it."""
     refuse(config)
     if config.sequence_parallel and config.tensor_model_parallel_size > 1 and not config.multi_latent_attention:
-        gather_rule(fp8, fp8.recipe(), None)
+        gather_rule(fp8, fp8.recipe())
 
 
 def refuse_final_norm(config: Any) -> None:

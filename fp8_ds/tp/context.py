@@ -85,8 +85,7 @@ class TensorParallel:
         weight = None if self.cut_weight is None else self.cut_weight()
         if weight is not None and hasattr(weight, "ds_id"):
             return False
-        config = self.config
-        return config.scales == "local" and config.reduce_scatter == "bf16"
+        return self.config.reduce_scatter == "bf16"
 
     def check_first(self, x: Tensor, *, is_full: bool, is_replicated: bool = False) -> None:
         """Ranks bring tensors of the same shape and dtype, and the same settings. Collective the first time only.

@@ -235,8 +235,6 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
         forward   one all-gather of E4M3 codes and scales: S I bytes and a scale from each other rank (4 bytes
                   tensorwise, 4 S rowwise, S I / 32 blockwise)
         backward  one reduce-scatter of grad_input: 2 S I (n - 1) bytes in bf16, 1.01 S I (n - 1) in FP8
-
-    and with shared scales one all-reduce of 4 bytes each for x, grad_output and a weight that ZeRO does not hold.
     """
 
     is_parallel = True
@@ -263,7 +261,7 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
         convert_back(self, ColumnParallelLinear)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
+        return f"{super().extra_repr()}, gather={self.tp.config.gather}"
 
 
 @traced_where_possible
@@ -360,8 +358,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
         forward   one reduce-scatter of the output: 2 S O (n - 1) bytes in bf16, 1.01 S O (n - 1) in FP8
         backward  one all-gather of grad_output's codes and scales: S O bytes and a scale from each other rank
 
-    without: one all-reduce of the output. With shared scales one all-reduce of 4 bytes each for x, grad_output and a
-    weight that ZeRO does not hold.
+    without: one all-reduce of the output.
     """
 
     is_parallel = True
@@ -380,7 +377,7 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
         convert_back(self, RowParallelLinear)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, gather={self.tp.config.gather}, scales={self.tp.config.scales}"
+        return f"{super().extra_repr()}, gather={self.tp.config.gather}"
 
 
 @traced_where_possible
@@ -419,12 +416,10 @@ def _retype(cls: Any, stock: type[ParallelLinear], module: nn.Linear, recipe: Re
             f"module: expected a {stock.__name__}, got {type(module).__name__}. Cut an nn.Linear by "
             f"{stock.__name__}.from_full first; a layer is converted once."
         )
-    rule = None
-    if module.tp.config.gather == "fp8":
-        rule = rule_of(recipe, module.tp.group, shares_scales=module.tp.config.scales == "shared")
+    rule = rule_of(recipe) if module.tp.config.gather == "fp8" else None
     convert_in_place(module, cls)
     assert isinstance(module, Fp8Linear)
-    module.fp8_recipe = recipe if rule is None else rule.recipe
+    module.fp8_recipe = recipe
     module.tp_rule = rule  # type: ignore[assignment]
     return module
 

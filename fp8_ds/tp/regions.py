@@ -11,8 +11,8 @@
 Tokens are the leading dims of a tensor, flattened: rank r has tokens [r T / n, (r + 1) T / n), wherever sequences
 begin. A shard is [1, T / n, C].
 
-torch.compile takes all of them into its graphs, and the FP8 layers between them, unless shards travel in pieces, scales
-are shared, or sums travel in FP8: then it leaves them as they are, and graphs end at the borders of a block.
+torch.compile takes all of them into its graphs, and the FP8 layers between them, unless sums travel in FP8: then it
+leaves them as they are, and graphs end at the borders of a block.
 """
 
 from __future__ import annotations

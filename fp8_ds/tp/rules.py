@@ -16,20 +16,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E4M3, Float8Format
+from fp8_ds.formats import E4M3
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe, TensorwiseRecipe, as_matrix
 from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
 from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
 from fp8_ds.ops.align import align
 from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
-from fp8_ds.ops.quantize import amax, quantize, quantize_colwise_t, quantize_planes, quantize_tensor_pow2
+from fp8_ds.ops.quantize import quantize_colwise_t, quantize_tensor_pow2
 from fp8_ds.ops.transpose import transpose
-from fp8_ds.scaling.current import scale_from_amax
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.scales import quantize_rows_pow2
 
@@ -123,29 +121,6 @@ class TensorRule(Rule):
         return align(gathered.codes, gathered.scale_inv)
 
 
-class SharedTensorRule(Rule):
-    """One scale for all ranks: bytes, scales and GEMMs are those of one device. An all-reduce of 4 bytes per cast.
-
-    The layer's recipe is a SharedTensorwiseRecipe.
-    """
-
-    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
-
-    def send_grad(self, grad_SO: Tensor) -> Shard:
-        assert isinstance(self.recipe, SharedTensorwiseRecipe)
-        grad_fp8 = self.recipe.quantize(grad_SO, self.recipe.grad_format, True, False)
-        assert grad_fp8.rows is not None
-        return Shard(grad_fp8.rows, grad_fp8.scale_inv)
-
-    def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
-        grad_fp8 = Quantized(None, transpose(gathered.codes), self.rows(gathered).scale_inv)
-        return self.recipe.grad_weight(grad_fp8, None, kept, dtype)
-
-    def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
-        return scale_inv[0].clone()  # memory of its own: cuBLASLt reads scales at multiples of 16 bytes
-
-
 class RowRule(Rule):
     """One scale for each token: 4 bytes a token in the payload, the values that one device would give.
 
@@ -217,72 +192,23 @@ class BlockRule(Rule):
         return transpose_blockwise(rows.rows, rows.scale_inv)
 
 
-class SharedTensorwiseRecipe(TensorwiseRecipe):
-    """Tensorwise, by the largest magnitude over the ranks of the group: what one device would have.
-
-    Args:
-        recipe: whose settings it takes over.
-        group: whose ranks quantise at the same time, each its shard.
-    """
-
-    def __init__(self, recipe: TensorwiseRecipe, group: dist.ProcessGroup) -> None:
-        super().__init__(recipe.linear_config, recipe.shared)
-        self.group = group
-
-    def quantize(self, x: Tensor, fmt: Float8Format, needs_rows: bool, needs_columns: bool) -> Quantized:
-        """[T, C] by the shared scale. Collective."""
-        scale, scale_inv = self._scale(x, fmt)
-        planes = "both" if needs_rows and needs_columns else "row" if needs_rows else "col"
-        return Quantized(*quantize_planes(x, scale, fmt, planes), scale_inv)  # type: ignore[arg-type]
-
-    def _scale(self, x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
-        largest = amax(x)
-        largest = torch.where(torch.isnan(largest), torch.full_like(largest, float("inf")), largest)  # MAX drops NaN
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return scale_from_amax(largest, fmt.max)
-
-    def producer_scaling(self) -> None:
-        """No producer asks other ranks."""
-
-    def grad_scaling(self) -> None:
-        """Likewise."""
-
-    def quantize_weight(self, weight: Tensor) -> Fp8Weight:
-        scale, scale_inv = self._scale(weight, E4M3)
-        return Fp8Weight(quantize(weight, scale, E4M3), scale_inv)
-
-    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
-        return self.quantize(as_matrix(x), E4M3, True, needs_columns)
-
-    def quantize_grad_output(
-        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
-    ) -> Quantized:
-        return self.quantize(grad_TO, self.grad_format, weight is not None, kept is not None)
-
-
 def _swap(rows: Tensor, scale_inv: Tensor) -> tuple[Tensor, None, Tensor]:
     return rows, None, scale_inv
 
 
-def rule_of(recipe: Recipe, group: dist.ProcessGroup, *, shares_scales: bool) -> Rule:
-    """The rule of a layer.
-
-    Args:
-        recipe: of the layer.
-        group: its tensor-parallel group.
-        shares_scales: whether all ranks take one scale.
+def rule_of(recipe: Recipe) -> Rule:
+    """The rule of a layer with `recipe`.
 
     Raises:
         ConfigError: there is none for the recipe.
     """
     if type(recipe) is TensorwiseRecipe:
-        return SharedTensorRule(SharedTensorwiseRecipe(recipe, group)) if shares_scales else TensorRule(recipe)
-    if type(recipe) is RowwiseRecipe and not shares_scales:
+        return TensorRule(recipe)
+    if type(recipe) is RowwiseRecipe:
         return RowRule(recipe)
-    if type(recipe) is BlockwiseRecipe and not shares_scales:
+    if type(recipe) is BlockwiseRecipe:
         return BlockRule(recipe)
     raise ConfigError(
-        f"fp8.linear.recipe: expected tensorwise, rowwise or blockwise for tensor-parallel layers with "
-        f'scales "{"shared" if shares_scales else "local"}", got {recipe.name}. Shared scales are those of tensorwise; '
-        "set another recipe."
+        f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} for tensor-parallel layers, got {recipe.name}. Set "
+        "one of these."
     )

@@ -363,7 +363,6 @@ SLOW_TP_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 2, {}),
     (2, 2, {"linear": {"recipe": "rowwise"}}),
     (2, 1, {"linear": {"recipe": "blockwise", "backend": "reference"}}),
-    (2, 2, {"tensor_parallel": {"scales": "shared"}}),
 ]
 
 

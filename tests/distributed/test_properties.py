@@ -85,9 +85,6 @@ OPERANDS = ("input", "weight", "gradient")
 def parallel_linears(draw: st.DrawFn) -> dict[str, Any]:
     recipe = draw(st.sampled_from(["tensorwise", "rowwise", "blockwise"]))
     sequence_parallel = draw(st.booleans())
-    config: dict[str, Any] = {}
-    if recipe == "tensorwise" and draw(st.booleans()):
-        config["scales"] = "shared"
     return {
         "kind": draw(st.sampled_from(sorted(tpar.RUN))),
         "recipe": recipe,
@@ -95,7 +92,6 @@ def parallel_linears(draw: st.DrawFn) -> dict[str, Any]:
         "backend": draw(st.sampled_from(["torch", "reference"])),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
         "sequence_parallel": sequence_parallel,
-        "config": config,
         "sizes": [2 * draw(st.integers(1, most)) for most in (20, 100, 100)],  # tokens, input and output features
         "bias": draw(st.booleans()),
         "exponents": [draw(st.integers(-8, 6)) for _ in OPERANDS],
@@ -132,7 +128,7 @@ def assert_parallel_linear(case: dict[str, Any]) -> None:
             layer.bias.copy_(torch.randn(outputs, generator=generator))
     weight = layer.weight.detach().clone()
     bias = layer.bias.detach().double() if case["bias"] else 0.0
-    tp = tpar.context(case["sequence_parallel"], **case["config"])
+    tp = tpar.context(case["sequence_parallel"])
     make, run = tpar.RUN[case["kind"]]
     options = {"grad_dtype": case["grad_dtype"], "backend": case["backend"]}
     found = run(make(layer, tp, case["recipe"], **options), x, grad)

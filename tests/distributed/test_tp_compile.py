@@ -149,7 +149,7 @@ def from_the_first_batch(settings: dict[str, Any], differs: bool, num_layers: in
 
 
 REDUCED = {"reduce_scatter": "fp8", "nonlinear": "fp8"}
-FALLBACKS = [(REDUCED, 1), (REDUCED, 2), ({}, 2), ({"reduce_scatter": "fp8"}, 2), ({"scales": "shared"}, 2)]
+FALLBACKS = [(REDUCED, 1), (REDUCED, 2), ({}, 2), ({"reduce_scatter": "fp8"}, 2)]
 
 
 @pytest.mark.slow

@@ -16,11 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig
-from fp8_ds.formats import E4M3, E5M2
-from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.features import gather_features, gather_features_fp8
-from fp8_ds.tp.gather import Gathered
 
 pytestmark = pytest.mark.distributed
 
@@ -57,9 +54,9 @@ class _FastProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fast_products(name: str, value: str, scales: str) -> dict[str, dict[tuple[int, int], set[bool]]]:
+def fast_products(name: str, value: str) -> dict[str, dict[tuple[int, int], set[bool]]]:
     """Of both kinds of layer."""
-    tp = tpar.context(scales=scales)
+    tp = tpar.context()
     x, grad = operands(torch.bfloat16)
     found = {}
     for kind, (make, run) in tpar.RUN.items():
@@ -71,12 +68,10 @@ def fast_products(name: str, value: str, scales: str) -> dict[str, dict[tuple[in
 
 
 @pytest.mark.parametrize("value", ["none", "output", "output_and_grad_input", "all"])
-@pytest.mark.parametrize(("name", "scales"), [("tensorwise", "local"), ("tensorwise", "shared"), ("rowwise", "local")])
-def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(
-    ranks: Any, name: str, scales: str, value: str
-) -> None:
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(ranks: Any, name: str, value: str) -> None:
     fast = LinearConfig(fast_accumulation=value).fast_gemms
-    found = ranks(2).run(fast_products, name, value, scales)[0]
+    found = ranks(2).run(fast_products, name, value)[0]
     for kind, out_features in (("column", ODD_OUT // 2), ("row", ODD_OUT)):
         by_gemm: dict[str, set[bool]] = {"output": set(), "grad_input": set(), "grad_weight": set()}
         for (m, n), flags in found[kind].items():
@@ -85,46 +80,7 @@ def test_parallel_layers_accumulate_fast_where_the_configuration_says_so(
         assert by_gemm == {gemm: {gemm in fast} for gemm in by_gemm}
 
 
-# --- strict mode: what one device has ---
-
-
-def shared_bytes() -> None:
-    """Every operand of both kinds of layer, against the whole layer's."""
-    tp = tpar.context(scales="shared")
-    x, grad = operands(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16)
-    weight, weight_scale = quantize_tensorwise(layer.weight.detach(), E4M3)
-    x_fp8, x_scale = quantize_tensorwise(x, E4M3)
-    grad_fp8, grad_scale = quantize_tensorwise(grad, E5M2)
-
-    column = tpar.column_fp8(layer, tp, "tensorwise")
-    rule = column.tp_rule
-    sent = Gathered(tp.group, rule.send_input(tpar.own_rows(tp, x), record=True))
-    assert_bitwise(sent.codes, x_fp8)
-    assert_bitwise(rule.rows(sent).scale_inv, x_scale)
-    assert_bitwise(rule.keep_input(sent)[0], x_fp8.t().contiguous())
-    part = column.fp8_recipe.quantize_weight(column.weight.detach())
-    assert_bitwise(part.data, tpar.own_rows(tp, weight.view(torch.uint8)).view(weight.dtype))
-    assert_bitwise(part.scale_inv, weight_scale)
-    own_grad = column.fp8_recipe.quantize_grad_output(tpar.own_cols(tp, grad), part, ())
-    assert_bitwise(own_grad.rows, tpar.own_cols(tp, grad_fp8.view(torch.uint8)).view(grad_fp8.dtype))
-    assert_bitwise(own_grad.scale_inv, grad_scale)
-
-    row = tpar.row_fp8(layer, tp, "tensorwise")
-    own_x = row.tp_rule.quantize_input(tpar.own_cols(tp, x), needs_columns=True, record=True)
-    assert_bitwise(own_x.rows, tpar.own_cols(tp, x_fp8.view(torch.uint8)).view(x_fp8.dtype))
-    assert_bitwise(own_x.scale_inv, x_scale)
-    part = row.fp8_recipe.quantize_weight(row.weight.detach())
-    assert_bitwise(part.data, tpar.own_cols(tp, weight.view(torch.uint8)).view(weight.dtype))
-    assert_bitwise(part.scale_inv, weight_scale)
-    sent = Gathered(tp.group, row.tp_rule.send_grad(tpar.own_rows(tp, grad)))
-    assert_bitwise(sent.codes, grad_fp8)
-    assert_bitwise(row.tp_rule.rows(sent).scale_inv, grad_scale)
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_shared_scales_give_every_operand_the_bytes_and_scale_of_one_device(ranks: Any, world_size: int) -> None:
-    ranks(world_size).run(shared_bytes)
+# --- against one device ---
 
 
 def against_whole(
@@ -142,24 +98,6 @@ def against_whole(
         key: (sqnr_db(exact[key], parts[key]), sqnr_db(exact[key], whole[key]), sqnr_db(whole[key], parts[key]))
         for key in exact
     }
-
-
-def shared_results() -> list[tuple[str, bool, dict[str, Any]]]:
-    return [
-        (kind, sequence_parallel, against_whole(kind, "tensorwise", torch.float32, sequence_parallel, scales="shared"))
-        for kind in KINDS
-        for sequence_parallel in (True, False)
-    ]
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_shared_scales_give_the_results_of_one_device_within_fp32_accumulation(ranks: Any, world_size: int) -> None:
-    for kind, sequence_parallel, found in ranks(world_size).run(shared_results)[0]:
-        for key, (_, _, between) in found.items():
-            assert between > 110, (kind, sequence_parallel, key, between)  # fp32 rounds at 150 dB, once per addend
-
-
-# --- local scales ---
 
 
 def normal(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -269,7 +207,7 @@ def test_a_shard_of_zeros_hurts_nobody_and_one_that_is_not_finite_is_seen_by_all
         assert found["nan"] == found["infinity"] == [True, False, False]
 
 
-WAYS: list[dict[str, Any]] = [{}, {"scales": "shared"}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
+WAYS: list[dict[str, Any]] = [{}, {"reduce_scatter": "fp8"}, {"gather": "bf16"}]
 
 
 def broken(name: str, way: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
@@ -288,11 +226,8 @@ def broken(name: str, way: dict[str, Any]) -> list[tuple[str, str, float, bool]]
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, way) for name in RECIPES for way in WAYS if name == "tensorwise" or way != {"scales": "shared"}],
-    ids=str,
-)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_is_not_finite_is_seen_whatever_travels_how(ranks: Any, name: str, way: dict[str, Any]) -> None:
     for found in ranks(2).run(broken, name, way):
         assert len(found) == 12
@@ -376,16 +311,6 @@ def test_a_gather_is_one_collective_of_a_byte_an_element_and_the_scales(ranks: A
             calls, num_bytes = found[reduces]
             assert calls == {"reduce_scatter": 1}
             assert num_bytes["reduce_scatter"] == 2 * T * cols // world_size
-
-
-def test_shared_scales_cost_an_all_reduce_for_each_operand(ranks: Any) -> None:
-    column, row = (ranks(2).run(traffic, kind, "tensorwise", scales="shared")[0] for kind in KINDS)
-    # x and the weight, which no ZeRO holds here; then the weight again, and grad_output.
-    assert column["forward"][0] == {"all_gather": 1, "all_reduce": 2}
-    assert column["backward"][0] == {"reduce_scatter": 1, "all_reduce": 2}
-    assert row["forward"][0] == {"reduce_scatter": 1, "all_reduce": 2}
-    assert row["backward"][0] == {"all_gather": 1, "all_reduce": 2}
-    assert column["forward"][1]["all_reduce"] == 8
 
 
 def test_in_bf16_two_bytes_an_element_travel_both_ways(ranks: Any) -> None:

@@ -348,20 +348,6 @@ def test_tensor_parallelism_takes_fp8_no_further_from_bf16_than_bf16_is_from_its
     assert tpar.distance(curves["fp8 tp"], curves["fp8 tp dp"]) < own
 
 
-def first_loss(tp_size: int, block: dict[str, Any] | None) -> float:
-    engine = tp_engine(engine_config(2, block, tp_size), tp_size)
-    losses, _ = train(engine, tp_size, 1)
-    destroy(engine)
-    return losses[0]
-
-
-def test_shared_scales_differ_in_a_first_step_as_bf16_does(ranks: Any) -> None:
-    shared = {"tensor_parallel": {"scales": "shared"}}
-    bf16 = [ranks(2).run(first_loss, tp_size, None)[0] for tp_size in (1, 2)]
-    fp8 = [ranks(2).run(first_loss, tp_size, block)[0] for tp_size, block in ((1, {}), (2, shared))]
-    assert abs(fp8[0] - fp8[1]) < max(2 * abs(bf16[0] - bf16[1]), 2e-4)
-
-
 # --- checkpoints ---
 
 
@@ -660,10 +646,8 @@ def wrong_block(block: dict[str, Any], tp_size: int) -> str:
 @pytest.mark.parametrize(
     ("block", "tp_size", "expected"),
     [
-        ({"tensor_parallel": {"scales": "shared"}}, 1, "expected a model that fp8_ds.tp.parallelize has cut"),
+        ({"tensor_parallel": {"gather": "bf16"}}, 1, "expected a model that fp8_ds.tp.parallelize has cut"),
         ({"linear": {"recipe": "delayed"}}, 2, "expected one of tensorwise, rowwise, blockwise"),
-        ({"linear": {"recipe": "rowwise"}, "tensor_parallel": {"scales": "shared"}}, 2, 'expected "local" with recipe'),
-        ({"tensor_parallel": {"gather": "bf16", "scales": "shared"}}, 2, "It says how FP8 is gathered"),
     ],
 )
 def test_a_block_that_cannot_take_effect_is_an_error(ranks: Any, block: Any, tp_size: int, expected: str) -> None:

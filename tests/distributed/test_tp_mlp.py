@@ -141,7 +141,7 @@ def others(settings: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"scales": "shared"}, {"gather": "bf16"}],
+    [{"recipe": "rowwise"}, {"recipe": "blockwise"}, {"gather": "bf16"}],
     ids=str,
 )
 def test_other_ways_to_quantise_and_talk_call_the_linears(ranks: Any, settings: dict[str, Any]) -> None:

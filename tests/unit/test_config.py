@@ -37,7 +37,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "cross_entropy": "stock",
             "cross_entropy_chunk_mem_const": 1,
         },
-        "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "bf16"},
+        "tensor_parallel": {"gather": "fp8", "reduce_scatter": "bf16"},
         "attention": {"backend": None, "hadamard": False},
         "schedule": {
             "bf16_until_step": 0,
@@ -59,7 +59,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                              "seed": 4294967295},
                "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
                                "cross_entropy_chunk_mem_const": 8},
-               "tensor_parallel": {"gather": "fp8", "scales": "local", "reduce_scatter": "fp8"},
+               "tensor_parallel": {"gather": "fp8", "reduce_scatter": "fp8"},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
@@ -478,16 +478,3 @@ def test_checking_a_block_needs_neither_torch_nor_deepspeed() -> None:
 def test_an_integer_below_its_minimum_is_refused_with_the_minimum():
     with pytest.raises(ConfigError, match="seed: expected an integer of at least 0, got -1"):
         Fp8Config.from_block({"enabled": True, "optimizer": {"states": "fp8", "seed": -1}})
-
-
-@pytest.mark.parametrize(
-    ("block", "recipe", "message"),
-    [
-        ({"gather": "bf16", "scales": "shared"}, "tensorwise", "It says how FP8 is gathered"),
-        ({"scales": "shared"}, "rowwise", 'expected "local" with recipe rowwise'),
-    ],
-)
-def test_tensor_parallel_keys_that_cannot_take_effect_are_refused(block: Any, recipe: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "tensor_parallel": block})
-    Fp8Config.from_block({"enabled": True, "linear": {"recipe": recipe}, "tensor_parallel": {}})
