@@ -207,20 +207,14 @@ class GuardConfig(_Block):
     saturation: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.01
     underflow: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.2
     action: Literal["report", "bf16"] | None = None
-    return_after: Annotated[int, Field(ge=1)] | None = None
 
     def check(self) -> None:
-        """Limits and `return_after` have something to take effect on.
+        """Limits have something to take effect on.
 
         Raises:
-            ConfigError: the guard is off, or sends no layer anywhere.
+            ConfigError: the guard is off.
         """
-        if self.return_after is not None and self.action != "bf16":
-            raise ConfigError(
-                f"fp8.guard.return_after: expected null with action {as_json(self.action)}, got {self.return_after}. "
-                'No layer leaves FP8 then: set "action": "bf16", or remove the key.'
-            )
-        found = sorted(self.model_fields_set - {"action", "return_after"})
+        found = sorted(self.model_fields_set - {"action"})
         if self.action is None and found:
             raise ConfigError(
                 f'fp8.guard.action: expected "report" or "bf16" with {" and ".join(found)}, got null. Without it the '

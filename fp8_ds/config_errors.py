@@ -45,6 +45,10 @@ REMOVED = {
         "Remove the key: each rank scales its shard by its own amax, which was as near to the exact product as one "
         "scale for all ranks"
     ),
+    "fp8.guard.return_after": (
+        "Remove the key: a layer that the guard has sent to bf16 stays there until "
+        'engine.set_layer_precision(name, "schedule")'
+    ),
     "fp8.attention.backend=sdpa": 'Remove the key: it is what transformers takes by itself, attn_implementation="sdpa"',
     "fp8.attention.backend=cudnn": (
         'Remove the key, and load the model with attn_implementation="sdpa": torch takes cuDNN for it on Hopper'

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.errors import ConfigError
@@ -65,72 +65,6 @@ class PrecisionSchedule:
         """The layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
         usual: Precision = "fp8" if self.reason(step, lr) is None else "bf16"
         return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
-
-
-@dataclass(frozen=True)
-class Stay:
-    """A layer's time in bf16 by the guard's word.
-
-    Args:
-        length: steps that it was sent for.
-        until: the first step, counted from 0, in which the layer is in FP8 again.
-        is_over: it has come back.
-    """
-
-    length: int
-    until: int
-    is_over: bool = False
-
-
-class Stays:
-    """Layers that the guard sends to bf16 for a number of steps, twice as many each time. The same on all ranks.
-
-    Args:
-        first: steps of a layer's first stay; None: none begins, but those of a checkpoint end.
-    """
-
-    def __init__(self, first: int | None) -> None:
-        self.first = first
-        self._stays: dict[str, Stay] = {}
-
-    @property
-    def running(self) -> dict[str, Stay]:
-        """By the names of the layers, of other pipeline stages too."""
-        return {name: stay for name, stay in self._stays.items() if not stay.is_over}
-
-    def begin(self, names: Sequence[str], step: int) -> None:
-        """Layers whose stay is over, or that had none, are in bf16 from step `step` on, counted from 0."""
-        assert self.first is not None
-        for name in names:
-            before = self._stays.get(name)
-            assert before is None or before.is_over, name
-            length = self.first if before is None else 2 * before.length
-            self._stays[name] = Stay(length, step + length)
-
-    def end_due(self, step: int) -> dict[str, Stay]:
-        """Stays that end before step `step` are over; these."""
-        due = {name: stay for name, stay in self.running.items() if stay.until <= step}
-        self._stays |= {name: replace(stay, is_over=True) for name, stay in due.items()}
-        return due
-
-    def interrupt(self, names: Sequence[str], step: int) -> None:
-        """Somebody else has decided about layers before step `step`: stays that they are in are over."""
-        self._stays |= {
-            name: replace(stay, until=step, is_over=True) for name, stay in self.running.items() if name in names
-        }
-
-    def says_nothing(self, name: str, num_steps: int) -> bool:
-        """Whether a sample of the step that made `num_steps` steps is not of this layer in FP8 since its last stay."""
-        stay = self._stays.get(name)
-        return stay is not None and (not stay.is_over or num_steps <= stay.until)
-
-    def state_dict(self) -> dict[str, tuple[int, int, bool]]:
-        """Builtin types: (length, until, is_over) by layer."""
-        return {name: (stay.length, stay.until, stay.is_over) for name, stay in self._stays.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As when `state` was made."""
-        self._stays = {name: Stay(*entry) for name, entry in state.items()}
 
 
 def fixed_layers(config: ScheduleConfig, names: Collection[str]) -> dict[str, Precision]:

@@ -210,11 +210,14 @@ def _master_of(config: Mapping[str, Any]) -> str:
 def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
     """Name what an older version's "fp8" block asked for and this one cannot do."""
     optimizer, step = config.get("optimizer", {}), config.get("schedule", {}).get("fp32_states_from_step")
+    num_steps = config.get("guard", {}).get("return_after")
     found = {
         'optimizer.master "fp32" beside FP8 states': optimizer.get("states") == "fp8" and _master_of(config) == "fp32",
         'optimizer.release_clipping "per_tensor"': optimizer.get("release_clipping") == "per_tensor",
         "zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard"),
         f"schedule.fp32_states_from_step {step}": step,
+        f"guard.return_after {num_steps}": num_steps,
+        'tensor_parallel.scales "shared"': config.get("tensor_parallel", {}).get("scales") == "shared",
     }
     return [setting for setting, is_set in found.items() if is_set]
 
@@ -235,7 +238,8 @@ def _is_power_of_two(value: Tensor) -> bool:
 
 def _wrong_config(config: Any) -> str:
     if not isinstance(config, Mapping) or not all(
-        isinstance(config.get(k, {}), Mapping) for k in ("linear", "optimizer", "zero", "schedule")
+        isinstance(config.get(k, {}), Mapping)
+        for k in ("linear", "optimizer", "zero", "tensor_parallel", "schedule", "guard")
     ):
         return _wrong(_at("config"), 'an "fp8" block', config)
     if (recipe := config.get("linear", {}).get("recipe", "tensorwise")) not in OF_RECIPE:

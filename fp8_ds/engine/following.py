@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,9 +20,7 @@ from fp8_ds.monitor.sinks import Change
 from fp8_ds.nn.convert import INPUT_SLOTS
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.scale_check import ScaleCheck
-from fp8_ds.schedule import Stays
 
-_NUM_SHOWN = 4
 _NUM_SKIPPED = 3
 """Steps skipped one after another that are told; now and then one is skipped in a healthy run."""
 
@@ -51,7 +49,6 @@ class Following:
             engine.module,
             engine.optimizer.fp8_set_bf16,
             config.schedule,
-            Stays(config.guard.return_after),
             _total_steps(engine),
             engine.device,
             say,
@@ -64,13 +61,10 @@ class Following:
         self._calls = self._that_follow()
 
     def _that_follow(self) -> tuple[Callable[[], None], ...]:
-        """What the configuration, or a checkpoint with stays, makes to follow each step, in this order."""
-        stays = self.precision.stays
+        """What the configuration makes to follow each step, in this order."""
         calls: list[Callable[[], None]] = []
         if not self.precision.schedule.is_constant:
             calls.append(self._update_precision)
-        if stays.first is not None or stays.running:
-            calls.append(self._end_stays)
         if self.health is not None:
             calls.append(self._watch)  # last: what it samples is the next step's, with layers as they are in it
         return tuple(calls)
@@ -135,7 +129,7 @@ class Following:
     def set_layer_precision(self, names: str | Collection[str], precision: Request) -> list[str]:
         """See `Fp8Engine.set_layer_precision`."""
         asked = [names] if isinstance(names, str) else sorted(names)  # a set has another order on each rank
-        layers = self.precision.request(asked, precision, self._engine.global_steps, self._between())
+        layers = self.precision.request(asked, precision, self._between())
         self._update_precision()
         return layers
 
@@ -178,32 +172,10 @@ class Following:
 
     def _send_to_bf16(self, names: Sequence[str]) -> None:
         """The guard's word, the same on all ranks: layers are in bf16 from the next step on. Collective."""
-        stays, step = self.precision.stays, self._engine.global_steps
-        if stays.first is None:
-            self.set_layer_precision(names, "bf16")
-        else:
-            stays.begin(names, step)
-            self._update_precision()
-        for name in names:
-            stay = stays.running.get(name)
-            self._note(name, "bf16", None if stay is None else stay.length)
-
-    def _end_stays(self) -> None:
-        """Layers whose stay in bf16 ends with this step are what they would be without it. Collective then."""
+        self.set_layer_precision(names, "bf16")
         step = self._engine.global_steps
-        ended = self.precision.stays.end_due(step)
-        if not ended:
-            return
-        self._update_precision()
-        for name in ended:
-            self._note(name, "schedule", None)
-        shown = ", ".join(f"{name} after {stay.length} steps" for name, stay in sorted(ended.items())[:_NUM_SHOWN])
-        more = f" and {len(ended) - _NUM_SHOWN} more" if len(ended) > _NUM_SHOWN else ""
-        say(f"fp8: guard, step {step}: the stay in bf16 of {len(ended)} layers is over ({shown}{more})")
-
-    def _note(self, layer: str, to: Literal["bf16", "schedule"], num_steps: int | None) -> None:
-        if self.health is not None:
-            self.health.monitor.changes.append(Change(self._engine.global_steps, layer, to, num_steps))
+        assert self.health is not None
+        self.health.monitor.changes.extend(Change(step, name) for name in names)
 
     def _watch(self) -> None:
         assert self.health is not None

@@ -145,7 +145,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         return {name: problem for each in everyone for name, problem in each.items()}
 
     precision = engine.fp8.precision
-    return Guard(config, share, to_bf16 if config.action == "bf16" else None, precision.names, precision.stays, say)
+    return Guard(config, share, to_bf16 if config.action == "bf16" else None, precision.names, say)
 
 
 def _gather_timer(optimizer: Any) -> GatherTimer:

@@ -18,7 +18,7 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
-from fp8_ds.schedule import Precision, PrecisionSchedule, Stays, matching
+from fp8_ds.schedule import Precision, PrecisionSchedule, matching
 
 Request = Literal["bf16", "fp8", "schedule"]
 REQUESTS = ("bf16", "fp8", "schedule")
@@ -32,7 +32,6 @@ class LayerPrecision:
         model: whose linears are converted, with its ZeRO optimizer built.
         set_bf16: `fp8_set_bf16` of that optimizer.
         config: the "schedule" block.
-        stays: that the guard begins.
         total_steps: that the learning-rate scheduler knows.
         device: for the ranks to agree.
         say: called with a line for rank 0.
@@ -52,7 +51,6 @@ class LayerPrecision:
         model: nn.Module,
         set_bf16: Callable[[frozenset[str]], None],
         config: ScheduleConfig,
-        stays: Stays,
         total_steps: int | None,
         device: torch.device,
         say: Callable[[str], None],
@@ -70,7 +68,6 @@ class LayerPrecision:
         self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
         self._lr = None if self.schedule.below_lr is None else RankZeroNumber("fp8.schedule.bf16_below_lr", device)
         self.overrides: dict[str, Precision] = {}
-        self.stays = stays
         self.in_bf16: frozenset[str] = frozenset()
         self.ended_in_bf16: frozenset[str] = frozenset()
         self.followed_lr: float | None = None
@@ -89,8 +86,7 @@ class LayerPrecision:
         """
         if self._lr is not None:
             lr = self.followed_lr = self._lr.agree(lr)
-        overrides: dict[str, Precision] = {**self.overrides, **dict.fromkeys(self.stays.running, "bf16")}
-        wanted = self.schedule.in_bf16(self.names, step, lr, overrides)
+        wanted = self.schedule.in_bf16(self.names, step, lr, self.overrides)
         if wanted == self.in_bf16:
             return
         self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
@@ -106,11 +102,9 @@ class LayerPrecision:
         """Why layers are in bf16 in step `step`: of the whole schedule alone where it asks for bf16, else by layer."""
         if whole := self.schedule.reason(step, lr):
             return whole
-        told = self.overrides.keys() - self.stays.running.keys()
         reasons = {
-            "schedule.layers": self.schedule.fixed.keys() - self.overrides.keys() - self.stays.running.keys(),
-            "guard": self.stays.running.keys(),
-            "set_layer_precision, or a guard without return_after": told,
+            "schedule.layers": self.schedule.fixed.keys() - self.overrides.keys(),
+            "set_layer_precision, or the guard": self.overrides.keys(),
         }
         return ", ".join(reason for reason, layers in reasons.items() if in_bf16 & layers)
 
@@ -119,15 +113,12 @@ class LayerPrecision:
         if self._lr is not None:
             self._lr.close()
 
-    def request(self, names: Sequence[str], precision: Request, step: int, between: str = "") -> list[str]:
+    def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
         """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
-
-        A stay of theirs is over.
 
         Args:
             names: of layers, or parts of names.
             precision: "schedule": no override any more.
-            step: the next one, counted from 0.
             between: where this rank is, if a backward or step is to come that began with the layers as they are.
 
         Returns:
@@ -152,7 +143,6 @@ class LayerPrecision:
                 self.overrides.pop(layer, None)
             else:
                 self.overrides[layer] = precision
-        self.stays.interrupt(layers, step)
         return [layer for layer in layers if layer in self._linears]
 
     def _same_call(self, names: Sequence[str], precision: str, between: str) -> None:
@@ -203,12 +193,16 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: overrides, stays and the learning rate, the same on all ranks, and, for a reader, this rank's
-        layers in bf16."""
-        state = {"overrides": dict(self.overrides), "stays": self.stays.state_dict(), "lr": self.followed_lr}
+        """Builtin types: overrides and the learning rate, the same on all ranks, and this rank's layers in bf16, for a
+        reader."""
+        state = {"overrides": dict(self.overrides), "lr": self.followed_lr}
         return {**state, "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Overrides and stays of the checkpoint, of other stages' layers too; `update` makes it so."""
+        """Overrides of the checkpoint, of other stages' layers too; `update` makes it so.
+
+        Layers that an older version's guard had sent to bf16 for a number of steps (`guard.return_after`) stay there.
+        """
         self.overrides = {} if state is None else dict(state["overrides"])
-        self.stays.load_state_dict({} if state is None else state.get("stays", {}))  # early checkpoints have none
+        stays = {} if state is None else state.get("stays", {})  # (length, until, is_over) by layer
+        self.overrides |= {name: "bf16" for name, (_, _, is_over) in stays.items() if not is_over}

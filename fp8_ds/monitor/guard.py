@@ -8,7 +8,6 @@ from typing import Any
 from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics
-from fp8_ds.schedule import Stays
 
 EVERY = 100
 """Steps between the samples it judges by, where `monitor.every` is 0."""
@@ -22,7 +21,7 @@ Problems = dict[str, tuple[str, bool]]
 class Guard:
     """A listener of the health monitor.
 
-    A layer is named when it passes a limit, and again only after a sample in which it did not, or after a stay in bf16.
+    A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16.
 
     Args:
         config: the limits.
@@ -30,7 +29,6 @@ class Guard:
             Collective.
         to_bf16: sends layers there, given the same names on all ranks; None: they are only named.
         changeable: layers of this rank that can go there; frozen ones cannot.
-        stays: that `to_bf16` begins, where layers come back by themselves.
         say: called with a line for rank 0.
     """
 
@@ -40,14 +38,12 @@ class Guard:
         share: Callable[[Problems], Problems],
         to_bf16: Callable[[Sequence[str]], object] | None,
         changeable: Collection[str],
-        stays: Stays,
         say: Callable[[str], None],
     ) -> None:
         self._config = config
         self._share = share
         self._to_bf16 = to_bf16
         self._changeable = changeable
-        self._stays = stays
         self._say = say
         self._named: set[str] = set()
 
@@ -63,11 +59,7 @@ class Guard:
         """Collective, over all ranks. A step that was skipped says nothing of its layers: one NaN would be in all."""
         if report.numbers.get(STEP_SKIPPED):
             return
-        found = {
-            name: text
-            for name, text in problems(report.layers, self._config).items()
-            if not self._stays.says_nothing(name, report.step)
-        }
+        found = problems(report.layers, self._config)
         everywhere = self._share({name: (text, name in self._changeable) for name, text in found.items()})
         new = {name: problem for name, problem in everywhere.items() if name not in self._named}
         self._named = set(everywhere)
@@ -79,22 +71,12 @@ class Guard:
         sent = [name for name in names if new[name][1]] if self._to_bf16 is not None else []
         if self._to_bf16 is not None and sent:
             self._to_bf16(sent)
-            lengths = sorted({stay.length for name, stay in self._stays.running.items() if name in sent})
-            self._named.difference_update(self._stays.running)
             action = (
-                f"{len(sent)} compute in bf16 from the next step on{_for_steps(lengths)}; "
-                'engine.set_layer_precision(name, "fp8") undoes it'
+                f'{len(sent)} compute in bf16 from the next step on; engine.set_layer_precision(name, "fp8") undoes it'
             )
         else:
             action = 'To compute them in bf16: engine.set_layer_precision, or fp8.guard.action "bf16"'
         self._say(f"fp8: guard, step {report.step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
-
-
-def _for_steps(lengths: Sequence[int]) -> str:
-    """Of stays, ascending; empty: layers do not come back."""
-    if not lengths:
-        return ""
-    return f", for {lengths[0]} steps" if len(lengths) == 1 else f", for {lengths[0]} to {lengths[-1]} steps"
 
 
 def problems(layers: LayerStatistics, config: GuardConfig) -> dict[str, str]:

@@ -163,7 +163,7 @@ class HealthMonitor:
         own = set(self.table.names)
         scales = {name: kinds for name, kinds in state["scales"].items() if name in own}
         self._scales = {(name, kind): tuple(entry) for name, kinds in scales.items() for kind, entry in kinds.items()}
-        self.changes = [Change(**change) for change in state.get("changes", ())]  # early checkpoints have none
+        self.changes = _changes(state)
         waiting = state["waiting"]
         if waiting is not None and waiting["step"] == step:
             layers = {
@@ -171,8 +171,7 @@ class HealthMonitor:
                 for name, kinds in waiting["layers"].items()
                 if name in own
             }
-            changes = [Change(**change) for change in waiting.get("changes", ())]
-            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers, changes)
+            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers, _changes(waiting))
 
     def _report(self, listeners: Sequence[Listener]) -> None:
         """To the sinks, then to `listeners`."""
@@ -236,3 +235,9 @@ class HealthMonitor:
                     self._scales[name, kind] = one.scale, since
                 ages[name, kind] = step - since
         return ages
+
+
+def _changes(saved: Mapping[str, Any]) -> list[Change]:
+    """Of a state; early checkpoints have none, others also layers that came back (`guard.return_after`)."""
+    sent = (change for change in saved.get("changes", ()) if change.get("to", "bf16") == "bf16")
+    return [Change(change["step"], change["layer"]) for change in sent]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,19 +25,15 @@ STEP_SKIPPED = "step_skipped"
 
 @dataclass(frozen=True)
 class Change:
-    """What the guard did with a layer.
+    """The guard sent a layer to bf16.
 
     Args:
         step: optimizer steps taken before.
         layer: its name.
-        to: "bf16", or "schedule": it is again what it would be without the guard.
-        num_steps: that it was sent to bf16 for; None: for good, or it has come back.
     """
 
     step: int
     layer: str
-    to: Literal["bf16", "schedule"]
-    num_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Report:
             if value is not None:
                 yield f"fp8/{key}", float(value), self.samples
         for change in self.changes:
-            yield f"fp8/{change.layer}/sent_to_bf16", float(change.to == "bf16"), self.samples
+            yield f"fp8/{change.layer}/sent_to_bf16", 1.0, self.samples
         for name, kinds in self.layers.items():
             for kind, one in kinds.items():
                 prefix = f"fp8/{name}/{kind}"

@@ -118,7 +118,7 @@ def test_histories_that_a_checkpoint_does_not_have_start_anew(
 def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]]:
     """What two runs have of their own after a module-only load, before their first step and after it, and two steps."""
     optimizer = {"states": "fp8", "master": master, "release": True, "release_clipping": "delayed_norm"}
-    fp8 = {**base.DELAYED, "optimizer": optimizer, "guard": {"action": "bf16", "return_after": 500}}
+    fp8 = {**base.DELAYED, "optimizer": optimizer, "guard": {"action": "bf16"}}
     writer = base.build(stage, fp8)
     training.train(writer, 3)
     writer.set_layer_precision(["blocks.0.up"], "bf16")
@@ -143,7 +143,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
 def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
-    down = {"overrides": {"blocks.1.down": "bf16"}, "stays": {}, "lr": None, "in_bf16": ["blocks.1.down"]}
+    down = {"overrides": {"blocks.1.down": "bf16"}, "lr": None, "in_bf16": ["blocks.1.down"]}
     for found in ranks(2).run(of_another_run, str(tmp_path), stage, master):
         assert found == [(0, {"blocks.1.down"}, down)] * 2
 
@@ -229,6 +229,8 @@ def of_an_older_version(folder: str, stage: int) -> None:
         state["config"]["optimizer"] |= {"states": "fp8", "master": "fp32", "master_format": "fp32"}
         state["config"]["zero"]["keep_bf16_shard"] = True
         state["config"]["schedule"]["fp32_states_from_step"] = 100
+        state["config"]["guard"]["return_after"] = 500
+        state["config"]["tensor_parallel"]["scales"] = "shared"
         state |= {BOUND_SUMS_KEY: {}, LATE_KEY: False}
         torch.save(content, file)
     dist.barrier()
@@ -248,6 +250,8 @@ def of_an_older_version(folder: str, stage: int) -> None:
             'optimizer.master "fp32" beside FP8 states',
             "zero.keep_bf16_shard true",
             "schedule.fp32_states_from_step 100",
+            "guard.return_after 500",
+            'tensor_parallel.scales "shared"',
         ]
     )
     scales = {name: scale_inv for name, (_, scale_inv) in training.fp8_state(reader).items()}

@@ -128,12 +128,6 @@ def test_the_layer_that_underflows_is_named_and_leaves_fp8_on_all_ranks(
     assert all(torch.isfinite(torch.tensor(first["losses"])))
 
 
-RETURNS = {"action": "bf16", "underflow": 0.4, "return_after": 3}
-TRIPS = {7: 3, 13: 6}
-"""Step before which the layer leaves FP8, and for how many: the samples are those of steps 6 and 12."""
-STAYS = [step for first, length in TRIPS.items() for step in range(first, first + length)]
-
-
 def skipped_in_a_sample(folder: str, recipe: str, is_late: bool) -> tuple[int, list[str], list[float]]:
     """(skipped steps, layers in bf16 afterwards, `step_skipped` of the reports) where one loss is NaN."""
     fp8 = {
@@ -169,103 +163,51 @@ def states(engine: Any) -> dict[str, Any]:
     return training.full_masters(engine) | base.moments(engine)
 
 
-def returned(folder: str, stage: int, more: dict[str, Any], saves: list[int]) -> dict[str, Any]:
-    """22 steps with the outlier in steps 5 to 16: what the guard does, what a user's hand does at the same steps, and
-    what runs do that resume from `saves`."""
+def sent(folder: str, stage: int, more: dict[str, Any], guard: dict[str, Any] | None) -> dict[str, Any]:
+    """14 steps with the outlier in steps 4 to 10. Before step 7 the guard, or else a call, sends its layer to bf16, and
+    a call brings it back before step 11."""
     import torch.distributed as dist
 
-    with training.log_lines() as said:
-
-        def run(guard: dict[str, Any] | None, name: str, load: int | None = None) -> dict[str, Any]:
-            said.clear()
-            fp8 = {"monitor": {"every": 2, "sink": f"{folder}/{name}.jsonl"}, **more}
-            fp8 |= {} if guard is None else {"guard": guard}
-            one = training.build(training.ds_config(stage, fp8), base.MODEL, seed=0 if load is None else 1)
-            reports: list[Any] = []
-            one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
-            if load is not None:
-                if stage == 3:  # stock stage 2 cannot read the moments of an engine that has stepped before it loads
-                    training.train(one, 1)
-                one.load_checkpoint(folder, tag=f"step{load}")
-            said.clear()
-            hook, losses, in_bf16 = None, [], []
-            for step in range(load or 0, 22):
-                if 4 <= step < 16 and hook is None and dist.get_rank() == 0:  # counts are added up over the ranks
-                    hook = one.module.blocks[1].up.register_forward_pre_hook(outlier)
-                if step == 16 and hook is not None:
-                    hook.remove()
-                if guard is None and step in TRIPS:
-                    one.set_layer_precision(["blocks.1.up"], "bf16")
-                if guard is None and step - 1 in STAYS and step not in STAYS:
-                    one.set_layer_precision(["blocks.1.up"], "schedule")
-                losses += training.train(one, 1, step)
-                in_bf16.append(sorted(one.fp8.precision.in_bf16))  # for the next step, where the guard decides
-                if guard is not None and load is None and step + 1 in saves:
-                    one.save_checkpoint(folder, tag=f"step{step + 1}")
-            result = {"losses": losses, "in_bf16": in_bf16, "states": states(one), "reports": reports}
-            result["said"] = [line for line in said if "guard, step" in line]
-            training.destroy(one)  # the last report
-            for report in reports:
-                for key in ("gather_ms", "gathered_bytes", "gathered_fp8_bytes"):  # in stage 3 a save gathers, too
-                    report.pop(key)
-            return result
-
-        found = {"guard": run(RETURNS, "guard"), "hand": run(None, "hand")}
-        for save in saves:
-            found[f"resumed {save}"] = run(RETURNS, f"resumed{save}", save)
-        if saves:  # nobody would bring the layer back, but the checkpoint says when it comes
-            found["without"] = run({"action": "report", "underflow": 0.9}, "without", saves[0])
-    return found
+    fp8 = {"monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}, **more, "guard": guard or {}}
+    one = training.build(training.ds_config(stage, fp8), base.MODEL)
+    reports: list[Any] = []
+    one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+    hook, losses, in_bf16 = None, [], []
+    for step in range(14):
+        if step == 4 and dist.get_rank() == 0:  # counts are added up over the ranks
+            hook = one.module.blocks[1].up.register_forward_pre_hook(outlier)
+        if step == 11 and hook is not None:
+            hook.remove()
+        if step == 7 and guard is None:
+            one.set_layer_precision(["blocks.1.up"], "bf16")
+        if step == 11:
+            one.set_layer_precision(["blocks.1.up"], "schedule")
+        in_bf16.append(sorted(one.fp8.precision.in_bf16))
+        losses += training.train(one, 1, step)
+    result = {"losses": losses, "in_bf16": in_bf16, "states": states(one)}
+    training.destroy(one)  # the last report
+    result["changes"] = [change for report in reports for change in report.get("guard", ())]
+    return result
 
 
 @pytest.mark.parametrize(
-    ("stage", "more", "saves"),
-    [
-        (1, {"optimizer": {"states": "fp8"}}, []),
-        pytest.param(1, {}, [], marks=pytest.mark.slow),
-        pytest.param(2, {}, [8, 13], marks=pytest.mark.slow),  # within the first stay; at the beginning of the second
-        (3, {}, [7, 11, 15]),  # at the beginning of the first; between the two; within the second
-        pytest.param(3, {"optimizer": {"states": "fp8"}}, [9], marks=pytest.mark.slow),
-    ],
+    ("stage", "more"), [(1, {"optimizer": {"states": "fp8"}}), pytest.param(2, {}, marks=pytest.mark.slow), (3, {})]
 )
-def test_a_layer_comes_back_and_leaves_for_twice_as_long_bit_for_bit_as_by_hand(
-    ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any], saves: list[int]
+def test_the_guard_sends_a_layer_bit_for_bit_as_a_call_does_until_a_call_brings_it_back(
+    ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any]
 ) -> None:
-    expected = [["blocks.1.up"] if step + 1 in STAYS else [] for step in range(22)]
-    sent, back = "blocks.1.up: underflow of input", "the stay in bf16 of 1 layers is over (blocks.1.up after"
-    for rank, found in enumerate(ranks(2).run(returned, str(tmp_path), stage, more, saves)):
-        guard, hand = found["guard"], found["hand"]
-        assert guard["in_bf16"] == expected
-        assert guard["losses"] == hand["losses"]
-        base.assert_same(guard["states"], hand["states"])
-        changes = [change for report in guard["reports"] for change in report.get("guard", ())]
-        assert changes == [
-            {"step": 7, "layer": "blocks.1.up", "to": "bf16", "num_steps": 3},
-            {"step": 10, "layer": "blocks.1.up", "to": "schedule", "num_steps": None},
-            {"step": 13, "layer": "blocks.1.up", "to": "bf16", "num_steps": 6},
-            {"step": 19, "layer": "blocks.1.up", "to": "schedule", "num_steps": None},
-        ]
-        lines = [("step 6", sent), ("step 10", f"{back} 3 steps)"), ("step 12", sent), ("step 19", f"{back} 6 steps)")]
-        for line, (step, text) in zip(guard["said"], lines if rank == 0 else [], strict=True):
-            assert f"guard, {step}: " in line and text in line
-        for save in saves:
-            resumed = found[f"resumed {save}"]
-            assert resumed["losses"] == guard["losses"][save:]
-            assert resumed["in_bf16"] == expected[save:]
-            base.assert_same(resumed["states"], guard["states"])
-            assert resumed["reports"] == [one for one in guard["reports"] if one["step"] >= save]
-            assert resumed["said"] == [
-                line for line in guard["said"] if int(line.split("step ")[1].split(":")[0]) >= save
-            ]
-        if saves:
-            assert found["without"]["in_bf16"] == [["blocks.1.up"]] * (9 - saves[0]) + [[]] * 13
+    by_guard = ranks(2).run(sent, str(tmp_path), stage, more, {"action": "bf16", "underflow": 0.4})
+    for found, by_hand in zip(by_guard, ranks(2).run(sent, str(tmp_path), stage, more, None), strict=True):
+        there = [["blocks.1.up"] if 7 <= step < 11 else [] for step in range(14)]
+        assert found["in_bf16"] == by_hand["in_bf16"] == there
+        assert found["losses"] == by_hand["losses"]
+        base.assert_same(found["states"], by_hand["states"])
+        assert found["changes"] == [{"step": 7, "layer": "blocks.1.up"}] and by_hand["changes"] == []
 
 
-def pipelined(
-    folder: str, return_after: int | None, save_at: int
-) -> tuple[list[list[str]], list[list[str]], list[str]]:
-    """Layers in bf16 after each step from `save_at` on to step 8, in one run and resumed there; both guards' lines. The
-    last block, of the second stage, underflows."""
+def pipelined(folder: str) -> tuple[list[list[str]], list[list[str]], list[str]]:
+    """Layers in bf16 after each step from the third to the sixth, in one run and resumed after the second, which was
+    sampled; both guards' lines. The last block, of the second stage, underflows."""
     import deepspeed
     import test_pipeline as pipe
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -275,7 +217,7 @@ def pipelined(
     import fp8_ds  # noqa: F401
 
     with training.log_lines() as said:
-        guard = {"action": "bf16", "underflow": 0.4, "return_after": return_after}
+        guard = {"action": "bf16", "underflow": 0.4}
         fp8 = {"guard": guard, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
 
         def build(seed: int) -> Any:
@@ -293,7 +235,7 @@ def pipelined(
         found = []
         batches = pipe.data(2)
         engine = build(0)
-        for _ in range(save_at):
+        for _ in range(2):
             engine.train_batch(batches)
         engine.save_checkpoint(folder)
         said.clear()
@@ -304,7 +246,7 @@ def pipelined(
                 engine = build(1)
                 engine.load_checkpoint(folder)
             steps = []
-            for _ in range(save_at, 8):
+            for _ in range(4):
                 engine.train_batch(batches)
                 steps.append(sorted(engine.fp8.precision.in_bf16))
             found.append(steps)
@@ -313,21 +255,8 @@ def pipelined(
     return found[0], found[1], [line for line in said if "guard, step" in line]
 
 
-@pytest.mark.parametrize(
-    ("return_after", "save_at", "lines", "last"),
-    [
-        pytest.param(None, 2, ["step 2: 1 layers do not fit"], 8, marks=pytest.mark.slow),  # its sample waits
-        (2, 4, ["step 5: the stay in bf16 of 1 layers is over", "step 6: 1 layers do not fit"], 4),  # within the stay
-    ],
-)
-def test_a_resumed_pipeline_judges_the_layers_of_every_stage(
-    ranks: Any, tmp_path: Path, return_after: int | None, save_at: int, lines: list[str], last: int
-) -> None:
-    there = [*range(3, last + 1), 7, 8]
-    for rank, (through, resumed, said) in enumerate(ranks(2).run(pipelined, str(tmp_path), return_after, save_at)):
-        assert through == resumed == [["4.up"] if rank == 1 and num in there else [] for num in range(save_at + 1, 9)]
-        expected = [] if rank == 1 else 2 * lines
-        assert len(said) == len(expected)
-        assert ["4.up" in line and text in line for line, text in zip(said, expected, strict=True)] == [True] * len(
-            said
-        )
+def test_a_resumed_pipeline_judges_the_layers_of_every_stage(ranks: Any, tmp_path: Path) -> None:
+    for rank, (through, resumed, said) in enumerate(ranks(2).run(pipelined, str(tmp_path))):
+        assert through == resumed == [["4.up"] if rank == 1 else []] * 4
+        assert len(said) == (0 if rank == 1 else 2)
+        assert all("4.up" in line and "step 2: 1 layers do not fit" in line for line in said)

@@ -231,9 +231,7 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
             bf16_below_lr=(None, 2e-3),
             layers=({}, {"layers.1" if is_llama else "blocks.1": "bf16"}),
         ),
-        "guard": {"action": one_of("report", "bf16"), **block(underflow=(0.2, 0.001), return_after=(None, 1, 2))}
-        if guards
-        else {},
+        "guard": {"action": one_of("report", "bf16"), **block(underflow=(0.2, 0.001))} if guards else {},
         "monitor": block(every=(0, 1, 2)),
     }
     if has_fp8_states:

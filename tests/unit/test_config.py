@@ -46,7 +46,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
             "total_steps": None,
             "layers": {},
         },
-        "guard": {"saturation": 0.01, "underflow": 0.2, "action": None, "return_after": None},
+        "guard": {"saturation": 0.01, "underflow": 0.2, "action": None},
         "monitor": {"every": 0, "sink": "deepspeed"},
     }
 
@@ -63,7 +63,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
-               "guard": {"action": "bf16", "return_after": 1000},
+               "guard": {"action": "bf16"},
                "monitor": {"every": 50, "sink": "runs/health.jsonl"}}"""
     config = Fp8Config.from_block(json.loads(text))
     assert config.enabled is False
@@ -367,11 +367,6 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.monitor.sink:",
         ['expected "deepspeed" with every 0, got ["deepspeed", "health.jsonl"]'],
     ),
-    "a stay of no steps": (
-        {"enabled": True, "guard": {"action": "bf16", "return_after": 0}},
-        "fp8.guard.return_after:",
-        ["an integer of at least 1", "got 0"],
-    ),
     "a total without a fraction": (
         {"enabled": True, "schedule": {"total_steps": 10}},
         "fp8.schedule.total_steps:",
@@ -412,14 +407,6 @@ def test_limits_of_a_guard_that_is_off_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"^fp8\.guard\.action: .*with underflow, got null"):
         Fp8Config.from_block({"enabled": True, "guard": {"underflow": 0.1}})
-
-
-@pytest.mark.parametrize("action", [None, "report"])
-def test_a_return_without_a_leave_is_refused(action: str | None) -> None:
-    assert Fp8Config.from_block({"enabled": True, "guard": {"action": action, "return_after": None}})
-    shown = json.dumps(action)
-    with pytest.raises(ConfigError, match=rf"^fp8\.guard\.return_after: expected null with action {shown}, got 5\. "):
-        Fp8Config.from_block({"enabled": True, "guard": {"action": action, "return_after": 5}})
 
 
 def test_inputs_kept_in_fp8_without_fused_modules_are_refused() -> None:

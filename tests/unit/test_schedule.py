@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.schedule import PrecisionSchedule, Stays, check_total, matching, never_fp8
+from fp8_ds.schedule import PrecisionSchedule, check_total, matching, never_fp8
 
 NAMES = ["layers.1.up", "layers.1.down", "layers.10.up"]
 
@@ -101,69 +100,3 @@ def test_a_name_means_its_own_layer_and_a_part_all_that_have_it() -> None:
 def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fp8\.schedule\.layers: expected names.* got 'lm_head'"):
         schedule(layers={"lm_head": "bf16"})
-
-
-# --- stays ---
-
-
-def steps_there(stays: Stays, begin: int) -> list[int]:
-    """Steps that layer "a" spends in bf16 when it is sent there before step `begin`."""
-    stays.begin(["a"], begin)
-    found = []
-    for step in range(begin, begin + 40):
-        stays.end_due(step)
-        found += [step] if "a" in stays.running else []
-    return found
-
-
-def test_a_stay_is_so_many_steps_and_each_next_one_twice_as_many() -> None:
-    stays = Stays(3)
-    assert steps_there(stays, 10) == [10, 11, 12]
-    assert steps_there(stays, 50) == list(range(50, 56))
-    assert steps_there(stays, 100) == list(range(100, 112))
-    stays.begin(["b"], 200)  # another layer's first
-    assert stays.running["b"].until == 203
-
-
-def test_a_stay_ends_once_and_says_how_long_it_was() -> None:
-    stays = Stays(2)
-    stays.begin(["a"], 5)
-    stays.begin(["b"], 6)
-    assert stays.end_due(6) == {}
-    assert {name: stay.length for name, stay in stays.end_due(7).items()} == {"a": 2}
-    assert stays.end_due(7) == {} and list(stays.running) == ["b"]
-
-
-def test_samples_of_a_layer_count_again_from_its_first_step_back_in_fp8() -> None:
-    stays = Stays(1)
-    assert not stays.says_nothing("a", 6)
-    stays.begin(["a"], 6)  # for what the sample after 5 steps showed
-    assert stays.says_nothing("a", 6)  # taken of the step before the layer left, when nobody knew
-    stays.end_due(7)
-    assert [stays.says_nothing("a", num) for num in (6, 7, 8)] == [True, True, False]
-
-
-def test_a_stay_that_is_interrupted_is_over_and_the_next_is_still_twice_as_long() -> None:
-    stays = Stays(4)
-    stays.begin(["a", "b"], 10)
-    stays.interrupt(["a", "c"], 12)
-    assert list(stays.running) == ["b"]
-    assert stays.says_nothing("a", 12) and not stays.says_nothing("a", 13)
-    assert stays.end_due(13) == {}
-    stays.begin(["a"], 20)
-    assert stays.running["a"].until == 28
-
-
-def test_stays_go_on_from_a_checkpoint_and_end_where_none_begin_any_more() -> None:
-    stays = Stays(3)
-    steps_there(stays, 0)
-    stays.begin(["a", "b"], 50)
-    state = json.loads(json.dumps(stays.state_dict()))  # builtin types
-    again = Stays(None)
-    again.load_state_dict(state)
-    assert again.running == stays.running
-    assert list(again.end_due(53)) == ["b"] and list(again.end_due(56)) == ["a"] and again.running == {}
-    longer = Stays(100)
-    longer.load_state_dict(again.state_dict())
-    longer.begin(["a"], 60)
-    assert longer.running["a"].length == 12

@@ -15,7 +15,6 @@ from fp8_ds.config import LinearConfig, ScheduleConfig
 from fp8_ds.engine.precision import LayerPrecision
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.schedule import Stays
 
 OTHERS = ["1.up", "2.up"]
 """Layers of the other stage; this one's are 10.up and 11.up."""
@@ -41,13 +40,13 @@ def precision(say: Callable[[str], None] = lambda line: None, **block: Any) -> L
     config = LinearConfig()
     apply_plan(model, make_plan(model, config), config, "cpu")
     schedule = ScheduleConfig.model_validate(block)
-    return LayerPrecision(model, lambda names: None, schedule, Stays(4), None, torch.device("cpu"), say)
+    return LayerPrecision(model, lambda names: None, schedule, None, torch.device("cpu"), say)
 
 
 def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["1.up"]
     one = precision()
-    assert one.request(["1.up"], "bf16", 0) == []  # and not 11.up
+    assert one.request(["1.up"], "bf16") == []  # and not 11.up
     one.update(0, 1.0)
     assert one.in_bf16 == frozenset()
     scheduled = precision(layers={"1.up": "bf16"})
@@ -59,7 +58,7 @@ def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[
     """DeepSpeed's pipelines save one model file for all stages."""
     two_stages["patterns"] = ["up"]
     one = precision()
-    assert one.request(["up"], "bf16", 0) == ["10.up", "11.up"]
+    assert one.request(["up"], "bf16") == ["10.up", "11.up"]
     saved = one.state_dict()
     assert saved["overrides"] == dict.fromkeys(["1.up", "10.up", "11.up", "2.up"], "bf16")
     again = precision()
@@ -68,52 +67,37 @@ def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[
     assert again.in_bf16 == {"10.up", "11.up"} and again.state_dict()["overrides"] == saved["overrides"]
 
 
-def test_a_stay_comes_before_what_was_said_earlier_and_after_what_is_said_later(two_stages: dict[str, Any]) -> None:
-    two_stages["patterns"] = ["10.up"]
+def test_layers_that_an_older_guard_sent_for_a_while_stay_in_bf16(two_stages: dict[str, Any]) -> None:
+    two_stages["patterns"] = ["up"]
     one = precision()
-
-    def in_bf16(step: int) -> list[str]:
+    stays = {"10.up": (4, 7, False), "2.up": (4, 7, False), "11.up": (4, 7, True)}  # (length, until, is_over)
+    one.load_state_dict({"overrides": {"10.up": "fp8"}, "stays": stays, "lr": None, "in_bf16": []})
+    for step in (3, 100):
         one.update(step, 1.0)
-        return sorted(one.in_bf16)
-
-    one.request(["10.up"], "fp8", 0)
-    one.stays.begin(["10.up", "11.up", "2.up"], 3)
-    assert in_bf16(3) == ["10.up", "11.up"]
-    again = precision()
-    again.load_state_dict(one.state_dict())
-    again.update(3, 1.0)
-    assert again.in_bf16 == {"10.up", "11.up"} and again.state_dict() == one.state_dict()
-    one.request(["10.up"], "schedule", 5)
-    assert in_bf16(5) == ["11.up"]
-    assert set(one.stays.end_due(7)) == {"11.up", "2.up"} and in_bf16(7) == []
-    again.load_state_dict({"overrides": {}, "in_bf16": []})  # of a checkpoint from before there were stays
-    again.update(3, 1.0)
-    assert again.in_bf16 == frozenset()
+        assert one.in_bf16 == {"10.up"}
+    assert one.state_dict()["overrides"] == {"10.up": "bf16", "2.up": "bf16"}
+    one.request(["up"], "schedule")
+    one.update(101, 1.0)
+    assert one.in_bf16 == frozenset()
 
 
 def test_what_sends_layers_to_bf16_is_named(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["10.up"]
     said: list[str] = []
     one = precision(said.append, layers={"10.up": "bf16"}, bf16_until_step=1)
-    for step in range(5):
-        if step == 2:
-            one.stays.begin(["11.up"], step)
-        if step == 3:
-            one.request(["10.up"], "fp8", step)
-        if step == 4:
-            one.stays.interrupt(["11.up"], step)
-            one.request(["10.up"], "bf16", step)
+    for step in range(4):
+        if step > 1:
+            one.request(["10.up"], "fp8" if step == 2 else "bf16")
         one.update(step, 1.0)
     assert [line.partition("from step ")[2] for line in said] == [
         "0 on 2 of 2 FP8 linears compute in bf16 (bf16_until_step 1)",
         "1 on 1 of 2 FP8 linears compute in bf16 (schedule.layers)",
-        "2 on 2 of 2 FP8 linears compute in bf16 (schedule.layers, guard)",
-        "3 on 1 of 2 FP8 linears compute in bf16 (guard)",
-        "4 on 1 of 2 FP8 linears compute in bf16 (set_layer_precision, or a guard without return_after)",
+        "2 on 0 of 2 FP8 linears compute in bf16",
+        "3 on 1 of 2 FP8 linears compute in bf16 (set_layer_precision, or the guard)",
     ]
 
 
 def test_a_name_of_no_stage_is_refused(two_stages: dict[str, Any]) -> None:
     two_stages["patterns"] = ["head"]
     with pytest.raises(ConfigError, match=r"expected names of trainable layers in FP8, got \['head'\]"):
-        precision().request(["head"], "bf16", 0)
+        precision().request(["head"], "bf16")

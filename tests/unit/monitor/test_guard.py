@@ -10,7 +10,6 @@ from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.guard import Guard, Problems, problems
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics, TensorStatistics
-from fp8_ds.schedule import Stays
 
 
 def tensor(saturation: float = 0.0, underflow: float = 0.0) -> TensorStatistics:
@@ -23,7 +22,7 @@ def guard(
     config = GuardConfig(action=action)  # type: ignore[arg-type]
     changeable = [name for name in ("a", "b", "c") if name != frozen]
     to_bf16 = sent.append if action == "bf16" else None
-    return Guard(config, lambda mine: {**mine, **(others or {})}, to_bf16, changeable, Stays(None), said.append)
+    return Guard(config, lambda mine: {**mine, **(others or {})}, to_bf16, changeable, said.append)
 
 
 def report(layers: LayerStatistics, step: int = 1) -> Report:
@@ -97,65 +96,3 @@ def test_a_guard_that_goes_on_from_a_checkpoint_does_not_name_again_what_was_nam
     again.load_state_dict(None)
     again(report(bad, 3))
     assert len(said) == 2
-
-
-def test_a_layer_that_is_back_is_judged_afresh_and_leaves_for_twice_as_long() -> None:
-    """It misbehaves in every step in FP8; every step is sampled, and judged after the next."""
-    said: list[str] = []
-    stays = Stays(1)
-    config = GuardConfig(action="bf16", return_after=1)
-    sent: list[int] = []
-    step = 0
-
-    def to_bf16(names: Sequence[str]) -> None:
-        stays.begin(names, step)
-        sent.append(step)
-
-    watch = Guard(config, lambda mine: mine, to_bf16, ["a"], stays, said.append)
-    waiting: Report | None = None
-    in_bf16 = []
-    for step in range(1, 13):
-        computed_in_bf16 = "a" in stays.running
-        in_bf16 += [step - 1] if computed_in_bf16 else []
-        stays.end_due(step)
-        if waiting is not None:
-            watch(waiting)
-        waiting = report({} if computed_in_bf16 else {"a": {"input": tensor(underflow=0.5)}}, step)
-    assert in_bf16 == [2, 5, 6, 9, 10, 11]  # two steps in FP8 between: one is sampled, and the next has begun by then
-    assert sent == [2, 5, 9]
-    assert [f"for {length} steps" in line for length, line in zip((1, 2, 4), said, strict=True)] == [True] * 3
-
-
-def test_a_layer_that_was_away_between_two_samples_is_judged_by_the_second() -> None:
-    sent: list[Sequence[str]] = []
-    stays = Stays(3)
-    config = GuardConfig(action="bf16", return_after=3)
-
-    def to_bf16(names: Sequence[str]) -> None:
-        stays.begin(names, 11)
-        sent.append(names)
-
-    watch = Guard(config, lambda mine: mine, to_bf16, ["a"], stays, lambda line: None)
-    bad = {name: {"input": tensor(underflow=0.5)} for name in ("a", "frozen")}
-    watch(report(bad, 10))
-    stays.end_due(14)
-    watch(report(bad, 20))
-    assert sent == [["a"], ["a"]]
-    assert watch.state_dict() == {"named": ["frozen"]}
-
-
-def test_layers_that_leave_together_for_different_times_are_said_so() -> None:
-    said: list[str] = []
-    stays = Stays(5)
-    stays.begin(["a"], 1)
-    stays.end_due(6)
-    watch = Guard(
-        GuardConfig(action="bf16", return_after=5),
-        lambda mine: mine,
-        lambda names: stays.begin(names, 9),
-        ["a", "b"],
-        stays,
-        said.append,
-    )
-    watch(report({name: {"input": tensor(saturation=0.5)} for name in ("a", "b")}, 8))
-    assert "2 compute in bf16 from the next step on, for 5 to 10 steps;" in said[0]

@@ -248,7 +248,7 @@ def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
     model, health, reports, _ = build(2)
     health.start(0)
     train(model, health, range(2))
-    health.changes.append(Change(2, "0", "bf16", 4))
+    health.changes.append(Change(2, "0"))
     other = build(2)[1]
     other.load_state_dict(json.loads(json.dumps(health.state_dict())), 2)
     assert other.changes == health.changes
@@ -258,14 +258,21 @@ def test_what_the_guard_changed_is_in_the_next_report_and_in_no_other() -> None:
     again: list[Report] = []
     other.sinks.append(again.append)
     other.flush()
-    health.changes.append(Change(4, "0", "schedule", None))
+    health.changes.append(Change(4, "1"))
     train(model, health, range(4, 8))
-    sent = {"step": 2, "layer": "0", "to": "bf16", "num_steps": 4}
-    back = {"step": 4, "layer": "0", "to": "schedule", "num_steps": None}
-    assert [one.to_json().get("guard") for one in reports] == [None, [sent], [back]]
-    assert again[0].to_json()["guard"] == [sent]
+    sent = [{"step": 2, "layer": "0"}], [{"step": 4, "layer": "1"}]
+    assert [one.to_json().get("guard") for one in reports] == [None, *sent]
+    assert again[0].to_json()["guard"] == sent[0]
     assert ("fp8/0/sent_to_bf16", 1.0, 16) in list(reports[1].events())
-    assert ("fp8/0/sent_to_bf16", 0.0, 24) in list(reports[2].events())
+    assert ("fp8/1/sent_to_bf16", 1.0, 24) in list(reports[2].events())
+
+
+def test_what_an_older_guard_changed_is_reported_but_for_returns() -> None:
+    health = build(2)[1]
+    sent = {"step": 2, "layer": "0", "to": "bf16", "num_steps": 4}
+    back = {"step": 6, "layer": "0", "to": "schedule", "num_steps": None}
+    health.load_state_dict({"waiting": None, "scales": {}, "changes": [sent, back]}, 6)
+    assert health.changes == [Change(2, "0")]
 
 
 def test_a_resumed_monitor_reports_what_waited_and_keeps_ages() -> None:
