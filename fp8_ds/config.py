@@ -160,7 +160,6 @@ class TensorParallelConfig(_Block):
 class ScheduleConfig(_Block):
     bf16_until_step: Annotated[int, Field(ge=0)] = 0
     bf16_last_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(_float_of_int)] = 0.0
-    bf16_below_lr: Annotated[float, Field(gt=0), BeforeValidator(_float_of_int)] | None = None
     total_steps: Annotated[int, Field(ge=1)] | None = None
     layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
 

@@ -72,6 +72,10 @@ REMOVED = {
     "fp8.optimizer.release_clipping=per_tensor": (
         'Write "delayed_norm", which clips while gradients are released, by the global norm of the step before'
     ),
+    "fp8.schedule.bf16_below_lr": (
+        'Write "bf16_until_step" for the warm-up and "bf16_last_fraction" for the end of the run; or call '
+        'engine.set_layer_precision("", "bf16") where your learning rate falls below it'
+    ),
     "fp8.schedule.fp32_states_from_step": (
         'Remove the key. Save a checkpoint at that step, and resume from it with "optimizer": {"states": "fp32"}, '
         "which takes over masters and moments exactly"

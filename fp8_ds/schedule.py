@@ -1,4 +1,4 @@
-"""Which layers compute in bf16 in which step: arithmetic on names, steps and a learning rate."""
+"""Which layers compute in bf16 in which step: arithmetic on names and steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ class PrecisionSchedule:
     Args:
         until: steps [0, until) are in bf16.
         last: steps [last, ...) are in bf16; None: none are for that reason.
-        below_lr: steps with a learning rate below it are in bf16; None: as above.
         fixed: layers that the block's "layers" names, and what they are whatever the step.
     """
 
     until: int
     last: int | None
-    below_lr: float | None
     fixed: Mapping[str, Precision]
 
     @classmethod
@@ -44,26 +42,24 @@ class PrecisionSchedule:
         total = config.total_steps or total_steps
         check_total(config, total_steps)
         last = _last_part(total, config.bf16_last_fraction) if config.bf16_last_fraction and total else None
-        return cls(config.bf16_until_step, last, config.bf16_below_lr, fixed_layers(config, names))
+        return cls(config.bf16_until_step, last, fixed_layers(config, names))
 
     @property
     def is_constant(self) -> bool:
-        """Whether steps and learning rates say nothing."""
-        return self.until == 0 and self.last is None and self.below_lr is None
+        """Whether steps say nothing."""
+        return self.until == 0 and self.last is None
 
-    def reason(self, step: int, lr: float) -> str | None:
+    def reason(self, step: int) -> str | None:
         """Why step `step`, counted from 0, is in bf16; None: it is in FP8."""
         if step < self.until:
             return f"bf16_until_step {self.until}"
         if self.last is not None and step >= self.last:
             return f"bf16_last_fraction: from step {self.last}"
-        if self.below_lr is not None and lr < self.below_lr:
-            return f"bf16_below_lr {self.below_lr:g}"
         return None
 
-    def in_bf16(self, names: Sequence[str], step: int, lr: float, overrides: Mapping[str, Precision]) -> frozenset[str]:
+    def in_bf16(self, names: Sequence[str], step: int, overrides: Mapping[str, Precision]) -> frozenset[str]:
         """The layers among `names` that compute in bf16. Overrides come first, then "layers", then the step."""
-        usual: Precision = "fp8" if self.reason(step, lr) is None else "bf16"
+        usual: Precision = "fp8" if self.reason(step) is None else "bf16"
         return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
 
 

@@ -71,12 +71,6 @@ def split_master_scales(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in state["scale_inv"].items() if _is_power_of_two(value)}  # not frozen ones'
 
 
-def followed_lr(state: Mapping[str, Any] | None) -> float | None:
-    """The learning rate by which the layers of the next step were chosen; None: by none, or it is not known."""
-    lr: float | None = ((state or {}).get("precision") or {}).get("lr")
-    return lr
-
-
 def restore_state(
     context: Fp8Context,
     state: Mapping[str, Any] | None,
@@ -209,13 +203,15 @@ def _master_of(config: Mapping[str, Any]) -> str:
 
 def _settings_that_are_gone(config: Mapping[str, Any]) -> list[str]:
     """Name what an older version's "fp8" block asked for and this one cannot do."""
-    optimizer, step = config.get("optimizer", {}), config.get("schedule", {}).get("fp32_states_from_step")
+    optimizer, schedule = config.get("optimizer", {}), config.get("schedule", {})
+    step, below_lr = schedule.get("fp32_states_from_step"), schedule.get("bf16_below_lr")
     num_steps = config.get("guard", {}).get("return_after")
     found = {
         'optimizer.master "fp32" beside FP8 states': optimizer.get("states") == "fp8" and _master_of(config) == "fp32",
         'optimizer.release_clipping "per_tensor"': optimizer.get("release_clipping") == "per_tensor",
         "zero.keep_bf16_shard true": config.get("zero", {}).get("keep_bf16_shard"),
         f"schedule.fp32_states_from_step {step}": step,
+        f"schedule.bf16_below_lr {below_lr}": below_lr,
         f"guard.return_after {num_steps}": num_steps,
         'tensor_parallel.scales "shared"': config.get("tensor_parallel", {}).get("scales") == "shared",
     }
@@ -360,8 +356,6 @@ def _wrong_precision(saved: Any) -> Iterator[str]:
         counts = stay[:2] if isinstance(stay, tuple | list) and len(stay) == 3 else ()
         if not (counts and all(_is_number(count, int) for count in counts) and isinstance(stay[2], bool)):
             yield _wrong(_at("precision", "stays", name), "(length, until, is_over)", stay)
-    if (lr := saved.get("lr")) is not None and not _is_number(lr):
-        yield _wrong(_at("precision", "lr"), "a learning rate or None", lr)
 
 
 def _how_to_keep(plan: Plan, config: Mapping[str, Any], current: Plan, now: LinearConfig) -> str:

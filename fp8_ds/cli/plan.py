@@ -160,8 +160,8 @@ def _has_many_experts(product: Product) -> bool:
 
 
 def _varies(schedule: ScheduleConfig) -> bool:
-    """Whether steps or learning rates put layers into bf16."""
-    return bool(schedule.bf16_until_step or schedule.bf16_last_fraction or schedule.bf16_below_lr)
+    """Whether steps put layers into bf16."""
+    return bool(schedule.bf16_until_step or schedule.bf16_last_fraction)
 
 
 def _print(found: dict[str, Any]) -> None:

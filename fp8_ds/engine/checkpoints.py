@@ -21,7 +21,6 @@ from fp8_ds.checkpoint.state import (
     CHECKPOINT_KEY,
     FOLLOWING_KEY,
     LATE_KEY,
-    followed_lr,
     restore_state,
     save_state,
     split_master_scales,
@@ -191,14 +190,15 @@ class Fp8Checkpoints:
         options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         load = super().load_checkpoint  # type: ignore[misc]
         with checked(asked, say) as found:
-            return self._fp8_load(found, lambda: load(load_dir, found, *options), *options[1:4])
+            return self._fp8_load(
+                found, lambda: load(load_dir, found, *options), load_optimizer_states, load_module_only
+            )
 
     def _fp8_load(
         self: Any,
         tag: str | None,
         load: Callable[[], Any],
         load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
         load_module_only: bool,
     ) -> Any:
         """Run the stock `load` of the checkpoint `tag`, which has been checked; then load our state."""
@@ -225,9 +225,8 @@ class Fp8Checkpoints:
                 self.optimizer.fp8_flag.load(bool((state or {}).get(LATE_KEY)))
                 if load_optimizer_states:
                     self.optimizer.fp8_load_bound_sums((state or {}).get(BOUND_SUMS_KEY, {}))
-            goes_on = load_optimizer_states and load_lr_scheduler_states and not load_module_only
             following = None if load_module_only else (state or {}).get(FOLLOWING_KEY)
-            self._fp8_following.resume(following, followed_lr(state) if goes_on else None)
+            self._fp8_following.resume(following)
         return path, client_state
 
     def load_module_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

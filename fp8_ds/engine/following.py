@@ -5,7 +5,6 @@ Nothing follows where the configuration asks for none of them: one test of an em
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -133,18 +132,16 @@ class Following:
         self._update_precision()
         return layers
 
-    def resume(self, state: Mapping[str, Any] | None, lr: float | None = None) -> None:
+    def resume(self, state: Mapping[str, Any] | None) -> None:
         """A checkpoint has been loaded, precision and step count with it: go on from there. Collective.
 
         Args:
             state: from `state_dict`; None: the checkpoint has none.
-            lr: by which the run that saved had chosen the layers of the next step: a scheduler that is stepped after
-                the engine has set another since. None: the optimizer's.
         """
         self.has_graph = False
         self._amaxes_before_evaluation = None
         self._first_micro_step = self._engine.micro_steps
-        self._update_precision(lr)
+        self._update_precision()
         self._calls = self._that_follow()
         if self.health is not None:
             self.health.load_state_dict(state, self._engine.global_steps)
@@ -159,16 +156,12 @@ class Following:
         return None if self.health is None else self.health.state_dict()
 
     def close(self) -> None:
-        """The last report is written, and what was opened is closed."""
+        """The last report is written."""
         if self.health is not None:
             self.health.monitor.flush()
-        self.precision.close()
 
-    def _update_precision(self, lr: float | None = None) -> None:
-        asks = self.precision.schedule.below_lr is not None  # else a learning rate on the device is not waited for
-        if lr is None:
-            lr = max(float(lr) for lr in self._engine.get_lr()) if asks else math.inf
-        self.precision.update(self._engine.global_steps, lr)
+    def _update_precision(self) -> None:
+        self.precision.update(self._engine.global_steps)
 
     def _send_to_bf16(self, names: Sequence[str]) -> None:
         """The guard's word, the same on all ranks: layers are in bf16 from the next step on. Collective."""

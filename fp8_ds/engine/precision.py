@@ -12,7 +12,6 @@ from deepspeed import comm as ds_comm
 from torch import nn
 
 from fp8_ds.config import ScheduleConfig
-from fp8_ds.engine.rank_agreement import RankZeroNumber
 from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
@@ -39,7 +38,6 @@ class LayerPrecision:
     Attributes:
         in_bf16: layers that compute in bf16 now.
         ended_in_bf16: those that did in the step that has ended, for what follows it.
-        followed_lr: the learning rate by which they were chosen; None without `bf16_below_lr`.
 
     Raises:
         ConfigError: the block names what is not there.
@@ -66,27 +64,22 @@ class LayerPrecision:
         self._set_bf16 = set_bf16
         self._say = say
         self.schedule = PrecisionSchedule.of(self._of_this_rank(config), self._linears, total_steps)
-        self._lr = None if self.schedule.below_lr is None else RankZeroNumber("fp8.schedule.bf16_below_lr", device)
         self.overrides: dict[str, Precision] = {}
         self.in_bf16: frozenset[str] = frozenset()
         self.ended_in_bf16: frozenset[str] = frozenset()
-        self.followed_lr: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers that can change: those in FP8 by the plan, frozen ones excepted."""
         return tuple(self._linears)
 
-    def update(self, step: int, lr: float) -> None:
+    def update(self, step: int) -> None:
         """Layers are as they shall be in step `step`, counted from 0. Collective where one changes.
 
         Args:
             step: the same on all ranks.
-            lr: of this rank; rank 0's decides, on all ranks. Read with `bf16_below_lr` only, and collective then.
         """
-        if self._lr is not None:
-            lr = self.followed_lr = self._lr.agree(lr)
-        wanted = self.schedule.in_bf16(self.names, step, lr, self.overrides)
+        wanted = self.schedule.in_bf16(self.names, step, self.overrides)
         if wanted == self.in_bf16:
             return
         self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
@@ -95,23 +88,18 @@ class LayerPrecision:
                 self._stand_ins[fqn] = bf16_recipe(self._recipes[fqn])
             self._linears[fqn].fp8_recipe = self._stand_ins[fqn] if fqn in wanted else self._recipes[fqn]
         self.in_bf16 = wanted
-        why = f" ({self._reasons(wanted, step, lr)})" if wanted else ""
+        why = f" ({self._reasons(wanted, step)})" if wanted else ""
         self._say(f"fp8: from step {step} on {len(wanted)} of {len(self.names)} FP8 linears compute in bf16{why}")
 
-    def _reasons(self, in_bf16: frozenset[str], step: int, lr: float) -> str:
+    def _reasons(self, in_bf16: frozenset[str], step: int) -> str:
         """Why layers are in bf16 in step `step`: of the whole schedule alone where it asks for bf16, else by layer."""
-        if whole := self.schedule.reason(step, lr):
+        if whole := self.schedule.reason(step):
             return whole
         reasons = {
             "schedule.layers": self.schedule.fixed.keys() - self.overrides.keys(),
             "set_layer_precision, or the guard": self.overrides.keys(),
         }
         return ", ".join(reason for reason, layers in reasons.items() if in_bf16 & layers)
-
-    def close(self) -> None:
-        """What was opened for the ranks to agree is closed."""
-        if self._lr is not None:
-            self._lr.close()
 
     def request(self, names: Sequence[str], precision: Request, between: str = "") -> list[str]:
         """Override the schedule for some layers, or leave them to it again; `update` makes it so. Collective.
@@ -193,10 +181,8 @@ class LayerPrecision:
         return config.model_copy(update={"layers": layers})
 
     def state_dict(self) -> dict[str, Any]:
-        """Builtin types: overrides and the learning rate, the same on all ranks, and this rank's layers in bf16, for a
-        reader."""
-        state = {"overrides": dict(self.overrides), "lr": self.followed_lr}
-        return {**state, "in_bf16": sorted(self.in_bf16)}
+        """Builtin types: overrides, the same on all ranks, and this rank's layers in bf16, for a reader."""
+        return {"overrides": dict(self.overrides), "in_bf16": sorted(self.in_bf16)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Overrides of the checkpoint, of other stages' layers too; `update` makes it so.

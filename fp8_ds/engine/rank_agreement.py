@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from fp8_ds.engine.log import warn
 from fp8_ds.errors import ConfigError, Fp8DsError
 from fp8_ds.tp.group import check_same, digest, gather_row
 
@@ -293,45 +292,6 @@ def refuse_other_order(param_groups: Sequence[Mapping[str, Any]], names: Mapping
     order = [f"{names.get(p, 'none of the model')} in group {i}" for i, params in groups for p in params]
     remedy = "Build groups from lists, as named_parameters() gives them: sets have another order in each process."
     check_same("order of model_parameters", order, group, on_all_ranks=True, remedy=remedy)
-
-
-class RankZeroNumber:
-    """A number of the host that steers what all ranks do together: rank 0's counts.
-
-    The host hands it from rank to rank over gloo; through NCCL the host would wait for all that its device has queued.
-
-    Args:
-        name: of the key that the number steers, for a warning.
-        device: of the ranks; anything but a CPU gets a gloo group of its own. Collective.
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name = name
-        self._has_said = False
-        self._group: dist.ProcessGroup | None = None
-        if device.type != "cpu" and dist.get_world_size() > 1:
-            options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
-            self._group = dist.new_group(backend="gloo", timeout=None if options is None else options._timeout)
-
-    def agree(self, own: float) -> float:
-        """Return rank 0's. Collective over all ranks, at the same point on each."""
-        told = torch.tensor([own], dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            dist.broadcast(told, src=0, group=self._group)
-        agreed = float(told)
-        if agreed != own and not self._has_said:
-            self._has_said = True
-            warn(
-                f"fp8: {self._name}: expected the same number on all ranks, got {own:g} here and {agreed:g} on rank 0, "
-                "which decides. Give all ranks one learning rate."
-            )
-        return agreed
-
-    def close(self) -> None:
-        """End its group; idempotent."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
 
 
 class SameNumbers:

@@ -143,7 +143,7 @@ def of_another_run(folder: str, stage: int, master: str) -> list[tuple[Any, ...]
 def test_a_module_only_load_takes_over_nothing_of_the_run_that_saved(
     ranks: Any, tmp_path: Path, stage: int, master: str
 ) -> None:
-    down = {"overrides": {"blocks.1.down": "bf16"}, "lr": None, "in_bf16": ["blocks.1.down"]}
+    down = {"overrides": {"blocks.1.down": "bf16"}, "in_bf16": ["blocks.1.down"]}
     for found in ranks(2).run(of_another_run, str(tmp_path), stage, master):
         assert found == [(0, {"blocks.1.down"}, down)] * 2
 
@@ -229,6 +229,7 @@ def of_an_older_version(folder: str, stage: int) -> None:
         state["config"]["optimizer"] |= {"states": "fp8", "master": "fp32", "master_format": "fp32"}
         state["config"]["zero"]["keep_bf16_shard"] = True
         state["config"]["schedule"]["fp32_states_from_step"] = 100
+        state["config"]["schedule"]["bf16_below_lr"] = 1e-5
         state["config"]["guard"]["return_after"] = 500
         state["config"]["tensor_parallel"]["scales"] = "shared"
         state |= {BOUND_SUMS_KEY: {}, LATE_KEY: False}
@@ -250,6 +251,7 @@ def of_an_older_version(folder: str, stage: int) -> None:
             'optimizer.master "fp32" beside FP8 states',
             "zero.keep_bf16_shard true",
             "schedule.fp32_states_from_step 100",
+            "schedule.bf16_below_lr 1e-05",
             "guard.return_after 500",
             'tensor_parallel.scales "shared"',
         ]

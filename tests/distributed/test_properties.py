@@ -228,7 +228,6 @@ def accepted_runs(draw: st.DrawFn) -> dict[str, Any]:
         "schedule": block(
             bf16_until_step=(0, 1, 3),
             bf16_last_fraction=(0.0, 0.5),
-            bf16_below_lr=(None, 2e-3),
             layers=({}, {"layers.1" if is_llama else "blocks.1": "bf16"}),
         ),
         "guard": {"action": one_of("report", "bf16"), **block(underflow=(0.2, 0.001))} if guards else {},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,99 +304,6 @@ def released(stage: int) -> tuple[list[float], list[float]]:
 def test_gradient_release_knows_layers_in_bf16(ranks: Any, stage: int) -> None:
     for with_release, without in ranks(2).run(released, stage):
         assert with_release == without
-
-
-def below_lr(stage: int) -> list[tuple[bool, int]]:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 8}}
-    scheduler["params"]["warmup_type"] = "linear"
-    config = training.ds_config(stage, {"schedule": {"bf16_below_lr": 4e-4}}, scheduler=scheduler)
-    engine = training.build(config)
-    counts = []
-    for step in range(8):
-        counts.append((float(engine.get_lr()[0]) < 4e-4, engine.fp8_report()["num_layers_in_bf16"]))
-        training.train(engine, 1, step)
-    training.destroy(engine)
-    return counts
-
-
-def test_layers_follow_the_learning_rate(ranks: Any) -> None:
-    for counts in ranks(2).run(below_lr, 2):
-        assert [num == 6 for _, num in counts] == [low for low, _ in counts]
-        assert len({low for low, _ in counts}) == 2
-
-
-def resumed_below_lr(stage: int, directory: str) -> list[list[tuple[int, float]]]:
-    """(layers in bf16, loss) of the steps after a save, in the run that saved and in one that has loaded it. The
-    learning rate of the next step is set after `engine.step()`, as Trainer does."""
-
-    def steps(engine: Any, first: int, last: int) -> list[tuple[int, float]]:
-        found = []
-        for step in range(first, last):
-            found.append((len(engine.fp8.precision.in_bf16), *training.train(engine, 1, step)))
-            engine.optimizer.param_groups[0]["lr"] = 3e-3 if step < 1 else 5e-4
-        return found
-
-    config = training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}})
-    engine = training.build(config)
-    steps(engine, 0, 2)
-    engine.save_checkpoint(directory, tag="second")
-    both = [steps(engine, 2, 4)]
-    training.destroy(engine)
-    engine = training.build(config, seed=1)
-    engine.load_checkpoint(directory, tag="second")
-    both.append(steps(engine, 2, 4))
-    training.destroy(engine)
-    return both
-
-
-def test_a_resume_where_the_learning_rate_is_set_after_the_step_is_exact(ranks: Any, tmp_path: Path) -> None:
-    for before, after in ranks(2).run(resumed_below_lr, 2, str(tmp_path)):
-        assert before == after
-        assert [count for count, _ in before] == [0, 6]
-
-
-def differing(stage: int) -> dict[str, Any]:
-    """Rank 1's learning rate is below the limit, then rank 0's alone, then both are above; set before a step, as by who
-    steps a scheduler after `engine.step`, it says what the next one computes in."""
-
-    with training.log_lines() as said:
-        engine = training.build(training.ds_config(stage, {"schedule": {"bf16_below_lr": 1e-3}}))
-        result: dict[str, Any] = {"num": [], "losses": []}
-        for phase, lrs in enumerate(((3e-3, 1e-4), (3e-3, 1e-4), (1e-4, 3e-3), (3e-3, 3e-3))):
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lrs[dist.get_rank()]
-            result["losses"] += training.train(engine, 1, phase)
-            result["num"].append(engine.fp8_report()["num_layers_in_bf16"])
-        training.destroy(engine)
-    return {**result, "said": [line for line in said if "bf16_below_lr: expected the same" in line]}
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_rank_0s_learning_rate_decides_for_all_ranks(ranks: Any, stage: int) -> None:
-    first, second = ranks(2).run(differing, stage)
-    assert first["num"] == second["num"] == [0, 0, 6, 0]
-    assert first["losses"] == second["losses"]
-    assert not first["said"] and len(second["said"]) == 1
-    assert "got 0.0001 here and 0.003 on rank 0" in second["said"][0]
-
-
-def agreed() -> list[float]:
-    """What a group of its own, as devices with NCCL need it, hands on; and that it is gone afterwards."""
-    from fp8_ds.engine.rank_agreement import RankZeroNumber
-
-    number = RankZeroNumber("key", torch.device("cuda"))
-    assert number._group is not None and dist.get_backend(number._group) == "gloo"
-    found = [number.agree(0.25 + dist.get_rank()), number.agree(float(dist.get_rank()))]
-    group = number._group
-    number.close()
-    number.close()
-    with pytest.raises(ValueError, match="rocess group"):
-        dist.get_backend(group)
-    return found
-
-
-def test_where_ranks_talk_through_nccl_the_number_goes_over_gloo(ranks: Any) -> None:
-    assert ranks(3).run(agreed) == [[0.25, 0.0]] * 3
 
 
 def refused(case: str) -> tuple[str, list[float]]:

@@ -42,7 +42,6 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
         "schedule": {
             "bf16_until_step": 0,
             "bf16_last_fraction": 0.0,
-            "bf16_below_lr": None,
             "total_steps": None,
             "layers": {},
         },
@@ -61,7 +60,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                                "cross_entropy_chunk_mem_const": 8},
                "tensor_parallel": {"gather": "fp8", "reduce_scatter": "fp8"},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
-               "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1, "bf16_below_lr": 1e-5,
+               "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1,
                             "total_steps": 1000, "layers": {"layers.0.": "bf16"}},
                "guard": {"action": "bf16"},
                "monitor": {"every": 50, "sink": "runs/health.jsonl"}}"""
@@ -311,11 +310,6 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "schedule": {"bf16_last_fraction": 10}},
         "fp8.schedule.bf16_last_fraction:",
         ["a number of at most 1", "got 10"],
-    ),
-    "a learning rate of 0": (
-        {"enabled": True, "schedule": {"bf16_below_lr": 0}},
-        "fp8.schedule.bf16_below_lr:",
-        ["a number above 0"],
     ),
     "steps before the first": (
         {"enabled": True, "schedule": {"bf16_until_step": -1}},

@@ -342,7 +342,6 @@ def test_what_is_clipped_where_nothing_is_named_is_deepspeeds_default(monkeypatc
     [
         {"schedule": {"bf16_until_step": 10}},
         pytest.param({"schedule": {"bf16_last_fraction": 0.1, "total_steps": 100}}, marks=pytest.mark.slow),
-        {"schedule": {"bf16_below_lr": 1e-5}},
         pytest.param({"schedule": {"layers": {"layers": "bf16"}}}, marks=pytest.mark.slow),
         pytest.param({"guard": {"action": "bf16"}, "monitor": {"every": 10}}, marks=pytest.mark.slow),
     ],

@@ -1,4 +1,4 @@
-"""A schedule is arithmetic on names, a step and a learning rate."""
+"""A schedule is arithmetic on names and a step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def schedule(known: int | None = None, **block: Any) -> PrecisionSchedule:
     return PrecisionSchedule.of(ScheduleConfig.model_validate(block), NAMES, known)
 
 
-def steps_in_bf16(one: PrecisionSchedule, num: int, lr: float = 1.0) -> list[int]:
-    found = {step: one.in_bf16(NAMES, step, lr, {}) for step in range(num)}
+def steps_in_bf16(one: PrecisionSchedule, num: int) -> list[int]:
+    found = {step: one.in_bf16(NAMES, step, {}) for step in range(num)}
     assert all(layers in (frozenset(), frozenset(NAMES)) for layers in found.values())
     return [step for step, layers in found.items() if layers]
 
 
 def test_the_default_is_fp8_throughout() -> None:
-    assert schedule().is_constant and steps_in_bf16(schedule(), 5, 0.0) == []
+    assert schedule().is_constant and steps_in_bf16(schedule(), 5) == []
 
 
 def test_first_steps_and_the_last_fraction_are_bf16() -> None:
@@ -71,23 +71,16 @@ def test_a_run_without_a_step_in_fp8_is_known_as_such() -> None:
     assert not never(10, bf16_until_step=10) and not never()  # a run may go on after the scheduler's last step
 
 
-def test_a_low_learning_rate_is_bf16_and_one_at_the_limit_is_not() -> None:
-    one = schedule(bf16_below_lr=1e-4)
-    assert steps_in_bf16(one, 2, 0.99e-4) == [0, 1]
-    assert steps_in_bf16(one, 2, 1e-4) == []
-    assert not one.is_constant
-
-
 def test_overrides_come_before_layers_and_these_before_the_step() -> None:
     one = schedule(bf16_until_step=1, layers={"layers.1": "fp8", "layers.1.down": "bf16"})
-    assert one.in_bf16(NAMES, 0, 1.0, {}) == {"layers.1.down"}  # layers.10.up contains layers.1
-    assert one.in_bf16(NAMES, 0, 1.0, {"layers.10.up": "bf16"}) == {"layers.1.down", "layers.10.up"}
-    assert one.in_bf16(NAMES, 5, 1.0, {"layers.1.down": "fp8"}) == frozenset()
+    assert one.in_bf16(NAMES, 0, {}) == {"layers.1.down"}  # layers.10.up contains layers.1
+    assert one.in_bf16(NAMES, 0, {"layers.10.up": "bf16"}) == {"layers.1.down", "layers.10.up"}
+    assert one.in_bf16(NAMES, 5, {"layers.1.down": "fp8"}) == frozenset()
 
 
 def test_of_two_keys_as_long_the_later_counts() -> None:
     for layers, in_bf16 in (({"1.up": "fp8", "yers": "bf16"}, 3), ({"yers": "bf16", "1.up": "fp8"}, 2)):
-        assert len(schedule(layers=layers).in_bf16(NAMES, 0, 1.0, {})) == in_bf16
+        assert len(schedule(layers=layers).in_bf16(NAMES, 0, {})) == in_bf16
 
 
 def test_a_name_means_its_own_layer_and_a_part_all_that_have_it() -> None:

@@ -47,10 +47,10 @@ def test_a_name_of_another_stage_is_no_part_of_a_name_of_this_one(two_stages: di
     two_stages["patterns"] = ["1.up"]
     one = precision()
     assert one.request(["1.up"], "bf16") == []  # and not 11.up
-    one.update(0, 1.0)
+    one.update(0)
     assert one.in_bf16 == frozenset()
     scheduled = precision(layers={"1.up": "bf16"})
-    scheduled.update(0, 1.0)
+    scheduled.update(0)
     assert scheduled.in_bf16 == frozenset()
 
 
@@ -63,7 +63,7 @@ def test_overrides_are_those_of_all_stages_in_every_checkpoint(two_stages: dict[
     assert saved["overrides"] == dict.fromkeys(["1.up", "10.up", "11.up", "2.up"], "bf16")
     again = precision()
     again.load_state_dict(saved)
-    again.update(0, 1.0)
+    again.update(0)
     assert again.in_bf16 == {"10.up", "11.up"} and again.state_dict()["overrides"] == saved["overrides"]
 
 
@@ -73,11 +73,11 @@ def test_layers_that_an_older_guard_sent_for_a_while_stay_in_bf16(two_stages: di
     stays = {"10.up": (4, 7, False), "2.up": (4, 7, False), "11.up": (4, 7, True)}  # (length, until, is_over)
     one.load_state_dict({"overrides": {"10.up": "fp8"}, "stays": stays, "lr": None, "in_bf16": []})
     for step in (3, 100):
-        one.update(step, 1.0)
+        one.update(step)
         assert one.in_bf16 == {"10.up"}
     assert one.state_dict()["overrides"] == {"10.up": "bf16", "2.up": "bf16"}
     one.request(["up"], "schedule")
-    one.update(101, 1.0)
+    one.update(101)
     assert one.in_bf16 == frozenset()
 
 
@@ -88,7 +88,7 @@ def test_what_sends_layers_to_bf16_is_named(two_stages: dict[str, Any]) -> None:
     for step in range(4):
         if step > 1:
             one.request(["10.up"], "fp8" if step == 2 else "bf16")
-        one.update(step, 1.0)
+        one.update(step)
     assert [line.partition("from step ")[2] for line in said] == [
         "0 on 2 of 2 FP8 linears compute in bf16 (bf16_until_step 1)",
         "1 on 1 of 2 FP8 linears compute in bf16 (schedule.layers)",
