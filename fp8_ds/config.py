@@ -203,22 +203,7 @@ class MonitorConfig(_Block):
 
 
 class GuardConfig(_Block):
-    saturation: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.01
-    underflow: Annotated[float, Field(gt=0, le=1), BeforeValidator(_float_of_int)] = 0.2
     action: Literal["report", "bf16"] | None = None
-
-    def check(self) -> None:
-        """Limits have something to take effect on.
-
-        Raises:
-            ConfigError: the guard is off.
-        """
-        found = sorted(self.model_fields_set - {"action"})
-        if self.action is None and found:
-            raise ConfigError(
-                f'fp8.guard.action: expected "report" or "bf16" with {" and ".join(found)}, got null. Without it the '
-                'guard is off: set "action": "report", or remove the limits.'
-            )
 
 
 class AttentionConfig(_Block):
@@ -281,7 +266,6 @@ class Fp8Config(_Block):
             config.activations.check()
             config.attention.check()
             config.schedule.check()
-            config.guard.check()
             config.monitor.check()
             return config
         if len(lines) == 1:

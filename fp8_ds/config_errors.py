@@ -45,6 +45,14 @@ REMOVED = {
         "Remove the key: each rank scales its shard by its own amax, which was as near to the exact product as one "
         "scale for all ranks"
     ),
+    "fp8.guard.saturation": (
+        "Remove the key: the limit is 0.01. For another, add a listener that judges (engine.add_fp8_listener, "
+        "docs/monitor.md)"
+    ),
+    "fp8.guard.underflow": (
+        "Remove the key: the limit is 0.2. For another, add a listener that judges (engine.add_fp8_listener, "
+        "docs/monitor.md)"
+    ),
     "fp8.guard.return_after": (
         "Remove the key: a layer that the guard has sent to bf16 stays there until "
         'engine.set_layer_precision(name, "schedule")'
@@ -145,8 +153,7 @@ def explain_no_object(block: Any) -> str:
 
 
 def _expected(key: str, details: ErrorDetails, known: Mapping[str, Key]) -> str:
-    limits = {"greater_than_equal": ("ge", "of at least"), "greater_than": ("gt", "above")}
-    limits["less_than_equal"] = ("le", "of at most")
+    limits = {"greater_than_equal": ("ge", "of at least"), "less_than_equal": ("le", "of at most")}
     if details["type"] in limits:
         name, words = limits[details["type"]]
         kind = "an integer" if isinstance(details["ctx"][name], int) else "a number"

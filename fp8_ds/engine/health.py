@@ -129,9 +129,9 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
     Raises:
         UnsupportedError: it shall send layers to bf16, and they are tensor-parallel.
     """
-    config, group = engine.fp8.config.guard, engine.optimizer.dp_process_group
+    action, group = engine.fp8.config.guard.action, engine.optimizer.dp_process_group
     parallel = [name for name, layer in fp8_layers(engine.module).items() if layer.is_parallel]
-    if config.action == "bf16" and parallel:
+    if action == "bf16" and parallel:
         raise UnsupportedError(
             f'fp8.guard.action: expected "report" with tensor-parallel layers, got "bf16" with {parallel[0]}. Their '
             'gathers move FP8 only: set "report", and leave out what misbehaves by linear.filter_fqns.'
@@ -145,7 +145,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         return {name: problem for each in everyone for name, problem in each.items()}
 
     precision = engine.fp8.precision
-    return Guard(config, share, to_bf16 if config.action == "bf16" else None, precision.names, say)
+    return Guard(share, to_bf16 if action == "bf16" else None, precision.names, say)
 
 
 def _gather_timer(optimizer: Any) -> GatherTimer:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics
 
 EVERY = 100
 """Steps between the samples it judges by, where `monitor.every` is 0."""
+SATURATION = 0.01
+UNDERFLOW = 0.2
+"""Shares of a tensor above which its layer does not fit FP8."""
 _NUM_SHOWN = 4
 
 
@@ -24,7 +26,6 @@ class Guard:
     A layer is named when it passes a limit, and again only after a sample in which it did not, or was in bf16.
 
     Args:
-        config: the limits.
         share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.
             Collective.
         to_bf16: sends layers there, given the same names on all ranks; None: they are only named.
@@ -34,13 +35,11 @@ class Guard:
 
     def __init__(
         self,
-        config: GuardConfig,
         share: Callable[[Problems], Problems],
         to_bf16: Callable[[Sequence[str]], object] | None,
         changeable: Collection[str],
         say: Callable[[str], None],
     ) -> None:
-        self._config = config
         self._share = share
         self._to_bf16 = to_bf16
         self._changeable = changeable
@@ -59,7 +58,7 @@ class Guard:
         """Collective, over all ranks. A step that was skipped says nothing of its layers: one NaN would be in all."""
         if report.numbers.get(STEP_SKIPPED):
             return
-        found = problems(report.layers, self._config)
+        found = problems(report.layers)
         everywhere = self._share({name: (text, name in self._changeable) for name, text in found.items()})
         new = {name: problem for name, problem in everywhere.items() if name not in self._named}
         self._named = set(everywhere)
@@ -79,14 +78,14 @@ class Guard:
         self._say(f"fp8: guard, step {report.step}: {len(names)} layers do not fit FP8 ({shown}{more}). {action}")
 
 
-def problems(layers: LayerStatistics, config: GuardConfig) -> dict[str, str]:
+def problems(layers: LayerStatistics) -> dict[str, str]:
     """Layer -> which of its tensors passes which limit by how much; layers within the limits are missing."""
     found: dict[str, list[str]] = {}
     for name, kinds in layers.items():
         for kind, one in kinds.items():
             for what, share, limit in (
-                ("saturation", one.saturation, config.saturation),
-                ("underflow", one.underflow, config.underflow),
+                ("saturation", one.saturation, SATURATION),
+                ("underflow", one.underflow, UNDERFLOW),
             ):
                 if share > limit:
                     found.setdefault(name, []).append(f"{what} of {kind} {share:.2g} above {limit:g}")

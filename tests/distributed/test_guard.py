@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import test_checkpoint as base
@@ -22,13 +23,17 @@ def outlier(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x, *inputs[1:])
 
 
+FITS = patch.multiple("fp8_ds.monitor.guard", UNDERFLOW=0.4)
+"""A limit that this model does not pass as it is, though its gradients' underflow is that of untrained weights."""
+
+
+@FITS
 def guarded(folder: str, stage: int, action: str, model: dict[str, Any] = base.MODEL) -> dict[str, Any]:
     import torch.distributed as dist
 
     with training.log_lines() as said:
-        # No limit is passed by this model as it is; its gradients' underflow is that of untrained weights.
         fp8 = {
-            "guard": {"action": action, "underflow": 0.4},
+            "guard": {"action": action},
             "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
         }
         engine = training.build(training.ds_config(stage, fp8), model)
@@ -49,11 +54,12 @@ def guarded(folder: str, stage: int, action: str, model: dict[str, Any] = base.M
     return {"losses": losses, "before": before, "after": after, "resumed": resumed, "lines": lines}
 
 
+@FITS
 def watched(folder: str, stage: int, action: str, save_at: int) -> dict[str, Any]:
     """Ten steps, every second one sampled, of a layer that underflows from the start; resumed at `save_at`."""
 
     with training.log_lines() as said:
-        fp8 = {"guard": {"action": action, "underflow": 0.4}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
+        fp8 = {"guard": {"action": action}, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
 
         def engine(seed: int) -> tuple[Any, list[Any]]:
             one = training.build(training.ds_config(stage, fp8), base.MODEL, seed)
@@ -128,11 +134,12 @@ def test_the_layer_that_underflows_is_named_and_leaves_fp8_on_all_ranks(
     assert all(torch.isfinite(torch.tensor(first["losses"])))
 
 
+@patch.multiple("fp8_ds.monitor.guard", UNDERFLOW=0.9)
 def skipped_in_a_sample(folder: str, recipe: str, is_late: bool) -> tuple[int, list[str], list[float]]:
     """(skipped steps, layers in bf16 afterwards, `step_skipped` of the reports) where one loss is NaN."""
     fp8 = {
         "linear": {"recipe": recipe},
-        "guard": {"action": "bf16", "underflow": 0.9},
+        "guard": {"action": "bf16"},
         "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
     }
     if is_late:
@@ -163,22 +170,35 @@ def states(engine: Any) -> dict[str, Any]:
     return training.full_masters(engine) | base.moments(engine)
 
 
-def sent(folder: str, stage: int, more: dict[str, Any], guard: dict[str, Any] | None) -> dict[str, Any]:
-    """14 steps with the outlier in steps 4 to 10. Before step 7 the guard, or else a call, sends its layer to bf16, and
-    a call brings it back before step 11."""
+@FITS
+def sent(folder: str, stage: int, more: dict[str, Any], by: str) -> dict[str, Any]:
+    """14 steps with the outlier in steps 4 to 10. Before step 7 the guard, a listener of the user's or a call sends its
+    layer to bf16, and a call brings it back before step 11."""
     import torch.distributed as dist
 
-    fp8 = {"monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}, **more, "guard": guard or {}}
+    fp8 = {
+        "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
+        **more,
+        "guard": {"action": "bf16" if by == "guard" else None},
+    }
     one = training.build(training.ds_config(stage, fp8), base.MODEL)
     reports: list[Any] = []
     one._fp8_health.sinks.append(lambda report: reports.append(report.to_json()))
+
+    def judge(report: Any) -> None:  # of docs/monitor.md, with another limit
+        names = [name for name, kinds in report.layers.items() if any(one.underflow > 0.4 for one in kinds.values())]
+        if names and not report.numbers["step_skipped"]:
+            one.set_layer_precision(names, "bf16")
+
+    if by == "listener":
+        one.add_fp8_listener(judge)
     hook, losses, in_bf16 = None, [], []
     for step in range(14):
         if step == 4 and dist.get_rank() == 0:  # counts are added up over the ranks
             hook = one.module.blocks[1].up.register_forward_pre_hook(outlier)
         if step == 11 and hook is not None:
             hook.remove()
-        if step == 7 and guard is None:
+        if step == 7 and by == "call":
             one.set_layer_precision(["blocks.1.up"], "bf16")
         if step == 11:
             one.set_layer_precision(["blocks.1.up"], "schedule")
@@ -193,18 +213,20 @@ def sent(folder: str, stage: int, more: dict[str, Any], guard: dict[str, Any] | 
 @pytest.mark.parametrize(
     ("stage", "more"), [(1, {"optimizer": {"states": "fp8"}}), pytest.param(2, {}, marks=pytest.mark.slow), (3, {})]
 )
-def test_the_guard_sends_a_layer_bit_for_bit_as_a_call_does_until_a_call_brings_it_back(
+def test_guard_and_listener_send_a_layer_bit_for_bit_as_a_call_does_until_a_call_brings_it_back(
     ranks: Any, tmp_path: Path, stage: int, more: dict[str, Any]
 ) -> None:
-    by_guard = ranks(2).run(sent, str(tmp_path), stage, more, {"action": "bf16", "underflow": 0.4})
-    for found, by_hand in zip(by_guard, ranks(2).run(sent, str(tmp_path), stage, more, None), strict=True):
-        there = [["blocks.1.up"] if 7 <= step < 11 else [] for step in range(14)]
-        assert found["in_bf16"] == by_hand["in_bf16"] == there
-        assert found["losses"] == by_hand["losses"]
-        base.assert_same(found["states"], by_hand["states"])
-        assert found["changes"] == [{"step": 7, "layer": "blocks.1.up"}] and by_hand["changes"] == []
+    by_call = ranks(2).run(sent, str(tmp_path), stage, more, "call")
+    for by in ("guard", "listener"):
+        for found, expected in zip(ranks(2).run(sent, str(tmp_path), stage, more, by), by_call, strict=True):
+            there = [["blocks.1.up"] if 7 <= step < 11 else [] for step in range(14)]
+            assert found["in_bf16"] == expected["in_bf16"] == there
+            assert found["losses"] == expected["losses"]
+            base.assert_same(found["states"], expected["states"])
+            assert found["changes"] == ([{"step": 7, "layer": "blocks.1.up"}] if by == "guard" else [])
 
 
+@FITS
 def pipelined(folder: str) -> tuple[list[list[str]], list[list[str]], list[str]]:
     """Layers in bf16 after each step from the third to the sixth, in one run and resumed after the second, which was
     sampled; both guards' lines. The last block, of the second stage, underflows."""
@@ -217,7 +239,7 @@ def pipelined(folder: str) -> tuple[list[list[str]], list[list[str]], list[str]]
     import fp8_ds  # noqa: F401
 
     with training.log_lines() as said:
-        guard = {"action": "bf16", "underflow": 0.4}
+        guard = {"action": "bf16"}
         fp8 = {"guard": guard, "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"}}
 
         def build(seed: int) -> Any:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import test_checkpoint as base
@@ -173,6 +174,7 @@ def test_a_batch_of_zeros_is_a_batch(ranks: Any, stage: int, recipe: str) -> Non
         assert losses[2] < losses[1]
 
 
+@patch.multiple("fp8_ds.monitor.guard", SATURATION=0.1, UNDERFLOW=1.0)
 def spiked(folder: str, stage: int, action: str) -> dict[str, Any]:
     """Losses of ten steps, from the sixth of which on the head's inputs are 300 times as large on the last rank;
     layers in bf16 after each; what the guard says, which samples every second step and looks at saturation alone."""
@@ -182,7 +184,7 @@ def spiked(folder: str, stage: int, action: str) -> dict[str, Any]:
     with training.log_lines() as said:
         fp8 = {
             "linear": {"recipe": "delayed", "filter_fqns": []},
-            "guard": {"action": action, "saturation": 0.1, "underflow": 1.0},
+            "guard": {"action": action},
             "monitor": {"every": 2, "sink": f"{folder}/health.jsonl"},
         }
         engine = build(stage, fp8)

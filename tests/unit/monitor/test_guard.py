@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from fp8_ds.config import GuardConfig
 from fp8_ds.monitor.guard import Guard, Problems, problems
 from fp8_ds.monitor.sinks import STEP_SKIPPED, Report
 from fp8_ds.monitor.statistics import LayerStatistics, TensorStatistics
@@ -19,10 +18,9 @@ def tensor(saturation: float = 0.0, underflow: float = 0.0) -> TensorStatistics:
 def guard(
     action: str, said: list[str], sent: list[Sequence[str]], others: Problems | None = None, frozen: str = ""
 ) -> Guard:
-    config = GuardConfig(action=action)  # type: ignore[arg-type]
     changeable = [name for name in ("a", "b", "c") if name != frozen]
     to_bf16 = sent.append if action == "bf16" else None
-    return Guard(config, lambda mine: {**mine, **(others or {})}, to_bf16, changeable, said.append)
+    return Guard(lambda mine: {**mine, **(others or {})}, to_bf16, changeable, said.append)
 
 
 def report(layers: LayerStatistics, step: int = 1) -> Report:
@@ -39,7 +37,7 @@ def report(layers: LayerStatistics, step: int = 1) -> Report:
     ],
 )
 def test_a_share_above_its_limit_is_a_problem(one: TensorStatistics, text: str) -> None:
-    found = problems({"a": {"input": one}, "b": {"weight": tensor()}}, GuardConfig(action="report"))
+    found = problems({"a": {"input": one}, "b": {"weight": tensor()}})
     assert found == ({"a": text} if text else {})
 
 
