@@ -112,10 +112,22 @@ class ZeroConfig(_Block):
 
 class OptimizerConfig(_Block):
     states: Literal["fp32", "fp8"] = "fp32"
-    master: Literal["e4m19", "e4m11"] | None = None
+    master: Literal["fp32", "e4m19", "e4m11"] | None = None
     release: bool = False
     release_clipping: Literal["exact", "delayed_norm"] = "exact"
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+
+    def check(self) -> None:
+        """Masters are such as the states have.
+
+        Raises:
+            ConfigError: they are fp32 beside FP8 states.
+        """
+        if self.states == "fp8" and self.master == "fp32":
+            raise ConfigError(
+                'fp8.optimizer.master: expected "e4m19" or "e4m11" with states "fp8", got "fp32". Remove the key: '
+                '"e4m19", the default then, loads a checkpoint with fp32 masters and ends with the same loss.'
+            )
 
     def releases(self, gradient_clipping: float) -> bool:
         """Whether weights are updated during the backward: exact clipping must hold the reduced shards instead."""
@@ -263,6 +275,7 @@ class Fp8Config(_Block):
             lines = [explain(details, known) for details in error.errors(include_url=False)]
         else:
             config.linear.check()
+            config.optimizer.check()
             config.activations.check()
             config.attention.check()
             config.schedule.check()
@@ -284,10 +297,10 @@ class Fp8Config(_Block):
                 f'fp8.zero.reduce_scatter: expected "bf16" with zero_optimization.stage {stage}, got "fp8". '
                 "Stage 1 reduces the sum of micro-batches, which stays unrounded here: remove the key, or use stage 2."
             )
-        if self.optimizer.states == "fp32" and self.optimizer.master is not None:
+        if self.optimizer.states == "fp32" and self.optimizer.master not in (None, "fp32"):
             raise ConfigError(
-                f'fp8.optimizer.master: expected null with states "fp32", got "{self.optimizer.master}". Split masters '
-                'are updated together with FP8 moments: set "states": "fp8", or remove the key.'
+                f'fp8.optimizer.master: expected "fp32" with states "fp32", got "{self.optimizer.master}". Others are '
+                'updated together with FP8 moments: set "states": "fp8", or remove the key.'
             )
         if self.optimizer.release and self.optimizer.states == "fp32":
             raise ConfigError(

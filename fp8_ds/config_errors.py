@@ -69,10 +69,6 @@ REMOVED = {
         "Remove the key. Read or write weights inside deepspeed.zero.GatheredParameters, or this rank's part by "
         "deepspeed.utils.safe_get_local_fp32_param and safe_set_local_fp32_param"
     ),
-    "fp8.optimizer.master=fp32": (
-        'Remove the key: "e4m19", the default of FP8 states, loads such a checkpoint and ends with the same loss; with '
-        '"states": "fp32" masters are fp32'
-    ),
     "fp8.optimizer.outstanding_update_bytes": (
         "Remove the key: buckets of released gradients take 64 MiB at most; for less, lower "
         '"zero_optimization": {"reduce_bucket_size"}'

@@ -90,6 +90,7 @@ def test_a_sink_is_a_string_or_a_list_of_them() -> None:
         ({}, "fp32"),
         ({"states": "fp8"}, "e4m19"),
         ({"master": None}, "fp32"),
+        ({"states": "fp32", "master": "fp32"}, "fp32"),
     ],
 )
 def test_fp8_states_alone_imply_the_wider_split_master(block: dict[str, Any], master: str) -> None:
@@ -167,8 +168,8 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         {"enabled": True, "optimizer": {"states": "fp8", "master": "fp32"}},
         "fp8.optimizer.master:",
         [
-            'expected "e4m19", "e4m11" or null, got "fp32"',
-            '"e4m19", the default of FP8 states, loads such a checkpoint',
+            'expected "e4m19" or "e4m11" with states "fp8", got "fp32"',
+            '"e4m19", the default then, loads a checkpoint with fp32 masters',
         ],
     ),
     "buckets that are gone": (
