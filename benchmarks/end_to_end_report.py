@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import memory_profile
 import step_profile
 from results_io import dated_stem
 
@@ -224,7 +223,7 @@ def pair_tables(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def profile_tables(run: Mapping[str, Any]) -> str:
     """Every profiled arm."""
-    parts = [step_profile.table(r["arm"], r) + memory_profile.table(r.get("memory")) for r in good(run)]
+    parts = [step_profile.table(r["arm"], r) for r in good(run)]
     parts += [f"{line}\n" for line in _in_eager(run) if line]
     parts += [f"{r['arm']}: **{r['error'].splitlines()[0]}**\n" for r in run["results"] if "error" in r]
     return "\n".join(parts)

@@ -22,8 +22,8 @@ import sdpa
 import torch
 import torch.distributed as dist
 from end_to_end_arms import LR, Arm, Model
-from end_to_end_profile import profile_steps
 from end_to_end_trainers import EngineTrainer, PlainTrainer, Trainer
+from step_profile import profile_steps
 from torch import Tensor
 from training_text import Windows
 

@@ -1,27 +1,39 @@
-"""Where a training step spends its time: from the events of torch's chrome trace to a compact table.
+"""Where a training step spends its time and memory, from two traces of torch's profiler and a memory snapshot.
 
-Two traces: one of the device alone (`summarize_device`), so that the profiler hardly slows the host, and one of host
-and device (`summarize_host`), which says who launched a kernel and how often the host waited for the device.
+end_to_end.py --profile calls `profile_steps`. A trace of the device alone hardly slows the host: it has what kernels
+take, and the moments in which nothing runs. A trace of host and device says who launched a kernel, and how often the
+host waited.
 """
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import json
+import linecache
 import math
 import re
+import tempfile
+import time
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-import step_times
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-TOP, TOP_GAPS = 40, 12
-MIN_PAUSE_US = 5.0
-"""Of the compute stream: what is shorter lies between two launches."""
+NUM_STEPS, NUM_TIMED, TOP = 3, 20, 40
+"""Steps of a trace, steps timed one by one before them, kernels of the table."""
+MIB, GIB = 2**20, 2**30
 FP8, BF16, ATTENTION, CAST = "GEMM fp8", "GEMM bf16", "attention", "cast/transpose"
 ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER = "norm/elementwise", "optimizer", "memcpy", "nccl", "other"
-CLASSES = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
+GROUPS = (FP8, BF16, ATTENTION, CAST, ELEMENTWISE, OPTIMIZER, MEMCPY, NCCL, OTHER)
+PHASES, MARK = ("forward", "backward", "update"), "phase "
+"""Ranges that a step marks with `record_function(MARK + name)`, and the methods of a trainer that they hold."""
 
 _OUR_CASTS = r"amax|quantize|parts?|planes|amax_cols|rowwise|transpose|block_amax"
 _NOT_FUSED = r"^(?!triton_(?:poi|red|per|for)_).*"
@@ -41,16 +53,22 @@ _RULES = (
     (CAST, r"(direct_copy|bfloat16_copy|float16_copy|unrolled.*copy)_kernel"),
     (ELEMENTWISE, r"^triton_|^void at::|at::native|^_?(rmsnorm|swiglu|sum_partials)|elementwise|reduce_kernel|softmax"),
 )
-_COMPILED_RULES = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _RULES)
-
-
-def kernel_class(name: str) -> str:
-    """The class of a kernel, copy or fill by its name; the first rule that fits."""
-    return next((found for found, pattern in _COMPILED_RULES if pattern.search(name)), OTHER)
-
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_NODE = "autograd::engine::evaluate_function: "
+_ENGINES_NODES = re.compile(r"AccumulateGrad$|BackwardHookFunction|P(re|ost)BackwardFunction")
+"""In which ZeRO's hooks run: on gradients, and before and after a module's or a leaf's backward."""
+_LIBRARY = ("/torch/", "/contextlib.py", "/step_profile.py")
+"""Frames that say nothing: those of torch itself. Inductor's generated code lies elsewhere."""
 
 Interval = tuple[float, float]
 """[start, stop), in microseconds."""
+Events = Sequence[Mapping[str, Any]]
+""""traceEvents" of Chrome's format."""
+
+
+def kernel_group(name: str) -> str:
+    """The group of a kernel, copy or fill by its name; the first rule that fits."""
+    return next((found for found, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -69,169 +87,64 @@ def union_ms(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in merged(intervals)) / 1e3
 
 
-def idle_gaps(
-    device: Sequence[Mapping[str, Any]], num_steps: int, launched: Mapping[Any, float] | None = None
-) -> list[list[Any]]:
-    """Where nothing runs: [what ran before, what runs after, ms a step, times a step, ms of it that the host was late],
-    the longest in all first.
-
-    The host is late for as long as its call that launches what runs after has not begun.
-
-    Args:
-        device: events of kernels, copies and fills, of all streams.
-        launched: when the host's call began, by correlation, in microseconds.
-    """
-    spent: dict[tuple[str, str], float] = defaultdict(float)
-    late: dict[tuple[str, str], float] = defaultdict(float)
-    count: Counter[tuple[str, str]] = Counter()
-    end, before = math.inf, ""
-    for event in sorted(device, key=lambda one: one["ts"]):
-        if event["ts"] > end:
-            spent[before, event["name"]] += (event["ts"] - end) / 1e3
-            count[before, event["name"]] += 1
-            call = (launched or {}).get(_correlation(event), end)
-            late[before, event["name"]] += max(0.0, min(call, event["ts"]) - end) / 1e3
-        if not before or event["ts"] + event["dur"] > end:
-            end, before = event["ts"] + event["dur"], event["name"]
-    longest = sorted(spent, key=lambda pair: -spent[pair])[:TOP_GAPS]
-    return [
-        [*pair, *(round(some[pair] / num_steps, digits) for some, digits in ((spent, 4), (count, 2), (late, 4)))]
-        for pair in longest
-    ]
+# --- what a trace says ---
 
 
-def _stream(event: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(device, stream)."""
-    args = event.get("args", {})
-    return args.get("device"), args.get("stream")
-
-
-def _compute_stream(device: Sequence[Mapping[str, Any]]) -> tuple[Any, Any] | None:
-    """The one whose kernels other than NCCL's take most time; None without any."""
-    spent: dict[tuple[Any, Any], float] = defaultdict(float)
-    for event in device:
-        if event["cat"] == "kernel" and kernel_class(event["name"]) != NCCL:
-            spent[_stream(event)] += event["dur"]
-    return max(spent, key=lambda stream: spent[stream], default=None)
-
-
-def _covered(pause: Interval, others: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Microseconds of the pause by what runs: NCCL's kernels before all others, then what began first.
-
-    Args:
-        others: events of other streams, by their start.
-    """
-    start, stop = pause
-    clipped = [(max(start, event["ts"]), min(stop, event["ts"] + event["dur"]), event["name"]) for event in others]
-    ranked = sorted(clipped, key=lambda one: kernel_class(one[2]) != NCCL)
-    spent: dict[str, float] = defaultdict(float)
-    for left, right in pairwise(sorted({edge for one in clipped for edge in one[:2]})):
-        name = next((name for begun, ended, name in ranked if begun <= left and ended >= right), None)
-        if name is not None:
-            spent[name] += right - left
-    return spent
-
-
-def stream_waits(device: Sequence[Mapping[str, Any]], num_steps: int) -> tuple[list[list[Any]], float]:
-    """Where the compute stream pauses while other streams of its device work.
-
-    The compute stream is the one whose kernels other than NCCL's take most time. All that runs on it counts as its own,
-    NCCL's kernels and copies too. Pauses of less than `MIN_PAUSE_US`, and moments in which nothing runs (`idle_gaps`),
-    are left out. A moment is an NCCL kernel's if one runs; else that of the kernel or copy that began first.
-
-    Args:
-        device: events of kernels, copies and fills, of all streams.
-
-    Returns:
-        ([what runs meanwhile, what the compute stream runs before the pause, what after it, ms a step, times a step],
-        the longest in all first; ms a step of all such pauses).
-    """
-    stream = _compute_stream(device)
-    if stream is None:
-        return [], 0.0
-    ordered = sorted(device, key=lambda event: event["ts"])
-    own = [event for event in ordered if _stream(event) == stream]
-    others = deque(event for event in ordered if _stream(event) != stream and _stream(event)[0] == stream[0])
-    spent: dict[tuple[str, str, str], float] = defaultdict(float)
-    count: Counter[tuple[str, str, str]] = Counter()
-    running: list[Mapping[str, Any]] = []
-    end, before = math.inf, ""
-    for event in own:
-        if event["ts"] - end >= MIN_PAUSE_US:
-            while others and others[0]["ts"] < event["ts"]:
-                running.append(others.popleft())
-            running = [other for other in running if other["ts"] + other["dur"] > end]
-            for name, us in _covered((end, event["ts"]), running).items():
-                spent[name, before, event["name"]] += us / 1e3
-                count[name, before, event["name"]] += 1
-        if not before or event["ts"] + event["dur"] > end:
-            end, before = event["ts"] + event["dur"], event["name"]
-    longest = sorted(spent, key=lambda row: -spent[row])[:TOP_GAPS]
-    rows = [[*row, round(spent[row] / num_steps, 4), round(count[row] / num_steps, 2)] for row in longest]
-    return rows, round(sum(spent.values()) / num_steps, 3)
-
-
-def _is_call(event: Mapping[str, Any]) -> bool:
-    """Whether it is one of the host, of CUDA."""
-    return event.get("ph") == "X" and event.get("cat") in ("cuda_runtime", "cuda_driver")
-
-
-def _correlation(event: Mapping[str, Any]) -> Any:
-    """What a call of the host and the kernels that it launches have in common."""
-    return event.get("args", {}).get("correlation")
-
-
-def _on_device(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _on_device(events: Events) -> list[Mapping[str, Any]]:
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    return [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
+    return sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in kinds), key=lambda e: e["ts"])
 
 
-def summarize_device(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Per step: kernels by time, classes, and what the device was busy.
+def _calls(events: Events) -> dict[Any, Mapping[str, Any]]:
+    """The host's call of CUDA by its correlation, which the kernels that it launches have, too."""
+    runtime = ("cuda_runtime", "cuda_driver")
+    return {e.get("args", {}).get("correlation"): e for e in events if e.get("ph") == "X" and e.get("cat") in runtime}
 
-    Args:
-        events: "traceEvents" of a trace of `num_steps` steps.
+
+def _call_of(event: Mapping[str, Any], calls: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    correlation = event.get("args", {}).get("correlation")
+    return None if correlation is None else calls.get(correlation)
+
+
+def summarize_device(events: Events, num_steps: int) -> dict[str, Any]:
+    """Kernels and idle time per step of a trace of `num_steps` steps.
 
     Returns:
-        `busy_ms`: with at least one kernel; `span_ms`: first start to last end, divided; `classes_ms` (a sum: streams
-        that overlap make it exceed `busy_ms`); `kernels`: the top 40 as [name, class, ms, count]; `num_kernels`;
-        `gaps`: see `idle_gaps`; `waits` and `exposed_ms`: see `stream_waits`.
+        `busy_ms`: with at least one kernel, copy or fill; `exposed_nccl_ms`: with none but NCCL's; `idle_ms`: from the
+        first to the last, with none; `late_ms`: of that, the time before the host's call that launches the next one;
+        `groups_ms`: a sum, which streams that overlap make exceed `busy_ms`; `kernels`: the first `TOP` as [name,
+        group, ms, count]; `num_kernels`.
     """
-    device = _on_device(events)
-    spent: dict[str, float] = defaultdict(float)
-    count: Counter[str] = Counter()
+    device, calls = _on_device(events), _calls(events)
+    spent, count, groups = defaultdict[str, float](float), Counter[str](), dict.fromkeys(GROUPS, 0.0)
+    intervals, computing = [], []
+    idle, late, end = 0.0, 0.0, math.inf
     for event in device:
-        spent[event["name"]] += event["dur"] / 1e3
-        count[event["name"]] += 1
-    classes = dict.fromkeys(CLASSES, 0.0)
-    for name, ms in spent.items():
-        classes[kernel_class(name)] += ms / num_steps
-    intervals = [(event["ts"], event["ts"] + event["dur"]) for event in device]
-    span = (max(stop for _, stop in intervals) - min(start for start, _ in intervals)) / 1e3 if intervals else 0.0
-    top = sorted(spent, key=lambda name: -spent[name])[:TOP]
-    waits, exposed_ms = stream_waits(device, num_steps)
+        name, start, stop = event["name"], event["ts"], event["ts"] + event["dur"]
+        spent[name] += event["dur"] / 1e3
+        count[name] += 1
+        groups[kernel_group(name)] += event["dur"] / 1e3
+        intervals.append((start, stop))
+        if kernel_group(name) != NCCL:
+            computing.append((start, stop))
+        if start > end:
+            call = _call_of(event, calls)
+            idle += start - end
+            late += max(0.0, min(call["ts"], start) - end) if call else 0.0
+        end = stop if math.isinf(end) else max(end, stop)
+    busy = union_ms(intervals)
     return {
-        "busy_ms": round(union_ms(intervals) / num_steps, 3),
-        "span_ms": round(span / num_steps, 3),
-        "classes_ms": {name: round(ms, 3) for name, ms in classes.items()},
+        "busy_ms": round(busy / num_steps, 3),
+        "exposed_nccl_ms": round((busy - union_ms(computing)) / num_steps, 3),
+        "idle_ms": round(idle / 1e3 / num_steps, 3),
+        "late_ms": round(late / 1e3 / num_steps, 3),
+        "groups_ms": {name: round(ms / num_steps, 3) for name, ms in groups.items()},
         "num_kernels": round(len(device) / num_steps),
         "kernels": [
-            [name, kernel_class(name), round(spent[name] / num_steps, 4), round(count[name] / num_steps, 2)]
-            for name in top
+            [name, kernel_group(name), round(ms / num_steps, 4), round(count[name] / num_steps, 2)]
+            for name, ms in sorted(spent.items(), key=lambda row: -row[1])[:TOP]
         ],
-        "gaps": idle_gaps(device, num_steps, {_correlation(event): event["ts"] for event in events if _is_call(event)}),
-        "waits": waits,
-        "exposed_ms": exposed_ms,
     }
-
-
-PHASES, MARK = ("forward", "backward", "update"), "phase "
-"""Ranges that a step marks with `record_function(MARK + name)`."""
-_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-_READS = ("aten::item", "aten::nonzero")
-_NODE = "autograd::engine::evaluate_function: "
-_ENGINES_NODES = re.compile(r"AccumulateGrad$|BackwardHookFunction|P(re|ost)BackwardFunction")
-"""In which ZeRO's hooks run: on gradients, and before and after a module's or a leaf's backward."""
 
 
 class _Ranges:
@@ -247,20 +160,16 @@ class _Ranges:
         return self.rows[index][2].removeprefix(MARK) if index >= 0 and ts < self.rows[index][1] else None
 
 
-def summarize_host(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Per step: waits of the host by phase, and device time by who launched it.
+def summarize_host(events: Events, num_steps: int) -> dict[str, Any]:
+    """Device time per step by who launched it, and waits of the host, of a trace with `PHASES` marked.
 
     A kernel is the engine's if it was launched in the update, in a node in which ZeRO's hooks run (`_ENGINES_NODES`),
     or in the backward outside of every autograd node (ZeRO's epilogue). All others are the model's. NCCL is counted
     apart.
 
-    Args:
-        events: "traceEvents" of a trace with `PHASES` marked.
-
     Returns:
-        `waits`: {phase: {name: count}} with cuda*Synchronize calls, "memcpy DtoH", aten::item, aten::nonzero;
-        `owner_ms`: {"model", "engine in backward", "engine in update", "nccl"}; `cpu_ops`: operators, nested ones
-        included.
+        `owner_ms`: {"model", "engine in backward", "engine in update", "nccl"}; `waits`: {phase: cuda*Synchronize calls
+        and copies to the host}; `cpu_ops`: operators, nested ones included.
     """
     events = [event for event in events if event.get("ph") == "X"]
     marks = [MARK + phase for phase in PHASES]
@@ -270,109 +179,192 @@ def summarize_host(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[
         if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE):
             nodes[event["tid"]].append(event)
     by_thread = {tid: _Ranges(some) for tid, some in nodes.items()}
-
-    waits = {phase: Counter[str]() for phase in PHASES}
-    launches: dict[Any, tuple[float, Any]] = {}
-    for event in events:
-        phase, name = phases.at(event["ts"]), event["name"]
-        if _is_call(event):
-            launches[_correlation(event)] = (event["ts"], event["tid"])
-        if phase is not None and (name in _WAITS or (event.get("cat") == "cpu_op" and name in _READS)):
-            waits[phase][name] += 1
+    waits = Counter(phases.at(event["ts"]) for event in events if event["name"] in _WAITS)
     owners = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
+    calls = _calls(events)
     for event in _on_device(events):
-        launch = launches.get(_correlation(event))
-        if launch is None:
+        call = _call_of(event, calls)
+        if call is None:
             continue
-        ts, tid = launch
-        phase = phases.at(ts)
-        if event["name"].startswith("Memcpy DtoH") and phase is not None:
-            waits[phase]["memcpy DtoH"] += 1
-        node = by_thread[tid].at(ts) if tid in by_thread else None
-        owners[_owner(event["name"], phase, node)] += event["dur"] / 1e3
+        phase, ranges = phases.at(call["ts"]), by_thread.get(call["tid"])
+        waits[phase] += event["name"].startswith("Memcpy DtoH")
+        node = ranges.at(call["ts"]) if ranges else None
+        if kernel_group(event["name"]) == NCCL:
+            owner = "nccl"
+        elif phase == "update":
+            owner = "engine in update"
+        elif phase == "backward" and (node is None or _ENGINES_NODES.search(node)):
+            owner = "engine in backward"
+        else:
+            owner = "model"
+        owners[owner] += event["dur"] / 1e3
     return {
-        "waits": {
-            phase: {name: round(n / num_steps, 2) for name, n in sorted(some.items())} for phase, some in waits.items()
-        },
         "owner_ms": {name: round(ms / num_steps, 3) for name, ms in owners.items()},
+        "waits": {phase: round(waits[phase] / num_steps, 2) for phase in PHASES},
         "cpu_ops": round(sum(event.get("cat") == "cpu_op" for event in events) / num_steps),
     }
 
 
-def _owner(name: str, phase: str | None, node: str | None) -> str:
-    if kernel_class(name) == NCCL:
-        return "nccl"
-    if phase == "update":
-        return "engine in update"
-    if phase == "backward" and (node is None or _ENGINES_NODES.search(node)):
-        return "engine in backward"
-    return "model"
+# --- memory ---
 
 
-def host_waits(host: Mapping[str, Any]) -> float:
-    """cuda*Synchronize calls per step within forward and backward."""
-    return sum(host["waits"][phase].get(name, 0.0) for phase in ("forward", "backward") for name in _WAITS)
+def where(frames: Iterable[Mapping[str, Any]], depth: int = 2) -> str:
+    """The innermost lines outside of torch, the text of generated code's instead of its file's name."""
+    lines = []
+    for frame in frames:
+        name = str(frame["filename"])
+        if not name.startswith("??") and not any(part in name for part in _LIBRARY):
+            text = linecache.getline(name, int(frame["line"])).strip()
+            lines.append(text if "torchinductor" in name else f"{name.rsplit('/', 1)[-1]}:{frame['line']} {text}")
+    return " < ".join(line[:150] for line in lines[:depth]) or "torch"
+
+
+def live_at_peak(events: Events, min_mib: float = 4.0) -> list[tuple[float, int, str]]:
+    """Allocations of a step that are there together at its peak: (MiB, number, `where`), the largest first.
+
+    Args:
+        events: trace of torch.cuda.memory's history, with "action" (alloc, free_completed), "addr", "size" in bytes,
+            and "frames", innermost first.
+        min_mib: lines of less are added up as one.
+    """
+    changes = {"alloc": 1, "free_completed": -1}
+    sizes = list(itertools.accumulate(changes.get(event["action"], 0) * event["size"] for event in events))
+    live: dict[int, Mapping[str, Any]] = {}
+    for event in events[: sizes.index(max(sizes)) + 1] if sizes else ():
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    found: dict[str, list[int]] = defaultdict(list)
+    for event in live.values():
+        found[where(event.get("frames", ()))].append(event["size"])
+    rows = sorted(((round(sum(sizes) / MIB, 2), len(sizes), line) for line, sizes in found.items()), reverse=True)
+    rest = [row for row in rows if row[0] < min_mib]
+    others = [(round(sum(row[0] for row in rest), 2), sum(row[1] for row in rest), "all others")] if rest else []
+    return [row for row in rows if row not in rest] + others
+
+
+def profile_memory(trainer: Any, step: Callable[[], object]) -> dict[str, Any]:
+    """One step on the current GPU: {"before_gib", "peak_gib": {phase: GiB}, "blocks": `live_at_peak`}."""
+    peaks: dict[str, float] = {}
+
+    def watched(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            result = call(*args)
+            peaks[phase] = round(torch.cuda.max_memory_allocated() / GIB, 3)
+            return result
+
+        return run
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
+    try:
+        for phase in PHASES:
+            setattr(trainer, phase, watched(phase, getattr(trainer, phase)))
+        step()
+        torch.cuda.synchronize()
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        for phase in PHASES:
+            vars(trainer).pop(phase, None)
+    return {"before_gib": round(before / GIB, 3), "peak_gib": peaks, "blocks": live_at_peak(events)}
+
+
+# --- the steps of an arm ---
+
+
+def time_steps(step: Callable[[int], Any], num_steps: int, on_cuda: bool) -> dict[str, float]:
+    """One rank's medians in ms: `device_ms`, from one step's end to the next one's on the device's stream (on a CPU the
+    host's); `host_ms`, in the call; `cpu_ms`, of that the calling thread's own work, waits left out."""
+    marks, host, cpu = [], [], []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True) if on_cuda else time.perf_counter())
+        if on_cuda:
+            marks[-1].record()
+
+    mark()
+    for number in range(num_steps):
+        began, worked = time.perf_counter(), time.thread_time()
+        step(number)
+        host.append(1000 * (time.perf_counter() - began))
+        cpu.append(1000 * (time.thread_time() - worked))
+        mark()
+    if on_cuda:
+        torch.cuda.synchronize()
+    device = [a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)]
+    columns = {"device_ms": device, "host_ms": host, "cpu_ms": cpu}
+    return {name: round(median(values), 2) for name, values in columns.items()}
+
+
+def profile_steps(trainer: Any, gauge: Any, step: Callable[[int], Any], traces: Path | None = None) -> dict[str, Any]:
+    """`ranks` of `time_steps`, `device`, `host`, and on a GPU `memory`; all ranks take the steps.
+
+    Args:
+        trainer: of end_to_end_trainers.py.
+        gauge: of end_to_end_worker.py.
+        step: of a number; called with 0 to `NUM_TIMED` - 1.
+        traces: a folder for the traces, in Chrome's format.
+    """
+    ranks: list[Any] = [time_steps(step, NUM_TIMED, gauge.on_cuda)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        mine, ranks = ranks[0], [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    cuda = [ProfilerActivity.CUDA] if gauge.on_cuda else []
+    events = {}
+    for name, activities in (("device", cuda or [ProfilerActivity.CPU]), ("both", [ProfilerActivity.CPU, *cuda])):
+        gauge.synchronize()
+        with profile(activities=activities) as profiler:
+            for number in range(NUM_STEPS):
+                step(number)
+            gauge.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            text = path.read_bytes()
+        events[name] = json.loads(text)["traceEvents"]
+        if traces is not None:
+            (traces / f"{name}.json.gz").write_bytes(gzip.compress(text))
+    device, host = summarize_device(events["device"], NUM_STEPS), summarize_host(events["both"], NUM_STEPS)
+    memory = {"memory": profile_memory(trainer, lambda: step(0))} if gauge.on_cuda else {}
+    return {"ranks": ranks, "device": device, "host": host, **memory}
 
 
 def table(arm: str, result: Mapping[str, Any]) -> str:
     """Markdown of one profiled arm.
 
     Args:
-        result: `step_ms` (timed without a profiler), `device`, `host`, and `dispatches_per_linear` or None.
+        result: of `profile_steps`, and `step_ms`, timed without a profiler.
     """
-    device, host, step_ms = result["device"], result["host"], result["step_ms"]
-    idle = step_ms - device["busy_ms"]
-    owners = host["owner_ms"]
-    outside = idle + owners["engine in backward"] + owners["engine in update"]
+    device, host, memory, step_ms = result["device"], result["host"], result.get("memory"), result["step_ms"]
+    owners, idle = host["owner_ms"], step_ms - device["busy_ms"]
+    in_backward, in_update = owners["engine in backward"], owners["engine in update"]
     lines = [
         f"## {arm}",
         "",
-        f"{step_ms:.1f} ms per step, device busy {device['busy_ms']:.1f}, idle {idle:.1f}; {device['num_kernels']} "
-        f"kernels, {host['cpu_ops']} operators (nested ones included). The host waits {host_waits(host):g} times "
-        "within forward and backward.",
-        f"Outside the model's kernels: **{outside:.1f} ms** = idle {idle:.1f} + engine in backward "
-        f"{owners['engine in backward']:.1f} + in update {owners['engine in update']:.1f}; nccl {owners['nccl']:.1f} "
-        f"(overlapped or not).",
-        f"Eager dispatches per linear, forward and backward: {result['dispatches_per_linear'] or 'not counted'}"
-        f"{result.get('dispatches_error', '')}.",
+        f"{step_ms:.1f} ms per step, device busy {device['busy_ms']:.1f}, idle {idle:.1f} (in the trace "
+        f"{device['idle_ms']:.1f}, of which the host was late for {device['late_ms']:.1f}); {device['num_kernels']} "
+        f"kernels, {host['cpu_ops']} operators (nested ones included).",
+        f"Outside the model's kernels: **{idle + in_backward + in_update:.1f} ms** = idle {idle:.1f} + engine in "
+        f"backward {in_backward:.1f} + in update {in_update:.1f}; nccl {owners['nccl']:.1f}, of which "
+        f"{device['exposed_nccl_ms']:.1f} with nothing else running.",
+        "The host waits, times a step: " + ", ".join(f"{phase} {n:g}" for phase, n in host["waits"].items()) + ".",
         "",
-        *([step_times.table(result["ranks"])] if "ranks" in result else []),
-        "| class | ms per step |",
-        "|---|---|",
-        *(f"| {name} | {ms:.2f} |" for name, ms in device["classes_ms"].items()),
-        f"| idle | {idle:.2f} |",
-        "",
-        "| host waits per step | " + " | ".join(PHASES) + " |",
+        "| rank | device, ms a step | host in the call | of it at work |",
         "|---|---|---|---|",
-    ]
-    names = sorted({name for some in host["waits"].values() for name in some})
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(f"{host['waits'][phase].get(name, 0):g}" for phase in PHASES) + " |")
-    lines += ["", "| kernel | class | ms per step | count |", "|---|---|---|---|"]
-    for name, kind, ms, count in device["kernels"]:
-        lines.append(f"| `{name[:100].replace('|', '/')}` | {kind} | {ms:.3f} | {count:g} |")
-    if device.get("gaps"):
-        lines += [
-            "",
-            "| idle after | before | ms per step | count | of it the host was late |",
-            "|---|---|---|---|---|",
-        ]
-    for before, after, ms, count, *late in device.get("gaps", []):
-        first, second = (name[:60].replace("|", "/") for name in (before, after))
-        shown = f"{late[0]:.3f}" if late else ""  # results of before 2026-11-27, afternoon, do not have it
-        lines.append(f"| `{first}` | `{second}` | {ms:.3f} | {count:g} | {shown} |")
-    return "\n".join([*lines, *_waits_lines(device)]) + "\n"
-
-
-def _waits_lines(device: Mapping[str, Any]) -> list[str]:
-    """Of `stream_waits`; results of before 2026-11-28 do not have it."""
-    if "exposed_ms" not in device:
-        return []
-    waits = f"The compute stream waits {device['exposed_ms']:.2f} ms a step while others work"
-    lines = ["", f"{waits}, also where the host is late."]
-    if device["waits"]:
-        lines += ["", "| what runs meanwhile | after | before | ms per step | count |", "|---|---|---|---|---|"]
-    for *names, ms, count in device["waits"]:
-        shown = " | ".join(f"`{name[:60].replace('|', '/')}`" for name in names)
-        lines.append(f"| {shown} | {ms:.3f} | {count:g} |")
-    return lines
+        *(f"| {k} | " + " | ".join(f"{ms:.1f}" for ms in row.values()) + " |" for k, row in enumerate(result["ranks"])),
+        *("", "| group | ms per step |", "|---|---|"),
+        *(f"| {name} | {ms:.2f} |" for name, ms in device["groups_ms"].items()),
+        *(f"| idle | {idle:.2f} |", "", "| kernel | group | ms per step | count |", "|---|---|---|---|"),
+    ]  # fmt: skip
+    for name, group, ms, count in device["kernels"]:
+        lines.append(f"| `{name[:100].replace('|', '/')}` | {group} | {ms:.3f} | {count:g} |")
+    if memory is not None:
+        peaks = ", ".join(f"{phase} {gib:.2f}" for phase, gib in memory["peak_gib"].items())
+        lines += ["", f"GiB allocated: {memory['before_gib']:.2f} when the step begins; at the peak of {peaks}.", ""]
+        lines += ["| MiB at the step's peak | allocations | by |", "|---|---|---|"]
+        lines += [f"| {mib:.1f} | {num} | `{line.replace('|', '/')}` |" for mib, num, line in memory["blocks"]]
+    return "\n".join(lines) + "\n"

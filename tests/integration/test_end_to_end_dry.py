@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -381,20 +381,13 @@ def test_launcher_is_that_of_the_arm(bench: Any) -> None:
     assert len(command(arms.parse_arm("torch-eager", one), one, 1)) == 2
 
 
-# --- step_times.py ---
-
-
-def test_steps_are_timed_one_by_one_with_garbage_collection_apart(bench: Any) -> None:
-    times = bench("step_times")
-    found = times.measure(lambda number: gc.collect() if number == 1 else None, 3, on_cuda=False)
-    assert [len(found[name]) for name in ("device_ms", "host_ms", "cpu_ms")] == [3, 3, 3]
-    assert found["gc_count"][2] == 1 and found["device_ms"][1] >= found["gc_ms"][2] - 0.02 > 0
-    assert times.of_all_ranks(found) == [found]
-    rows = times.table([found, {**found, "device_ms": [1.0, 3.0, 2.0], "host_ms": [4.0], "cpu_ms": [5.0]}]).splitlines()
-    assert len(rows) == 4 and rows[3].startswith("| 1 | 2.0 (1.0 to 3.0) | 4.0 | 5.0 | ")
-
-
 # --- step_profile.py ---
+
+
+def test_steps_are_timed_one_by_one(bench: Any) -> None:
+    found = bench("step_profile").time_steps(lambda number: time.sleep(0.02), 3, on_cuda=False)
+    assert found["device_ms"] >= found["host_ms"] >= 20 > found["cpu_ms"]
+
 
 KERNELS = {
     "nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT": "GEMM fp8",
@@ -441,8 +434,8 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_kernels_are_classed_by_name(bench: Any, name: str) -> None:
-    assert bench("step_profile").kernel_class(name) == KERNELS[name]
+def test_kernels_are_grouped_by_name(bench: Any, name: str) -> None:
+    assert bench("step_profile").kernel_group(name) == KERNELS[name]
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, correlation: int | None = None) -> dict[str, Any]:
@@ -455,125 +448,21 @@ def test_idle_time_is_what_no_kernel_of_any_stream_covers(bench: Any) -> None:
     assert profile.union_ms([(0, 1000), (500, 1500), (3000, 4000), (3200, 3300)]) == pytest.approx(2.5)
     events = [
         event("kernel", "nvjet_tst_1", 0, 1000, tid=7),
-        event("kernel", "ncclDevKernel_AllGather", 500, 1000, tid=9),
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 3000, 1000, tid=7),
+        event("kernel", "ncclDevKernel_AllGather", 500, 1000, tid=9),  # half of it beside the product
+        event("kernel", "nvjet_tst_1", 600, 100, tid=7),
+        event("cuda_runtime", "cudaMemcpyAsync", 2100, 10, correlation=3),  # 600 after anything has run
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 3000, 1000, tid=7, correlation=3),
+        event("kernel", "nvjet_tst_1", 4200, 800, tid=7),  # of no call
         event("gpu_user_annotation", "phase forward", 0, 9000, tid=7),
         event("cpu_op", "aten::mm", 0, 9000),
         {"ph": "M", "name": "process_name"},
     ]
-    found = profile.summarize_device(events, num_steps=2)
-    assert (found["busy_ms"], found["span_ms"], found["num_kernels"]) == (1.25, 2.0, 2)
-    assert {k: v for k, v in found["classes_ms"].items() if v} == {"GEMM bf16": 0.5, "nccl": 0.5, "memcpy": 0.5}
-    assert sorted(found["kernels"])[0] == ["Memcpy DtoD (Device -> Device)", "memcpy", 0.5, 0.5]
-
-
-def test_a_gap_lies_between_the_kernel_that_ended_last_and_the_next_on_any_stream(bench: Any) -> None:
-    profile = bench("step_profile")
-    events = [
-        event("kernel", "long", 0, 1000),
-        event("kernel", "short", 100, 200),  # beside it
-        event("kernel", "next", 1500, 100),
-        event("kernel", "long", 1600, 400),
-        event("kernel", "next", 3000, 100),
-        event("kernel", "last", 3050, 100),
-    ]
-    assert profile.summarize_device(events[::-1], num_steps=2)["gaps"] == [["long", "next", 0.75, 1.0, 0.0]]
-    host = {"waits": {phase: {} for phase in profile.PHASES}, "cpu_ops": 0}
-    host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
-    device = profile.summarize_device(events, num_steps=2)
-    result = {"step_ms": 2.0, "device": device, "host": host, "dispatches_per_linear": None}
-    assert "| `long` | `next` | 0.750 | 1 | 0.000 |" in profile.table("an arm", result)
-    device["gaps"] = [["long", "next", 0.75, 1.0]]  # as results of before 2026-11-27, afternoon, are
-    assert "| `long` | `next` | 0.750 | 1 |  |" in profile.table("an arm", result)
-    del device["gaps"]  # as results of before 2026-11-26 are
-    assert "idle after" not in profile.table("an arm", result)
-
-
-def test_the_host_is_late_until_its_call_for_what_ends_a_gap_begins(bench: Any) -> None:
-    profile = bench("step_profile")
-
-    def pair(called: float, started: float, correlation: int) -> list[dict[str, Any]]:
-        args = {"correlation": correlation}
-        call = event("cuda_runtime", "cudaGraphLaunch", called, 10) | {"args": args}
-        return [call, event("kernel", f"kernel {correlation}", started, 100) | {"args": args}]
-
-    # The second is called while the first runs, the third 300 after the second's end, the fourth has no call.
-    events = [*pair(0, 100, 1), *pair(150, 260, 2), *pair(660, 700, 3), event("kernel", "kernel 4", 1000, 100)]
-    assert profile.summarize_device(events, num_steps=1)["gaps"] == [
-        ["kernel 2", "kernel 3", 0.34, 1.0, 0.3],
-        ["kernel 3", "kernel 4", 0.2, 1.0, 0.0],
-        ["kernel 1", "kernel 2", 0.06, 1.0, 0.0],
-    ]
-
-
-def on_stream(stream: int, name: str, ts: float, dur: float, device: int = 0) -> dict[str, Any]:
-    cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
-    return event(cat, name, ts, dur) | {"args": {"device": device, "stream": stream}}
-
-
-def test_a_wait_of_the_compute_stream_is_nccls_before_all_others_and_idle_moments_are_none(bench: Any) -> None:
-    profile = bench("step_profile")
-    nccl = "ncclDevKernel_AllGather"
-    events = [
-        on_stream(7, "gemm", 0, 1000),
-        on_stream(7, "norm", 2000, 1000),  # after 1000: 600 of them NCCL's, 100 a copy's, 300 nobody's
-        on_stream(20, nccl, 500, 1100),
-        on_stream(24, "Memcpy DtoD (Device -> Device)", 1500, 200),
-        on_stream(7, "gemm", 3004, 996),  # after 4: no pause
-        on_stream(20, nccl, 2900, 200),
-        on_stream(7, "norm", 4500, 500),  # after 500, in which another device works
-        on_stream(20, nccl, 4100, 300, device=1),
-        on_stream(7, "gemm", 6000, 1000),  # after 1000: NCCL's all the while, twice, of two streams
-        on_stream(20, nccl, 3500, 600),
-        on_stream(20, nccl, 4900, 600),
-        on_stream(28, "ncclDevKernel_ReduceScatter", 5300, 2000),
-        on_stream(7, nccl, 7080, 100),  # on the stream itself
-        on_stream(7, "gemm", 7185, 100),
-        on_stream(20, "longer than all", 8000, 9000) | {"cat": "gpu_user_annotation"},
-    ]
     found = profile.summarize_device(events[::-1], num_steps=2)
-    assert found["waits"] == [
-        [nccl, "gemm", "norm", 0.35, 1.0],
-        [nccl, "norm", "gemm", 0.25, 0.5],
-        ["ncclDevKernel_ReduceScatter", "norm", "gemm", 0.25, 0.5],
-        ["Memcpy DtoD (Device -> Device)", "gemm", "norm", 0.05, 0.5],
-        ["ncclDevKernel_ReduceScatter", "gemm", nccl, 0.04, 0.5],
-        ["ncclDevKernel_ReduceScatter", nccl, "gemm", 0.0025, 0.5],
-    ]
-    assert found["exposed_ms"] == pytest.approx(sum(row[3] for row in found["waits"]), abs=1e-3)
-
-
-def test_the_compute_stream_is_the_one_that_computes_most_however_long_nccl_runs(bench: Any) -> None:
-    profile = bench("step_profile")
-    events = [
-        on_stream(7, "gemm", 0, 100),
-        on_stream(7, "gemm", 200, 100),
-        on_stream(20, "ncclDevKernel_AllGather", 50, 5000),
-        on_stream(24, "Memcpy DtoD (Device -> Device)", 0, 5000),
-        on_stream(28, "adamw_kernel", 120, 60),
-    ]
-    found = profile.summarize_device(events, num_steps=1)
-    assert found["waits"] == [["ncclDevKernel_AllGather", "gemm", "gemm", 0.1, 1.0]]
-    only_nccl = profile.summarize_device(events[2:4], num_steps=1)
-    assert (only_nccl["waits"], only_nccl["exposed_ms"]) == ([], 0.0)
-
-
-def test_the_longest_waits_are_shown_and_all_are_counted(bench: Any) -> None:
-    profile = bench("step_profile")
-    events = [on_stream(20, "ncclDevKernel_AllReduce", 0, 1e6)]
-    events += [on_stream(7, f"kernel|{number}", 1000 * number, 900 - number) for number in range(20)]
-    found = profile.summarize_device(events, num_steps=1)
-    assert [row[1] for row in found["waits"]] == [f"kernel|{number}" for number in range(18, 6, -1)]
-    assert found["exposed_ms"] == pytest.approx(1.9 + sum(range(19)) / 1e3)
-    host = {"waits": {phase: {} for phase in profile.PHASES}, "cpu_ops": 0}
-    host["owner_ms"] = dict.fromkeys(("model", "engine in backward", "engine in update", "nccl"), 0.0)
-    result = {"step_ms": 20.0, "device": found, "host": host, "dispatches_per_linear": None}
-    text = profile.table("an arm", result)
-    sentence = "The compute stream waits 2.07 ms a step while others work, also where the host is late."
-    assert f"\n\n{sentence}\n\n| what runs meanwhile | " in text
-    assert text.endswith("| `ncclDevKernel_AllReduce` | `kernel/7` | `kernel/8` | 0.107 | 1 |\n")
-    del found["waits"], found["exposed_ms"]  # as results of before 2026-11-28 are
-    assert "while others work" not in profile.table("an arm", result)
+    assert (found["busy_ms"], found["idle_ms"], found["late_ms"]) == (1.65, 0.85, 0.3)
+    assert (found["exposed_nccl_ms"], found["num_kernels"]) == (0.25, 2)
+    assert {k: v for k, v in found["groups_ms"].items() if v} == {"GEMM bf16": 0.95, "nccl": 0.5, "memcpy": 0.5}
+    assert found["kernels"][0] == ["nvjet_tst_1", "GEMM bf16", 0.95, 1.5] and len(found["kernels"]) == 3
+    assert profile.summarize_device([], 1)["busy_ms"] == 0
 
 
 def host_events() -> list[dict[str, Any]]:
@@ -622,18 +511,20 @@ def test_kernels_of_hooks_epilogue_and_update_are_the_engines(bench: Any) -> Non
         "engine in update": 5.001,
         "nccl": 0.6,
     }
-    assert host["waits"]["forward"] == {"aten::item": 1, "cudaStreamSynchronize": 1}
-    assert host["waits"]["update"] == {"cudaDeviceSynchronize": 1, "memcpy DtoH": 1}
-    assert profile.host_waits(host) == 1
-    device = profile.summarize_device(host_events(), num_steps=1)
-    text = profile.table("an arm", {"step_ms": 20.0, "device": device, "host": host, "dispatches_per_linear": 12})
-    idle = 20 - device["busy_ms"]
-    assert f"**{idle + 0.77 + 5.001:.1f} ms**" in text and "| adamw_kernel" not in text and "`adamw_kernel`" in text
+    assert host["waits"] == {"forward": 1, "backward": 0, "update": 2}
+    ranks = [{"device_ms": 20.0, "host_ms": 4.0, "cpu_ms": 3.0}] * 2
+    blocks = [(100.0, 2, "ours.py:3 a | b")]
+    found = {"step_ms": 20.0, "ranks": ranks, "host": host, "device": profile.summarize_device(host_events(), 1)}
+    memory = {"before_gib": 1.0, "peak_gib": {"forward": 1.5, "backward": 2.25}, "blocks": blocks}
+    text = profile.table("an arm", found | {"memory": memory})
+    idle = 20 - found["device"]["busy_ms"]
+    assert f"**{idle + 0.77 + 5.001:.1f} ms**" in text and f"| idle | {idle:.2f} |" in text
+    assert "| 1 | 20.0 | 4.0 | 3.0 |" in text and "| `adamw_kernel` | optimizer | 5.000 | 1 |" in text
+    assert "1.00 when the step begins; at the peak of forward 1.50, backward 2.25." in text
+    assert "| 100.0 | 2 | `ours.py:3 a / b` |" in text and "GiB" not in profile.table("an arm", found)
 
 
 def test_memory_at_the_peak_is_what_lives_then_by_the_line_that_asked_for_it(bench: Any) -> None:
-    memory = bench("memory_profile")
-
     def event(action: str, addr: int, mib: float, line: int = 1) -> dict[str, Any]:
         frames = [{"filename": "/x/torch/nn/y.py", "line": 9}, {"filename": "/x/ours.py", "line": line}]
         return {"action": action, "addr": addr, "size": int(mib * 2**20), "frames": frames}
@@ -649,24 +540,9 @@ def test_memory_at_the_peak_is_what_lives_then_by_the_line_that_asked_for_it(ben
         event("free_completed", 3, 30),
         event("alloc", 5, 29, line=5),
     ]
-    found = memory.live_at_peak(events)
-    assert found["step_mib"] == 152
-    assert found["blocks"] == [(100.0, 2, "ours.py:3 "), (50.0, 1, "ours.py:2 "), (2.0, 1, "all others")]
-    text = memory.table({"before_mib": 1024.0, **found})
-    assert (
-        "1.15 GiB are allocated, 1.00 of them when the step begins" in text and "| 100.0 | 2 | `ours.py:3 ` |" in text
-    )
-    assert memory.table(None) == ""
-
-
-def test_dispatches_of_a_bf16_linear_are_counted_without_its_gradient_hooks(bench: Any) -> None:
-    linear = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
-    calls: list[int] = []
-    linear.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
-    trainer = SimpleNamespace(m=SimpleNamespace(gpus=1), model=torch.nn.Sequential(linear))
-    count = bench("end_to_end_profile").dispatches_per_linear(trainer, torch.device("cpu"))
-    assert 10 <= count <= 14
-    assert not calls and linear.weight.grad is None
+    live_at_peak = bench("step_profile").live_at_peak
+    assert live_at_peak(events) == [(100.0, 2, "ours.py:3 "), (50.0, 1, "ours.py:2 "), (2.0, 1, "all others")]
+    assert live_at_peak([]) == []
 
 
 def test_what_torch_compile_gave_up_on_is_part_of_the_result(bench: Any) -> None:
@@ -881,8 +757,7 @@ def test_profile_runs_dry(run_main: Callable[..., str], tmp_path: Path) -> None:
     assert {path.name for arm in arms for path in (traces / arm).iterdir()} == {"device.json.gz", "both.json.gz"}
     found = {r["arm"]: r for r in the_run(tmp_path / "out")["results"]}
     for one in found.values():
-        assert one["host"]["waits"]["update"]["aten::item"] > 0 and one["host"]["cpu_ops"] > 1000
-    assert found["ours-e4m11-eager"]["dispatches_per_linear"] <= 20
+        assert one["host"]["cpu_ops"] > 1000 and one["ranks"][0]["host_ms"] > 0
     assert "Outside the model's kernels" in output
 
 
