@@ -1,16 +1,13 @@
-"""Where the host's time goes when it launches one linear, forward and backward, in eager mode. Writes dated results.
+"""Host time of one linear, forward and backward, in eager mode: FP8 beside nn.Linear. Writes dated results.
 
     python benchmarks/linear_host.py --out $OUT
 
-Of a small linear (512 tokens, 1024 x 1024), in bf16 and in FP8 by each recipe, microseconds of a call: the device's,
-the host's, and the host's with backward in the same thread. Then, by cProfile (which makes calls of Python dearer than
-they are) and in one thread, the functions in which the host is. Without a GPU: a linear of 64 x 32 x 48, a stand-in for
-Triton's driver (benchmarks/stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the
-others' ops have no stand-in. What is left then is Python and torch's dispatcher.
-
-Predicted before the first run on an H200, whose layer table of 2026-11-23 has 1,140 us for tensorwise and 220 for
-bf16, by 620 and 230 us on a CPU with stand-ins: 620 us of Python and dispatcher, 150 in three `torch._scaled_mm`, 40 in
-launches by the driver, 50 in allocations and streams, and 280 in changes of thread.
+Medians of 1,000 calls of a small linear (512 tokens, 1024 x 1024), FP8 and bf16 in turns, in microseconds: forward,
+backward, both; as they are, and with the backward in the thread that called it. The GPU is idle when a call begins, so
+the host waits for nothing. Then, by cProfile (which makes calls of Python dearer than they are) and in one thread, the
+functions in which the host is. Without a GPU: a linear of 64 x 32 x 48, a stand-in for Triton's driver
+(stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the others' ops have no stand-in.
+What is left then is Python and torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ import cProfile
 import io
 import json
 import pstats
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from statistics import median
+from typing import Any, get_args
 
 import torch
 from results_io import command_line, dated_stem, device_name, heading, without_folders
@@ -32,21 +29,12 @@ from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.device import uses_cuda
-from fp8_ds.errors import Fp8DsError
 from fp8_ds.nn import apply_plan, make_plan
 from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 
-Step = Callable[[], object]
-"""One forward and backward, or whatever else is timed."""
-NUM_SAMPLES, NUM_CALLS, NUM_PROFILED, NUM_LINES = 7, 300, 500, 40
-NUM_WARM = 5
-SAMPLE_US, MAX_CALLS = 20_000.0, 8
-"""Of a sample; so few calls because a GPU's queue takes 1,024 launches before the host has to wait."""
-FIRST_ASLEEP_US, MAX_ASLEEP_US = 4_000.0, 1e6
-CYCLES_PER_US = 2_000
-"""Of `torch.cuda._sleep`, at 2 GHz; a device that runs faster sleeps less, and is sent to sleep again."""
+NUM_WARM, NUM_CALLS, NUM_PROFILED, NUM_LINES = 20, 1000, 500, 40
 STAND_INS = ("quantize_tensorwise_planes", "record_amax")
 _KEEP: list[torch.library.Library] = []
 
@@ -77,25 +65,25 @@ def stand_in() -> None:
     torch_backend._product = product
 
 
-class Taken(NamedTuple):
-    """Microseconds of one call of a step."""
-
-    device_us: float
-    host_us: float
-
-
 class LinearStep:
     """One forward and backward of `module`, whose gradients are dropped."""
 
     def __init__(self, module: nn.Linear, x: Tensor, grad_output: Tensor) -> None:
         self.module = module
         self.x = x
-        self._grad_output = grad_output
+        self.grad_output = grad_output
 
-    def __call__(self) -> None:
-        self.module(self.x.detach().requires_grad_()).backward(self._grad_output)
+    def __call__(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+        """Seconds of the host in forward and backward."""
+        x = self.x.detach().requires_grad_()
+        times = [clock()]
+        y = self.module(x)
+        times.append(clock())
+        y.backward(self.grad_output)
+        times.append(clock())
         for p in self.module.parameters():
             p.grad = None
+        return times[1] - times[0], times[2] - times[1]
 
 
 def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -> tuple[LinearStep, LinearStep]:
@@ -136,64 +124,28 @@ def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -
     return fp8, bf16
 
 
-def cuda_clock(steps: Sequence[Step]) -> list[Taken]:
-    """One call of each step in eager mode: what it takes the current CUDA device, and the host to launch it.
-
-    Medians of samples taken in turns, so that a change of clock rates meets all steps alike. A sample is some calls
-    that the host queues while the device sleeps, as long before each step: neither waits for the other.
-
-    Raises:
-        Fp8DsError: the host cannot queue them while the device sleeps.
-    """
-    for step in steps:
-        for _ in range(NUM_WARM):
-            step()
-    first = [[_sample(step, 2, FIRST_ASLEEP_US) for _ in range(2)] for step in steps]
-    slowest = max(taken.device_us for row in first for taken in row)
-    num_calls = max(1, min(MAX_CALLS, round(SAMPLE_US / slowest)))
-    host_us = max(min(taken.host_us for taken in row) for row in first)
-    asleep_us = min(1.5 * num_calls * host_us, MAX_ASLEEP_US)
-    samples = [[_sample(step, num_calls, asleep_us) for step in steps] for _ in range(NUM_SAMPLES)]
-    return [Taken(*map(statistics.median, zip(*column, strict=True))) for column in zip(*samples, strict=True)]
-
-
-def _sample(step: Step, num_calls: int, asleep_us: float) -> Taken:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    host_us = 0.0
-    while asleep_us <= MAX_ASLEEP_US:
-        torch.cuda._sleep(round(asleep_us * CYCLES_PER_US))
-        begin.record()
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            step()
-        end.record()
-        host_us = (time.perf_counter() - start) * 1e6
-        was_asleep = not begin.query()
-        end.synchronize()
-        if was_asleep:
-            return Taken(begin.elapsed_time(end) * 1e3 / num_calls, host_us / num_calls)
-        asleep_us = 2 * max(asleep_us, host_us)  # it has waited for the host: once more
-    raise Fp8DsError(
-        f"layer times: expected the host to queue {num_calls} calls while the GPU sleeps, got {host_us / 1e3:.0f} ms "
-        "for them. Launches wait for the GPU: unset CUDA_LAUNCH_BLOCKING, and use no profiler that serialises kernels."
-    )
+def host_times(steps: Sequence[LinearStep], on_gpu: bool) -> list[dict[str, float]]:
+    """Median microseconds of each step's calls, which are made in turns; on a CPU of its own time, not neighbours'."""
+    clock = time.perf_counter if on_gpu else time.process_time
+    taken: list[list[tuple[float, float]]] = [[] for _ in steps]
+    for number in range(NUM_WARM + NUM_CALLS):
+        for step, column in zip(steps, taken, strict=True):
+            if on_gpu:
+                torch.cuda.synchronize()
+            found = step(clock)
+            if number >= NUM_WARM:
+                column.append(found)
+    return [
+        {
+            "forward_us": round(1e6 * median(forward for forward, _ in column), 1),
+            "backward_us": round(1e6 * median(backward for _, backward in column), 1),
+            "host_us": round(1e6 * median(map(sum, column)), 1),
+        }
+        for column in taken
+    ]
 
 
-def host_clock(steps: Sequence[Step]) -> list[Taken]:
-    """As `cuda_clock` where the device is the host; CPU time, so that neighbours do not count."""
-    samples = []
-    for _ in range(NUM_SAMPLES):
-        row = []
-        for step in steps:
-            begin = time.process_time()
-            for _ in range(NUM_CALLS):
-                step()
-            row.append((time.process_time() - begin) * 1e6 / NUM_CALLS)
-        samples.append(row)
-    return [Taken(0.0, statistics.median(column)) for column in zip(*samples, strict=True)]
-
-
-def profiled(step: Step) -> str:
+def profiled(step: LinearStep) -> str:
     """The functions in which most time is spent, by their own time."""
     profile = cProfile.Profile()
     step()
@@ -210,39 +162,38 @@ def profiled(step: Step) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Where the host is when it launches a linear.")
+    parser = argparse.ArgumentParser(description="Host time of a linear, FP8 beside nn.Linear.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     args = parser.parse_args()
     on_gpu = uses_cuda()
     device = torch.device("cuda" if on_gpu else "cpu")
-    clock: Callable[[Sequence[Step]], list[Taken]] = cuda_clock if on_gpu else host_clock
     recipes: tuple[str, ...] = get_args(LinearConfig.model_fields["recipe"].annotation)
-    sizes = {"m": 512, "k": 1024, "n": 1024} if on_gpu else {"m": 64, "k": 32, "n": 48}
+    m, k, n = sizes = (512, 1024, 1024) if on_gpu else (64, 32, 48)
     if not on_gpu:
         torch.set_num_threads(1)
         stand_in()
         recipes = ("tensorwise",)
-    rows: dict[str, dict[str, Taken]] = {}
+    rows: list[dict[str, Any]] = []
     profiles: dict[str, str] = {}
     for recipe in recipes:
-        fp8, bf16 = make_steps(recipe, (sizes["m"], sizes["k"], sizes["n"]), device)
-        both = clock([fp8, bf16])
-        with torch.autograd.set_multithreading_enabled(False):
-            alone = clock([fp8, bf16])
-            profiles[recipe] = profiled(fp8)
-        for name, taken, in_one_thread in zip((recipe, f"bf16, beside {recipe}"), both, alone, strict=True):
-            rows[name] = {"as it is": taken, "one thread": in_one_thread}
+        steps = make_steps(recipe, sizes, device)
+        for one_thread in (False, True):
+            with torch.autograd.set_multithreading_enabled(not one_thread):
+                fp8, bf16 = host_times(steps, on_gpu)
+                if one_thread:
+                    profiles[recipe] = profiled(steps[0])
+            ratio = round(fp8["host_us"] / bf16["host_us"], 2)
+            rows.append({"recipe": recipe, "one_thread": one_thread, "fp8": fp8, "bf16": bf16, "ratio": ratio})
     stem = dated_stem(args.out, "linear-host")
-    about = {"device": device_name(), "torch": torch.__version__, "command": command_line(), **sizes}
-    times = {name: {way: taken._asdict() for way, taken in row.items()} for name, row in rows.items()}
-    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": times, "profiles": profiles}, indent=1) + "\n")
-    lines = [f"{sizes}. Microseconds of one linear, forward and backward:", ""]
-    lines += ["| linear | device | host | host, one thread |", "|---|---|---|---|"]
-    lines += [
-        f"| {name} | {row['as it is'].device_us:.0f} | {row['as it is'].host_us:.0f} "
-        f"| {row['one thread'].host_us:.0f} |"
-        for name, row in rows.items()
-    ]
+    about = {"device": device_name(), "torch": torch.__version__, "command": command_line(), "m": m, "k": k, "n": n}
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows, "profiles": profiles}, indent=1) + "\n")
+    lines = [f"{m} x {k} x {n}, median microseconds of the host over {NUM_CALLS} calls: forward + backward = both:", ""]
+    lines += ["| recipe | backward in a thread of its own | FP8 | nn.Linear in bf16 | ratio |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [" + ".join(f"{row[way][f'{part}_us']:.0f}" for part in ("forward", "backward"))
+                 + f" = {row[way]['host_us']:.0f}" for way in ("fp8", "bf16")]  # fmt: skip
+        threads = "no" if row["one_thread"] else "yes"
+        lines.append(f"| {row['recipe']} | {threads} | {' | '.join(cells)} | {row['ratio']:.2f} |")
     text = heading(stem.name) + "\n".join(lines) + "\n"
     for recipe, found in profiles.items():
         text += f"\n## {recipe}: {NUM_PROFILED} calls, one thread\n\n```\n{found}\n```\n"
