@@ -1,4 +1,4 @@
-"""Launch settings of the memory-bound kernels tried against those that ship: words, rows, warps of a program.
+"""Times of the memory-bound kernels beside copies, and other launch settings tried against those that ship.
 
     python benchmarks/kernels_tune.py --out tune.json            # one H200; compiles on all cores, then times
     python benchmarks/kernels_tune.py --only transpose planes

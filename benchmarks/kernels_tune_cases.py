@@ -19,13 +19,17 @@ from fp8_ds.ops.quantize import (
     quantize,
     quantize_colwise_t,
     quantize_delayed_planes,
+    quantize_part,
     quantize_planes,
     quantize_rowwise,
+    quantize_tensorwise,
+    quantize_tensorwise_planes,
 )
 from fp8_ds.ops.rmsnorm import rmsnorm, rmsnorm_backward
 from fp8_ds.ops.squares import SumOfSquares
 from fp8_ds.ops.swiglu import (
     swiglu,
+    swiglu_backward,
     swiglu_backward_and_columns,
     swiglu_backward_kept,
     swiglu_backward_to_fp8,
@@ -34,6 +38,7 @@ from fp8_ds.ops.swiglu import (
 from fp8_ds.ops.transpose import transpose
 from fp8_ds.optim.masters import E4M11
 from fp8_ds.scaling import AmaxHistory
+from fp8_ds.scaling.granularity import ROW, TILE, Granularity
 
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
 HIDDEN_OF_70B = (8192, 8192)
@@ -47,14 +52,10 @@ class Kernel:
     """One kernel, called on a tensor or on several, and what is tried.
 
     Args:
-        name: of it.
         module: below fp8_ds.ops, whose constants are set.
-        tries: constant to values; all combinations that `fits` allows.
-        bytes_per_element: that must move, of a bf16 or FP8 matrix.
-        shapes: of the matrix.
+        tries: constant to values; all combinations that `fits` allows. Empty: it is timed as it ships.
+        bytes_per_element: that must move, of the matrix that has a shape of `shapes`.
         inputs: makes what `call` takes, for one set.
-        call: of it.
-        fits: whether a combination makes sense.
     """
 
     name: str
@@ -75,6 +76,16 @@ class Kernel:
 
 def _matrix(rows: int, cols: int, device: str) -> Tensor:
     return torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+
+
+def _master(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32, and scales of its rows and of its tiles."""
+    grids = (torch.ones(granularity.grid((rows, cols)), device=device) for granularity in (ROW, TILE))
+    return torch.randn(rows, cols, device=device), *grids
+
+
+def _folded(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _matrix(rows, cols, device), torch.rand(cols, device=device), torch.rand(rows, device=device)
 
 
 def _codes(rows: int, cols: int, device: str) -> Tensor:
@@ -144,14 +155,82 @@ def _quarter_is_of_warps(quarter: str, warps: str) -> Callable[[Setting], bool]:
     return lambda setting: 32 <= 4 * setting[quarter] * 4 / setting[warps] <= 128
 
 
-_TILES: dict[str, tuple[Any, ...]] = {"rows": (2, 4, 8, 16), "words": (8, 16, 32, 64), "warps": (1, 2, 4, 8)}
+def _cast_by_grid(granularity: Granularity, x: tuple[Tensor, Tensor, Tensor]) -> Any:
+    """How a step casts an fp32 master by the scales of its rows or tiles."""
+    cols = x[0].shape[1]
+    grid = x[1] if granularity is ROW else x[2]
+    return quantize_part(x[0].flatten(), grid, 0, cols, (granularity.block[0] or 1, granularity.block[1] or cols), E4M3)
+
+
 _BOTH: dict[str, tuple[Any, ...]] = {"_BOTH_QUARTER": (8, 16), "_BOTH_WARPS": (4, 8)}
+
+
+def _sum_of_squares(x: tuple[dict[int, SumOfSquares], list[Tensor]]) -> Tensor:
+    """With tables of its own for each size of program."""
+    from fp8_ds.ops.squares import triton  # the package is missing where there is no GPU
+
+    return x[0].setdefault(triton.BLOCK * triton.SPAN, SumOfSquares())(x[1])
+
+
+def _norm(x: Any, scaling: Any = None) -> Any:
+    return rmsnorm(x[0], x[4], 1e-5, E4M3, scaling or x[3].slot(0))
+
+
+def _shipped(
+    name: str, module: str, num_bytes: float, inputs: Callable[[int, int, str], Any], call: Callable[[Any], Any],
+    shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE),
+) -> Kernel:  # fmt: skip
+    return Kernel(name, f"{module}.triton", {}, num_bytes, inputs, call, shapes)
+
+
+def _by_own_scales(scaling: Any, reads: int) -> tuple[Kernel, ...]:
+    """RMSNorm and SwiGLU with scales of what they write."""
+    norms = (NARROW, HIDDEN_OF_70B)
+    return (
+        _shipped(f"rmsnorm {scaling}", "rmsnorm", 2 * reads + 1, _norm_inputs, lambda x: _norm(x, scaling), norms),
+        _shipped(
+            f"swiglu {scaling}", "swiglu", 4 * reads + 1, _three, lambda x: swiglu(x[0], x[1], E4M3, scaling), (WIDE,)
+        ),
+        _shipped(
+            f"swiglu_backward_to_fp8 {scaling}", "swiglu", 6 * reads + 2, _three,
+            lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, scaling), (WIDE,),
+        ),
+    )  # fmt: skip
+
+
+def _by_transpose(x: Any) -> Tensor:
+    return transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False, rounding="twice").x_fp8)
+
+
+def _masters_of(name: str, of: Granularity) -> tuple[Kernel, ...]:
+    return (
+        _shipped(f"master amax by {name}", "quantize", 4, _master, lambda x: of.amax(x[0].flatten(), x[0].shape)),
+        _shipped(f"master cast by {name}", "quantize", 5, _master, lambda x: _cast_by_grid(of, x)),
+    )
+
+
+AS_THEY_SHIP = (
+    _shipped("rows given", "quantize", 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
+    _shipped("tensorwise", "quantize", 5, _matrix, lambda x: quantize_tensorwise(x, E4M3)),
+    _shipped("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_tensorwise_planes(x, E4M3, "both")),
+    _shipped("rows by their own", "quantize", 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
+    _shipped("rows by their own, fold", "quantize", 3, _folded, lambda x: quantize_rowwise(x[0], E4M3, x[1])),
+    _shipped("columns by their own, fold", "quantize", 5, _folded, lambda x: quantize_colwise_t(x[0], E4M3, x[2])),
+    *_masters_of("row", ROW),
+    *_masters_of("tile", TILE),
+    *_by_own_scales("rowwise", 1),
+    *_by_own_scales("tensorwise", 2),
+    _shipped("swiglu_backward", "swiglu", 10, _three, lambda x: swiglu_backward(x[2], x[0], x[1]), (WIDE,)),
+    _shipped("swiglu_columns by a transpose", "swiglu", 5, _three, _by_transpose, (WIDE,)),
+    _shipped("blockwise 1x128 row", "blockwise", 3, _matrix, lambda x: quantize_blockwise(x, E4M3, (1, 128), "row")),
+)
+"""Without settings to try."""
 
 KERNELS = (
     Kernel(
         "transpose",
         "transpose.triton",
-        {"VECTORS": _TILES["rows"], "WORDS": _TILES["words"], "NUM_WARPS": _TILES["warps"]},
+        {"VECTORS": (2, 4, 8, 16), "WORDS": (8, 16, 32, 64), "NUM_WARPS": (1, 2, 4, 8)},
         2,
         _codes,
         transpose,
@@ -179,8 +258,6 @@ KERNELS = (
         _scaled,
         lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
     ),
-    Kernel("rows given", "quantize.triton", {}, 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
-    Kernel("rows by their own", "quantize.triton", {}, 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
     Kernel(
         "columns by their own",
         "quantize.triton",
@@ -204,7 +281,7 @@ KERNELS = (
         {"BLOCK": (8192, 16384, 32768), "SPAN": (1, 4, 16), "NUM_WARPS": (4, 8, 16)},
         2,
         lambda rows, cols, device: ({}, [_matrix(rows, cols, device) for _ in range(2)]),
-        lambda x: _sum_of_squares(*x),
+        _sum_of_squares,
     ),
     Kernel(
         "masters to bf16",
@@ -222,7 +299,7 @@ KERNELS = (
         {"_PER_THREAD": (16, 32, 64), "_AHEAD_WARPS": (8, 16, 32)},
         3,
         _norm_inputs,
-        lambda x: _norm(x),
+        _norm,
         (NARROW, HIDDEN_OF_70B),
     ),
     Kernel(
@@ -281,15 +358,6 @@ KERNELS = (
         lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
         (WIDE,),
     ),
-    Kernel(
-        "swiglu_columns by a transpose",
-        "swiglu.triton",
-        {},
-        5,
-        _three,
-        lambda x: transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False, rounding="twice").x_fp8),
-        (WIDE,),
-    ),
     *(
         Kernel(
             f"blockwise {block[0]}x128 {planes}",
@@ -301,14 +369,6 @@ KERNELS = (
             fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
         )
         for block, planes in (((1, 128), "both"), ((1, 128), "col"), ((128, 128), "row"), ((128, 128), "both"))
-    ),
-    Kernel(
-        "blockwise 1x128 row",
-        "blockwise.triton",
-        {},
-        3,
-        _matrix,
-        lambda x: quantize_blockwise(x, E4M3, (1, 128), "row"),
     ),
     Kernel(
         "groupwise back",
@@ -328,15 +388,5 @@ KERNELS = (
         lambda x: transpose_blockwise(*x),
         (NARROW, WEIGHT),
     ),
+    *AS_THEY_SHIP,
 )
-
-
-def _sum_of_squares(known: dict[int, SumOfSquares], xs: list[Tensor]) -> Tensor:
-    """With tables of its own for each size of program."""
-    from fp8_ds.ops.squares import triton  # the package is missing where there is no GPU
-
-    return known.setdefault(triton.BLOCK * triton.SPAN, SumOfSquares())(xs)
-
-
-def _norm(x: Any) -> Any:
-    return rmsnorm(x[0], x[4], 1e-5, E4M3, x[3].slot(0))
