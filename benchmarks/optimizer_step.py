@@ -1,165 +1,328 @@
-"""The Adam kernel alone: time, bandwidth and bytes on 2.0 B parameters of a Llama with 8 layers of Llama-3-8B's shapes.
+"""The optimizer step alone, ours beside its rivals, on the same 2.0 B parameters. Writes dated result files.
 
-    python benchmarks/optimizer_step.py --out step.json      # one H200
-    python benchmarks/optimizer_step.py --dry-run            # CPU, tiny, plain torch
-    python benchmarks/optimizer_step.py --arms "e4m11, FP8 weights only" --launches "16,32,4 16,32,4,96 16,16,8"
+    python benchmarks/optimizer_step.py                                    # one H200: about 25 s an arm
+    python benchmarks/optimizer_step.py --arms "ours e4m11" --launches sweep          # settings of our kernel's launch
+    python benchmarks/optimizer_step.py --arms "ours e4m11" --layers 1 --hidden 128 --vocab 512     # dry run on CPU
 
-What must move is every byte of gradient, master, moments and their scales that a step reads, and every one that it
-writes. The copy rate is torch's `copy_` of 4 GiB in the same run, read and write counted.
-
-Prediction, written before the first run on an H200: 10.06 B per FP8 element move in the arm "e4m11"; at 80 % of a copy
-of 4.27 TB/s the step takes 6.1 ms. The fp32 arm moves half as much again and is closer to the copy rate.
+One process per arm, so that no arm inherits another's memory, and a copy-rate reference in each of them. A rival whose
+package is missing, or that fails, gets a row that says so. `--launches` takes rows, tiles, warps and, if they are
+limited, registers of a program, each tried on every arm of ours: "16,32,4 16,32,4,96"; sweep: those of `LAUNCHES`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import importlib
+import importlib.metadata
+import importlib.util
 import json
+import math
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from adam_shards import make_inputs
-from results_io import command_line, device_name
-from timing import copy_rate, median_ms
-from torch import Tensor
+from results_io import dated_stem, device_name, heading, without_folders
+from step_profile import time_steps
+from torch import nn
 
-from fp8_ds.ops.adamw import AdamShard, StepInputs, prepare
-from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
-from fp8_ds.optim.moments import GROUP
-
-LAYERS, HIDDEN, KV, FFN, VOCAB = 8, 4096, 1024, 14336, 32000
-ARMS = {"e4m11": True, "e4m19": True, "fp32": True, "e4m11, FP8 weights only": False}
-"""Name of the arm, which starts with its master format: whether embedding, head and norms take part."""
-
-LAUNCHES = [
-    "4,4,1",
-    "4,8,1",
-    "4,2,1",
-    "8,4,2",
-    "8,8,2",
-    "8,2,2",
-    "16,4,4",
-    "16,16,4,96",
-    "8,4,2,112",
-    "32,16,8",
-    "16,8,8",
-]
-"""Tried by `--launches sweep`: rows, tiles, warps and most registers of a program, for the master format of the arm."""
+HERE = Path(__file__).parent
+BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
+HEAD_DIM, NUM_WARM_STEPS = 128, 3
+LAUNCHES = "4,4,1 4,8,1 4,2,1 8,4,2 8,8,2 8,2,2 16,4,4 16,16,4,96 8,4,2,112 32,16,8 16,8,8"
+LINEAR = "linear"
+"""Kind of a parameter that the engine would store in FP8; embedding, head and norms are "other"."""
 
 
-def shapes(divisor: int) -> tuple[list[int], list[int]]:
-    """Elements of the linear weights, and of the others; `divisor` shrinks both sides of the matrices."""
-    hidden, kv, ffn, vocab = HIDDEN // divisor, KV // divisor, FFN // divisor, VOCAB // divisor
-    layer = [hidden * hidden, kv * hidden, kv * hidden, hidden * hidden, ffn * hidden, ffn * hidden, hidden * ffn]
-    return layer * LAYERS, [vocab * hidden] * 2 + [hidden] * (2 * LAYERS + 1)
+@dataclass(frozen=True)
+class Arm:
+    """One optimizer.
+
+    Args:
+        package: that must be importable.
+        build: the named parameters by kind -> optimizer, with gradients set.
+        linear_bytes, other_bytes: that a step must read and write per parameter of either kind, scales included.
+    """
+
+    package: str
+    build: Callable[[dict[str, list[nn.Parameter]]], Any]
+    linear_bytes: float
+    other_bytes: float
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return torch.float32 if self.build is torch_fused else torch.bfloat16
 
 
-def make(numel: int, index: int, fmt: MasterFormat, device: str) -> AdamShard:
-    """A shard in mid-training, filled where it lies; its moments fit the gradients of `gradient`."""
-    groups = -(-numel // GROUP)
-    hi = torch.empty(numel, dtype=fmt.hi_dtype, device=device)
-    if fmt.is_fp8:
-        hi.random_(0x28, 0x60)
-        hi[1::2] |= 0x80
-    else:
-        hi.normal_(0, 0.02)
-    shard = AdamShard(f"weight{index}", numel, 0, index, 0, 0, fmt, hi)
-    if fmt.is_split:
-        shard.lo = torch.empty(groups * GROUP, dtype=fmt.lo_dtype, device=device).random_(-100, 100)
-    shard.m = torch.empty(groups * GROUP, dtype=torch.uint8, device=device).random_(0x20, 0x70)
-    shard.v = torch.empty(groups * GROUP, dtype=torch.uint8, device=device).random_(0x80, 0xE0)
-    shard.m_scale_inv = torch.full((groups,), 1e-8, device=device)
-    shard.v_scale_inv = torch.full((groups,), 2e-8, device=device)
-    return shard
+def llama_parameters(layers: int, hidden: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(kind, shape) of every parameter; 8 layers, 4096 and 32000 are 2.0 B with Llama-3-8B's shapes."""
+    kv, ffn = max(HEAD_DIM, hidden // 4), hidden * 7 // 2
+    yield "other", (vocab, hidden)
+    for _ in range(layers):
+        for rows, columns in ((hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)):
+            yield LINEAR, (rows, columns)
+        for rows, columns in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+            yield LINEAR, (rows, columns)
+        yield "other", (hidden,)
+        yield "other", (hidden,)
+    yield "other", (hidden,)
+    yield "other", (vocab, hidden)
 
 
-def gradient(shard: AdamShard) -> Tensor:
-    return torch.empty(shard.numel, dtype=torch.bfloat16, device=shard.hi.device).normal_(0, 1e-6)
+def make_parameters(args: argparse.Namespace, dtype: torch.dtype, device: str) -> dict[str, list[nn.Parameter]]:
+    generator = torch.Generator(device).manual_seed(0)
+    by_kind: dict[str, list[nn.Parameter]] = {LINEAR: [], "other": []}
+    for kind, shape in llama_parameters(args.layers, args.hidden, args.vocab):
+        value = torch.empty(shape, dtype=dtype, device=device)
+        by_kind[kind].append(nn.Parameter(value.normal_(0, 0.02, generator=generator)))
+    return by_kind
 
 
-def moved_bytes(shard: AdamShard, grad: Tensor) -> int:
-    """Read once: gradient, master, moments, scales; written once: all but the gradient."""
-    state = shard.fmt.num_bytes * shard.numel + 2 * shard.numel + 8 * shard.num_groups
-    return grad.numel() * grad.element_size() + 2 * state
+def _all(params: dict[str, list[nn.Parameter]]) -> list[nn.Parameter]:
+    return [*params[LINEAR], *params["other"]]
 
 
-def resident_bytes(shards: list[AdamShard]) -> int:
-    tensors = [t for s in shards for t in (s.hi, s.lo, s.m, s.v, s.m_scale_inv, s.v_scale_inv) if t is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def set_grads(params: dict[str, list[nn.Parameter]], dtype: torch.dtype, attribute: str = "grad") -> None:
+    """Random gradients, a different size for each parameter (scales that all fit would flatter coarse formats)."""
+    flat = _all(params)
+    generator = torch.Generator(flat[0].device).manual_seed(1)
+    for number, p in enumerate(flat):
+        grad = torch.empty(p.shape, dtype=dtype, device=p.device)
+        setattr(p, attribute, grad.normal_(0, 10.0 ** (-2 - number % 4), generator=generator))
 
 
-def inputs_of(device: str) -> StepInputs:
-    inputs = make_inputs(device=device)
-    inputs.next_scale_inv = inputs.scale_inv
-    return inputs
+def torch_fused(params: dict[str, list[nn.Parameter]]) -> Any:
+    set_grads(params, torch.float32)
+    return torch.optim.AdamW(_all(params), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
 
 
-def run_arm(arm: str, with_others: bool, device: str, divisor: int, copy: float | None) -> dict[str, Any]:
-    fmt = BY_NAME[arm.split(",")[0]]
-    linear, others = shapes(divisor)
-    kinds = [(numel, fmt) for numel in linear]
-    if with_others:
-        kinds += [(numel, BF16_8 if fmt.is_split else FP32) for numel in others]
-    shards = [make(numel, index, kind, device) for index, (numel, kind) in enumerate(kinds)]
-    grads = [gradient(shard) for shard in shards]
-    step, inputs = prepare(shards), inputs_of(device)
-    params = sum(shard.numel for shard in shards)
-    moved = sum(moved_bytes(shard, grad) for shard, grad in zip(shards, grads, strict=True))
-    resident = resident_bytes(shards)
-    row = {"arm": arm, "parameters": params, "moved_bytes_per_parameter": moved / params,
-           "resident_bytes_per_parameter": resident / params}  # fmt: skip
-    step(grads, inputs)
-    if device == "cpu":
-        return row
-    assert copy is not None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(grads, inputs)
-    torch.cuda.synchronize()
-    extra = torch.cuda.max_memory_allocated() - before
-    ms = median_ms(lambda: step(grads, inputs))
-    rate = moved / ms * 1e3
-    return row | {"ms": ms, "GB_per_s": rate / 1e9, "share_of_copy": rate / copy, "peak_of_step_extra_bytes": extra,
-                  "allocated_bytes_per_parameter_with_gradients": before / params}  # fmt: skip
+def torchao(name: str) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+    def build(params: dict[str, list[nn.Parameter]]) -> Any:
+        set_grads(params, torch.bfloat16)
+        make = getattr(importlib.import_module("torchao.optim"), name)
+        return make(_all(params), LR, BETAS, EPS, WEIGHT_DECAY, bf16_stochastic_round=True)
+
+    return build
 
 
-def set_launch(arm: str, launch: str | None) -> None:
-    if launch is not None:
-        from fp8_ds.ops.adamw import triton  # the package is missing where there is no GPU
+def bitsandbytes(params: dict[str, list[nn.Parameter]]) -> Any:
+    set_grads(params, torch.bfloat16)
+    make = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    return make(_all(params), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
-        triton.LAUNCHES[arm.split(",")[0]] = triton.Launch(*map(int, launch.split(",")))
+
+def flashoptim(params: dict[str, list[nn.Parameter]]) -> Any:
+    set_grads(params, torch.bfloat16)
+    make = importlib.import_module("flashoptim").FlashAdamW
+    return make(_all(params), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Time of the Adam kernel on 2.0 B parameters.")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--arms", default=";".join(ARMS), help="separated by semicolons")
-    parser.add_argument(
-        "--launches", help="rows,tiles,warps[,registers] ..., each tried on every arm; 'sweep': the known"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="on CPU with 1/64 of the sides")
+def transformer_engine(grad_dtype: torch.dtype) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+    """float32 gradients are what Megatron-LM's precision-aware optimizer hands to it."""
+
+    def build(params: dict[str, list[nn.Parameter]]) -> Any:
+        separate = grad_dtype != torch.bfloat16
+        set_grads(params, grad_dtype, "decoupled_grad" if separate else "grad")
+        make = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
+        return make(
+            _all(params),
+            lr=LR,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            master_weights=True,
+            exp_avg_dtype=torch.uint8,
+            exp_avg_sq_dtype=torch.uint8,
+            use_decoupled_grad=separate,
+        )
+
+    return build
+
+
+def ours(master: str, check_finite: bool = False) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+    """No rival looks for NaN in gradients before its step; with `check_finite` ours reads them once more and does."""
+
+    def build(params: dict[str, list[nn.Parameter]]) -> Any:
+        import fp8_ds
+
+        groups = [{"params": params[LINEAR], "master": master}, {"params": params["other"], "master": "bf16_8"}]
+        hyper = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        optimizer = fp8_ds.Fp8AdamW(groups, **hyper, check_finite=check_finite)
+        set_grads(params, torch.bfloat16)
+        return optimizer
+
+    return build
+
+
+GROUPS = 4 * 4 / 128
+"""Bytes per parameter of two float32 scales a group of 128, read and written."""
+EIGHT_BIT = 10 + GROUPS / 2
+"""bf16 weights without a master, one-byte moments in blocks of 256."""
+ARMS = {
+    "torch fused AdamW fp32": Arm("torch", torch_fused, 28, 28),
+    "torchao AdamWFp8": Arm("torchao", torchao("AdamWFp8"), EIGHT_BIT, EIGHT_BIT),
+    "torchao AdamW8bit": Arm("torchao", torchao("AdamW8bit"), EIGHT_BIT, EIGHT_BIT),
+    "bitsandbytes AdamW8bit": Arm("bitsandbytes", bitsandbytes, EIGHT_BIT, EIGHT_BIT),
+    "FlashAdamW": Arm("flashoptim", flashoptim, 12 + 8 / 32, 12 + 8 / 32),
+    "TE FusedAdam FP8 m, v": Arm("transformer_engine", transformer_engine(torch.float32), 18, 18),
+    "TE FusedAdam FP8 m, v, bf16 grads": Arm("transformer_engine", transformer_engine(torch.bfloat16), 16, 16),
+    "ours e4m11": Arm("fp8_ds", ours("e4m11"), 10 + GROUPS, 12 + GROUPS),
+    "ours e4m19": Arm("fp8_ds", ours("e4m19"), 12 + GROUPS, 12 + GROUPS),
+    "ours fp32 master": Arm("fp8_ds", ours("fp32"), 16 + GROUPS, 12 + GROUPS),
+    "ours e4m11, NaN check": Arm("fp8_ds", ours("e4m11", check_finite=True), 12 + GROUPS, 14 + GROUPS),
+}
+
+
+def copy_rate(device: str, num_bytes: int) -> float:
+    """GB/s of `copy_` on the device, bytes read plus bytes written."""
+    source = torch.empty(num_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * num_bytes / (time_steps(lambda _: target.copy_(source), 10, device == "cuda")["device_ms"] * 1e6)
+
+
+def set_launch(arm: str, launch: str) -> None:
+    """Let the kernel of one of our arms be launched like this, in this process."""
+    from fp8_ds.ops.adamw import triton  # the package is missing where there is no GPU
+
+    triton.LAUNCHES[arm.split()[1].strip(",")] = triton.Launch(*map(int, launch.split(",")))
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One arm, in this process."""
+    arm = ARMS[name]
+    if importlib.util.find_spec(arm.package) is None:
+        return {"arm": name, "error": f"MISSING: package {arm.package} is not installed"}
+    from fp8_ds.device import uses_cuda
+
+    on_cuda = uses_cuda()
+    device = "cuda" if on_cuda else "cpu"
+    if args.launch:
+        set_launch(name, args.launch)
+    rate = copy_rate(device, args.copy_mib << 20)
+    if on_cuda:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    params = make_parameters(args, arm.param_dtype, device)
+    count = {kind: sum(p.numel() for p in some) for kind, some in params.items()}
+    total = sum(count.values())
+    optimizer = arm.build(params)
+    first = _fingerprint(params[LINEAR][0])
+    for _ in range(NUM_WARM_STEPS):
+        optimizer.step()
+    if on_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    ms = time_steps(lambda _: optimizer.step(), args.steps, on_cuda)["device_ms"]
+    memory = {}
+    if on_cuda:
+        memory["resident_bytes_per_param"] = round((torch.cuda.memory_allocated() - before) / total, 4)
+        memory["peak_bytes_per_param"] = round((torch.cuda.max_memory_allocated() - before) / total, 4)
+    moved = count[LINEAR] * arm.linear_bytes + count["other"] * arm.other_bytes
+    last = _fingerprint(params[LINEAR][0])
+    return {
+        "arm": name,
+        "version": _version(arm.package),
+        "parameters": total,
+        "ms": ms,
+        "launch": args.launch,
+        **memory,
+        "must_move_bytes_per_param": round(moved / total, 3),
+        "gb_per_s": round(moved / ms / 1e6, 1),
+        "copy_gb_per_s": round(rate, 1),
+        "moved_weights": first != last,
+        "finite": math.isfinite(last),
+        "device": device_name(),
+        "torch": torch.__version__,
+    }
+
+
+def _fingerprint(weight: nn.Parameter) -> float:
+    """A number that changes when the weight does; an FP8 one is de-quantised by this."""
+    return weight.detach().float().square().mean().item()
+
+
+def _version(package: str) -> str:
+    names = {"transformer_engine": "transformer-engine", "fp8_ds": "fp8-ds"}
+    try:
+        return importlib.metadata.version(names.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+def run_arm(name: str, launch: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One arm in a process of its own; what went wrong under "error"."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
+    command += [f"--{key}={getattr(args, key.replace('-', '_'))}" for key in ("layers", "hidden", "vocab", "steps")]
+    command += [f"--copy-mib={args.copy_mib}", f"--launch={launch}"]
+    try:
+        done = subprocess.run(command, stdout=-1, stderr=-1, text=True, check=False, timeout=args.arm_timeout)
+    except subprocess.TimeoutExpired:
+        return {"arm": name, "error": f"no result after {args.arm_timeout:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"arm": name, "error": without_folders((done.stdout + done.stderr)[-1500:])}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [
+        "| optimizer | ms | resident B/param | peak B/param | must move B/param | GB/s | of copy rate |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        if "error" in r:
+            reason = r["error"].strip().splitlines()[-1][:110].replace("|", "/")
+            lines.append(f"| {r['arm']} | **NOT MEASURED: {reason}** | | | | | |")
+            continue
+        resident, peak = (r.get(f"{key}_bytes_per_param", float("nan")) for key in ("resident", "peak"))
+        share = r["gb_per_s"] / r["copy_gb_per_s"]
+        launch = f", launched by {r['launch']}" if r["launch"] else ""
+        note = launch if r["moved_weights"] and r["finite"] else ", **weights did not move, or are not finite**"
+        lines.append(
+            f"| {r['arm']}{note} | {r['ms']:.2f} | {resident:.3f} | {peak:.3f} "
+            f"| {r['must_move_bytes_per_param']:.2f} | {r['gb_per_s']:,.0f} | {share:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--copy-mib", type=int, default=4096)
+    parser.add_argument("--arm-timeout", type=float, default=120)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--launches", default="", help="of our arms' kernel: one of them after the other; or sweep")
+    parser.add_argument("--launch", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=list(ARMS), help="measure this arm in this process, print one JSON line")
     args = parser.parse_args()
-    device, divisor = ("cpu", 64) if args.dry_run else ("cuda", 1)
-    copy = None if args.dry_run else copy_rate()
-    torch.cuda.empty_cache()
-    result: dict[str, Any] = {"command": command_line(), "device": device_name(), "torch": torch.__version__,
-                              "copy_GB_per_s": copy and copy / 1e9, "arms": []}  # fmt: skip
-    print("copy", result["copy_GB_per_s"])
-    launches = LAUNCHES if args.launches == "sweep" else (args.launches or "").split() or [None]
-    for arm, launch in itertools.product(args.arms.split(";"), launches):
-        set_launch(arm, launch)
-        result["arms"].append(run_arm(arm, ARMS[arm], device, divisor, copy) | {"launch": launch})
-        print(json.dumps(result["arms"][-1]), flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    if args.worker:
+        print(json.dumps(measure(args.worker, args)))
+        return
+    stem = dated_stem(args.out, "optimizer-step")
+    results = []
+    with stem.with_suffix(".jsonl").open("w") as lines:
+        launches = (LAUNCHES if args.launches == "sweep" else args.launches).split() or [""]
+        jobs = [
+            (name, launch) for name in args.arms for launch in (launches if ARMS[name].package == "fp8_ds" else [""])
+        ]
+        for name, launch in jobs:
+            results.append(run_arm(name, launch, args))
+            print(json.dumps(results[-1]), file=lines, flush=True)
+            print(json.dumps(results[-1]), flush=True)
+    versions = ", ".join(f"{r['arm']}: {r['version']}" for r in results if "version" in r)
+    text = heading(stem.name) + f"Versions: {versions}\n\n{table(results)}\n"
+    stem.with_suffix(".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -297,7 +297,7 @@ def time_steps(step: Callable[[int], Any], num_steps: int, on_cuda: bool) -> dic
         torch.cuda.synchronize()
     device = [a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)]
     columns = {"device_ms": device, "host_ms": host, "cpu_ms": cpu}
-    return {name: round(median(values), 2) for name, values in columns.items()}
+    return {name: round(median(values), 3) for name, values in columns.items()}
 
 
 def profile_steps(trainer: Any, gauge: Any, step: Callable[[int], Any], traces: Path | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from adam_shards import (
+from support.adam_shards import (
     STATE,
     clone_shard,
     differences,

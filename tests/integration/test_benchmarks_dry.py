@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from support import HANG
 
-# --- optimizer_peers.py ---
+# --- optimizer_step.py ---
 
 
 def test_optimizer_bench_has_the_two_billion_parameters_of_the_table(bench: Any) -> None:
-    shapes = list(bench("optimizer_peers").llama_parameters(8, 4096, 32000))
+    shapes = list(bench("optimizer_step").llama_parameters(8, 4096, 32000))
     total = sum(math.prod(shape) for _, shape in shapes)
     linear = sum(math.prod(shape) for kind, shape in shapes if kind == "linear")
     assert total == 8 * (218_103_808 + 2 * 4096) + 2 * 32000 * 4096 + 4096
@@ -27,7 +27,7 @@ def test_optimizer_bench_has_the_two_billion_parameters_of_the_table(bench: Any)
 def test_optimizer_bench_measures_an_arm_in_its_own_process(run_main: Callable[..., str], tmp_path: Path) -> None:
     tiny = ("--layers", 1, "--hidden", 128, "--vocab", 64, "--steps", 2, "--copy-mib", 4, "--out", tmp_path)
     tiny = (*tiny, "--arm-timeout", HANG)
-    output = run_main("optimizer_peers", *tiny, "--arms", "torch fused AdamW fp32")
+    output = run_main("optimizer_step", *tiny, "--arms", "torch fused AdamW fp32")
     (lines,) = tmp_path.glob("*.jsonl")
     result = json.loads(lines.read_text())
     assert result["parameters"] == 4 * 128 * 128 + 3 * 448 * 128 + 2 * 64 * 128 + 3 * 128
@@ -37,18 +37,25 @@ def test_optimizer_bench_measures_an_arm_in_its_own_process(run_main: Callable[.
 
 
 def test_optimizer_bench_names_a_rival_that_is_not_installed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = bench("optimizer_peers")
-    absent = peers.Arm("no_such_package", peers.torch_fused, 1, 1)
-    monkeypatch.setitem(peers.ARMS, "FlashAdamW", absent)
-    result = peers.measure("FlashAdamW", argparse.Namespace())
+    step = bench("optimizer_step")
+    absent = step.Arm("no_such_package", step.torch_fused, 1, 1)
+    monkeypatch.setitem(step.ARMS, "FlashAdamW", absent)
+    result = step.measure("FlashAdamW", argparse.Namespace())
     assert "no_such_package" in result["error"]
-    assert "NOT MEASURED: MISSING: package no_such_package" in peers.table([result])
+    assert "NOT MEASURED: MISSING: package no_such_package" in step.table([result])
 
 
 def test_a_step_that_did_nothing_is_said(bench: Any) -> None:
-    done = {"arm": "ours e4m11", "ms": 6.0, "must_move_bytes_per_param": 10.4, "gb_per_s": 3e3, "copy_gb_per_s": 4e3}
+    done = {
+        "arm": "ours e4m11",
+        "launch": "",
+        "ms": 6.0,
+        "must_move_bytes_per_param": 10.4,
+        "gb_per_s": 3e3,
+        "copy_gb_per_s": 4e3,
+    }
     for moved, said in ((True, False), (False, True)):
-        table = bench("optimizer_peers").table([{**done, "moved_weights": moved, "finite": True}])
+        table = bench("optimizer_step").table([{**done, "moved_weights": moved, "finite": True}])
         assert ("did not move" in table) == said and "| 0.75 |" in table
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from adam_shards import clone_shard, make_grad, make_inputs, make_shard
 from hypothesis import strategies as st
+from support.adam_shards import clone_shard, make_grad, make_inputs, make_shard
 from support.properties import (
     UNITS,
     assert_right_or_seen,

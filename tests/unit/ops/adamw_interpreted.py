@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from adam_shards import (
+from support.adam_shards import (
     clone_shard,
     differences,
     make_fallen_scale,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
+from support.adam_shards import clone_shard, differences, make_grad, make_inputs, make_shard
 
 from fp8_ds.ops.adamw import prepare
 from fp8_ds.optim.masters import BY_NAME
