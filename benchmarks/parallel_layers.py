@@ -10,12 +10,12 @@ layer, so that the GPU has work queued while the host goes on, as in a model; 1:
 residuals. Shapes: Llama-3-8B's and 70B's.
 
 Arms. bf16: DTensor's sequence parallelism, compiled; bf16-async: with inductor's micro-pipelined gathers. torchao:
-tensorwise with FP8 gathers (Float8ColwiseParallel), compiled, and torchao-rowwise (gathers in bf16). te: Transformer
-Engine's linears, one for gate and up, weights kept in FP8 (fp8_model_init), current scaling. ours: parallelize, weights
-held in FP8 by Fp8AdamW (what ZeRO hands the layers), fused SwiGLU, eager; ours-compiled: the same under torch.compile,
-one graph with its collectives; ours-compiled-overlap: inductor starts them early and waits late; ours-cudagraphs and
-torchao-cudagraphs: compiled, replayed as CUDA graphs, so that the host launches two things a step. torchao casts its
-bf16 weights in every forward, which is what it does without FSDP.
+tensorwise with FP8 gathers (Float8ColwiseParallel), compiled. te: Transformer Engine's linears, one for gate and up,
+weights kept in FP8 (fp8_model_init), current scaling. ours: parallelize, weights held in FP8 by Fp8AdamW (what ZeRO
+hands the layers), fused SwiGLU, eager; ours-compiled: the same under torch.compile, one graph with its collectives;
+ours-compiled-overlap: inductor starts them early and waits late; ours-cudagraphs and torchao-cudagraphs: compiled,
+replayed as CUDA graphs, so that the host launches two things a step. torchao casts its bf16 weights in every forward,
+which is what it does without FSDP.
 
 Overlap, by a profile of one forward and backward: of the time in which a transfer of a gather runs, the share in which
 a kernel of another kind runs too. Busy: in which any kernel runs; a call that takes longer waits for the host.
@@ -31,15 +31,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_layers_arms import ARMS, NEEDS, SHAPES, Shape, build
-from parallel_layers_report import report
+from parallel_layers_arms import ARMS, NEEDS, PEERS, SHAPES, Shape, build
 from ranks import run_on_ranks
 from results_io import command_line, dated_stem, device_name, heading, without_folders
 from sdpa import demand_cudnn
@@ -130,12 +129,6 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def with_peers(arms: list[str], is_cuda: bool) -> list[str]:
-    """`arms`, and the peers that a comparison must not leave out."""
-    missing = [arm for arm in ("te", "bf16-async") if arm not in arms]
-    return [*arms, *missing] if is_cuda else arms
-
-
 def measure(cell: Cell, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """{"ms"} of one layer, on a GPU "peak_gib" and what `overlap` says; or {"error"}."""
     shape, traces = SHAPES[cell.shape].divided(args.scale), args.trace
@@ -163,7 +156,6 @@ def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
     """Measures all cells; rank 0 writes the rows into `out` after each of them."""
     end = time.monotonic() + args.budget
     rows: list[dict[str, Any]] = []
-    args.arms = with_peers(args.arms, device.type == "cuda")
     if args.attention == "cudnn":
         demand_cudnn()
     for cell in cells(args):
@@ -176,6 +168,49 @@ def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
         if dist.get_rank() == 0:
             Path(out).write_text(json.dumps(rows))
             print(json.dumps(rows[-1])[:400], flush=True)
+
+
+def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str:
+    """A table for each number of ranks: ms by cell and arm, the best peer over each of ours, or a dash where one of
+    PEERS has no time; then the overlap; then failures.
+
+    Args:
+        rows: "ranks", the fields of a `Cell`, and what `measure` found.
+        deaths: of ranks, each with how many there were and what ended them.
+    """
+    lines: list[str] = []
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    mine = [arm for arm in arms if arm.startswith("ours")]
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        lines += [
+            f"{ranks} ranks, ms forward and backward:",
+            "",
+            f"| | {' | '.join([*arms, *(f'best peer / {arm}' for arm in mine)])} |",
+            "|---|" + "---|" * (len(arms) + len(mine)),
+        ]
+        own = [row for row in rows if row["ranks"] == ranks]
+        for key in dict.fromkeys((row["part"], row["shape"], row["tokens"]) for row in own):
+            ms = {row["arm"]: row.get("ms") for row in own if (row["part"], row["shape"], row["tokens"]) == key}
+            peers = [value for arm, value in ms.items() if value and arm not in mine]
+            is_fair = all(ms.get(peer) for peer in PEERS)
+            cells = [f"{ms[arm]:.2f}" if ms.get(arm) else "failed" if arm in ms else "-" for arm in arms]
+            cells += [f"{min(peers) / ms[arm]:.2f}" if is_fair and ms.get(arm) else "-" for arm in mine]
+            lines.append(f"| {key[0]}, {key[1]}, {key[2]} tokens | {' | '.join(cells)} |")
+        lines.append("")
+    profiled = [row for row in rows if "hidden" in row]
+    if profiled:
+        lines += ["| ranks | part | tokens | arm | ms | GPU busy, ms | ms of gathers | hidden |", "|---|" + "---|" * 7]
+        lines += [
+            f"| {r['ranks']} | {r['part']}, {r['shape']} | {r['tokens']} | {r['arm']} | {r['ms']:.2f} | "
+            f"{r.get('busy_ms', float('nan')):.2f} | {r['gather_ms']:.3f} | {r['hidden']:.0%} |"
+            for r in profiled
+        ]
+    for row in (row for row in rows if "error" in row):
+        cell = f"{row['ranks']} ranks, {row['arm']}, {row['part']}, {row['shape']}, {row['tokens']} tokens"
+        lines += ["", f"FAILED {cell}", "```", row["error"], "```"]
+    for death in deaths:
+        lines += ["", "FAILED: a rank died, and what was left is not measured", "```", death, "```"]
+    return "\n".join(lines) + "\n"
 
 
 def parse_args() -> argparse.Namespace:

@@ -98,7 +98,7 @@ def cut_by_dtensor(model: Model, part: str, kind: str, **options: Any) -> Model:
     """torch's or torchao's parallel styles, compiled.
 
     Args:
-        kind: "bf16", "torchao" or "torchao-rowwise".
+        kind: "bf16" or "torchao", tensorwise.
         options: of inductor.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -113,18 +113,15 @@ def cut_by_dtensor(model: Model, part: str, kind: str, **options: Any) -> Model:
 
     device_type = next(model.parameters()).device.type
     column, row, prepare = ColwiseParallel, RowwiseParallel, PrepareModuleInput
-    if kind != "bf16":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        recipe = "rowwise" if kind == "torchao-rowwise" else "tensorwise"
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     if kind == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_tensor_parallel import (
             Float8ColwiseParallel,
             Float8RowwiseParallel,
             PrepareFloat8ModuleInput,
         )
 
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
         column, row, prepare = Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
@@ -147,10 +144,6 @@ def cut_by_dtensor(model: Model, part: str, kind: str, **options: Any) -> Model:
     return model
 
 
-def bf16(model: Model, part: str) -> Model:
-    return cut_by_dtensor(model, part, "bf16")
-
-
 def bf16_async(model: Model, part: str) -> Model:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -158,14 +151,6 @@ def bf16_async(model: Model, part: str) -> Model:
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     torch._inductor.config._micro_pipeline_tp = True
     return cut_by_dtensor(model, part, "bf16")
-
-
-def torchao(model: Model, part: str) -> Model:
-    return cut_by_dtensor(model, part, "torchao")
-
-
-def torchao_rowwise(model: Model, part: str) -> Model:
-    return cut_by_dtensor(model, part, "torchao-rowwise")
 
 
 class TeBlock(nn.Module):
@@ -245,18 +230,17 @@ def ours(model: Model, part: str, recipe: str = "tensorwise", **tensor_parallel:
     return model
 
 
-def ours_compiled(model: Model, part: str, recipe: str = "tensorwise", **options: Any) -> Model:
+def ours_compiled(model: Model, part: str, **options: Any) -> Model:
     """The same as one graph, its collectives included; `options` of inductor."""
-    ours(model, part, recipe)
+    ours(model, part)
     model.compile(options=options)
     return model
 
 
 _CUDAGRAPHS = {"triton.cudagraphs": True}
 ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
-    "bf16": bf16,
-    "torchao": torchao,
-    "torchao-rowwise": torchao_rowwise,
+    "bf16": lambda model, part: cut_by_dtensor(model, part, "bf16"),
+    "torchao": lambda model, part: cut_by_dtensor(model, part, "torchao"),
     "ours": ours,
     "ours-fp8-reduce": lambda model, part: ours(model, part, reduce_scatter="fp8"),
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
@@ -264,18 +248,12 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "ours-compiled-overlap": lambda model, part: ours_compiled(model, part, reorder_for_compute_comm_overlap=True),
     "ours-cudagraphs": lambda model, part: ours_compiled(model, part, **_CUDAGRAPHS),
     "torchao-cudagraphs": lambda model, part: cut_by_dtensor(model, part, "torchao", **_CUDAGRAPHS),
-    "ours-compiled-rowwise": lambda model, part: ours_compiled(model, part, "rowwise"),
     "bf16-async": bf16_async,
 }
 """And "te", which builds a model of its own."""
 PEERS = ("bf16", "torchao", "te")
 """Without all of which no ratio to the best peer is said."""
-NEEDS = {
-    "torchao": "torchao",
-    "torchao-cudagraphs": "torchao",
-    "torchao-rowwise": "torchao",
-    "te": "transformer_engine",
-}
+NEEDS = {"torchao": "torchao", "torchao-cudagraphs": "torchao", "te": "transformer_engine"}
 
 
 def build(arm: str, shape: Shape, part: str, device: torch.device) -> nn.Module:

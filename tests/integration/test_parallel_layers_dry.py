@@ -40,12 +40,6 @@ def test_both_norms_of_the_layer_are_seen_to_be_read_by_linears(bench: Any) -> N
     assert len(linears_that_read(block, "post_attention_layernorm")) == 2
 
 
-def test_a_comparison_on_gpus_leaves_no_peer_out(bench: Any) -> None:
-    layers = bench("parallel_layers")
-    assert layers.with_peers(["ours", "te"], is_cuda=True) == ["ours", "te", "bf16-async"]
-    assert layers.with_peers(["ours"], is_cuda=False) == ["ours"]
-
-
 def test_report_compares_each_of_our_arms_with_the_best_peer_and_names_what_failed(bench: Any) -> None:
     cell = {"ranks": 2, "part": "ffn", "shape": "8b", "tokens": 8192}
     rows = [
