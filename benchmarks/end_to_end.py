@@ -33,12 +33,11 @@ import os
 import platform
 import queue
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from typing import Any
 import end_to_end_report
 import torch
 from end_to_end_arms import GRAMMAR, MODELS, Arm, Model, ds_config, parse_arm, sized
-from processes import ENDED, run_or_end
+from processes import error_of, run_logged
 from results_io import ROOT, command_line, dated_stem, device_name, without_folders
 from training_text import prepare
 
@@ -56,14 +55,13 @@ from fp8_ds.launcher import free_port, which_gpus
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "deepspeed", "transformers", "torchao", "liger-kernel", "triton", "fp8-ds")
 ENVIRONMENT = ("FP8_DS_", "NCCL_", "PYTORCH_", "TORCH_", "CUDA_", "TRITON_")
-ERROR_CHARS = 3000
 TRUNK = "stock-compiled"
 
 
-def machine() -> dict[str, Any]:
-    """Device, versions, and the variables that change what libraries do."""
+def machine(more: Iterable[str] = ()) -> dict[str, Any]:
+    """Device, versions of PACKAGES and `more`, and the variables that change what libraries do."""
     versions = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -191,23 +189,16 @@ def run_arm(spec: dict[str, Any], arm: Arm, model: Model, slot: int, limit: floa
         log: to which all output is appended.
     """
     port = free_port()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        spec_path, out, output = (Path(folder, name) for name in ("spec.json", "out.json", "output"))
+        spec_path, out = Path(folder, "spec.json"), Path(folder, "out.json")
         spec_path.write_text(json.dumps(spec))
         command = [*launch_command(arm, model, port), "--spec", str(spec_path), "--out", str(out)]
-        with output.open("w") as file:
-            code = run_or_end(
-                command, limit, stdout=file, stderr=subprocess.STDOUT, env=environment(arm, model, port, slot)
-            )
-        text = output.read_text(errors="replace")
-        result = json.loads(out.read_text()) if out.exists() else {"error": _error(code, text, limit)}
+        env = environment(arm, model, port, slot)
+        code, text, seconds = run_logged(arm.name, command, limit, log, env=env)
+        result = json.loads(out.read_text()) if out.exists() else {"error": error_of(code, text, limit)}
     for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
         leftover.unlink(missing_ok=True)
-    if log is not None:
-        with log.open("a") as file:
-            file.write(f"===== {arm.name}: exit status {code}\n{text}\n")
-    return {**result, "wall_s": round(time.monotonic() - began, 1)}
+    return {**result, "wall_s": seconds}
 
 
 def environment(arm: Arm, model: Model, port: int, slot: int) -> dict[str, str]:
@@ -224,17 +215,6 @@ def environment(arm: Arm, model: Model, port: int, slot: int) -> dict[str, str]:
             devices = visible.split(",") if visible else [str(k) for k in range(num_gpus())]
             env["CUDA_VISIBLE_DEVICES"] = devices[slot]
     return {**env, **arm.env}
-
-
-def _error(code: int, output: str, limit: float) -> str:
-    """First line: the reason; then the end of the output."""
-    lines = output.splitlines()
-    for line in lines:
-        if "NOT INSTALLED:" in line:
-            return line[line.index("NOT INSTALLED:") :]
-    told = [line for line in lines if re.search(r"(Error|Exception|Exit)\b.*: ", line) and "launch.py" not in line]
-    reason = f"no end after {limit:.0f} s" if code == ENDED else f"exit status {code}"
-    return without_folders(f"{reason}: {told[-1] if told else 'no error in its output'}\n{output[-ERROR_CHARS:]}")
 
 
 class Scheduler:

@@ -3,7 +3,6 @@
     python benchmarks/megatron_pretrain.py --arms stock-tensorwise ours-a ours-b11+bf16grads stock-tensorwise
     python benchmarks/megatron_pretrain.py --mode losses --arms stock-tensorwise+seed=1 ours-a+seed=1    # on text; CSV
     python benchmarks/megatron_pretrain.py --mode parallel --arms ours-a ours-a+tp=2                     # two GPUs
-    python benchmarks/megatron_pretrain.py --print stock-blockwise ours-b        # the commands, and stop
     python benchmarks/megatron_pretrain.py --model tiny-llama --arms stock-bf16 ours-a --iterations 14 --on-cpu
 
 The clone (core_v0.16.1) is --megatron-path or $MEGATRON_LM_PATH. Arms: megatron_pretrain_arms.py. Each is a torchrun of
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -34,18 +32,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from end_to_end import ERROR_CHARS, machine
+from end_to_end import machine
 from end_to_end_arms import MODELS, Model
 from megatron_pretrain_arms import GRAMMAR, Arm, Settings, parse_arm, words_of
 from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
-from processes import ENDED, run_or_end
+from processes import ERROR_CHARS, error_of, run_logged
 from results_io import ROOT, command_line, dated_stem, without_folders
 
 from megatron_patches.cpu import copy_helper
@@ -89,30 +86,15 @@ def environment(clone: Path, on_cpu: bool) -> dict[str, str]:
     return env
 
 
-def error_of(code: int, log: str, limit: float) -> str:
-    """First line: the reason; then the end of the log."""
-    told = [line for line in log.splitlines() if re.search(r"(Error|Exception|Exit)\b.*: ", line)]
-    told = [line for line in told if "ChildFailedError" not in line and "torch/distributed/elastic" not in line]
-    reason = f"no end after {limit:.0f} s" if code == ENDED else f"exit status {code}"
-    return without_folders(f"{reason}: {told[-1].strip() if told else 'no error in its log'}\n{log[-ERROR_CHARS:]}")
-
-
 def run_arm(arm: Arm, m: Model, s: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """The result of one arm, or "error": what it lacks, that it ran too long, or the end of its log."""
     if arm.needs_te and importlib.util.find_spec("transformer_engine") is None:
         return {"error": "NOT INSTALLED: transformer_engine, whose layers this arm runs."}
-    began = time.monotonic()
     command = command_of(arm, args.megatron_path, words_of(arm, m, s, args.cache / "indices"), s.on_cpu)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
-        output, environ = Path(folder, "log"), environment(args.megatron_path, s.on_cpu)
-        with output.open("w") as file:
-            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
-            code = run_or_end(command, args.arm_timeout, grace=GRACE_SECONDS, env=environ, cwd=empty, **streams)
-        log = output.read_text(errors="replace")
-    if args.log is not None:
-        with args.log.open("a") as file:
-            file.write(f"===== {arm.name}: exit status {code}\n{log}\n")
-    seconds = round(time.monotonic() - began, 1)
+    env = environment(args.megatron_path, s.on_cpu)
+    with tempfile.TemporaryDirectory() as empty:
+        options = {"grace": GRACE_SECONDS, "env": env, "cwd": empty}
+        code, log, seconds = run_logged(arm.name, command, args.arm_timeout, args.log, **options)
     if code:
         return {"error": error_of(code, log, args.arm_timeout), "wall_s": seconds}
     try:
@@ -152,18 +134,11 @@ def prepare_text(folder: Path, clone: Path) -> str:
     return about.read_text()
 
 
-def versions(clone: Path) -> dict[str, str]:
-    """Versions of what only Megatron's arms need."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+def version_of(clone: Path) -> str:
+    """Of Megatron-LM."""
     info = (clone / "megatron" / "core" / "package_info.py").read_text()
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info, re.M))
-    found["clone of Megatron-LM"] = ".".join(numbers[name] for name in ("MAJOR", "MINOR", "PATCH"))
-    return found
+    return ".".join(numbers[name] for name in ("MAJOR", "MINOR", "PATCH"))
 
 
 # --- the report ---
@@ -252,8 +227,8 @@ def measure(args: argparse.Namespace) -> str:
     stem = dated_stem(args.out, "megatron-pretrain")
     path = stem.with_suffix(".json")
     earlier = json.loads(path.read_text())["runs"] if path.exists() else []
-    box = machine()
-    box["versions"] |= versions(args.megatron_path)
+    box = machine(PACKAGES)
+    box["versions"]["clone of Megatron-LM"] = version_of(args.megatron_path)
     run: dict[str, Any] = {"mode": args.mode, "model": {"name": args.model, **vars(m)}, "command": command_line()}
     run |= {"machine": box, "text": prepare_text(s.text, args.megatron_path) if s.text else None, "results": []}
     run["timing"] = f"{s.iterations} iterations, lines of {s.interval}, those after {args.warm_up} count"
@@ -269,19 +244,9 @@ def measure(args: argparse.Namespace) -> str:
     return text
 
 
-def printed_commands(args: argparse.Namespace) -> str:
-    """Commands of the arms of --print, one a line; as --mode would run them."""
-    m, s = settings_of(args)
-    arms = [parse_arm(name) for name in args.print]
-    commands = [command_of(a, args.megatron_path, words_of(a, m, s, args.cache / "indices"), s.on_cpu) for a in arms]
-    return "\n".join(map(shlex.join, commands))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(epilog=f"Arms: {GRAMMAR}.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--arms", nargs="+")
-    what.add_argument("--print", nargs="+", metavar="ARM", help="print their commands and stop")
+    parser.add_argument("--arms", nargs="+", required=True)
     parser.add_argument("--megatron-path", type=Path, help="clone of Megatron-LM; default: $MEGATRON_LM_PATH")
     parser.add_argument("--mode", choices=list(ITERATIONS), default="speed")
     parser.add_argument("--model", choices=list(MODELS), default="llama-2b")
@@ -301,7 +266,7 @@ def main() -> None:
     if not given:
         parser.error("--megatron-path: expected a clone of Megatron-LM, got none and no $MEGATRON_LM_PATH")
     args.megatron_path = Path(given).expanduser().resolve()
-    print(printed_commands(args) if args.print else measure(args))
+    print(measure(args))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,55 +12,29 @@ _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|(.*)")
 _NUMBER = re.compile(r" *([^:|]+): *([-+.\dEe]+|nan|inf|-inf) *(?:\||$)")
 _MEMORY = re.compile(r"\(after (\d+) iterations\) memory \(MB\)(.*)")
 _HELD_OUT = re.compile(r"validation loss at .*?lm loss value: *([-+.\dEenaif]+)")
+_MS = "elapsed time per iteration (ms)"
 _TFLOPS = "throughput per GPU (TFLOP/s/GPU)"
 MIB, GIB = 2**20, 2**30
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the log.
-
-    Args:
-        iteration: the last one in it.
-        ms: of an iteration, the mean over those since the line before.
-        loss: the mean over the same; None where Megatron printed none, which it does not for nan.
-    """
-
-    iteration: int
-    ms: float
-    loss: float | None
-    tflops: float | None
-    num_skipped: int
-    num_nan: int
-
-
-def lines_of(log: str) -> list[Line]:
-    """All lines about iterations, in order."""
+def lines_of(log: str) -> list[dict[str, float]]:
+    """All lines about iterations, in order, each by Megatron's names: of "iteration", the last one in it, times and
+    losses are means since the line before. It has no "lm loss" where that is nan."""
     found = []
     for match in _ITERATION.finditer(log):
-        values = dict(_NUMBER.findall(match[2]))
-        if "elapsed time per iteration (ms)" not in values:
-            continue
-        found.append(
-            Line(
-                int(match[1]),
-                float(values["elapsed time per iteration (ms)"]),
-                float(values["lm loss"]) if "lm loss" in values else None,
-                float(values[_TFLOPS]) if _TFLOPS in values else None,
-                int(values.get("number of skipped iterations", 0)),
-                int(values.get("number of nan iterations", 0)),
-            )
-        )
+        values = {name: float(value) for name, value in _NUMBER.findall(match[2])}
+        if _MS in values:
+            found.append({"iteration": int(match[1]), **values})
     return found
 
 
-def losses_of(lines: Sequence[Line]) -> dict[int, float]:
+def losses_of(lines: Sequence[Mapping[str, float]]) -> dict[int, float]:
     """Iteration -> loss, of a log with a line for each iteration.
 
     The first line does not begin a new mean (`training_log`, is_first_iteration): the second is the mean of two.
     """
-    found = {line.iteration: line.loss for line in lines if line.loss is not None}
-    first = [line.iteration for line in lines[:2]]
+    found = {int(line["iteration"]): line["lm loss"] for line in lines if "lm loss" in line}
+    first = [int(line["iteration"]) for line in lines[:2]]
     if len(first) == 2 and first[1] == first[0] + 1 and all(number in found for number in first):
         found[first[1]] = 2 * found[first[1]] - found[first[0]]
     return found
@@ -91,23 +64,25 @@ def measured(log: str, warm_up: int, tokens: int, ranks: int) -> dict[str, Any]:
         ValueError: the log has no line after the warm-up.
     """
     lines = lines_of(log)
-    ends = [0, *(line.iteration for line in lines)]
+    ends = [0, *(int(line["iteration"]) for line in lines)]
     timed = [line for line, begin in zip(lines, ends, strict=False) if begin >= warm_up]
     if not timed:
         raise ValueError(
             f"log: expected lines about iterations after {warm_up} that warm up, got iterations {ends[1:]}. Run more."
         )
-    ms = median(line.ms for line in timed)
-    speeds = [line.tflops for line in timed if line.tflops is not None]
-    loss = lines[-1].loss
+    ms, loss = median(line[_MS] for line in timed), lines[-1].get("lm loss")
+    speeds = [line[_TFLOPS] for line in timed if _TFLOPS in line]
+    num_skipped, num_nan = (
+        int(sum(line.get(f"number of {kind} iterations", 0) for line in lines)) for kind in ("skipped", "nan")
+    )
     return {
         "step_ms": round(ms, 2),
-        "interval_ms": [line.ms for line in timed],
+        "interval_ms": [line[_MS] for line in timed],
         "tokens_per_second_per_gpu": round(tokens / ms * 1000 / ranks, 1),
         "tflops_per_gpu": median(speeds) if speeds else None,
         "loss": loss,
-        "finite": loss is not None and math.isfinite(loss) and not any(line.num_nan for line in lines),
-        "num_skipped": sum(line.num_skipped for line in lines),
+        "finite": loss is not None and math.isfinite(loss) and not num_nan,
+        "num_skipped": num_skipped,
         **memory_of(log),
     }
 

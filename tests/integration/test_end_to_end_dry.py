@@ -367,8 +367,8 @@ def test_rival_that_is_not_installed_says_so(bench: Any) -> None:
     with pytest.raises(SystemExit) as raised:
         bench("end_to_end_trainers").need("no_such_package")
     log = f"start\n[rank0]: {raised.value}\nRuntimeError: something after it\n"
-    assert bench("end_to_end")._error(1, log, 10) == "NOT INSTALLED: no_such_package. This arm needs it."
-    first = bench("end_to_end")._error(1, "Traceback\n[rank0]: ValueError: expected x, got y.\nends with 1\n", 10)
+    assert bench("processes").error_of(1, log, 10) == "NOT INSTALLED: no_such_package. This arm needs it."
+    first = bench("processes").error_of(1, "Traceback\n[rank0]: ValueError: expected x, got y.\nends with 1\n", 10)
     assert first.splitlines()[0] == "exit status 1: [rank0]: ValueError: expected x, got y."
 
 

@@ -287,9 +287,9 @@ def test_reason_of_a_failure_is_the_ranks_own_not_torchruns(bench: Any) -> None:
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
         "E1122 /usr/lib/torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 1) Error: local_rank: 0\n"
     )
-    reason = bench("megatron_pretrain").error_of(1, log, 300.0).splitlines()[0]
+    reason = bench("processes").error_of(1, log, 300.0).splitlines()[0]
     assert reason == "exit status 1: [rank0]: torch.OutOfMemoryError: CUDA out of memory: 3 GiB"
-    assert bench("megatron_pretrain").error_of(124, "", 300.0).startswith("no end after 300 s: no error in its log")
+    assert bench("processes").error_of(124, "", 300.0).startswith("no end after 300 s: no error in its output")
 
 
 def test_arms_have_one_environment(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
