@@ -25,7 +25,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,33 +40,34 @@ from torch import Tensor
 SET_BYTES = 1 << 30
 
 
+def _place(kernel: Kernel, key: str) -> tuple[Any, Any]:
+    """The dict in which a constant lies, and its key there; "WORDS.True" is an entry of a dict."""
+    target = importlib.import_module(f"fp8_ds.ops.{kernel.module}")
+    name, _, entry = key.partition(".")
+    return (getattr(target, name), {"True": True, "False": False}.get(entry, entry)) if entry else (vars(target), name)
+
+
 @contextmanager
-def applied(module: str, setting: Mapping[str, Any]) -> Iterator[None]:
-    """The constants of the module are these inside."""
-    target = importlib.import_module(f"fp8_ds.ops.{module}")
-    before: Setting = {}
-    for key, value in setting.items():
-        name, _, entry = key.partition(".")
-        holder: Any = getattr(target, name) if entry else vars(target)
-        at: Any = {"True": True, "False": False}.get(entry, entry) if entry else name
-        before[key] = (holder, at, holder[at])
-        holder[at] = value
+def applied(kernel: Kernel, setting: Setting) -> Iterator[None]:
+    """The constants of the kernel's module are these inside."""
+    before = shipped(kernel)
+    _set(kernel, setting)
     try:
         yield
     finally:
-        for holder, at, value in before.values():
-            holder[at] = value
+        _set(kernel, before)
+
+
+def _set(kernel: Kernel, setting: Setting) -> None:
+    for key, value in setting.items():
+        holder, at = _place(kernel, key)
+        holder[at] = value
 
 
 def shipped(kernel: Kernel) -> Setting:
     """The constants as they are."""
-    target = importlib.import_module(f"fp8_ds.ops.{kernel.module}")
-    found: Setting = {}
-    for key in kernel.tries:
-        name, _, entry = key.partition(".")
-        value = getattr(target, name)
-        found[key] = value[{"True": True, "False": False}.get(entry, entry)] if entry else value
-    return found
+    places = {key: _place(kernel, key) for key in kernel.tries}
+    return {key: holder[at] for key, (holder, at) in places.items()}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -93,26 +95,21 @@ def settings_of(kernel: Kernel, only_shipped: bool) -> list[Setting]:
     return [first] if only_shipped else [first, *(setting for setting in kernel.settings() if setting != first)]
 
 
-def compile_some(part: int, parts: int, names: list[str], only_shipped: bool) -> None:
+def compile_one(job: tuple[str, Setting]) -> None:
     """In a process of its own: what Triton compiles is in its cache afterwards."""
-    jobs = [(k, setting) for k in KERNELS if k.name in names for setting in settings_of(k, only_shipped)]
-    for kernel, setting in jobs[part::parts]:
-        try:
-            with applied(kernel.module, setting):
-                kernel.call(kernel.inputs(256, 512, "cuda"))
-        except Exception as error:  # a setting that does not compile is left out when it is timed
-            print(f"{kernel.name} {setting}: {type(error).__name__}", flush=True)
-    torch.cuda.synchronize()
+    kernel = next(kernel for kernel in KERNELS if kernel.name == job[0])
+    try:
+        with applied(kernel, job[1]):
+            kernel.call(kernel.inputs(256, 512, "cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:  # a setting that does not compile is left out when it is timed
+        print(f"{job}: {type(error).__name__}", flush=True)
 
 
-def compile_all(names: list[str], only_shipped: bool) -> None:
-    parts = min(12, os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_some, args=(part, parts, names, only_shipped)) for part in range(parts)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(180)
+def compile_all(kernels: Iterable[Kernel], only_shipped: bool) -> None:
+    jobs = [(kernel.name, setting) for kernel in kernels for setting in settings_of(kernel, only_shipped)]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs))
 
 
 def equal_copy_ms(num_bytes: float) -> float:
@@ -140,7 +137,7 @@ def time_kernel(kernel: Kernel, copy: float, end: float, only_shipped: bool = Fa
             row: dict[str, Any] = {"kernel": kernel.name, "shape": f"{rows} x {cols}", "setting": setting,
                                    "shipped": setting == settings[0]}  # fmt: skip
             try:
-                with applied(kernel.module, setting):
+                with applied(kernel, setting):
                     output = kernel.call(sets[0])
                     expected = output if expected is None else expected
                     row["same_bits"] = kernel.name == "squares" or same_bits(expected, output)
@@ -192,7 +189,7 @@ def main() -> int:
                 kernel.call(kernel.inputs(rows // 64, cols // 64, "cpu"))
         print(f"{len(chosen)} kernels called")
         return 0
-    compile_all([kernel.name for kernel in chosen], args.shipped)
+    compile_all(chosen, args.shipped)
     compiled = time.monotonic() - begin
     print(f"compiled after {compiled:.0f} s", flush=True)
     copy = copy_rate()

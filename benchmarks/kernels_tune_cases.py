@@ -41,7 +41,8 @@ from fp8_ds.scaling import AmaxHistory
 from fp8_ds.scaling.granularity import ROW, TILE, Granularity
 
 NARROW, WIDE, WEIGHT, KV = (8192, 4096), (8192, 14336), (14336, 4096), (8192, 1024)
-HIDDEN_OF_70B = (8192, 8192)
+HIDDEN = (NARROW, (8192, 8192))
+"""Of 8B and of 70B."""
 
 Setting = dict[str, Any]
 """Constant to value; "WORDS.True" is an entry of a dict."""
@@ -64,8 +65,8 @@ class Kernel:
     bytes_per_element: float
     inputs: Callable[[int, int, str], Any]
     call: Callable[[Any], Any]
-    shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE)
-    fits: Callable[[Setting], bool] = lambda setting: True
+    shapes: tuple[tuple[int, int], ...]
+    fits: Callable[[Setting], bool]
 
     def settings(self) -> Iterator[Setting]:
         for values in itertools.product(*self.tries.values()):
@@ -110,6 +111,10 @@ def _scaled(rows: int, cols: int, device: str) -> tuple[Tensor, Any]:
 
 def _three(rows: int, cols: int, device: str) -> tuple[Tensor, Tensor, Tensor, Any]:
     return *(_matrix(rows, cols, device) for _ in range(3)), AmaxHistory(2, [E4M3.max, E5M2.max], device=device)
+
+
+def _two(rows: int, cols: int, device: str) -> tuple[dict[int, SumOfSquares], list[Tensor]]:
+    return {}, [_matrix(rows, cols, device) for _ in range(2)]
 
 
 def _kept(rows: int, cols: int, device: str) -> Any:
@@ -162,9 +167,6 @@ def _cast_by_grid(granularity: Granularity, x: tuple[Tensor, Tensor, Tensor]) ->
     return quantize_part(x[0].flatten(), grid, 0, cols, (granularity.block[0] or 1, granularity.block[1] or cols), E4M3)
 
 
-_BOTH: dict[str, tuple[Any, ...]] = {"_BOTH_QUARTER": (8, 16), "_BOTH_WARPS": (4, 8)}
-
-
 def _sum_of_squares(x: tuple[dict[int, SumOfSquares], list[Tensor]]) -> Tensor:
     """With tables of its own for each size of program."""
     from fp8_ds.ops.squares import triton  # the package is missing where there is no GPU
@@ -176,217 +178,117 @@ def _norm(x: Any, scaling: Any = None) -> Any:
     return rmsnorm(x[0], x[4], 1e-5, E4M3, scaling or x[3].slot(0))
 
 
-def _shipped(
-    name: str, module: str, num_bytes: float, inputs: Callable[[int, int, str], Any], call: Callable[[Any], Any],
-    shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE),
-) -> Kernel:  # fmt: skip
-    return Kernel(name, f"{module}.triton", {}, num_bytes, inputs, call, shapes)
-
-
-def _by_own_scales(scaling: Any, reads: int) -> tuple[Kernel, ...]:
-    """RMSNorm and SwiGLU with scales of what they write."""
-    norms = (NARROW, HIDDEN_OF_70B)
-    return (
-        _shipped(f"rmsnorm {scaling}", "rmsnorm", 2 * reads + 1, _norm_inputs, lambda x: _norm(x, scaling), norms),
-        _shipped(
-            f"swiglu {scaling}", "swiglu", 4 * reads + 1, _three, lambda x: swiglu(x[0], x[1], E4M3, scaling), (WIDE,)
-        ),
-        _shipped(
-            f"swiglu_backward_to_fp8 {scaling}", "swiglu", 6 * reads + 2, _three,
-            lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, scaling), (WIDE,),
-        ),
-    )  # fmt: skip
-
-
 def _by_transpose(x: Any) -> Tensor:
     return transpose(swiglu(x[0], x[1], E4M3, x[3].slot(0), record=False, rounding="twice").x_fp8)
 
 
-def _masters_of(name: str, of: Granularity) -> tuple[Kernel, ...]:
-    return (
-        _shipped(f"master amax by {name}", "quantize", 4, _master, lambda x: of.amax(x[0].flatten(), x[0].shape)),
-        _shipped(f"master cast by {name}", "quantize", 5, _master, lambda x: _cast_by_grid(of, x)),
+def _columns(x: Any) -> Any:
+    return swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice")
+
+
+def _backward_kept(x: Any) -> Any:
+    return swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2, rounding="twice")
+
+
+def _kernel(
+    name: str, module: str, num_bytes: float, inputs: Callable[[int, int, str], Any], call: Callable[[Any], Any],
+    shapes: tuple[tuple[int, int], ...] = (NARROW, WIDE), fits: Callable[[Setting], bool] = lambda setting: True,
+    **tries: tuple[Any, ...],
+) -> Kernel:  # fmt: skip
+    return Kernel(name, f"{module}.triton", tries, num_bytes, inputs, call, shapes, fits)
+
+
+def _by_own_scales(scaling: Any, reads: int) -> Iterator[Kernel]:
+    """RMSNorm and SwiGLU with scales of what they write."""
+    yield _kernel(f"rmsnorm {scaling}", "rmsnorm", 2 * reads + 1, _norm_inputs, lambda x: _norm(x, scaling), HIDDEN)
+    yield _kernel(
+        f"swiglu {scaling}", "swiglu", 4 * reads + 1, _three, lambda x: swiglu(x[0], x[1], E4M3, scaling), (WIDE,)
     )
+    yield _kernel(
+        f"swiglu_backward_to_fp8 {scaling}", "swiglu", 6 * reads + 2, _three,
+        lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, scaling), (WIDE,),
+    )  # fmt: skip
 
 
-AS_THEY_SHIP = (
-    _shipped("rows given", "quantize", 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
-    _shipped("tensorwise", "quantize", 5, _matrix, lambda x: quantize_tensorwise(x, E4M3)),
-    _shipped("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_tensorwise_planes(x, E4M3, "both")),
-    _shipped("rows by their own", "quantize", 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
-    _shipped("rows by their own, fold", "quantize", 3, _folded, lambda x: quantize_rowwise(x[0], E4M3, x[1])),
-    _shipped("columns by their own, fold", "quantize", 5, _folded, lambda x: quantize_colwise_t(x[0], E4M3, x[2])),
-    *_masters_of("row", ROW),
-    *_masters_of("tile", TILE),
+def _of_master(name: str, of: Granularity) -> Iterator[Kernel]:
+    yield _kernel(f"master amax by {name}", "quantize", 4, _master, lambda x: of.amax(x[0].flatten(), x[0].shape))
+    yield _kernel(f"master cast by {name}", "quantize", 5, _master, lambda x: _cast_by_grid(of, x))
+
+
+def _planes(planes: Any) -> Kernel:
+    return _kernel(
+        f"planes {planes}", "quantize", 4 if planes == "both" else 3, _scaled, lambda x: _delayed(x, planes),
+        (NARROW, WIDE, KV), _quarter_is_of_warps("PLANES_QUARTER", "PLANES_WARPS"),
+        PLANES_QUARTER=(8, 16, 32, 64), PLANES_WARPS=(2, 4, 8),
+    )  # fmt: skip
+
+
+def _blockwise(rows: int, planes: Any) -> Kernel:
+    return _kernel(
+        f"blockwise {rows}x128 {planes}", "blockwise", 4 if planes == "both" else 3, _matrix,
+        lambda x: quantize_blockwise(x, E4M3, (rows, 128), planes),
+        fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
+        **{"WARPS.tile": (4, 8), "_TILE_REGISTERS": (128, 168, 255)},
+    )  # fmt: skip
+
+
+# fmt: off
+KERNELS = (
+    _kernel("transpose", "transpose", 2, _codes, transpose, (NARROW, WEIGHT, WIDE),
+            _tile_is_of_warps("WORDS", "NUM_WARPS", "VECTORS"),
+            VECTORS=(2, 4, 8, 16), WORDS=(8, 16, 32, 64), NUM_WARPS=(1, 2, 4, 8)),
+    _planes("both"),
+    _planes("col"),
+    _kernel("planes given both", "quantize", 4, _scaled, lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
+            PLANES_QUARTER=(16, 32), PLANES_WARPS=(4, 8)),
+    _kernel("rows given", "quantize", 3, _scaled, lambda x: quantize(x[0], x[1].scale[0], E4M3)),
+    _kernel("tensorwise", "quantize", 5, _matrix, lambda x: quantize_tensorwise(x, E4M3)),
+    _kernel("tensorwise both", "quantize", 6, _matrix, lambda x: quantize_tensorwise_planes(x, E4M3, "both")),
+    _kernel("rows by their own", "quantize", 3, _matrix, lambda x: quantize_rowwise(x, E4M3)),
+    _kernel("rows by their own, fold", "quantize", 3, _folded, lambda x: quantize_rowwise(x[0], E4M3, x[1])),
+    _kernel("columns by their own", "quantize", 5, _matrix, lambda x: quantize_colwise_t(x, E4M3),
+            COLS_ROWS=(4, 8), COLS_UNROLL=(4, 8), COLS_TILES=(1, 2, 4), COLS_ONCE_BYTES=(0, 64 << 20)),
+    _kernel("columns by their own, fold", "quantize", 5, _folded, lambda x: quantize_colwise_t(x[0], E4M3, x[2])),
+    *_of_master("row", ROW),
+    *_of_master("tile", TILE),
+    _kernel("amax", "quantize", 2, _matrix, amax,
+            fits=lambda s: s["AMAX_WORDS"] / s["AMAX_WARPS"] <= 512 and s["AMAX_PROGRAMS"] * s["AMAX_WARPS"] <= 64,
+            AMAX_WORDS=(4096, 8192, 16384), AMAX_WARPS=(8, 16, 32), AMAX_PROGRAMS=(1, 2, 3)),
+    _kernel("squares", "squares", 2, _two, _sum_of_squares,
+            BLOCK=(8192, 16384, 32768), SPAN=(1, 4, 16), NUM_WARPS=(4, 8, 16)),
+    _kernel("masters to bf16", "decode_master", 4, _masters, _decoded, (WEIGHT,),
+            lambda s: 4 <= s["BLOCK"] / s["NUM_WARPS"] / 32 <= 64,
+            BLOCK=(1024, 2048, 4096, 8192), NUM_WARPS=(4, 8)),
+    _kernel("rmsnorm", "rmsnorm", 3, _norm_inputs, _norm, HIDDEN, _PER_THREAD=(16, 32, 64), _AHEAD_WARPS=(8, 16, 32)),
+    _kernel("rmsnorm_backward", "rmsnorm", 6, _norm_inputs, lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]), HIDDEN,
+            _PER_THREAD_BACKWARD=(8, 16), _BACKWARD_WARPS=(16, 32), _SUM_COLS=(8, 32)),
     *_by_own_scales("rowwise", 1),
     *_by_own_scales("tensorwise", 2),
-    _shipped("swiglu_backward", "swiglu", 10, _three, lambda x: swiglu_backward(x[2], x[0], x[1]), (WIDE,)),
-    _shipped("swiglu_columns by a transpose", "swiglu", 5, _three, _by_transpose, (WIDE,)),
-    _shipped("blockwise 1x128 row", "blockwise", 3, _matrix, lambda x: quantize_blockwise(x, E4M3, (1, 128), "row")),
+    _kernel("swiglu", "swiglu", 5, _three, lambda x: swiglu(x[0], x[1], E4M3, x[3].slot(0)), (WIDE,),
+            _BLOCK=(1024, 2048, 4096)),
+    _kernel("swiglu_backward", "swiglu", 10, _three, lambda x: swiglu_backward(x[2], x[0], x[1]), (WIDE,)),
+    _kernel("swiglu_backward_to_fp8", "swiglu", 8, _three,
+            lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, (x[3].slot(0), x[3].slot(1))), (WIDE,),
+            _BLOCK=(1024, 2048, 4096)),
+    _kernel("swiglu_columns", "swiglu", 5, _three, _columns, (WIDE,),
+            _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
+            _COLUMNS_QUARTER=(8, 16, 32), _COLUMNS_WARPS=(2, 4, 8)),
+    _kernel("swiglu_columns by a transpose", "swiglu", 5, _three, _by_transpose, (WIDE,)),
+    _kernel("swiglu_backward_and_columns", "swiglu", 9, _three, _beside, (WIDE,),
+            _BOTH_QUARTER=(8, 16), _BOTH_WARPS=(4, 8)),
+    _kernel("swiglu_backward_kept", "swiglu", 6, _kept, _backward_kept, (WIDE,),
+            _BOTH_QUARTER=(8, 16), _BOTH_WARPS=(4, 8)),
+    _kernel("swiglu_columns, kept in FP8", "swiglu", 3, _kept, _columns, (WIDE,),
+            _KEPT_QUARTER=(8, 16), _KEPT_WARPS=(4, 8)),
+    _kernel("blockwise 1x128 row", "blockwise", 3, _matrix, lambda x: quantize_blockwise(x, E4M3, (1, 128), "row")),
+    _blockwise(1, "both"),
+    _blockwise(1, "col"),
+    _blockwise(128, "row"),
+    _blockwise(128, "both"),
+    _kernel("groupwise back", "groupwise", 3, _block_codes, lambda x: dequantize_groupwise(*x),
+            fits=lambda s: 16 <= s["_ROWS"] * 128 / s["_NUM_WARPS"] / 32 <= 64,
+            _ROWS=(16, 32, 64), _NUM_WARPS=(2, 4, 8)),
+    _kernel("blockwise transpose", "blockwise", 2, _block_codes, lambda x: transpose_blockwise(*x), (NARROW, WEIGHT),
+            **{"WARPS.tile": (2, 4, 8, 16)}),
 )
-"""Without settings to try."""
-
-KERNELS = (
-    Kernel(
-        "transpose",
-        "transpose.triton",
-        {"VECTORS": (2, 4, 8, 16), "WORDS": (8, 16, 32, 64), "NUM_WARPS": (1, 2, 4, 8)},
-        2,
-        _codes,
-        transpose,
-        (NARROW, WEIGHT, WIDE),
-        _tile_is_of_warps("WORDS", "NUM_WARPS", "VECTORS"),
-    ),
-    *(
-        Kernel(
-            f"planes {planes}",
-            "quantize.triton",
-            {"PLANES_QUARTER": (8, 16, 32, 64), "PLANES_WARPS": (2, 4, 8)},
-            4 if planes == "both" else 3,
-            _scaled,
-            lambda x, planes=planes: _delayed(x, planes),
-            (NARROW, WIDE, KV),
-            _quarter_is_of_warps("PLANES_QUARTER", "PLANES_WARPS"),
-        )
-        for planes in ("both", "col")
-    ),
-    Kernel(
-        "planes given both",
-        "quantize.triton",
-        {"PLANES_QUARTER": (16, 32), "PLANES_WARPS": (4, 8)},
-        4,
-        _scaled,
-        lambda x: quantize_planes(x[0], x[1].scale[0], E4M3, "both"),
-    ),
-    Kernel(
-        "columns by their own",
-        "quantize.triton",
-        {"COLS_ROWS": (4, 8), "COLS_UNROLL": (4, 8), "COLS_TILES": (1, 2, 4), "COLS_ONCE_BYTES": (0, 64 << 20)},
-        5,
-        _matrix,
-        lambda x: quantize_colwise_t(x, E4M3),
-    ),
-    Kernel(
-        "amax",
-        "quantize.triton",
-        {"AMAX_WORDS": (4096, 8192, 16384), "AMAX_WARPS": (8, 16, 32), "AMAX_PROGRAMS": (1, 2, 3)},
-        2,
-        _matrix,
-        amax,
-        fits=lambda s: s["AMAX_WORDS"] / s["AMAX_WARPS"] <= 512 and s["AMAX_PROGRAMS"] * s["AMAX_WARPS"] <= 64,
-    ),
-    Kernel(
-        "squares",
-        "squares.triton",
-        {"BLOCK": (8192, 16384, 32768), "SPAN": (1, 4, 16), "NUM_WARPS": (4, 8, 16)},
-        2,
-        lambda rows, cols, device: ({}, [_matrix(rows, cols, device) for _ in range(2)]),
-        _sum_of_squares,
-    ),
-    Kernel(
-        "masters to bf16",
-        "decode_master.triton",
-        {"BLOCK": (1024, 2048, 4096, 8192), "NUM_WARPS": (4, 8)},
-        4,
-        _masters,
-        _decoded,
-        (WEIGHT,),
-        lambda s: 4 <= s["BLOCK"] / s["NUM_WARPS"] / 32 <= 64,
-    ),
-    Kernel(
-        "rmsnorm",
-        "rmsnorm.triton",
-        {"_PER_THREAD": (16, 32, 64), "_AHEAD_WARPS": (8, 16, 32)},
-        3,
-        _norm_inputs,
-        _norm,
-        (NARROW, HIDDEN_OF_70B),
-    ),
-    Kernel(
-        "rmsnorm_backward",
-        "rmsnorm.triton",
-        {"_PER_THREAD_BACKWARD": (8, 16), "_BACKWARD_WARPS": (16, 32), "_SUM_COLS": (8, 32)},
-        6,
-        _norm_inputs,
-        lambda x: rmsnorm_backward(x[0], x[1], x[4], x[5]),
-        (NARROW, HIDDEN_OF_70B),
-    ),
-    Kernel(
-        "swiglu",
-        "swiglu.triton",
-        {"_BLOCK": (1024, 2048, 4096)},
-        5,
-        _three,
-        lambda x: swiglu(x[0], x[1], E4M3, x[3].slot(0)),
-        (WIDE,),
-    ),
-    Kernel(
-        "swiglu_backward_to_fp8",
-        "swiglu.triton",
-        {"_BLOCK": (1024, 2048, 4096)},
-        8,
-        _three,
-        lambda x: swiglu_backward_to_fp8(x[2], x[0], x[1], E5M2, (x[3].slot(0), x[3].slot(1))),
-        (WIDE,),
-    ),
-    Kernel(
-        "swiglu_columns",
-        "swiglu.triton",
-        {"_COLUMNS_QUARTER": (8, 16, 32), "_COLUMNS_WARPS": (2, 4, 8)},
-        5,
-        _three,
-        lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
-        (WIDE,),
-        _quarter_is_of_warps("_COLUMNS_QUARTER", "_COLUMNS_WARPS"),
-    ),
-    Kernel("swiglu_backward_and_columns", "swiglu.triton", _BOTH, 9, _three, _beside, (WIDE,)),
-    Kernel(
-        "swiglu_backward_kept",
-        "swiglu.triton",
-        _BOTH,
-        6,
-        _kept,
-        lambda x: swiglu_backward_kept(x[2], x[0], x[1], E5M2, (x[3].slot(1),) * 2, rounding="twice"),
-        (WIDE,),
-    ),
-    Kernel(
-        "swiglu_columns, kept in FP8",
-        "swiglu.triton",
-        {"_KEPT_QUARTER": (8, 16), "_KEPT_WARPS": (4, 8)},
-        3,
-        _kept,
-        lambda x: swiglu_columns(x[0], x[1], E4M3, x[3].slot(0), rounding="twice"),
-        (WIDE,),
-    ),
-    *(
-        Kernel(
-            f"blockwise {block[0]}x128 {planes}",
-            "blockwise.triton",
-            {"WARPS.tile": (4, 8), "_TILE_REGISTERS": (128, 168, 255)},
-            4 if planes == "both" else 3,
-            _matrix,
-            lambda x, block=block, planes=planes: quantize_blockwise(x, E4M3, block, planes),
-            fits=lambda s: s["WARPS.tile"] * 32 * s["_TILE_REGISTERS"] <= 65536,
-        )
-        for block, planes in (((1, 128), "both"), ((1, 128), "col"), ((128, 128), "row"), ((128, 128), "both"))
-    ),
-    Kernel(
-        "groupwise back",
-        "groupwise.triton",
-        {"_ROWS": (16, 32, 64), "_NUM_WARPS": (2, 4, 8)},
-        3,
-        _block_codes,
-        lambda x: dequantize_groupwise(*x),
-        fits=lambda s: 16 <= s["_ROWS"] * 128 / s["_NUM_WARPS"] / 32 <= 64,
-    ),
-    Kernel(
-        "blockwise transpose",
-        "blockwise.triton",
-        {"WARPS.tile": (2, 4, 8, 16)},
-        2,
-        _block_codes,
-        lambda x: transpose_blockwise(*x),
-        (NARROW, WEIGHT),
-    ),
-    *AS_THEY_SHIP,
-)
+# fmt: on

@@ -69,7 +69,7 @@ def test_launch_settings_are_constants_that_exist_and_come_back(bench: Any, run_
         first = tune.shipped(kernel)
         assert set(first) == set(kernel.tries) and first in kernel.settings()
         other = next((setting for setting in kernel.settings() if setting != first), first)
-        with tune.applied(kernel.module, other):
+        with tune.applied(kernel, other):
             assert tune.shipped(kernel) == other
         assert tune.shipped(kernel) == first
     assert f"{len(tune.KERNELS)} kernels called" in run_main("kernels_tune", "--dry-run")
