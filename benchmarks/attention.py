@@ -35,8 +35,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fp8_ds.attention import attention, describe_backend, flash, heads, require_backend
-from fp8_ds.attention.shapes import Geometry
+from fp8_ds.attention import attention, describe_backend, heads, require_backend
 from fp8_ds.device import uses_cuda
 
 HIDDEN, TOKENS = 2048, 16384
@@ -59,13 +58,6 @@ def by_sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel([kernel]) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
-
-
-def flash_attn_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func
-
-    out: Tensor = flash_attn_func(q, k, v, causal=True)
-    return out
 
 
 @functools.cache
@@ -115,7 +107,6 @@ ARMS: dict[str, Forward] = {
     "cuDNN bf16": partial(by_sdpa, SDPBackend.CUDNN_ATTENTION),
     "FA3 FP8 rotated": ours("fa3_fp8", hadamard=True),
     "SDPA flash (FA2)": partial(by_sdpa, SDPBackend.FLASH_ATTENTION),
-    "flash-attn 2": flash_attn_2,
     "cuDNN FP8 (TE)": cudnn_fp8,
     "FlexAttention": flex,
 }
@@ -171,10 +162,6 @@ def available(run: Run, only: list[str] | None) -> list[str]:
                 run.result["arms"][arm] = f"Transformer Engine {transformer_engine.__version__}"
             elif run.device == "cpu" and arm != "SDPA flash (FA2)":
                 raise RuntimeError("it needs a CUDA device")
-            elif arm == "flash-attn 2":
-                import flash_attn
-
-                run.result["arms"][arm] = f"flash_attn {flash_attn.__version__}"
             found.append(arm)
         except Exception as error:  # of a broken installation, whatever its import raises
             run.result["arms"][arm] = without_folders(f"SKIPPED: {error}")
@@ -234,8 +221,8 @@ def with_storage(x: Tensor) -> list[Tensor]:
 
 
 def measure_casts(run: Run, length: int, dim: int, num_heads: int, batch: int) -> None:
-    """The quantisation of q, k and v alone, their way back, and the backwards that forward-only builds take."""
-    q, k, v, out = (torch.randn(batch, length, num_heads, dim, device=run.device).bfloat16() for _ in range(4))
+    """The quantisation of q, k and v alone, and their way back."""
+    q, k, v = (torch.randn(batch, length, num_heads, dim, device=run.device).bfloat16() for _ in range(3))
     row: dict[str, Any] = {"length": length, "dim": dim, "batch": batch}
     codes = heads.quantize(q, k, v, None, hadamard=False)
     calls: dict[str, Callable[[], object]] = {
@@ -243,11 +230,6 @@ def measure_casts(run: Run, length: int, dim: int, num_heads: int, batch: int) -
         "quantize_rotated_ms": lambda: heads.quantize(q, k, v, None, hadamard=True),
         "dequantize_ms": lambda: [heads.dequantize(codes[i], codes[3][i], None, 0) for i in range(3)],
     }
-    if run.device == "cuda":
-        lse = torch.full((batch, num_heads, length), 10.0, device=run.device)
-        given = (out, q, k, v, out, lse, Geometry(dim**-0.5, right=0))
-        calls["cudnn_backward_ms"] = lambda: flash.cudnn_backward(*given)
-        calls["flash2_backward_ms"] = lambda: flash.flash2_backward(*given)
     for name, call in calls.items():
         try:
             call()

@@ -15,7 +15,6 @@ COLORS = {
     "cuDNN bf16": "tab:green",
     "cuDNN FP8 (TE)": "tab:olive",
     "SDPA flash (FA2)": "tab:gray",
-    "flash-attn 2": "black",
     "FlexAttention": "tab:purple",
 }
 
@@ -48,12 +47,9 @@ def _latency_cell(row: Mapping[str, Any] | None) -> str:
 
 
 def casts_table(rows: Rows) -> list[str]:
-    lines = [
-        "| parts alone, ms | quantise q, k, v | rotate and quantise | de-quantise | backward: cuDNN | flash 2 |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| parts alone, ms | quantise q, k, v | rotate and quantise | de-quantise |", "|---|---|---|---|"]
     for row in rows:
-        names = ("quantize", "quantize_rotated", "dequantize", "cudnn_backward", "flash2_backward")
+        names = ("quantize", "quantize_rotated", "dequantize")
         cells = [f"{row[f'{name}_ms']:.3f}" if f"{name}_ms" in row else "not timed" for name in names]
         lines.append(f"| head dim {row['dim']}, {row['length']} x {row['batch']} | " + " | ".join(cells) + " |")
     return [*lines, ""]
