@@ -15,8 +15,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -89,13 +90,8 @@ def fp8_experts(shape: Shape, linear: dict[str, Any], device: str) -> Any:
     return model["experts"]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """Experts of a layer, in one way.
-
-    Args:
-        is_loop: whether ours computes one expert after another, though there are kernels for all at once.
-    """
+class Arm(NamedTuple):
+    """Experts of a layer, in one way. is_loop: ours one after another, though there are kernels for all at once."""
 
     name: str
     build: Callable[[], Any]
@@ -104,17 +100,10 @@ class Arm:
 
 def arms(shape: Shape, device: str) -> Iterator[Arm]:
     for implementation in STOCK:
-        yield Arm(
-            f"transformers, bf16, {implementation}",
-            lambda name=implementation: stock_experts(shape, name, device),
-        )
+        yield Arm(f"transformers, bf16, {implementation}", partial(stock_experts, shape, implementation, device))
     for way, grad_dtype in OURS:
         linear = {"recipe": "tensorwise", "grad_dtype": grad_dtype}
-        yield Arm(
-            f"{way}, {grad_dtype} gradients",
-            lambda linear=linear: fp8_experts(shape, linear, device),
-            way == LOOP,
-        )
+        yield Arm(f"{way}, {grad_dtype} gradients", partial(fp8_experts, shape, linear, device), way == LOOP)
 
 
 def in_a_loop() -> AbstractContextManager[Any]:
@@ -146,12 +135,8 @@ def measure(shape: Shape, build: Callable[[], Any], device: str) -> dict[str, fl
     kept = torch.cuda.memory_allocated() - before - output.nbytes
     del output
     forward_ms, both_ms = median_ms(forward), median_ms(both)
-    return {
-        "forward_ms": forward_ms,
-        "both_ms": both_ms,
-        "tflops": shape.flops / both_ms / 1e9,
-        "kept_gib": kept / 2**30,
-    }
+    rate = shape.flops / both_ms / 1e9
+    return {"forward_ms": forward_ms, "both_ms": both_ms, "tflops": rate, "kept_gib": kept / 2**30}
 
 
 def main() -> None:
@@ -161,10 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cpu" if args.dry else "cuda"
     rows = []
-    table = [
-        "| layer | experts | forward, ms | and backward, ms | TFLOP/s | keeps, GiB |",
-        "|---|---|---|---|---|---|",
-    ]
+    table = ["| layer | experts | forward, ms | and backward, ms | TFLOP/s | keeps, GiB |", "|---" * 6 + "|"]
     for shape in TINY if args.dry else SHAPES:
         for arm in arms(shape, device):
             try:

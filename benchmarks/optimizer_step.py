@@ -94,63 +94,45 @@ def set_grads(params: dict[str, list[nn.Parameter]], dtype: torch.dtype, attribu
         setattr(p, attribute, grad.normal_(0, 10.0 ** (-2 - number % 4), generator=generator))
 
 
+HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+Build = Callable[[dict[str, list[nn.Parameter]]], Any]
+
+
 def torch_fused(params: dict[str, list[nn.Parameter]]) -> Any:
     set_grads(params, torch.float32)
-    return torch.optim.AdamW(_all(params), LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
+    return torch.optim.AdamW(_all(params), **HYPER, fused=True)
 
 
-def torchao(name: str) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+def rival(module: str, name: str, grad_dtype: torch.dtype = torch.bfloat16, **options: Any) -> Build:
+    """Of a package. With "use_decoupled_grad" gradients lie where Megatron-LM's precision-aware optimizer has them."""
+
     def build(params: dict[str, list[nn.Parameter]]) -> Any:
-        set_grads(params, torch.bfloat16)
-        make = getattr(importlib.import_module("torchao.optim"), name)
-        return make(_all(params), LR, BETAS, EPS, WEIGHT_DECAY, bf16_stochastic_round=True)
+        set_grads(params, grad_dtype, "decoupled_grad" if options.get("use_decoupled_grad") else "grad")
+        return getattr(importlib.import_module(module), name)(_all(params), **HYPER, **options)
 
     return build
 
 
-def bitsandbytes(params: dict[str, list[nn.Parameter]]) -> Any:
-    set_grads(params, torch.bfloat16)
-    make = importlib.import_module("bitsandbytes.optim").AdamW8bit
-    return make(_all(params), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+def torchao(name: str) -> Build:
+    return rival("torchao.optim", name, bf16_stochastic_round=True)
 
 
-def flashoptim(params: dict[str, list[nn.Parameter]]) -> Any:
-    set_grads(params, torch.bfloat16)
-    make = importlib.import_module("flashoptim").FlashAdamW
-    return make(_all(params), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-
-
-def transformer_engine(grad_dtype: torch.dtype) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+def transformer_engine(grad_dtype: torch.dtype) -> Build:
     """float32 gradients are what Megatron-LM's precision-aware optimizer hands to it."""
-
-    def build(params: dict[str, list[nn.Parameter]]) -> Any:
-        separate = grad_dtype != torch.bfloat16
-        set_grads(params, grad_dtype, "decoupled_grad" if separate else "grad")
-        make = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
-        return make(
-            _all(params),
-            lr=LR,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            master_weights=True,
-            exp_avg_dtype=torch.uint8,
-            exp_avg_sq_dtype=torch.uint8,
-            use_decoupled_grad=separate,
-        )
-
-    return build
+    moments = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    separate = grad_dtype != torch.bfloat16
+    module = "transformer_engine.pytorch.optimizers"
+    return rival(module, "FusedAdam", grad_dtype, master_weights=True, use_decoupled_grad=separate, **moments)
 
 
-def ours(master: str, check_finite: bool = False) -> Callable[[dict[str, list[nn.Parameter]]], Any]:
+def ours(master: str, check_finite: bool = False) -> Build:
     """No rival looks for NaN in gradients before its step; with `check_finite` ours reads them once more and does."""
 
     def build(params: dict[str, list[nn.Parameter]]) -> Any:
         import fp8_ds
 
         groups = [{"params": params[LINEAR], "master": master}, {"params": params["other"], "master": "bf16_8"}]
-        hyper = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-        optimizer = fp8_ds.Fp8AdamW(groups, **hyper, check_finite=check_finite)
+        optimizer = fp8_ds.Fp8AdamW(groups, **HYPER, check_finite=check_finite)
         set_grads(params, torch.bfloat16)
         return optimizer
 
@@ -165,8 +147,8 @@ ARMS = {
     "torch fused AdamW fp32": Arm("torch", torch_fused, 28, 28),
     "torchao AdamWFp8": Arm("torchao", torchao("AdamWFp8"), EIGHT_BIT, EIGHT_BIT),
     "torchao AdamW8bit": Arm("torchao", torchao("AdamW8bit"), EIGHT_BIT, EIGHT_BIT),
-    "bitsandbytes AdamW8bit": Arm("bitsandbytes", bitsandbytes, EIGHT_BIT, EIGHT_BIT),
-    "FlashAdamW": Arm("flashoptim", flashoptim, 12 + 8 / 32, 12 + 8 / 32),
+    "bitsandbytes AdamW8bit": Arm("bitsandbytes", rival("bitsandbytes.optim", "AdamW8bit"), EIGHT_BIT, EIGHT_BIT),
+    "FlashAdamW": Arm("flashoptim", rival("flashoptim", "FlashAdamW"), 12 + 8 / 32, 12 + 8 / 32),
     "TE FusedAdam FP8 m, v": Arm("transformer_engine", transformer_engine(torch.float32), 18, 18),
     "TE FusedAdam FP8 m, v, bf16 grads": Arm("transformer_engine", transformer_engine(torch.bfloat16), 16, 16),
     "ours e4m11": Arm("fp8_ds", ours("e4m11"), 10 + GROUPS, 12 + GROUPS),
