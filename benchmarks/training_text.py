@@ -8,15 +8,13 @@ same installation gives the same tokens; `digest` says whether two machines had 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 import sysconfig
-import time
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,20 +33,16 @@ CHUNK = 2048
 
 @dataclass(frozen=True)
 class Text:
-    """What was found and how it was split.
+    """What was found, duplicates removed, and how it was split.
 
     Args:
         vocabulary: "bpe" or "bytes".
-        vocab_size: number of tokens that occur at most.
-        num_bytes, num_files, num_packages: of the text used, duplicates removed.
         num_train, num_held_out: tokens.
         held_out: names of the packages held out.
         digest: of all tokens, in order.
-        seconds: reading, training the encoding and encoding.
     """
 
     vocabulary: str
-    vocab_size: int
     num_bytes: int
     num_files: int
     num_packages: int
@@ -56,7 +50,6 @@ class Text:
     num_held_out: int
     held_out: tuple[str, ...]
     digest: str
-    seconds: float
 
     def describe(self) -> str:
         per_token = self.num_bytes / (self.num_train + self.num_held_out)
@@ -139,7 +132,7 @@ def prepare(
 
     Args:
         cache: for `train.npy`, `held_out.npy` (uint16) and `text.json`.
-        vocabulary: "bpe", "bytes", or "auto": bytes where the BPE gives too few tokens or is not installed.
+        vocabulary: "bpe" or "bytes".
         vocab_size: of the BPE.
         needed_tokens: of training text, unique.
         max_bytes: of text; for dry runs.
@@ -149,21 +142,17 @@ def prepare(
     """
     about = cache / "text.json"
     if about.exists():
-        text = Text(**{**json.loads(about.read_text()), "held_out": tuple(json.loads(about.read_text())["held_out"])})
-        return _enough(text, needed_tokens), cache
+        found = json.loads(about.read_text())  # of before 2026-11-28 with more keys
+        text = Text(**{key: found[key] for key in Text.__annotations__})
+        return _enough(replace(text, held_out=tuple(text.held_out)), needed_tokens), cache
     cache.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
     documents = find_documents(text_roots())
-    if max_bytes is not None:
-        documents = _thinned(documents, max_bytes)
+    if max_bytes is not None:  # about as many, from all packages
+        documents = documents[:: max(1, sum(len(content) for _, _, content in documents) // max_bytes)]
     chosen = set(choose_held_out(documents))
     train = [content for package, _, content in documents if package not in chosen]
     held_out = [content for package, _, content in documents if package in chosen]
     num_train = sum(map(len, train))
-    has_bpe = importlib.util.find_spec("tokenizers") is not None
-    if vocabulary == "auto":
-        # Sources have 3 to 4 bytes a token of such an encoding.
-        vocabulary = "bpe" if has_bpe and num_train > 3 * needed_tokens else "bytes"
     tokens = _bpe(train, held_out, vocab_size) if vocabulary == "bpe" else (_as_bytes(train), _as_bytes(held_out))
     digest = hashlib.blake2b(digest_size=8)
     for name, array in zip(("train", "held_out"), tokens, strict=True):
@@ -171,7 +160,6 @@ def prepare(
         digest.update(array.data)
     text = Text(
         vocabulary,
-        vocab_size if vocabulary == "bpe" else 256,
         num_train + sum(map(len, held_out)),
         len(documents),
         len({package for package, _, _ in documents}),
@@ -179,7 +167,6 @@ def prepare(
         len(tokens[1]),
         tuple(sorted(chosen)),
         digest.hexdigest(),
-        round(time.monotonic() - start, 1),
     )
     about.write_text(json.dumps(asdict(text)))
     return _enough(text, needed_tokens), cache
@@ -189,15 +176,9 @@ def _enough(text: Text, needed_tokens: int) -> Text:
     if text.num_train < needed_tokens:
         raise SystemExit(
             f"text: expected at least {needed_tokens:,} training tokens (two epochs are the limit), got "
-            f"{text.describe()}. Use --vocabulary bytes, or fewer --steps."
+            f"{text.describe()}. Take fewer --steps, or more --text-bytes."
         )
     return text
-
-
-def _thinned(documents: list[tuple[str, str, bytes]], max_bytes: int) -> list[tuple[str, str, bytes]]:
-    """About `max_bytes` of the documents, from all packages."""
-    every = max(1, sum(len(content) for _, _, content in documents) // max_bytes)
-    return documents[::every]
 
 
 def _as_bytes(documents: list[bytes]) -> np.ndarray:
