@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from attention_report import publish
 from results_io import command_line, dated_stem, device_name, without_folders
-from timing import FLUSH_BYTES, make_flush, median_ms
+from timing import make_flush, median_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -43,8 +43,8 @@ LENGTHS = (8192, 16384, 2048, 32768, 4096)
 """In the order in which they are measured: those that matter most first."""
 DIMS = (128, 64)
 BACKWARD_FLOPS = 2.5
-LONG_FLUSH_BYTES = 4 * FLUSH_BYTES
-"""FP8's forward launches more than the host does in a read of FLUSH_BYTES."""
+FLUSH_BYTES = 4 << 30
+"""FP8's forward launches more than the host does in a read of 1 GiB."""
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -188,7 +188,7 @@ def measure_latency(run: Run, arm: str, length: int, dim: int, num_heads: int, b
         backward = partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
         backward()
         if run.device == "cuda":
-            flush = make_flush(LONG_FLUSH_BYTES)
+            flush = make_flush(FLUSH_BYTES)
             row["forward_ms"] = median_ms(lambda: ARMS[arm](*leaves), flush)
             row["backward_ms"] = median_ms(backward, flush)
             row["forward_tflops"] = flops / row["forward_ms"] / 1e9
@@ -234,7 +234,7 @@ def measure_casts(run: Run, length: int, dim: int, num_heads: int, batch: int) -
         try:
             call()
             if run.device == "cuda":
-                row[name] = median_ms(call, make_flush(LONG_FLUSH_BYTES))
+                row[name] = median_ms(call, make_flush(FLUSH_BYTES))
         except Exception as error:
             row[f"{name} failed"] = first_line(error)
     run.add("casts", row)

@@ -164,6 +164,17 @@ KEPT = {
     ],
 }
 """Linears of the Llama that stay in bf16."""
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "fused": {"activations": {"fused": True}},
+    "nonlinear": {"activations": {"fused": True, "nonlinear": "fp8"}},
+    "liger": {"activations": {"cross_entropy": "liger"}},
+    "fast": {"linear": {"fast_accumulation": "all"}},
+    "e4m3": {"linear": {"grad_dtype": "e4m3"}},
+    "precise": {
+        "linear": {"grad_dtype": "e4m3", "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+    },
+}
+"""Of the fp8 block, by what they set."""
 GRAMMAR = (
     f"{', '.join(NAMED)}, "
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
@@ -235,19 +246,9 @@ def _block(states: str, release: bool) -> dict[str, Any]:
 def _set_option(block: dict[str, Any], key: str, value: str, name: str) -> None:
     if key in RECIPES:
         block["linear"]["recipe"] = key
-    elif key == "fused":
-        block.setdefault("activations", {})["fused"] = True
-    elif key == "nonlinear":
-        block.setdefault("activations", {}).update(fused=True, nonlinear="fp8")
-    elif key == "liger":
-        block.setdefault("activations", {})["cross_entropy"] = "liger"
-    elif key == "fast":
-        block["linear"]["fast_accumulation"] = "all"
-    elif key == "e4m3":
-        block["linear"]["grad_dtype"] = "e4m3"
-    elif key == "precise":
-        ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
-        block["linear"] |= {"grad_dtype": "e4m3", **ends}
+    elif key in OPTIONS and not value:
+        for section, values in OPTIONS[key].items():
+            block.setdefault(section, {}).update(values)
     elif key == "kept" and value in KEPT:
         block["linear"] |= {"grad_dtype": "e4m3", "filter_fqns": ["lm_head", *KEPT[value]]}
     elif "." in key and value:

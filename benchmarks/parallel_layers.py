@@ -59,12 +59,9 @@ def hidden_share(transfers: Iterable[Interval], computing: Iterable[Interval]) -
     return both / total if total else 0.0
 
 
-def overlap(step: Callable[[], None], trace: Path | None) -> dict[str, float]:
+def overlap(step: Callable[[], None]) -> dict[str, float]:
     """Of one call: {"gather_ms": in which transfers of gathers run, "hidden": share of it under other kernels,
     "busy_ms": in which anything runs}. What a call takes beyond that, the GPU waits for the host.
-
-    Args:
-        trace: a file for rank 0's trace of host and GPU, in Chrome's format, of one more call; it slows the host.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -73,12 +70,6 @@ def overlap(step: Callable[[], None], trace: Path | None) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    if trace is not None:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-            step()
-            torch.cuda.synchronize()
-        if dist.get_rank() == 0:
-            traced.export_chrome_trace(str(trace))
     transfers, computing, all_kernels = [], [], []
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
@@ -131,7 +122,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 def measure(cell: Cell, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """{"ms"} of one layer, on a GPU "peak_gib" and what `overlap` says; or {"error"}."""
-    shape, traces = SHAPES[cell.shape].divided(args.scale), args.trace
+    shape = SHAPES[cell.shape].divided(args.scale)
     torch._dynamo.reset()
     torch._inductor.config._micro_pipeline_tp = False
     try:
@@ -144,8 +135,7 @@ def measure(cell: Cell, args: argparse.Namespace, device: torch.device) -> dict[
         row: dict[str, Any] = {"ms": ms / args.layers}
         if device.type == "cuda":
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            name = f"trace-{dist.get_world_size()}-{cell.part}-{cell.shape}-{cell.tokens}-{cell.arm}.json.gz"
-            row |= overlap(step, traces / name if traces else None)
+            row |= overlap(step)
             row |= {key: row[key] / args.layers for key in ("gather_ms", "busy_ms")}
         return row
     except Exception:  # of another library's arm, or its compiler: the other arms are measured all the same
@@ -226,7 +216,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=1, help="divide all features, for dry runs")
     parser.add_argument("--layers", type=int, default=1, help="in a row; times are those of one")
     parser.add_argument("--budget", type=float, default=540, help="seconds for each number of ranks")
-    parser.add_argument("--trace", type=Path, help="existing folder for a trace of each cell, 1 MB or so")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     return parser.parse_args()
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 NUM_WARM, NUM_TIMED = 5, 30
-COPY_BYTES, FLUSH_BYTES = 4 << 30, 1 << 30
+COPY_BYTES = 4 << 30
 
 
-def make_flush(num_bytes: int = FLUSH_BYTES) -> Tensor:
+def make_flush(num_bytes: int) -> Tensor:
     """What is read between two timed calls: more than the L2 cache holds. The host is ahead when it is done."""
     return torch.zeros(num_bytes // 4, device="cuda")
 
@@ -79,8 +79,8 @@ def _event_ms(function: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def copy_rate(flush: Tensor | None = None) -> float:
+def copy_rate() -> float:
     """Bytes per second of a device copy, reads and writes counted."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source), flush) * 1e3
+    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) * 1e3
