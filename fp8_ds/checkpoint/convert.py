@@ -172,7 +172,7 @@ def _of_universal(source: Path, trust_pickle: bool) -> Iterator[tuple[str, Tenso
     files = sorted(source.glob(_MODEL_FILES))
     if len({file.name.split("mp_rank_")[-1] for file in files}) != 1:
         raise UnsupportedError(f"convert: expected one tensor-parallel rank, got {len(files)} files. {_WHOLE_REMEDY}")
-    for name in folders.files_in(source, ".pt"):
+    for name in folders.own_files(source):
         read_file(source / name, trust_pickle)
     state = read_file(files[0], trust_pickle)
     if frozen := state.get("frozen_param_fragments"):
@@ -226,7 +226,7 @@ def _checked_save(source: Path, tag: str | None, trust_pickle: bool) -> Iterator
     if manifest is None:
         missing: list[str] = []
         with suppress(CheckpointError):  # it holds more than data, as is said below where that is not allowed
-            missing = folders.missing_files(folder, folders.read_header(folder))
+            missing = [f"{folder / name} is missing" for name in folders.read_layout(folder)[1] if name not in files]
         if missing:
             raise CheckpointError(f"convert: expected a whole save, got: {'; '.join(missing[:3])}. {complete}")
     model: Mapping[str, Any] = {}
@@ -267,7 +267,7 @@ def _find_save(source: Path, tag: str | None) -> Path:
         folders.refuse_special([latest])
         tag = latest.read_text().strip()
         folders.refuse_paths([tag], latest)
-    folder = source / folders.find(source, tag)
+    folder = source / folders.folders_of(source, tag)[0]
     if not folder.is_dir():
         raise ConfigError(f"--tag: expected a folder in {source}, got {tag!r}. Name one that was saved.")
     return folder

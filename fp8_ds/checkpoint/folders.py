@@ -20,6 +20,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -66,29 +67,28 @@ class Manifest:
 def record(path: Path, rank: int, *, is_new: bool = True) -> FileRecord:
     """Read a file that `rank` has written; one that `is_new` is on the disk then, not only in memory."""
     num_bytes, crc = 0, 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                num_bytes, crc = num_bytes + len(chunk), zlib.crc32(chunk, crc)
-            if is_new:  # read-only file systems may refuse it
-                os.fsync(file.fileno())
-    except OSError as error:  # of a read: it does not say of which file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with as_file_errors(path), path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            num_bytes, crc = num_bytes + len(chunk), zlib.crc32(chunk, crc)
+        if is_new:  # read-only file systems may refuse it
+            os.fsync(file.fileno())
     return FileRecord(num_bytes, f"{crc:08x}", rank)
 
 
-def damage(folder: Path, name: str, expected: FileRecord) -> str:
-    """Describe what is wrong with a file of the manifest; empty if nothing is."""
-    path = folder / name
-    if not path.is_file():
+def damage(folder: Path, name: str, expected: FileRecord | None) -> str:
+    """Describe what is wrong with a file, of which nothing but its name may be known; empty if nothing is."""
+    if not (path := folder / name).is_file():
         return f"{path} is missing"
+    if expected is None:
+        return ""
     try:
-        if (size := path.stat().st_size) != expected.num_bytes:
-            return f"{path} has {size} bytes where {expected.num_bytes} were written"
-        found = record(path, expected.rank, is_new=False).crc32
+        found = record(path, expected.rank, is_new=False)
     except OSError as error:
         return f"{path} cannot be read ([Errno {error.errno}] {error.strerror})"
-    return "" if found == expected.crc32 else f"{path} has CRC-32 {found} where {expected.crc32} was written"
+    if found == expected:
+        return ""
+    there, written = (f"{entry.num_bytes} bytes of CRC-32 {entry.crc32}" for entry in (found, expected))
+    return f"{path} has {there} where {written} were written"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -130,12 +130,9 @@ def _text(manifest: Manifest) -> str:
 
 def seal_universal(folder: Path, tag: str) -> Manifest:
     """Give the universal checkpoint in `folder`, to be called `tag`, the manifest of its files as they are."""
-    files, steps = {name: record(folder / name, 0) for name in sorted(files_in(folder, ".pt"))}, None
-    with contextlib.suppress(CheckpointError):  # more than data, which --trust-pickle has allowed
-        steps = read_structure(next(folder.glob("*mp_rank_*_model_states.pt"), folder), deepspeed_classes()).get(
-            "global_steps"
-        )
-    write_manifest(folder, manifest := Manifest({"tag": tag, "global_steps": steps, **versions()}, files))
+    files = {name: record(folder / name, 0) for name in sorted(own_files(folder))}
+    content = f"{zlib.crc32(repr(files).encode()):08x}"
+    write_manifest(folder, manifest := Manifest({"tag": tag, "save": content, **versions()}, files))
     return manifest
 
 
@@ -177,17 +174,7 @@ class Save:
             replaced[0].rename(self.folder)
 
     def stage(self, manifest: Manifest) -> None:
-        """Write everything that needs room on the disk; nothing has been renamed then.
-
-        Raises:
-            CheckpointError: files of `manifest` are not there: other ranks wrote them elsewhere.
-        """
-        for name, entry in manifest.files.items():
-            if not (path := self.staging / name).is_file() or path.stat().st_size != entry.num_bytes:
-                raise CheckpointError(
-                    f"{path} is not here as rank {entry.rank} wrote it. Hosts with disks of their own need "
-                    '"checkpoint": {"use_node_local_storage": true}'
-                )
+        """Write everything that needs room on the disk; nothing has been renamed then."""
         if self.folder.is_dir():
             _keep_foreign_files(self.folder, self.staging)
         if self._is_latest:
@@ -196,31 +183,27 @@ class Save:
 
     def publish(self) -> None:
         """Give the checkpoint its name; `latest` names it then."""
-        if os.path.lexists(self.folder):
-            self._rename(self.folder, self._replaced)
-        self._rename(self.staging, self.folder)
+        for old, new in ((self.folder, self._replaced), (self.staging, self.folder)):
+            if os.path.lexists(old):
+                old.rename(new)
+                self._undos.append(partial(new.rename, old))
         sync_folder(self.folder.parent)
         if self._is_latest:
             before = self._latest.read_text() if self._latest.is_file() else None
             (self.folder / _NEXT).replace(self._latest)
-            self._undos.append(lambda: self._latest.unlink() if before is None else write_text(self._latest, before))
+            self._undos.append(self._latest.unlink if before is None else partial(write_text, self._latest, before))
             sync_folder(self._latest.parent)
 
     def undo(self) -> None:
         """Bring back what was there before `publish`; nothing is left of the save."""
-        while self._undos:
-            self._undos[-1]()
-            self._undos.pop()
+        for undo in reversed(self._undos):
+            undo()
         _remove(self.staging)
 
     def finish(self) -> None:
         """Remove what the checkpoint replaces, as far as it can be removed."""
         for path in _beside(self.folder, REPLACED):
             _remove(path)
-
-    def _rename(self, old: Path, new: Path) -> None:
-        old.rename(new)
-        self._undos.append(lambda: new.rename(old))
 
 
 def refuse_tag(tag: str) -> None:
@@ -233,7 +216,9 @@ def refuse_tag(tag: str) -> None:
         )
 
 
-def take_lock(save_dir: Path, name: str, say: Callable[[str], None], *, is_shared: bool = False) -> int | None:
+def take_lock(
+    save_dir: Path, name: str, say: Callable[[str], None], *, is_shared: bool = False
+) -> contextlib.ExitStack:
     """Wait until no other job saves into `save_dir`, and keep others from it; the end of this process ends that, too.
 
     Args:
@@ -242,29 +227,26 @@ def take_lock(save_dir: Path, name: str, say: Callable[[str], None], *, is_share
         is_shared: this job loads, and others may, too.
 
     Returns:
-        What `os.close` ends the lock by; None where there are no locks, or nobody with locks has saved.
+        What ends the lock when it is closed; nothing is locked where there are no locks, or nobody has saved.
     """
     path, kind = save_dir / (_LOCK + name), fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-    if is_shared and not path.exists():
-        return None
-    with contextlib.ExitStack() as on_error:
+    with contextlib.ExitStack() as lock:
         try:
-            descriptor = os.open(path, os.O_RDONLY if is_shared else os.O_RDWR | os.O_CREAT, 0o666)
-            on_error.callback(os.close, descriptor)
+            file = lock.enter_context(path.open("rb" if is_shared else "ab", buffering=0))
             try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
-                say(f"fp8: {save_dir}: waiting for {holder}, which saves into it")
-                fcntl.flock(descriptor, kind)
+                say(f"fp8: {save_dir}: waiting for {path.read_text(errors='replace')}, which saves into it")
+                fcntl.flock(file, kind)
+            if not is_shared:
+                with contextlib.suppress(OSError):  # a full disk
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+        except FileNotFoundError:  # nobody has saved
+            pass
         except OSError as error:
             say(f"fp8: {save_dir} cannot be locked ({error.strerror}): let no other job save into it at the same time")
-            return None
-        if not is_shared:
-            with contextlib.suppress(OSError):  # a full disk
-                os.pwrite(descriptor, f"{f'process {os.getpid()} of {socket.gethostname()}':<400}".encode(), 0)
-        on_error.pop_all()
-        return descriptor
+        return lock.pop_all()
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
@@ -272,11 +254,9 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
 
     By hard links, which take no time: other ranks wait. File systems without them get copies.
     """
-    ours = {MANIFEST, _NEXT}
-    with contextlib.suppress(CheckpointError):
-        ours |= {PurePath(name).parts[0] for name in (read_manifest(old) or Manifest({}, {})).files}
     for entry in old.iterdir():
-        if entry.name in ours or _OPENED.fullmatch(entry.name) or os.path.lexists(new / entry.name):
+        is_ours = entry.name in (MANIFEST, _NEXT) or _OPENED.fullmatch(entry.name)
+        if is_ours or os.path.lexists(new / entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=link)
@@ -307,11 +287,6 @@ def folders_of(load_dir: Path, tag: str) -> list[str]:
     return [path.relative_to(load_dir).as_posix() for path in found] or [tag]
 
 
-def find(load_dir: Path, tag: str) -> str:
-    """Return the name under which `tag` lies."""
-    return folders_of(load_dir, tag)[0]
-
-
 def describe_complete(load_dir: Path, besides: str | None = None) -> str:
     """Return a sentence for an error about the checkpoint `besides`: which others of `load_dir` have a manifest."""
     found = sorted(load_dir.glob(f"*/{MANIFEST}"), key=lambda path: -path.stat().st_mtime)
@@ -330,40 +305,26 @@ def own_files(folder: Path) -> dict[str, int]:
         OSError: a folder cannot be read, or a file is a link to nothing.
     """
     paths = [path for path in folder.iterdir() if _OPENED.fullmatch(path.name)]
+    places = [folder / "zero"] if (folder / GLOBAL_STATE).exists() else []
+    seen: set[Path] = set()
+    for place in places:  # which grow; links may lead in circles
+        if (real := place.resolve()) not in seen:
+            seen.add(real)
+            entries = list(place.iterdir())
+            places += filter(Path.is_dir, entries)
+            paths += [path for path in entries if path.suffix == ".pt" and not path.is_dir()]
     refuse_special(paths)
-    in_zero = files_in(folder / "zero", ".pt") if (folder / GLOBAL_STATE).exists() else {}
-    return {path.name: path.stat().st_size for path in paths} | {f"zero/{name}": in_zero[name] for name in in_zero}
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
-def files_in(folder: Path, suffix: str) -> dict[str, int]:
-    """Give the size of every file below `folder` whose name ends so, by relative path, also behind links to folders.
+def read_layout(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read from a model file what a save without a manifest says of the run that wrote it.
 
-    Raises: as `own_files`.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    sizes: dict[str, int] = {}
-    seen: set[str] = set()
-    for place, names, files in os.walk(folder, followlinks=True, onerror=fail):
-        if (real := os.path.realpath(place)) in seen:  # links may lead in circles
-            names.clear()
-            continue
-        seen.add(real)
-        opened = [name for name in names if _OPENED.fullmatch(name) and Path(place) == folder]
-        paths = [Path(place, name) for name in (*files, *opened) if name.endswith(suffix)]
-        refuse_special(paths)
-        sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    return sizes
-
-
-def read_header(folder: Path) -> dict[str, Any]:
-    """Read from a model file what a save without a manifest says of the run that wrote it: its layout, by names as in a
-    manifest, and whether it has files of ZeRO's optimizer.
+    Returns:
+        (its layout, by names as in a manifest; the names of the files of its ranks, but those of pipeline layers).
 
     Raises:
-        CheckpointError: there is none, it holds more than data, or does not say.
+        CheckpointError: there is no model file, it holds more than data, or does not say.
     """
     if (path := min(folder.glob("*mp_rank_*_model_states.pt"), default=None)) is None:
         raise CheckpointError(f"{folder} has neither a model file nor a {MANIFEST}")
@@ -373,26 +334,18 @@ def read_header(folder: Path) -> dict[str, Any]:
     stage = 3 if path.name.startswith("zero_pp_rank_") else 2
     if stage != 3 and isinstance(config := model.get("ds_config"), Mapping):
         stage = config.get("zero_optimization", {}).get("stage", 0)
-    layout = {"zero_stage": stage, **{count: model[count] for count in counts}}
-    return {**layout, "of_optimizer": model.get("param_shapes") is not None}
-
-
-def missing_files(folder: Path, header: Mapping[str, Any], *, weights_alone: bool = False) -> list[str]:
-    """Name the files that a save without a manifest lacks, of those that `read_header` counts.
-
-    One that has been cut short is found where it is read: torch's files have their sizes at their ends.
-    """
     most = len(os.listdir(folder)) + 1  # more than there can be: numbers in a file are whatever its sender has written
-    tp_ranks = [f"mp_rank_{rank:02d}" for rank in range(min(header["mp_world_size"], most))]
-    shards = [f"zero_pp_rank_{rank}_{name}" for rank in range(min(header["dp_world_size"], most)) for name in tp_ranks]
-    names = [f"{name}_model_states.pt" for name in (shards if header["zero_stage"] == 3 else tp_ranks)]
-    if header["of_optimizer"] and not weights_alone:
+    dp_ranks, tp_ranks = (range(min(model[count], most)) for count in counts)
+    parts = [f"mp_rank_{rank:02d}" for rank in tp_ranks]
+    shards = [f"zero_pp_rank_{rank}_{part}" for rank in dp_ranks for part in parts]
+    names = [f"{name}_model_states.pt" for name in (shards if stage == 3 else parts)]
+    if model.get("param_shapes") is not None:
         prefix = "" if any(folder.glob("zero_*_optim_states.pt")) else "bf16_"
         names += [f"{prefix}{name}_optim_states.pt" for name in shards]
-    return [f"{folder / name} is missing" for name in names if not (folder / name).is_file()]
+    return {"zero_stage": stage, **{count: model[count] for count in counts}}, names
 
 
-_SPECIAL = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+_SPECIAL = {"p": "a named pipe", "s": "a socket", "d": "a folder"}
 
 
 def refuse_special(paths: Iterable[Path]) -> None:
@@ -404,7 +357,7 @@ def refuse_special(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         if not stat.S_ISREG(mode := path.stat().st_mode):
-            kind = next((kind for is_so, kind in _SPECIAL if is_so(mode)), "a device")
+            kind = _SPECIAL.get(stat.filemode(mode)[0], "a device")
             raise CheckpointError(f"{path}: expected a file, got {kind}. Remove it, or name a folder without it.")
 
 
@@ -426,13 +379,10 @@ def refuse_paths(names: Iterable[Any], file: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Put `text` into `path`, on the disk; killed on the way, it has what it had before."""
     temporary = beside(path, ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # of a write: it does not say of which file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with as_file_errors(path), temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
 
@@ -458,33 +408,33 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def as_file_errors(path: Path, place: Path | None = None) -> Iterator[None]:
-    """Make an OSError of what torch and safetensors raise where a file cannot be written, as on a full disk.
+def as_file_errors(path: Path) -> Iterator[None]:
+    """Make errors of files that cannot be read or written name the file, and say why, as on a full disk.
 
-    Neither has the system's number as an OSError has it (torch: "unexpected pos 768 vs 696"). So what is written here
-    then asks for it: a MiB behind the file, which is discarded.
+    An OSError of a read or a write does not name it. What torch and safetensors raise does not have the system's number
+    (torch: "unexpected pos 768 vs 696"): so a MiB is written behind the file, which is discarded, to get it.
     Source: caffe2/serialize/inline_container.cc, whose errors have its name; safetensors' one class for all.
 
     Args:
-        path: that is written: a file, or a folder of files.
-        place: where such a folder's files are until they are complete.
+        path: that is read or written: a file, or a folder of files.
     """
     try:
         yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
         of_a_file = "inline_container" in str(error) or type(error).__name__ == "SafetensorError"
         if isinstance(error, Fp8DsError) or not of_a_file:
             raise
-        probe = path if place is None else place / "probe"
+        probe = path / "probe" if path.is_dir() else path
         was_there = probe.exists()
         try:
-            with probe.open("ab", buffering=0) as file:
-                left = 1 << 20
-                while left:
-                    left -= file.write(bytes(left))
+            with as_file_errors(path), probe.open("ab") as file:
+                file.write(bytes(1 << 20))
+                file.flush()
                 os.fsync(file.fileno())
-        except OSError as found:
-            raise OSError(found.errno, found.strerror, str(path)) from error
         finally:
             if not was_there:
                 probe.unlink(missing_ok=True)

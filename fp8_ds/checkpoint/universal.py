@@ -61,7 +61,7 @@ def published(out: Path) -> Iterator[Path]:
     save.prepare()  # a call before may have been killed
     save.staging.mkdir(parents=True)
     try:
-        with folders.as_file_errors(out, save.staging):
+        with folders.as_file_errors(save.staging):
             yield save.staging
             save.stage(folders.seal_universal(save.staging, out.name))
             save.publish()
@@ -76,7 +76,7 @@ def copy_as(source: Path, folder: Path, stage: int, trust_pickle: bool) -> None:
     `stage`. Raises: as `prepare_universal`."""
     if (source / GLOBAL_STATE).exists():
         refuse_damage(source, "Convert it again.")
-        for name in folders.files_in(source, ".pt"):
+        for name in folders.own_files(source):
             read_file(source / name, trust_pickle)
         shutil.copytree(source, folder, dirs_exist_ok=True)
     rewrite(folder, stage, trust_pickle, source)

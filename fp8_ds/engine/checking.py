@@ -1,31 +1,36 @@
 """A checkpoint is checked before stock code, which executes pickles, opens a file of it.
 
 All ranks first agree which save they load. Then its files are shared out over the ranks (of a host, with disks of their
-own), which compare checksums where there is a manifest, and read each pickle without executing it. What one rank finds
-is an error on all.
+own), which compare checksums where there is a manifest, and read each pickle without executing it. Each rank looks
+whether layout, parameters and our state fit it. What one rank finds is an error on all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM, VOCAB_TENSOR
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from fp8_ds.checkpoint import folders
 from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
-from fp8_ds.engine.fit import differs, misfits, missing_layers, other_parameters, other_run
-from fp8_ds.engine.saving import Say, all_do, host_of, tell_all
+from fp8_ds.checkpoint.universal import TENSORS
+from fp8_ds.engine.cut_models import is_cut, lacks_info
+from fp8_ds.engine.saving import Say, all_do, host_of, layout, tell_all
 from fp8_ds.errors import CheckpointError, ConfigError
 
 _NUM_SHOWN = 3
+_AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
+"""DeepSpeed's attribute of parameters, from 0.19 on."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,6 @@ class Load:
     def latest(self) -> Path:
         return self.folder / (folders.LATEST_UNIVERSAL if self.is_universal else folders.LATEST)
 
-    def asked(self) -> str | None:
-        return _named_by(self.latest) if self.tag is None else self.tag
-
 
 @contextlib.contextmanager
 def checked(load: Load, say: Say) -> Iterator[str | None]:
@@ -74,8 +76,7 @@ def checked(load: Load, say: Say) -> Iterator[str | None]:
         CheckpointError: on all ranks, naming the files.
         ConfigError: our state in them is of an unknown version, on all ranks.
     """
-    locks: list[int | None] = []
-    try:
+    with contextlib.ExitStack() as locks:
         if (choice := _agree(load, locks, say)) is None:
             yield None
             return
@@ -96,10 +97,6 @@ def checked(load: Load, say: Say) -> Iterator[str | None]:
             say(f"fp8: the checkpoint was written by other versions: {other}")
         yield tag
         tell_all(None)
-    finally:
-        for lock in locks:
-            if lock is not None:
-                os.close(lock)
 
 
 def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
@@ -116,7 +113,7 @@ def _refuse(folder: Path, found: list[str], tag: str | None = None) -> None:
 # --- which save ---
 
 
-def _agree(load: Load, locks: list[int | None], say: Say) -> tuple[str, Manifest | None] | None:
+def _agree(load: Load, locks: contextlib.ExitStack, say: Say) -> tuple[str, Manifest | None] | None:
     """Choose what all ranks load: what they were asked for, or what hosts with disks of their own have in common.
     Collective.
 
@@ -128,18 +125,20 @@ def _agree(load: Load, locks: list[int | None], say: Say) -> tuple[str, Manifest
 
     def ask() -> str | None:
         if rank == host:
-            locks.append(folders.take_lock(load.folder, f"{host or ''}", say, is_shared=True))
-        if (tag := load.asked()) == "" and load.tag is None:
-            raise CheckpointError(f"{load.latest} is empty")
-        if tag is not None and load.tag is None:
-            folders.refuse_paths([tag], load.latest)
-        return tag
+            locks.enter_context(folders.take_lock(load.folder, f"{host or ''}", say, is_shared=True))
+        return _named_by(load.latest) if load.tag is None else load.tag
 
     def look() -> list[str]:
+        """Find the saves of all tags on this rank's disk, by what names them on all ranks."""
         for tag in dict.fromkeys(tag for tag in (tags[rank], *tags) if tag is not None):
-            with contextlib.suppress(*[] if tag == tags[rank] else [CheckpointError]):
-                for name, save in _saves(load.folder, tag).items():
-                    mine.setdefault(name, save)
+            for name in folders.folders_of(load.folder, tag):
+                try:
+                    manifest = _manifest_of(load.folder / name)
+                except CheckpointError:
+                    if tag == tags[rank] and not mine:  # the one to load
+                        raise
+                else:
+                    mine.setdefault(str(manifest or f"{name} without a manifest"), (name, manifest))
         return list(mine)
 
     tags, failed = all_do("load_checkpoint", ask, say)
@@ -157,24 +156,26 @@ def _agree(load: Load, locks: list[int | None], say: Say) -> tuple[str, Manifest
     return mine[common[0]]
 
 
-def _saves(folder: Path, tag: str) -> dict[str, tuple[str, Manifest | None]]:
-    """Find the saves of `tag` on this rank's disk, by what names them on all: their folders' names and manifests.
+def _named_by(latest: Path) -> str | None:
+    """Read the tag in the file `latest`; None: there is no such file."""
+    if not latest.is_file():
+        return None
+    folders.refuse_paths([tag := latest.read_text(errors="replace").strip()], latest)
+    return tag
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    """Read the manifest of the save in `path`, if it has one.
 
     Raises:
-        CheckpointError: the first of them, which is the one to load, is none.
+        CheckpointError: there is no whole save, or a manifest that is damaged.
     """
-    found: dict[str, tuple[str, Manifest | None]] = {}
-    for name in folders.folders_of(folder, tag):
-        path = folder / name
-        with contextlib.suppress(*[CheckpointError] * bool(found)):
-            if not path.is_dir():
-                raise CheckpointError(f"{path} is missing")
-            _refuse_pattern(path)
-            if name.endswith(folders.INCOMPLETE):
-                raise CheckpointError(f"{path} is of a save that did not end")
-            manifest = folders.read_manifest(path)
-            found.setdefault(f"{name} without a manifest" if manifest is None else str(manifest), (name, manifest))
-    return found
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is missing")
+    _refuse_pattern(path)
+    if path.name.endswith(folders.INCOMPLETE):
+        raise CheckpointError(f"{path} is of a save that did not end")
+    return folders.read_manifest(path)
 
 
 def _refuse_pattern(path: Path) -> None:
@@ -187,82 +188,69 @@ def _refuse_pattern(path: Path) -> None:
         raise CheckpointError(f"{path} is to DeepSpeed a pattern of names, of {found or 'no folder'} (rename it)")
 
 
-def _named_by(latest: Path) -> str | None:
-    return latest.read_text(errors="replace").strip() if latest.is_file() else None
-
-
 # --- what is wrong with it ---
 
 
 def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int]) -> list[str | ConfigError]:
     """List what is wrong with this rank's share of the files, and with what it would load itself. It may raise."""
     engine, path = load.engine, load.folder / tag
-    header: dict[str, Any] = {} if manifest is None else manifest.header
-    if manifest is None and not load.is_universal and not (path / GLOBAL_STATE).exists():
-        header = folders.read_header(path)
-    if other := _other_kind(load, tag, header):
-        return [other]
-    present = folders.own_files(path)
-    sizes = present if manifest is None else {name: entry.num_bytes for name, entry in manifest.files.items()}
-    if load.skips_optimizer and not load.is_universal:
-        sizes = {name: size for name, size in sizes.items() if not name.endswith("optim_states.pt")}
-    found = [text for name in _share(sizes, readers) if (text := _problem(path, name, manifest))]
-    if manifest is not None and dist.get_rank() == readers[0]:  # stock code takes any file of such a name
+    if load.is_universal != (path / GLOBAL_STATE).is_file():
+        return [
+            f"{path / GLOBAL_STATE} is missing"
+            if load.is_universal
+            else f'{path} is a universal checkpoint (to load it, set "checkpoint": {{"load_universal": true}})'
+        ]
+    present, own = folders.own_files(path), ""
+    if manifest is not None:
+        header, sizes = manifest.header, {name: entry.num_bytes for name, entry in manifest.files.items()}
+    else:
+        header, names = ({}, []) if load.is_universal else folders.read_layout(path)
+        are_here = not engine.use_node_local_storage()  # the files of all ranks
+        sizes = dict.fromkeys(names if are_here else (), 0) | present
+    if not load.is_universal:
+        if load.with_optimizer and (manifest is not None or any(map(_is_of_optimizer, names))):
+            own = Path(engine._get_zero_ckpt_name(str(load.folder), tag)).name
+        if other := other_run(engine, header, bool(own)):
+            return [other]
+        latest = load.folder / folders.LATEST
+        if load.reads_latest and tag != (newest := _named_by(latest)):
+            return [f"tag {tag} where {latest} names {newest}: stage 3 without optimizer states reads the latter"]
+    if load.skips_optimizer:
+        sizes = {name: size for name, size in sizes.items() if not _is_of_optimizer(name)}
+    found = _damaged(path, sizes, manifest, readers)
+    if manifest is not None:  # stock code takes any file of such a name
         found += [f"{path / name} is not in {MANIFEST}" for name in sorted(present - manifest.files.keys())]
     if load.is_universal:
-        found += misfits(engine, path, load.with_optimizer) + _problems_of_latest(load, readers)
+        found += misfits(engine, path, load.with_optimizer)
+        if load.reads_latest and (newest := _named_by(load.folder / folders.LATEST)):
+            _refuse_pattern(other_save := load.folder / newest)
+            found += _damaged(other_save, folders.own_files(other_save), None, readers)
     elif manifest is None:
-        if not engine.use_node_local_storage():
-            found += folders.missing_files(path, header, weights_alone=load.skips_optimizer)
         found += missing_layers(engine, path)
-    if not load.is_universal and load.with_optimizer and (manifest is not None or header["of_optimizer"]):
-        own = Path(engine._get_zero_ckpt_name(str(load.folder), tag))
-        if own.name not in sizes:  # with disks of their own, ranks may have moved to other hosts
-            found.append(f"{own} of rank {dist.get_rank()} is not in {path / MANIFEST if manifest else path}")
-        elif not found and (other := other_parameters(engine, load.folder, tag)):
-            found.append(other)
+    if own and own not in sizes:  # with disks of their own, ranks may have moved to other hosts
+        found.append(f"{path / own} of rank {dist.get_rank()} is not in {path / MANIFEST if manifest else path}")
+    elif own and not found and (other := other_parameters(engine, load.folder, tag)):
+        found.append(other)
     return [*found] if found else _wrong_state(load, tag)
 
 
-def _share(sizes: Mapping[str, int], readers: list[int]) -> list[str]:
-    """The files that this rank reads: each has one reader, and none reads more than the mean and one file."""
-    return sorted(sizes, key=lambda name: (-sizes[name], name))[readers.index(dist.get_rank()) :: len(readers)]
+def _is_of_optimizer(name: str) -> bool:
+    return name.endswith("optim_states.pt")
 
 
-def _problem(path: Path, name: str, manifest: Manifest | None) -> str:
-    """Describe what is wrong with one file; empty if nothing is."""
-    if manifest is not None and (problem := folders.damage(path, name, manifest.files[name])):
-        return problem
-    try:
-        read_structure(path / name, deepspeed_classes())
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def _other_kind(load: Load, tag: str, header: dict[str, Any]) -> str:
-    """Say why the checkpoint is none that this load takes, whatever its files hold; empty if it is one."""
-    path = load.folder / tag
-    if load.is_universal:
-        return "" if (path / GLOBAL_STATE).is_file() else f"{path / GLOBAL_STATE} is missing"
-    if (path / GLOBAL_STATE).is_file():
-        return f'{path} is a universal checkpoint (to load it, set "checkpoint": {{"load_universal": true}})'
-    if other := other_run(load.engine, header, load.with_optimizer and header.get("of_optimizer", True)):
-        return other
-    latest = load.folder / folders.LATEST
-    if load.reads_latest and tag != (newest := _named_by(latest)):
-        return f"tag {tag} where {latest} names {newest}: stage 3 without optimizer states reads the latter"
-    return ""
-
-
-def _problems_of_latest(load: Load, readers: list[int]) -> list[str]:
-    """List those of what `latest` names, where stock code reads that beside the universal checkpoint."""
-    latest = load.folder / folders.LATEST
-    if not load.reads_latest or not (newest := _named_by(latest)):
-        return []
-    folders.refuse_paths([newest], latest)
-    _refuse_pattern(path := load.folder / newest)
-    return [text for name in _share(folders.own_files(path), readers) if (text := _problem(path, name, None))]
+def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, readers: list[int]) -> list[str]:
+    """List what is wrong with the files that this rank reads: each has one reader, and none reads more than the mean
+    and one file."""
+    found = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name))[readers.index(dist.get_rank()) :: len(readers)]:
+        if problem := folders.damage(path, name, None if manifest is None else manifest.files[name]):
+            found.append(problem)
+            continue
+        try:
+            read_structure(path / name, deepspeed_classes())
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
 
 
 def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
@@ -287,3 +275,165 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
             wrong = [f"{at}: expected what a save writes, got {problem}"] if problem else []
         found += [f"{path}: {text}" for text in wrong]
     return found
+
+
+# --- whether it fits this run ---
+
+
+def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> str:
+    """How the run that wrote `header` was laid out unlike this one; empty if what is to be loaded fits."""
+    now, where = layout(engine), "at any world size"
+    stage, of_parts, keys = now["zero_stage"], header["mp_world_size"] > 1, ["mp_world_size"]
+    if not of_parts and now["mp_world_size"] > 1 and is_cut(engine.module):
+        return (
+            f"{differs(header, now, keys)} (a checkpoint of a whole model does not say how "
+            "fp8_ds.tp.parallelize cuts: `fp8-ds convert FOLDER OUT --to safetensors` gives its weights, which the "
+            "model loads before it is cut; docs/checkpoints.md)"
+        )
+    if (header["zero_stage"] == 3) != (stage == 3):
+        keys, where = ["zero_stage"], "in another stage"
+        if of_parts:  # which are joined in their own stage alone
+            own = header["zero_stage"]
+            return (
+                f"{differs(header, now, keys)}, of several tensor-parallel ranks (in stage {own}, without tensor "
+                f"parallelism, a universal checkpoint of it loads: {_remedy(own)}. What that engine saves goes to "
+                "another stage)"
+            )
+    elif with_optimizer or (stage == 3 and now["dp_world_size"] > header["dp_world_size"]):
+        keys.insert(0, "dp_world_size")
+    other = differs(header, now, keys)
+    return other and f"{other} (a universal checkpoint loads {where}: {_remedy(stage)})"
+
+
+def differs(header: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Return `key 1 in the checkpoint, 2 now` for each of `keys` that differs; empty if none does."""
+    return ", ".join(
+        f"{key} {header.get(key)} in the checkpoint, {now[key]} now" for key in keys if header.get(key) != now[key]
+    )
+
+
+def _remedy(stage: int) -> str:
+    """`load_checkpoint` looks for a universal checkpoint in the folder that it is given."""
+    return (
+        f"`fp8-ds convert FOLDER FOLDER/universal --to universal --stage {stage}`, then "
+        '"checkpoint": {"load_universal": true} and the same FOLDER; docs/checkpoints.md'
+    )
+
+
+def other_parameters(engine: Any, folder: Path, tag: str) -> str:
+    """How the parameters in this rank's model file differ from the engine's. ZeRO's flat shards do not say."""
+    path, ours = Path(engine._get_ckpt_name(str(folder), tag)), engine._get_zero_param_shapes()
+    if (theirs := read_structure(path, deepspeed_classes()).get("param_shapes")) is None:
+        return ""
+    # Order counts: shards are cut from one flat tensor.
+    before, now = ([list(_by_name([group]).items()) for group in groups] for groups in (theirs, ours))
+    if before == now:
+        return ""
+    other = _differing(path, _by_name(theirs), _by_name(ours))
+    return other or f"{path} has the model's parameters in another order or in other groups"
+
+
+def _by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Shapes, of whatever group."""
+    return {name: list(shape) for group in groups for name, shape in group.items()}
+
+
+def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> str:
+    """Describe which shapes differ, by name; empty if none does."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not names:
+        return ""
+    shown = ", ".join(
+        f"{name} {before.get(name, 'missing')} in the checkpoint, {now.get(name, 'missing')} now"
+        for name in names[:_NUM_SHOWN]
+    )
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{path} is of another model: {shown}{more}"
+
+
+def missing_layers(engine: Any, path: Path) -> list[str]:
+    """Name the files of this rank's pipeline layers that are not in `path`, which stock code looks for by pattern."""
+    if not isinstance(module := engine.module, PipelineModule):
+        return []
+    layers = [i for i, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
+    return [f"{module.ckpt_layer_path(path, i)} is missing" for i in layers if not module.ckpt_layer_path_list(path, i)]
+
+
+def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
+    """List what this rank would look for in a universal checkpoint in vain, or find in other shapes than its own.
+
+    In stages 1 and 2 a parameter that has had no gradient has no moments.
+    """
+    if not (model_files := engine._get_all_ckpt_names(str(path.parent), path.name)):
+        stage = int(engine.zero_optimization_stage())
+        return [f"a model file of this ZeRO stage is missing in {path} ({_in_form_of(path, stage)}, if it is whole)"]
+    if lacks_info(engine.module, Path(model_files[0])):
+        return [
+            f"{path} of a whole model, which does not say how fp8_ds.tp.parallelize cuts its weights (load it without, "
+            "or start the cut model from the weights themselves)"
+        ]
+    if not engine.zero_optimization():
+        return []
+    tensors = TENSORS if engine.zero_optimization_partition_weights() and with_optimizer else TENSORS[:1]
+    names = [name for group in engine._get_zero_param_shapes() for name in group]
+    wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
+    if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
+        return missing
+    return list(filter(None, [other_universal(engine, path, Path(model_files[0]))]))
+
+
+def other_universal(engine: Any, path: Path, model_file: Path) -> str:
+    """How the universal checkpoint in `path` has this rank's parameters in other shapes, or in the form of another
+    stage; empty if it has not. Stock code asks for the number of elements in stages 1 and 2, and for nothing in 3:
+    what is left of a parameter becomes the start of the next.
+
+    Args:
+        engine: of ZeRO, that is to load it.
+        path: has a file of each of its parameters.
+        model_file: with the shapes of parameters that are flat in their files, which only stage 3 reads.
+    """
+    stage = int(engine.zero_optimization_stage())
+    listed = read_structure(model_file, deepspeed_classes()).get("param_shapes") if stage == 3 else None
+    flat_shapes = _by_name(listed or ())
+    parameters = dict(engine.module.named_parameters())
+    before, now = {}, {}
+    for name, shape in _by_name(engine._get_zero_param_shapes()).items():
+        content = read_structure(path / "zero" / name / TENSORS[0], deepspeed_classes())
+        if isinstance(content, dict):
+            before[name] = list(content[PARAM].shape)
+            now[name] = _whole_shape(parameters[name], shape, content, 1 if stage == 3 else engine.mp_world_size)
+        elif stage < 3:
+            return f"{path} is in the form that stage 3 reads ({_in_form_of(path, stage)})"
+        else:
+            saved = flat_shapes.get(name, shape)
+            before[name], now[name] = saved if prod(saved) == content.numel() else list(content.shape), shape
+    return _differing(path, before, now)
+
+
+def _in_form_of(path: Path, stage: int) -> str:
+    """Return the command that brings the universal checkpoint in `path` into the form that `stage` reads."""
+    return f"`python -m fp8_ds.checkpoint.universal {path} {stage}` makes it that of stage {stage}"
+
+
+def _whole_shape(p: Any, shape: list[int], content: Mapping[str, Any], num_parts: int) -> list[int]:
+    """The shape in a universal checkpoint of which stock code gives this rank `shape`, as it is, or as a part.
+
+    Source: deepspeed/checkpoint/universal_checkpoint.py, load_hp_checkpoint_state (0.19.8).
+
+    Args:
+        p: AutoTP says on it how it has cut it.
+        shape: of `p` on this rank.
+        content: of the parameter's file, which says along which dim it is cut.
+        num_parts: tensor-parallel ranks.
+    """
+    saved, dim = list(content[PARAM].shape), content.get(CAT_DIM, 0)
+    cut_by_autotp: Mapping[str, Any] = getattr(p, _AUTOTP_META, None) or {}
+    if logical := cut_by_autotp.get("logical_shape"):
+        is_view = len(logical) != len(saved) and prod(logical) == prod(saved)  # of fused parts
+        return saved if is_view else list(logical)
+    if saved == shape or dim >= len(shape):
+        return shape
+    whole = [size * num_parts if i == dim else size for i, size in enumerate(shape)]
+    if content.get(VOCAB_TENSOR):  # without the rows that only pad it
+        whole[0] = min(whole[0], saved[0])
+    return whole

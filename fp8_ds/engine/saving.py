@@ -7,12 +7,12 @@ before is as it was.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -100,42 +100,19 @@ def layout(engine: Any) -> dict[str, int]:
 
 
 class Recorder:
-    """DeepSpeed's checkpoint engine, which remembers what it wrote. A failure waits until all ranks can hear of it.
+    """DeepSpeed's checkpoint engine `stock`, which remembers what it wrote; errors wait until all ranks can hear."""
 
-    Args:
-        stock: that engine.
-        tag: the name that the checkpoint will have, which the stock engine logs; stock code is given another.
-    """
-
-    def __init__(self, stock: Any, tag: str) -> None:
+    def __init__(self, stock: Any) -> None:
         self.stock = stock
         self.paths: list[Path] = []
-        self._tag = tag
         self.error = ""
-        self._commit_info: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
-    def create(self, info: Any) -> None:
-        self.stock.create(replace(info, tag=self._tag))
-
-    def commit(self, info: Any) -> bool:
-        """Keep it for `commit_now`: the checkpoint is not complete when stock code says so."""
-        self._commit_info = replace(info, tag=self._tag)
-        return True
-
-    def commit_now(self) -> None:
-        if self._commit_info is not None:
-            self.stock.commit(self._commit_info)
-
     def save(self, state_dict: Any, path: Any) -> None:
-        def write() -> None:
-            with folders.as_file_errors(Path(path)):
-                self.stock.save(state_dict, path)
-
         self.paths.append(Path(path))
-        self.attempt(write)
+        self.attempt(folders.as_file_errors(Path(path))(self.stock.save), state_dict, path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
         self.attempt(self.stock.makedirs, path, exist_ok=exist_ok)
@@ -173,9 +150,8 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         CheckpointError: a rank could not write, on all ranks; what was there before is as it was.
     """
     folder, host, rank = Path(save_dir), host_of(engine), dist.get_rank()
-    recorder, save_id = Recorder(engine.checkpoint_engine, tag), str(tell_all(uuid4().hex[:8])[0])
+    recorder, save_id = Recorder(engine.checkpoint_engine), str(tell_all(uuid4().hex[:8])[0])
     save = folders.Save(folder, tag, save_id, is_latest=is_latest)
-    lock: int | None = None
 
     def on_all(work: Callable[[], Any]) -> list[Any]:
         """Do `work` on all ranks; a failure of one is an error on all, after which nothing is left of the save."""
@@ -194,9 +170,8 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         on_all(lambda: work() if rank == host else None)
 
     def begin() -> None:
-        nonlocal lock
         folder.mkdir(parents=True, exist_ok=True)
-        lock = folders.take_lock(folder, f"{host or ''}", say)
+        lock.enter_context(folders.take_lock(folder, f"{host or ''}", say))
         save.prepare()
 
     def part() -> _Part:
@@ -204,11 +179,16 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         if recorder.error:
             raise CheckpointError(f"rank {rank}: {recorder.error}")
         files = {path.relative_to(save.staging).as_posix(): folders.record(path, rank) for path in recorder.paths}
-        return _Part(
-            host, files, [name for path in recorder.paths for name in unknown_names(path, deepspeed_classes())]
-        )
+        unknown = [name for path in recorder.paths for name in unknown_names(path, deepspeed_classes())]
+        return _Part(host, files, unknown)
 
-    try:
+    def stage() -> None:
+        _check_writers(parts, host, save.staging)
+        header = {"tag": tag, "global_steps": engine.global_steps, "save": save_id}
+        files = {name: entry for part in parts if part.host == host for name, entry in part.files.items()}
+        save.stage(folders.Manifest({**header, **layout(engine), **folders.versions()}, files))
+
+    with contextlib.ExitStack() as lock:
         on_hosts(begin)
         engine.checkpoint_engine = recorder
         try:
@@ -216,17 +196,9 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         finally:
             engine.checkpoint_engine = recorder.stock
         parts: list[_Part] = on_all(part)
-        on_hosts(lambda: _refuse_writers(parts, host, save.staging))
-        header = {"tag": tag, "global_steps": engine.global_steps, **layout(engine), **folders.versions()}
-        files = {name: entry for part in parts if part.host == host for name, entry in part.files.items()}
-        manifest = folders.Manifest({**header, "save": save_id}, files)
-        on_hosts(lambda: save.stage(manifest))
+        on_hosts(stage)
         on_hosts(save.publish)
         all_do("save_checkpoint", lambda: save.finish() if rank == host else None, say)  # it is complete in any case
-    finally:
-        if lock is not None:
-            os.close(lock)
-    recorder.commit_now()
     say(f"fp8: checkpoint {folder / tag} is complete{', and latest names it' if is_latest else ''}")
     if names := sorted({name for part in parts for name in part.unknown}):
         say(
@@ -236,8 +208,8 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
     return result
 
 
-def _refuse_writers(parts: list[_Part], host: int, staging: Path) -> None:
-    """Check that one rank of a host has written each file, and that other hosts' files are not on this one's disk.
+def _check_writers(parts: list[_Part], host: int, staging: Path) -> None:
+    """Check that one rank of a host has written each file, and that this host's disk has its own files and no others.
 
     Raises:
         CheckpointError: naming file and ranks.
@@ -247,13 +219,19 @@ def _refuse_writers(parts: list[_Part], host: int, staging: Path) -> None:
         for name in part.files:
             writers[part.host, name].append(rank)
     for (of_host, name), ranks in writers.items():
+        path = staging / name
         if len(ranks) > 1:
             raise CheckpointError(
                 f"{name} written by ranks {ranks} at once: one rank of a host must write it "
                 "(engine.save_non_zero_checkpoint)"
             )
-        if of_host != host and (host, name) not in writers and (staging / name).exists():
+        if of_host == host and not path.is_file():
             raise CheckpointError(
-                f"{staging / name} of rank {ranks[0]} on the disk of rank {host}'s host (remove "
+                f"{path} is not here as rank {ranks[0]} wrote it. Hosts with disks of their own need "
+                '"checkpoint": {"use_node_local_storage": true}'
+            )
+        if of_host != host and (host, name) not in writers and path.exists():
+            raise CheckpointError(
+                f"{path} of rank {ranks[0]} on the disk of rank {host}'s host (remove "
                 '"use_node_local_storage", which is for hosts with disks of their own)'
             )

@@ -114,7 +114,7 @@ def kill_the_others(pool: RankPool, victim: int) -> None:
 def newest_header(folder: Path) -> dict[str, Any]:
     from fp8_ds.checkpoint import folders
 
-    manifest = folders.read_manifest(folder / folders.find(folder, (folder / folders.LATEST).read_text()))
+    manifest = folders.read_manifest(folder / folders.folders_of(folder, (folder / folders.LATEST).read_text())[0])
     assert manifest is not None, "latest points to a checkpoint that is not complete"
     return manifest.header
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_ds.engine import fit
+from fp8_ds.engine import checking
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_the_remedy_of_another_layout_is_one_that_convert_takes(
         mp_world_size=mp_world_size,
         module="cut" if mp_world_size > 1 else "whole",
     )
-    monkeypatch.setattr(fit, "is_cut", lambda module: module == "cut")
-    found = fit.other_run(engine, header, with_optimizer)
+    monkeypatch.setattr(checking, "is_cut", lambda module: module == "cut")
+    found = checking.other_run(engine, header, with_optimizer)
     assert (found == "") == (said == "") and re.search(said, found), found
 
 
@@ -85,5 +85,5 @@ def test_a_tensor_parallel_rank_takes_the_shape_of_which_it_gets_its_part(
         module=SimpleNamespace(named_parameters=lambda: [("w", p)]),
         _get_zero_param_shapes=lambda: [{"w": torch.Size(own)}],
     )
-    found = fit.other_universal(engine, tmp_path, tmp_path / "none.pt")
+    found = checking.other_universal(engine, tmp_path, tmp_path / "none.pt")
     assert (found == "") == fits and (fits or f"w {list(saved)} in the checkpoint" in found), found
