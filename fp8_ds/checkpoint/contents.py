@@ -11,18 +11,18 @@ import datetime
 import enum
 import pathlib
 import types
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import numpy as np
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from fp8_ds.errors import CheckpointError
-
-Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
@@ -36,36 +36,28 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 _NUMPY_FUNCTIONS: list[Any] = [np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]
-_PLAIN: Allowed = (
+_ALLOWED: list[Any] = [
+    *(DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address),
     (_member, "builtins.getattr"),
     *(argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath, np.ndarray, np.dtype),
     *(datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
     *((f, f"numpy.{core}.multiarray.{f.__name__}") for core in ("core", "_core") for f in _NUMPY_FUNCTIONS),
-)
-"""Of the standard library and numpy, what client states commonly hold and what only holds data."""
+]
+"""Beside torch's own list and torch.serialization.add_safe_globals: what ZeRO's optimizer files hold objects of, and of
+the standard library and numpy what client states commonly hold and what only holds data."""
 
 
-def deepspeed_classes() -> Allowed:
-    """Return the classes of which ZeRO's optimizer files hold objects."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+def read_structure(path: Path) -> Any:
+    """Read what `torch.load` would return, tensors on the meta device. Raises: as `read_data`."""
+    return read_data(path, "meta")
 
 
-def read_structure(path: Path, allowed: Allowed = ()) -> Any:
-    """Read what `torch.load` would return, tensors on the meta device. Args and Raises: as `read_data`."""
-    return read_data(path, allowed, device="meta")
-
-
-def read_data(path: Path, allowed: Allowed = (), device: str = "cpu", *, is_mapped: bool = False) -> Any:
+def read_data(path: Path, device: str = "cpu", *, is_mapped: bool = False) -> Any:
     """Read what `torch.load` returns, if it can without executing anything.
 
     Args:
         path: of a file of torch.save.
-        allowed: classes beside torch's own list, torch.serialization.add_safe_globals, and plain ones.
         device: of all tensors.
         is_mapped: bytes of tensors are read when they are looked at, where the file's form allows it.
 
@@ -73,20 +65,20 @@ def read_data(path: Path, allowed: Allowed = (), device: str = "cpu", *, is_mapp
         CheckpointError: the file cannot be read so.
     """
     try:
-        with safe_globals([*_PLAIN, *allowed]):
+        with safe_globals(_ALLOWED):
             return torch.load(path, map_location=device, weights_only=True, mmap=is_mapped and is_zipfile(path))
     except Exception as error:  # of pickle, zip files, torch: whatever is in the file
-        names = ", ".join(unknown_names(path, allowed))
+        names = ", ".join(unknown_names(path))
         found = f"what torch.load(weights_only=True) refuses ({type(error).__name__}: {str(error)[:200]})"
         trusting = "If you trust the checkpoint, call torch.serialization.add_safe_globals([...]) with these before, or"
         remedy = f"{trusting} keep them out of client_state." if names else "Load another checkpoint."
         raise CheckpointError(f"{path}: expected tensors and plain data, got {names or found}. {remedy}") from error
 
 
-def unknown_names(path: Path, allowed: Allowed = ()) -> list[str]:
+def unknown_names(path: Path) -> list[str]:
     """Name the classes and functions in the file's pickle that are on no list; none if that cannot be read."""
     try:
-        with safe_globals([*_PLAIN, *allowed]):
+        with safe_globals(_ALLOWED):
             return sorted(get_unsafe_globals_in_checkpoint(str(path)))
     except Exception:  # the caller reports what torch.load said
         return []

@@ -24,8 +24,12 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
+import deepspeed
+import torch
+
+import fp8_ds
 from fp8_ds import json_text
-from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.checkpoint.contents import read_structure
 from fp8_ds.errors import CheckpointError, ConfigError, Fp8DsError
 
 MANIFEST = "fp8_ds_manifest.json"
@@ -138,11 +142,6 @@ def seal_universal(folder: Path, tag: str) -> Manifest:
 
 def versions() -> dict[str, str]:
     """Name the versions of what writes a checkpoint here, for its header."""
-    import deepspeed
-    import torch
-
-    import fp8_ds
-
     return {"fp8_ds": fp8_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
@@ -328,7 +327,7 @@ def read_layout(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """
     if (path := min(folder.glob("*mp_rank_*_model_states.pt"), default=None)) is None:
         raise CheckpointError(f"{folder} has neither a model file nor a {MANIFEST}")
-    model, counts = read_structure(path, deepspeed_classes()), ("dp_world_size", "mp_world_size")
+    model, counts = read_structure(path), ("dp_world_size", "mp_world_size")
     if not isinstance(model, Mapping) or not all(isinstance(model.get(count), int) for count in counts):
         raise CheckpointError(f"{path}: expected {counts} as DeepSpeed writes them, got none. Load another checkpoint.")
     stage = 3 if path.name.startswith("zero_pp_rank_") else 2

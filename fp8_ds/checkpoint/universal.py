@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint.contents import deepspeed_classes, read_data
+from fp8_ds.checkpoint.contents import read_data
 from fp8_ds.checkpoint.folders import GLOBAL_STATE
 from fp8_ds.errors import CheckpointError, ConfigError, UnsupportedError, refusals_without_traceback
 
@@ -102,7 +102,7 @@ def read_file(path: Path, trust_pickle: bool, device: str = "meta") -> Any:
     if trust_pickle:
         return torch.load(path, map_location=device, weights_only=False)
     try:
-        return read_data(path, deepspeed_classes(), device)
+        return read_data(path, device)
     except CheckpointError as error:
         raise CheckpointError(f"{error} To execute what a file names, add --trust-pickle.") from error
 

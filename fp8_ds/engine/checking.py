@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import CAT_DIM, PARAM, VOCAB_TENSOR
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint.contents import deepspeed_classes, read_data, read_structure
+from fp8_ds.checkpoint.contents import read_data, read_structure
 from fp8_ds.checkpoint.folders import GLOBAL_STATE, MANIFEST, Manifest
 from fp8_ds.checkpoint.state import CHECKPOINT_KEY, FOLLOWING_KEY, wrong_entries
 from fp8_ds.checkpoint.universal import TENSORS
@@ -247,7 +247,7 @@ def _damaged(path: Path, sizes: Mapping[str, int], manifest: Manifest | None, re
             found.append(problem)
             continue
         try:
-            read_structure(path / name, deepspeed_classes())
+            read_structure(path / name)
         except CheckpointError as error:
             found.append(str(error))
     return found
@@ -257,14 +257,15 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
     """List what is wrong with our state in the model file that this rank will load; of a universal checkpoint, in each
     that it may."""
     engine, place = load.engine, (str(load.folder), tag)
-    context, following = engine.fp8 or engine._fp8_unused, engine._fp8_following
+    following = engine._fp8_following
+    if (context := engine.fp8 or engine._fp8_unused) is None:
+        return []
     options = {"module_only": load.of_another_run, "with_optimizer": load.with_optimizer}
     found: list[str | ConfigError] = []
     for path in map(Path, engine._get_all_ckpt_names(*place) if load.is_universal else [engine._get_ckpt_name(*place)]):
-        content = read_data(path, deepspeed_classes(), is_mapped=True) if path.is_file() else None
-        if context is None or not isinstance(content, Mapping) or CHECKPOINT_KEY not in content:
+        content = read_data(path, is_mapped=True) if path.is_file() else None
+        if not isinstance(content, Mapping) or (state := content.get(CHECKPOINT_KEY)) is None:
             continue
-        state = content[CHECKPOINT_KEY]
         try:
             wrong = wrong_entries(context, state, of_other_cuts=load.is_universal, **options)
         except ConfigError as error:
@@ -305,11 +306,12 @@ def other_run(engine: Any, header: Mapping[str, Any], with_optimizer: bool) -> s
     return other and f"{other} (a universal checkpoint loads {where}: {_remedy(stage)})"
 
 
-def differs(header: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """Return `key 1 in the checkpoint, 2 now` for each of `keys` that differs; empty if none does."""
-    return ", ".join(
-        f"{key} {header.get(key)} in the checkpoint, {now[key]} now" for key in keys if header.get(key) != now[key]
-    )
+def differs(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Return `key 1 in the checkpoint, 2 now` for the first of `keys` that differ; empty if none does."""
+    odd = [key for key in keys if before.get(key) != now.get(key)]
+    more = f" and {len(odd) - _NUM_SHOWN} more" if len(odd) > _NUM_SHOWN else ""
+    values = [(key, before.get(key, "missing"), now.get(key, "missing")) for key in odd[:_NUM_SHOWN]]
+    return ", ".join(f"{key} {old} in the checkpoint, {new} now" for key, old, new in values) + more
 
 
 def _remedy(stage: int) -> str:
@@ -323,7 +325,7 @@ def _remedy(stage: int) -> str:
 def other_parameters(engine: Any, folder: Path, tag: str) -> str:
     """How the parameters in this rank's model file differ from the engine's. ZeRO's flat shards do not say."""
     path, ours = Path(engine._get_ckpt_name(str(folder), tag)), engine._get_zero_param_shapes()
-    if (theirs := read_structure(path, deepspeed_classes()).get("param_shapes")) is None:
+    if (theirs := read_structure(path).get("param_shapes")) is None:
         return ""
     # Order counts: shards are cut from one flat tensor.
     before, now = ([list(_by_name([group]).items()) for group in groups] for groups in (theirs, ours))
@@ -340,15 +342,8 @@ def _by_name(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def _differing(path: Path, before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> str:
     """Describe which shapes differ, by name; empty if none does."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if not names:
-        return ""
-    shown = ", ".join(
-        f"{name} {before.get(name, 'missing')} in the checkpoint, {now.get(name, 'missing')} now"
-        for name in names[:_NUM_SHOWN]
-    )
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return f"{path} is of another model: {shown}{more}"
+    other = differs(before, now, {**before, **now})
+    return other and f"{path} is of another model: {other}"
 
 
 def missing_layers(engine: Any, path: Path) -> list[str]:
@@ -379,7 +374,7 @@ def misfits(engine: Any, path: Path, with_optimizer: bool) -> list[str]:
     wanted = [path / "zero" / name / tensor for name in names for tensor in tensors]
     if missing := [f"{file} is missing" for file in wanted if not file.is_file()]:
         return missing
-    return list(filter(None, [other_universal(engine, path, Path(model_files[0]))]))
+    return [other] if (other := other_universal(engine, path, Path(model_files[0]))) else []
 
 
 def other_universal(engine: Any, path: Path, model_file: Path) -> str:
@@ -393,12 +388,12 @@ def other_universal(engine: Any, path: Path, model_file: Path) -> str:
         model_file: with the shapes of parameters that are flat in their files, which only stage 3 reads.
     """
     stage = int(engine.zero_optimization_stage())
-    listed = read_structure(model_file, deepspeed_classes()).get("param_shapes") if stage == 3 else None
+    listed = read_structure(model_file).get("param_shapes") if stage == 3 else None
     flat_shapes = _by_name(listed or ())
     parameters = dict(engine.module.named_parameters())
     before, now = {}, {}
     for name, shape in _by_name(engine._get_zero_param_shapes()).items():
-        content = read_structure(path / "zero" / name / TENSORS[0], deepspeed_classes())
+        content = read_structure(path / "zero" / name / TENSORS[0])
         if isinstance(content, dict):
             before[name] = list(content[PARAM].shape)
             now[name] = _whole_shape(parameters[name], shape, content, 1 if stage == 3 else engine.mp_world_size)

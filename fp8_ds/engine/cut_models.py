@@ -21,7 +21,7 @@ from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch.nn import Module
 
-from fp8_ds.checkpoint.contents import deepspeed_classes, read_structure
+from fp8_ds.checkpoint.contents import read_structure
 from fp8_ds.engine.host_config import Config, block_of, number
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.tp.block_inputs import added_parameters
@@ -62,7 +62,7 @@ def lacks_info(module: Module, model_file: Path) -> bool:
     """
     if all(tp.size == 1 for tp in contexts_of(module)):
         return False
-    return UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file, deepspeed_classes())
+    return UNIVERSAL_CHECKPOINT_INFO not in read_structure(model_file)
 
 
 def refuse_mpu(model: Module, mpu: Any) -> None:

@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from fp8_ds.checkpoint import folders
-from fp8_ds.checkpoint.contents import deepspeed_classes, unknown_names
+from fp8_ds.checkpoint.contents import unknown_names
 from fp8_ds.errors import CheckpointError
 
 SLICE_SECONDS = 2.0
@@ -179,7 +179,7 @@ def save_whole(engine: Any, save_dir: Any, tag: str, is_latest: bool, write: Cal
         if recorder.error:
             raise CheckpointError(f"rank {rank}: {recorder.error}")
         files = {path.relative_to(save.staging).as_posix(): folders.record(path, rank) for path in recorder.paths}
-        unknown = [name for path in recorder.paths for name in unknown_names(path, deepspeed_classes())]
+        unknown = [name for path in recorder.paths for name in unknown_names(path)]
         return _Part(host, files, unknown)
 
     def stage() -> None:
