@@ -40,7 +40,7 @@ GLOBAL_STATE = "zero/optimizer_state.pt"
 _NEXT, _LOCK = "latest.next", ".fp8_ds_lock"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
-_OPENED = re.compile(r".*[-_](model|optim)_states\.pt")
+_OPENED = re.compile(r"layer_\d+-.*model_states\.pt|.*[-_](model|optim)_states\.pt")
 """Names of files in the folder of a save that DeepSpeed opens by a pattern; no other is a checkpoint's."""
 
 
@@ -309,9 +309,11 @@ def own_files(folder: Path) -> dict[str, int]:
     for place in places:  # which grow; links may lead in circles
         if (real := place.resolve()) not in seen:
             seen.add(real)
-            entries = list(place.iterdir())
-            places += filter(Path.is_dir, entries)
-            paths += [path for path in entries if path.suffix == ".pt" and not path.is_dir()]
+            for entry in os.scandir(place):
+                if entry.is_dir():
+                    places.append(Path(entry.path))
+                elif entry.name.endswith(".pt"):
+                    paths.append(Path(entry.path))
     refuse_special(paths)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 

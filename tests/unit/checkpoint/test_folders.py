@@ -300,15 +300,17 @@ def test_files_that_others_put_beside_ours_stay_when_a_tag_is_saved_again(tmp_pa
     (tmp_path / "best/tokenizer/vocabulary").write_text("a b")
     (tmp_path / "best/tokenizer/ema_model_states.pt").write_text("mine")
     (tmp_path / "best/ema_states.pt").write_text("mine")  # DeepSpeed opens no such name
-    (tmp_path / "best/mp_rank_07_model_states.pt").write_text("of a run with more ranks")
-    assert f.own_files(tmp_path / "best") == {FILES[0]: 7001, "mp_rank_07_model_states.pt": 24}
+    others = ("mp_rank_07_model_states.pt", "layer_07-xmodel_states.pt")  # of a run with more ranks or layers
+    for name in others:
+        (tmp_path / "best" / name).write_text("old")
+    assert f.own_files(tmp_path / "best") == {FILES[0]: 7001, **dict.fromkeys(others, 3)}
     save(tmp_path, "best", 2)
     assert load(tmp_path) == 2
     assert (tmp_path / "best/notes.txt").read_text() == "mine"
     assert (tmp_path / "best/tokenizer/vocabulary").read_text() == "a b"
     for name in ("tokenizer/ema_model_states.pt", "ema_states.pt"):
         assert (tmp_path / "best" / name).read_text() == "mine"
-    assert not (tmp_path / "best/mp_rank_07_model_states.pt").exists()
+    assert not any((tmp_path / "best" / name).exists() for name in others)
 
 
 def test_files_of_others_are_not_copied_where_they_can_be_linked(
