@@ -35,32 +35,34 @@ _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 @dataclass(frozen=True)
 class Load:
-    """What a load was asked for.
-
-    Attributes:
-        tag: None: what `latest` names, or `latest_universal`.
-        module_only: the weights alone are loaded; `of_another_run`: our state is not taken over.
-        with_optimizer: its shards are loaded, so that the world size and the parameters must be the same.
-        reads_latest: stock code will read what `latest` names, whatever `tag` is.
-    """
+    """A load of what `tag` names in `folder`; None: of what `latest` names, or `latest_universal`."""
 
     engine: Any
     folder: Path
     tag: str | None
-    module_only: bool
-    of_another_run: bool
-    with_optimizer: bool
-    reads_latest: bool
+    load_module_only: bool
+    load_optimizer_states: bool
 
     @property
     def is_universal(self) -> bool:
         return bool(self.engine.load_universal_checkpoint())
 
     @property
+    def with_optimizer(self) -> bool:
+        """Whether ZeRO's shards are loaded, so that the world size and the parameters must be the same."""
+        return self.load_optimizer_states and not self.load_module_only and bool(self.engine.zero_optimization())
+
+    @property
+    def reads_latest(self) -> bool:
+        """Whether stock code, which takes the weights of stage 3 from shards, reads what `latest` names in any case."""
+        return not self.load_optimizer_states and bool(self.engine.zero_optimization_partition_weights())
+
+    @property
     def skips_optimizer(self) -> bool:
-        """Whether stock code opens no file of the optimizer. In stage 3 it takes the weights from them."""
-        of_zero = self.engine.zero_optimization() and not self.is_universal
-        return self.module_only or (of_zero and not self.with_optimizer and not self.reads_latest)
+        """Whether stock code opens no file of the optimizer."""
+        if self.load_optimizer_states:
+            return self.load_module_only
+        return bool(self.engine.zero_optimization()) and not self.is_universal and not self.reads_latest
 
     @property
     def latest(self) -> Path:
@@ -200,15 +202,17 @@ def _problems(load: Load, tag: str, manifest: Manifest | None, readers: list[int
             if load.is_universal
             else f'{path} is a universal checkpoint (to load it, set "checkpoint": {{"load_universal": true}})'
         ]
-    present, own = folders.own_files(path), ""
+    present = folders.own_files(path)
+    counted: list[str] = []
     if manifest is not None:
         header, sizes = manifest.header, {name: entry.num_bytes for name, entry in manifest.files.items()}
     else:
-        header, names = ({}, []) if load.is_universal else folders.read_layout(path)
-        are_here = not engine.use_node_local_storage()  # the files of all ranks
-        sizes = dict.fromkeys(names if are_here else (), 0) | present
+        header, counted = ({}, []) if load.is_universal else folders.read_layout(path)
+        are_here = not engine.use_node_local_storage()  # else those of other hosts are not
+        sizes = dict.fromkeys(counted if are_here else (), 0) | present
+    own = ""  # this rank's file of the optimizer, where one is to be loaded
     if not load.is_universal:
-        if load.with_optimizer and (manifest is not None or any(map(_is_of_optimizer, names))):
+        if load.with_optimizer and (manifest is not None or any(map(_is_of_optimizer, counted))):
             own = Path(engine._get_zero_ckpt_name(str(load.folder), tag)).name
         if other := other_run(engine, header, bool(own)):
             return [other]
@@ -260,7 +264,7 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
     following = engine._fp8_following
     if (context := engine.fp8 or engine._fp8_unused) is None:
         return []
-    options = {"module_only": load.of_another_run, "with_optimizer": load.with_optimizer}
+    options = {"module_only": load.load_module_only, "with_optimizer": load.with_optimizer}
     found: list[str | ConfigError] = []
     for path in map(Path, engine._get_all_ckpt_names(*place) if load.is_universal else [engine._get_ckpt_name(*place)]):
         content = read_data(path, is_mapped=True) if path.is_file() else None
@@ -270,7 +274,7 @@ def _wrong_state(load: Load, tag: str) -> list[str | ConfigError]:
             wrong = wrong_entries(context, state, of_other_cuts=load.is_universal, **options)
         except ConfigError as error:
             return [error]
-        if not (wrong or load.of_another_run or following is None):
+        if not (wrong or load.load_module_only or following is None):
             problem = following.wrong_state(state.get(FOLLOWING_KEY))
             at = f"{CHECKPOINT_KEY}[{FOLLOWING_KEY!r}]"
             wrong = [f"{at}: expected what a save writes, got {problem}"] if problem else []

@@ -178,15 +178,8 @@ class Fp8Checkpoints:
                 "DeepSpeed cuts no weight for tensor parallelism. Convert it with --stage 2 and load it there, or load "
                 "it into the whole model."
             )
-        asked = Load(
-            self,
-            Path(load_dir),
-            None if tag is None else str(tag),
-            module_only=load_module_only and load_optimizer_states,
-            of_another_run=load_module_only,
-            with_optimizer=load_optimizer_states and not load_module_only and self.zero_optimization(),
-            reads_latest=self.zero_optimization_partition_weights() and not load_optimizer_states,
-        )
+        named = None if tag is None else str(tag)
+        asked = Load(self, Path(load_dir), named, load_module_only, load_optimizer_states)
         options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         load = super().load_checkpoint  # type: ignore[misc]
         with checked(asked, say) as found:
