@@ -7,7 +7,7 @@ measured. Not counted: fragmentation, and what CUDA, cuBLAS and NCCL take for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +15,133 @@ import torch
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_leaf_module
 from torch import Tensor, nn
 
-from fp8_ds.config import Fp8Config
-from fp8_ds.counted_run import Run
-from fp8_ds.engine.cross_entropy import chunk_mem_const_of, most_chunks
-from fp8_ds.engine.leaves import Live, live_weights
+from fp8_ds.config import Fp8Config, OptimizerConfig
+from fp8_ds.engine.cross_entropy import FP8_HEAD, OTHER_HEAD, UNKNOWN_MODEL, chunk_mem_const_of, most_chunks
+from fp8_ds.engine.host_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
+from fp8_ds.engine.leaves import LIVE_NAMES, live_weights
+from fp8_ds.engine.refusals import REFUSALS, refuse_config
+from fp8_ds.engine.startup import total_steps
 from fp8_ds.errors import ConfigError, UnsupportedError
-from fp8_ds.estimate import BF16, FP32, Weight, estimate_states, weights_of
-from fp8_ds.model_spec import ModelSpec, loss_on, zeros_for
+from fp8_ds.estimate import BF16, FP32, Setup, Weight, estimate_states
+from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
+from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
-from fp8_ds.rehearsal import Rehearsal, rehearse
+from fp8_ds.rehearsal import rehearse
 from fp8_ds.schedule import PrecisionSchedule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained, as far as it decides memory.
+
+    Args:
+        fp8: the block; None is stock bf16.
+        setup: of the states.
+        micro_batch: sequences a rank computes at a time.
+        seq_len: tokens of a sequence.
+        accumulation: micro-batches a step.
+        checkpointing: whether layers are computed again in the backward.
+        zero: DeepSpeed's model of its "zero_optimization" block.
+        names_live: the configuration names stage 3's bound on live weights, which stays as it is then.
+        total_steps: that the learning-rate scheduler knows; None: it does not.
+    """
+
+    fp8: Fp8Config | None
+    setup: Setup
+    micro_batch: int
+    seq_len: int
+    accumulation: int
+    checkpointing: bool
+    zero: Any
+    names_live: bool
+    total_steps: int | None
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the loss is Liger's by our key, which reads the head without calling it."""
+        return self.fp8 is not None and self.fp8.activations.cross_entropy == "liger"
+
+
+def read_run(
+    config: Mapping[str, Any], world_size: int, micro_batch: int | None, seq_len: int, checkpointing: bool = False
+) -> Run:
+    """What decides memory in a DeepSpeed configuration.
+
+    Args:
+        config: as `json.load` returns it.
+        world_size: ranks of the run, all of which are data-parallel: models that are cut are refused.
+        micro_batch: instead of the configuration's; needed where it has none, or "auto".
+        seq_len: tokens of a sequence.
+        checkpointing: of activations.
+
+    Raises:
+        ConfigError: the "fp8" block is wrong, DeepSpeed refuses the configuration, or there is no micro-batch.
+        UnsupportedError: the configuration is refused with FP8, or has what is not estimated.
+    """
+    block, stage = config.get("fp8"), zero_stage(config)
+    fp8 = None if block is None else Fp8Config.from_block(block)
+    if fp8 is not None and fp8.enabled:
+        refuse_config(config)
+        fp8.check_stage(stage)
+    else:
+        fp8 = None
+    _refuse_uncounted(config)
+    given = {key: value for key, value in config.items() if value != "auto"}
+    if micro_batch is not None:
+        given[BATCH_SIZES[1]] = micro_batch
+        if "gradient_accumulation_steps" in given:
+            given.pop(BATCH_SIZES[0], None)  # the micro-batch that is asked about wins
+    if not any(given.get(key) for key in BATCH_SIZES):
+        raise ConfigError(
+            f"micro-batch: expected an integer, got {config.get(BATCH_SIZES[1])!r} in the configuration. "
+            "Name one with --micro-batch."
+        )
+    read = parsed(given, world_size)
+    dtype, total = block_of(config, "data_types").get("grad_accum_dtype"), total_steps(config)
+    setup = Setup(
+        stage,
+        world_size,
+        fp8.optimizer if fp8 is not None else OptimizerConfig(),
+        gradient_clipping=gradient_clipping(config),
+        grad_bytes=FP32 if str(dtype) in FP32_NAMES else BF16,
+        overlap_comm=read.zero_config.overlap_comm,
+        reduce_bucket_size=read.zero_config.reduce_bucket_size,
+        persistence_threshold=read.zero_config.param_persistence_threshold,
+    )
+    return Run(
+        fp8,
+        setup,
+        int(read.train_micro_batch_size_per_gpu),  # JSON may write 2.0, which DeepSpeed takes for 2
+        seq_len,
+        int(read.gradient_accumulation_steps),
+        checkpointing,
+        read.zero_config,
+        names_live=not block_of(config, "zero_optimization").keys().isdisjoint(LIVE_NAMES),
+        # "auto" is a number that is filled in later: any step may be in the last fraction
+        total_steps=1 if total == "auto" else total if isinstance(total, int) else None,
+    )
+
+
+def _refuse_uncounted(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError where bytes would be others than the estimate's."""
+    found = [row.key for row in REFUSALS if row.applies({key: value for key, value in config.items() if key != "fp8"})]
+    optimizer = block_of(config, "optimizer")
+    if str(optimizer.get("type", "auto")).lower() not in ("adam", "adamw", "auto", "none"):
+        found.append(f"optimizer.type: {optimizer['type']}")
+    if block_of(optimizer, "params").get("amsgrad"):
+        found.append("optimizer.params.amsgrad: true")
+    if (autotp := number(block_of(config, "tensor_parallel").get("autotp_size"), 0)) > 1:
+        found.append(f"tensor_parallel.autotp_size: {autotp}")
+    if found:
+        raise UnsupportedError(
+            f"estimate: expected ZeRO and Adam or AdamW on bf16, all on the GPU, got {', '.join(found)}, which is not "
+            "counted. Leave it out of the configuration that is estimated."
+        )
 
 
 @dataclass(frozen=True)
@@ -84,37 +196,33 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
             what the model knows.
         UnsupportedError: the model is not one for Liger's loss.
     """
-    counted = _Counted.of(spec, run)
-    found = counted.footprint(run)
-    if not counted.detour:
+    model = _prepare(spec, run)
+    detour = _detour(model, run)
+    found = _footprint(model, run)
+    if not detour:
         return found
-    return replace(found, in_bf16=_Counted.of(spec, run, in_bf16=counted.detour).footprint(run))
+    model = _prepare(spec, run)
+    for name, layer in fp8_layers(model).items():
+        if name in detour:
+            layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
+    return replace(found, in_bf16=_footprint(model, run))
 
 
-def _prepare(spec: ModelSpec, run: Run) -> tuple[Any, list[Weight]]:
-    """The model as it is trained, on the meta device, and its weights in order."""
+def _prepare(spec: ModelSpec, run: Run) -> Any:
+    """The model as it is trained, on the meta device."""
     model: Any = spec.build()
-    if run.fp8 is None:
-        weights = [Weight(p.numel(), False, p.requires_grad) for p in model.parameters()]
-    else:
-        weights = weights_of(model, run.fp8.linear)
-        _convert(model, run.fp8)
+    if run.fp8 is not None:
+        plan = make_plan(model, run.fp8.linear, may_be_empty=run.fp8.optimizer.states == "fp8")
+        apply_plan(model, plan, run.fp8.linear, "cpu")
+        if run.fp8.activations.fused:
+            fuse_producers(model, run.fp8.activations)
     if run.checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise ConfigError(f"checkpointing: expected a model of transformers, got {spec.name}. Leave it out.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if run.setup.stage == 3:
         apply_zero_leaf_module_config(model, run.zero.leaf_module)  # DeepSpeed's log says which names there are none of
-    return model, weights
-
-
-def _convert(model: Any, fp8: Fp8Config) -> None:
-    """Put its linears into FP8."""
-    plan = make_plan(model, fp8.linear, may_be_empty=fp8.optimizer.states == "fp8")
-    if plan.num_converted:
-        apply_plan(model, plan, fp8.linear, "cpu")
-    if fp8.activations.fused:
-        fuse_producers(model, fp8.activations)
+    return model
 
 
 def _detour(model: Any, run: Run) -> tuple[str, ...]:
@@ -132,134 +240,97 @@ def _detour(model: Any, run: Run) -> tuple[str, ...]:
     return tuple(name for name in names if schedule.fixed.get(name, usual) == "bf16")
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """A model whose forward and backward have been counted.
+def _footprint(model: nn.Module, run: Run) -> Footprint:
+    """With the states that `run.setup` names. `model` is used up.
 
-    Attributes:
-        weights: its parameters, in order.
-        rehearsal: of a micro-batch.
-        live: weights that stage 3 has gathered at once.
-        num_embedding: elements of the trainable embeddings, and of the gradients of what they give.
-        num_graph: elements of the most weights whose gradients one compiled graph gives.
-        detour: as `_detour` has it.
+    Stages 1 and 2 allocate the buckets when the backward gives its first gradient, and the room for a rank's gradients,
+    all of it, when the first bucket is reduced: the loss's own peak meets neither. Stage 3 has both all the time.
+    Source: deepspeed/runtime/zero/stage_1_and_2.py `setup_buckets`, `copy_grads_in_partition` (0.19.8).
+
+    A compiled backward is bounded by eager's activations, and the gradients that one graph gives: in bf16 they are all
+    there at its end, those of the whole model in stages 1 and 2, of a layer with gradient release, of a leaf in stage
+    3. Inductor adds an embedding's up in float32.
     """
+    setup = run.setup
+    is_stage3 = setup.stage == 3
+    recipes = {layer.weight: layer.fp8_recipe for layer in fp8_layers(model).values()}
+    weights = [
+        Weight(p.numel(), p in recipes, p.requires_grad, in_bf16=p in recipes and not recipes[p].is_fp8)
+        for p in model.parameters()
+    ]
+    states = estimate_states(weights, setup)
+    parts, live = states.parts, _live_bytes(model, weights, run)
+    trainable = sum(weight.numel for weight in weights if weight.is_trainable)
+    tokens = run.micro_batch * run.seq_len
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad}
+    num_embedding = sum(p.numel() + tokens * p.shape[1] for p in embeddings)
+    num_graph = _num_graph(model, run)
+    one_rank = setup.num_ranks == 1 and not is_stage3 and setup.grad_bytes == BF16
+    is_direct = one_rank and run.fp8 is not None and setup.optimizer.states == "fp8" and not setup.releases
+    buffers = 0 if is_direct else states.buckets
+    late = 0 if is_stage3 else buffers
+    stays = is_direct or states.unreduced > 0  # gradients do, in the parameters
+    holds = is_stage3 or run.accumulation > 1  # the gradients that wait for the step, during the forward
+    resident = live + (states.at_step if holds else states.between_steps)
 
-    weights: list[Weight]
-    rehearsal: Rehearsal
-    live: Live
-    num_embedding: int
-    num_graph: int
-    detour: tuple[str, ...]
-
-    @classmethod
-    def of(cls, spec: ModelSpec, run: Run, in_bf16: Sequence[str] = ()) -> _Counted:
-        """Args: in_bf16: names of layers that compute in bf16."""
-        model, weights = _prepare(spec, run)
-        detour = _detour(model, run)
-        found = fp8_layers(model)
-        for name in in_bf16:
-            found[name].fp8_recipe = bf16_recipe(found[name].fp8_recipe)
-        ids = {id(found[name].weight) for name in in_bf16}
-        weights = [replace(w, in_bf16=id(p) in ids) for p, w in zip(model.parameters(), weights, strict=True)]
-        live = live_weights(model, run.zero.max_reuse_distance, run.holds_head, run.setup.persistence_threshold)
-        tokens = run.micro_batch * run.seq_len
-        embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        return cls(
-            weights,
-            rehearse(model, lambda model: _loss(model, run)),
-            live,
-            sum(p.numel() + tokens * p.shape[1] for p in embeddings.values() if p.requires_grad),
-            _num_graph(model, run),
-            detour,
-        )
-
-    def footprint(self, run: Run) -> Footprint:
-        """With the states that `run.setup` names.
-
-        Stages 1 and 2 allocate the buckets when the backward gives its first gradient, and the room for a rank's
-        gradients, all of it, when the first bucket is reduced: the loss's own peak meets neither.
-        Source: deepspeed/runtime/zero/stage_1_and_2.py `setup_buckets`, `copy_grads_in_partition` (0.19.8).
-        """
-        setup = run.setup
-        states = estimate_states(self.weights, setup)
-        parts = states.parts
-        gathered = parts.gathered + self._live_bytes(run)
-        trainable = sum(weight.numel for weight in self.weights if weight.is_trainable)
-        is_direct = _is_direct(run)
-        buffers = 0 if is_direct else states.buckets
-        resident = parts.weights + parts.master + parts.moments + parts.moment_scales + gathered
-        if setup.stage == 3:
-            resident += parts.gradients + buffers
-        elif run.accumulation > 1 and not setup.releases:
-            resident += parts.gradients
-        stays = is_direct or states.unreduced > 0  # gradients do, in the parameters
-        late = 0 if setup.stage == 3 else buffers
-
-        def gradients(num_elements: int) -> float:
-            """Of complete gradients in stages 1 and 2, with the buckets; stage 3 has room for them all the time."""
-            if setup.stage == 3 or num_elements == 0:
-                return 0.0
-            if setup.releases or run.accumulation > 1:
-                return late
-            if stays:
-                return late + setup.grad_bytes * num_elements
-            is_reduced = num_elements > setup.reduce_bucket_size or num_elements == trainable
-            return late + parts.gradients * is_reduced
-
-        in_backward = resident + self.rehearsal.peak(gradients)
-        held = 0 if setup.stage == 3 or run.accumulation > 1 else parts.gradients
-        step_extra = 0 if setup.optimizer.states == "fp8" else _dense_step(trainable, run)
-        in_step = resident - (gathered - parts.gathered) + held + step_extra
-        after_graph = gradients(trainable) + (0 if stays else BF16 * trainable)
-        return Footprint(
-            weights=parts.weights,
-            masters=parts.master,
-            moments=parts.moments + parts.moment_scales,
-            gathered=gathered,
-            gradients=parts.gradients,
-            activations=self.rehearsal.kept,
-            temporaries=self.rehearsal.peak(lambda _: 0) - self.rehearsal.kept,
-            buffers=buffers,
-            in_backward=in_backward,
-            in_step=in_step,
-            compiled=max(in_backward, in_step, resident + self._in_graphs(run, trainable, late, round(after_graph))),
-            num_parameters=sum(weight.numel for weight in self.weights),
-        )
-
-    def _in_graphs(self, run: Run, trainable: int, late: int, after_graph: int) -> int:
-        """Most bytes in a compiled backward whose activations are eager's, beside what is resident.
-
-        The gradients that one graph gives, in bf16, are all there at its end: those of the whole model in stages 1 and
-        2, of a layer with gradient release, of a leaf in stage 3. Inductor adds an embedding's up in float32.
-        """
-        is_whole = run.setup.stage < 3 and not run.setup.releases
-        in_float = 0 if run.setup.releases else FP32 * self.num_embedding
-
-        def gradients(num_elements: int) -> int:
-            of_graph = BF16 * num_elements if is_whole else late + BF16 * self.num_graph
-            return of_graph + (in_float if num_elements >= trainable - self.num_embedding else 0)
-
-        return max(self.rehearsal.peak(gradients), after_graph if is_whole else 0)
-
-    def _live_bytes(self, run: Run) -> int:
-        """Bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones.
-
-        As many elements as the bound on live weights lets it prefetch and keep, and what is held whatever the bound.
-        """
-        if run.setup.stage < 3 or run.setup.num_ranks == 1:
+    def gradients(num_elements: int) -> int:
+        """Bytes of so many complete gradients, and the buckets, beside what is resident."""
+        if is_stage3 or num_elements == 0:
             return 0
-        cut = [weight for weight in self.weights if weight.numel >= run.setup.persistence_threshold]
-        numel = sum(weight.numel for weight in cut)
-        num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else BF16) for w in cut)
-        needed, bound = self.live, run.zero.max_live_parameters
-        if needed.leaves and run.fp8 is not None and not run.names_live:
-            bound = max(bound, needed.total)
-        held = needed.held if run.holds_head else 0
-        others = max(min(bound, numel) - held, needed.largest)
-        if held and needed.leaves:
-            others = min(others, needed.leaves)
-        return BF16 * held + round((num_bytes - BF16 * held) * others / max(numel - held, 1))
+        if setup.releases or holds:
+            return late
+        if stays:
+            return late + setup.grad_bytes * num_elements
+        is_reduced = num_elements > setup.reduce_bucket_size or num_elements == trainable
+        return late + parts.gradients * is_reduced
+
+    is_whole = not is_stage3 and not setup.releases
+
+    def in_graphs(num_elements: int) -> int:
+        """The same in compiled graphs."""
+        of_graph = BF16 * num_elements if is_whole else late + BF16 * num_graph
+        in_float = 0 if setup.releases or num_elements < trainable - num_embedding else FP32 * num_embedding
+        return of_graph + in_float
+
+    rehearsal = rehearse(model, lambda model: _loss(model, run))
+    in_backward = resident + rehearsal.peak(gradients)
+    in_step = states.at_step + (0 if setup.optimizer.states == "fp8" else _dense_step(trainable, run))
+    after_graph = gradients(trainable) + (0 if stays else BF16 * trainable) if is_whole else 0
+    return Footprint(
+        weights=parts.weights,
+        masters=parts.master,
+        moments=parts.moments + parts.moment_scales,
+        gathered=parts.gathered + live,
+        gradients=parts.gradients,
+        activations=rehearsal.kept,
+        temporaries=rehearsal.peak(lambda _: 0) - rehearsal.kept,
+        buffers=buffers,
+        in_backward=in_backward,
+        in_step=in_step,
+        compiled=max(in_backward, in_step, resident + rehearsal.peak(in_graphs), resident + after_graph),
+        num_parameters=sum(weight.numel for weight in weights),
+    )
+
+
+def _live_bytes(model: nn.Module, weights: list[Weight], run: Run) -> int:
+    """Bytes of weights that stage 3 has gathered at once, beside its shards and persistent ones.
+
+    As many elements as the bound on live weights lets it prefetch and keep, and what is held whatever the bound.
+    """
+    setup, bound = run.setup, run.zero.max_live_parameters
+    if setup.stage < 3 or setup.num_ranks == 1:
+        return 0
+    cut = [weight for weight in weights if weight.numel >= setup.persistence_threshold]
+    numel = sum(weight.numel for weight in cut)
+    num_bytes = sum(w.numel * (1 if w.is_fp8 and not w.in_bf16 else BF16) for w in cut)
+    needed = live_weights(model, run.zero.max_reuse_distance, run.holds_head, setup.persistence_threshold)
+    if needed.leaves and run.fp8 is not None and not run.names_live:
+        bound = max(bound, needed.total)
+    held = needed.held if run.holds_head else 0
+    others = max(min(bound, numel) - held, needed.largest)
+    if held and needed.leaves:
+        others = min(others, needed.leaves)
+    return BF16 * held + round((num_bytes - BF16 * held) * others / max(numel - held, 1))
 
 
 def _num_graph(model: nn.Module, run: Run) -> int:
@@ -270,13 +341,6 @@ def _num_graph(model: nn.Module, run: Run) -> int:
         containers = (module for module in model.modules() if isinstance(module, _CONTAINERS))
         parts = [child for module in containers for child in module.children()] or [model]
     return max((sum(p.numel() for p in part.parameters() if p.requires_grad) for part in parts), default=0)
-
-
-def _is_direct(run: Run) -> bool:
-    """Whether gradients stay in the parameters, without buckets: FP8 states of stages 1 and 2 on one rank."""
-    setup = run.setup
-    one_rank = setup.num_ranks == 1 and setup.stage < 3 and setup.grad_bytes == BF16
-    return one_rank and run.fp8 is not None and setup.optimizer.states == "fp8" and not setup.releases
 
 
 def _dense_step(trainable: int, run: Run) -> int:
@@ -291,23 +355,17 @@ def _dense_step(trainable: int, run: Run) -> int:
     return FP32 * min(share, run.zero.sub_group_size)
 
 
-# --- the loss ---
-
-
 def _loss(model: Any, run: Run) -> Tensor:
     """The loss of a micro-batch of zeros; Liger's where the run has that."""
-    tokens = zeros_for(model, run.micro_batch, run.seq_len)
     if run.fp8 is None or not run.holds_head:
-        return loss_on(model, tokens)
+        return loss_of(model, run.micro_batch, run.seq_len)
     body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
     head: Any = getattr(model, "lm_head", None)
-    if not isinstance(body, nn.Module) or type(head) is not nn.Linear or head.bias is not None:
-        raise UnsupportedError(
-            'fp8.activations.cross_entropy: expected "stock" with a model that is no causal LM of transformers with an '
-            f'`lm_head` in bf16 without bias, got "liger" and {type(model).__name__}. Set it to "stock", or put '
-            '"lm_head" into fp8.linear.filter_fqns, where it is by default.'
-        )
-    x_TK = body(input_ids=tokens)[0].flatten(0, -2)
+    if not isinstance(body, nn.Module):
+        raise UNKNOWN_MODEL.error(type(model).__name__)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise (FP8_HEAD if isinstance(head, Fp8Linear) else OTHER_HEAD).error(str(head))
+    x_TK = body(input_ids=torch.zeros(run.micro_batch, run.seq_len, dtype=torch.long))[0].flatten(0, -2)
     times = chunk_mem_const_of(model, run.fp8.activations.cross_entropy_chunk_mem_const)
     rows = -(-len(x_TK) // most_chunks(head.in_features, head.out_features, times))
     loss: Tensor = _LigerLoss.apply(x_TK, head.weight, min(1 << (rows - 1).bit_length(), len(x_TK)))

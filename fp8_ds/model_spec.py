@@ -334,22 +334,13 @@ def loss_of(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
             [batch, length + 1] and returns the loss.
         micro_batch: sequences.
         seq_len: tokens of a sequence.
-    """
-    return loss_on(model, zeros_for(model, micro_batch, seq_len))
-
-
-def zeros_for(model: nn.Module, micro_batch: int, seq_len: int) -> Tensor:
-    """Tokens of a micro-batch as `loss_on` takes them."""
-    return torch.zeros(micro_batch, seq_len if hasattr(model, "config") else seq_len + 1, dtype=torch.long)
-
-
-def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss of a model as `loss_of` takes it.
 
     Raises:
         ConfigError: its forward returns something else.
     """
-    if hasattr(model, "config"):
+    has_config = hasattr(model, "config")
+    tokens = torch.zeros(micro_batch, seq_len if has_config else seq_len + 1, dtype=torch.long)
+    if has_config:
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
     found = model(tokens)

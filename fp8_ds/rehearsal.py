@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.scaling.granularity import OF_RECIPE
@@ -39,13 +40,13 @@ class Rehearsal:
     kept: int
     moments: Mapping[int, int]
 
-    def peak(self, gradient_bytes: Callable[[int], float]) -> int:
+    def peak(self, gradient_bytes: Callable[[int], int]) -> int:
         """Most bytes at any moment, without weights and states.
 
         Args:
             gradient_bytes: bytes that complete gradients of so many elements take by then.
         """
-        return max(num_bytes + round(gradient_bytes(number)) for number, num_bytes in self.moments.items())
+        return max(num_bytes + gradient_bytes(number) for number, num_bytes in self.moments.items())
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -59,8 +60,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode, not_counted: list[Tensor]) -> None:
         super().__init__()
         self._mode = mode
-        self._weights = {id(storage): storage for storage in (weight.untyped_storage() for weight in not_counted)}
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._known = WeakIdKeyDictionary({tensor.untyped_storage(): None for tensor in not_counted})
         self.live = 0
         self.num_gradients = 0
         self.peaks: dict[int, int] = {0: 0}
@@ -69,23 +69,13 @@ class _LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode:
-                self._watch(leaf)
+                with torch._C.DisableTorchFunctionSubclass():
+                    storage = leaf.untyped_storage()
+                if storage not in self._known:
+                    self._known[storage] = None
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())
         return result
-
-    def _watch(self, tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            storage = tensor.untyped_storage()
-        key, num_bytes = id(storage), storage.nbytes()
-        known = self._watched.get(key)
-        if key in self._weights or (known is not None and known() is storage):
-            return
-        self._watched[key] = weakref.ref(storage, lambda ref: self._freed(key, ref, num_bytes))
-        self._add(num_bytes)
-
-    def _freed(self, key: int, ref: weakref.ref[Any], num_bytes: int) -> None:
-        if self._watched.get(key) is ref:
-            del self._watched[key]
-        self._add(-num_bytes)
 
     def _add(self, num_bytes: int) -> None:
         self.live += num_bytes

@@ -26,8 +26,7 @@ from fp8_ds.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from fp8_ds.counted_run import Run
-    from fp8_ds.footprint import Footprint
+    from fp8_ds.footprint import Footprint, Run
 
 _PARTS = {
     "weights": "weights",
@@ -78,7 +77,7 @@ def estimate(
 
         if memory is not None and not math.isfinite(memory * 2**30):
             raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
-        from fp8_ds import counted_run, footprint
+        from fp8_ds import footprint
         from fp8_ds.engine.host_config import filled_in
         from fp8_ds.model_spec import read_spec, sequence_length
 
@@ -87,7 +86,7 @@ def estimate(
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
         module = spec.build()
-        run = counted_run.read_run(given, world, micro_batch, sequence_length(module, seq), checkpointing)
+        run = footprint.read_run(given, world, micro_batch, sequence_length(module, seq), checkpointing)
         if run.fp8 is not None:
             refuse_attention(module, run.fp8.attention)
         found = footprint.estimate(spec, run)

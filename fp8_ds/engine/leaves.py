@@ -10,7 +10,7 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch.nn import Module
 
 _BOUND = "stage3_max_live_parameters"
-_NAMES = (_BOUND, "max_live_parameters")
+LIVE_NAMES = (_BOUND, "max_live_parameters")
 """That DeepSpeed takes for it."""
 
 
@@ -139,7 +139,7 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
 
 
 def _names_bound(engine: Any) -> bool:
-    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(_NAMES)
+    return not engine._config._param_dict.get("zero_optimization", {}).keys().isdisjoint(LIVE_NAMES)
 
 
 def _room(engine: Any) -> int:

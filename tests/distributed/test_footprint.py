@@ -10,8 +10,7 @@ import torch
 import training
 from rank_memory import RankMemory
 
-from fp8_ds.counted_run import read_run
-from fp8_ds.footprint import Footprint, estimate
+from fp8_ds.footprint import Footprint, estimate, read_run
 from fp8_ds.model_spec import ModelSpec, loss_of
 
 pytestmark = pytest.mark.distributed
