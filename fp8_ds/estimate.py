@@ -36,14 +36,12 @@ class Weight:
         numel: elements.
         is_fp8: whether it is the weight of an FP8 linear.
         is_trainable: whether it has a master and moments.
-        group: its parameter group.
         in_bf16: whether the FP8 linear computes in bf16 for now: bf16 of the masters beside the FP8 bytes.
     """
 
     numel: int
     is_fp8: bool
     is_trainable: bool = True
-    group: int = 0
     in_bf16: bool = False
 
 
@@ -197,10 +195,7 @@ def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = 
 
 
 def weights_of(module: nn.Module, linear: LinearConfig | None = None) -> list[Weight]:
-    """The parameters of `module` as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`.
-
-    All trainable ones are in one parameter group.
-    """
+    """The parameters of `module` as `fp8_ds` would treat them: real, on the meta device, or under `zero.Init`."""
     from fp8_ds.nn.convert import make_plan
 
     plan = make_plan(module, linear or LinearConfig(), may_be_empty=True)
@@ -215,22 +210,19 @@ _Kinds = dict[bool, Parts]
 
 
 def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
-    """Flat groups cut into equal partitions, all weights on every rank."""
+    """One flat parameter group cut into equal partitions, all weights on every rank."""
     common: _Kinds = {True: Parts(), False: Parts()}
-    groups = []
-    for number in sorted({weight.group for weight in weights if weight.is_trainable}):
-        group = [weight for weight in weights if weight.is_trainable and weight.group == number]
-        starts = [0, *accumulate(weight.numel for weight in group)]
-        alignment = _RANK_ALIGNMENT * setup.num_ranks
-        partition = -(-starts[-1] // alignment) * alignment // setup.num_ranks
-        for is_fp8 in (True, False):
-            chosen = [(w, start) for w, start in zip(group, starts, strict=False) if w.is_fp8 == is_fp8]
-            sizes = [w.numel for w, _ in chosen]
-            layout = compact_layout(
-                [start for _, start in chosen], sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8]
-            )
-            common[is_fp8].weights += layout.numel * (1 if is_fp8 else BF16)
-            groups.append(([w for w, _ in chosen], layout.fragments, partition if is_fp8 else 0))
+    trainable = [weight for weight in weights if weight.is_trainable]
+    starts = [0, *accumulate(weight.numel for weight in trainable)]
+    alignment = _RANK_ALIGNMENT * setup.num_ranks
+    partition = -(-starts[-1] // alignment) * alignment // setup.num_ranks
+    cut = []
+    for is_fp8 in (True, False):
+        chosen = [(w, start) for w, start in zip(trainable, starts, strict=False) if w.is_fp8 == is_fp8]
+        starts_and_sizes = [start for _, start in chosen], [w.numel for w, _ in chosen]
+        layout = compact_layout(*starts_and_sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8])
+        common[is_fp8].weights += layout.numel * (1 if is_fp8 else BF16)
+        cut.append(([w for w, _ in chosen], layout.fragments))
     for weight in weights:
         if not weight.is_trainable:
             common[weight.is_fp8].weights += weight.numel * (1 if weight.is_fp8 else BF16)
@@ -238,9 +230,8 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
             common[True].weights += BF16 * weight.numel
     for rank in range(setup.num_ranks):
         kinds = {is_fp8: replace(parts) for is_fp8, parts in common.items()}
-        padding = 0
-        for chosen_weights, fragments, partition in groups:
-            padding += partition
+        padding = partition
+        for chosen_weights, fragments in cut:
             for fragment in fragments[rank]:
                 weight, numel = chosen_weights[fragment.index], fragment.numel
                 padding -= numel

@@ -74,13 +74,6 @@ def test_a_weight_that_a_partition_cuts_has_its_groups_on_both_ranks_and_its_gra
     assert fp32.fp8.gradients == 400  # of its 100 elements alone
 
 
-def test_groups_are_flattened_apart() -> None:
-    together = estimate_states([Weight(9, True), Weight(9, False)], Setup(2, 2), 1)
-    apart = estimate_states([Weight(9, True), Weight(9, False, group=1)], Setup(2, 2), 1)
-    assert (together.fp8.master, together.other.master) == (0, 40)
-    assert (apart.fp8.master, apart.other.master) == (12, 36)  # 3 elements of each, and twice 3 of padding
-
-
 def test_stage_3_cuts_every_weight_and_some_ranks_hold_padding_only() -> None:
     found = [estimate_states([Weight(5, True)], setup(3, 4), rank).fp8 for rank in range(4)]
     held = Parts(weights=16, master=128, moments=256, moment_scales=8, gradients=4, gathered=5)
