@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +58,7 @@ def estimate(
         bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
     ] = False,
     memory: Annotated[
-        float | None, typer.Option("--memory", min=0.0, help="GiB that a GPU has, such as 139 of an H200.")
+        float | None, typer.Option("--memory", min=0, max=100_000, help="GiB that a GPU has, such as 139 of an H200.")
     ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
@@ -73,10 +72,6 @@ def estimate(
     4 an error in its forward, or a defect.
     """
     with failures(as_json):
-        from fp8_ds.errors import ConfigError
-
-        if memory is not None and not math.isfinite(memory * 2**30):
-            raise ConfigError(f"--memory: expected the GiB of a GPU, got {memory:g}. Name a number such as 139.")
         from fp8_ds import footprint
         from fp8_ds.engine.host_config import filled_in
         from fp8_ds.model_spec import read_spec, sequence_length
@@ -92,21 +87,21 @@ def estimate(
         found = footprint.estimate(spec, run)
     fits = memory is None or found.peak <= memory * 2**30
     if as_json:
-        result = {
-            "model": model,
-            "parameters": found.num_parameters,
-            "stage": run.setup.stage,
-            "world": run.setup.num_ranks,
-            "micro_batch": run.micro_batch,
-            "seq": run.seq_len,
-            "fp8": run.fp8 is not None,
-            **_numbers(found),
-            "peak": found.peak,
-            "peak_compiled_at_most": found.peak_compiled,
-            "memory": None if memory is None else int(memory * 2**30),
-            "fits": None if memory is None else fits,
-        }
-        show(result)
+        show(
+            {
+                "model": model,
+                "parameters": found.num_parameters,
+                "stage": run.setup.stage,
+                "world": run.setup.num_ranks,
+                "micro_batch": run.micro_batch,
+                "seq": run.seq_len,
+                "fp8": run.fp8 is not None,
+                **_numbers(found),
+                "peak": found.peak,
+                "peak_compiled_at_most": found.peak_compiled,
+                "fits": None if memory is None else fits,
+            }
+        )
     else:
         _print(model, found, run, memory)
     if not fits:
@@ -123,17 +118,16 @@ def _numbers(found: Footprint) -> dict[str, Any]:
 
 
 def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    setup = run.setup
-    states = f"{setup.optimizer.states} states, {setup.optimizer.master_format} masters" if run.fp8 else "stock bf16"
-    ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks"
+    optimizer, num_ranks = run.setup.optimizer, run.setup.num_ranks
+    states = f"{optimizer.states} states, {optimizer.master_format} masters" if run.fp8 else "stock bf16"
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     # Of the smaller peak: DeepSpeed's buckets are 1 GB by default, beside which a small model would be rows of 0.00.
     unit, size = fitting_unit(BINARY, min(found.in_backward, found.in_step))
     shown = {unit: found} if found.in_bf16 is None else {unit: found, "layers in bf16": found.in_bf16}
-    table = Table("part", *shown, title=f"{model}, stage {setup.stage}, {ranks}, {states}")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = (Column(name, justify="right") for name in shown)
+    table = Table("part", *columns, title=f"{model}, stage {run.setup.stage}, {ranks}, {states}")
     for name, text in {**_PARTS, **_PEAKS}.items():
         numbers = (f"{getattr(each, name) / size:.2f}" for each in shown.values())
         table.add_row(text, *numbers, end_section=name == "buffers")
@@ -146,7 +140,5 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
-        limit = in_gib(memory * 2**30)
-        also = "" if limit.endswith("GiB") else f" ({limit})"
         compiled = "" if found.peak_compiled == found.peak else f" Compiled: at most {in_gib(found.peak_compiled)}."
-        out.print(f"{in_gib(found.peak)}: {verdict} {memory:g} GiB{also}.{compiled}")
+        out.print(f"{in_gib(found.peak)}: {verdict} {memory:g} GiB.{compiled}")
