@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fp8_ds import diagnosis
 from fp8_ds.config import Fp8Config
@@ -14,9 +15,6 @@ from fp8_ds.device import uses_cuda
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine.host_config import filled_in, parsed
 from fp8_ds.errors import ConfigError, Fp8DsError
-
-if TYPE_CHECKING:
-    import torch
 
 _NEEDED = ("torch", "deepspeed", "seams", "triton")
 """Checks that every run needs. Whether it has the GPU that it needs depends on its recipe."""
@@ -56,11 +54,9 @@ def judge(
         world: ranks of the run; None: as many as its batch sizes fit.
 
     Raises:
-        ConfigError: the script is no Python.
-        OSError: it cannot be read.
+        OSError: the script cannot be read.
     """
     from fp8_ds.engine.initialize import other_blocks, refuse_misplaced_block
-    from fp8_ds.engine.refusals import refusals_of
 
     if missing := [check for check in found if check.status == "missing" and check.name in _NEEDED]:
         reasons = tuple(f"{check.name}: {check.found}." for check in missing)
@@ -75,38 +71,63 @@ def judge(
         return Verdict("no", (f"It is refused at start: {error}",))
     if not fp8.enabled:
         return Verdict("no", ('"fp8.enabled" is false: it trains in bf16.',), ('Set "fp8.enabled" to true.',))
-    given, config = config, filled_in(config)
-    refused = _refused_by_deepspeed(config, world)
-    rows = refusals_of(config)
-    reasons = (*refused, *(f"It is refused at start: {row.key}: {row.reason}." for row in rows))
-    if not reasons:
-        try:
-            refuse_here(fp8, config)
-            reasons = _never_fp8(fp8, config)
-        except Fp8DsError as error:
-            reasons = (f"It is refused at start: {error}",)
-    if reasons:
-        return Verdict("no", reasons, tuple(row.remedy for row in rows))
-    on, why, remedies = _loaded(script)
+    if refused := _refused(fp8, filled_in(config), world):
+        return refused
     notes = ["fp8_ds and DeepSpeed's own parser accept the configuration."]
-    if '"auto"' in str(given).replace("'", '"'):
-        notes.append('"auto" is filled in by Trainer and Accelerate; DeepSpeed alone takes it for a default, or fails.')
-    if config is not given:
-        notes.append('bf16.enabled is "auto": DeepSpeed alone takes it for false.')
-        remedies = ("Start Trainer with `--bf16 true`, Accelerate with mixed precision bf16.", *remedies)
+    if '"auto"' in json.dumps(config):
+        notes.append(
+            '"auto" is filled in by Trainer (bf16 by `--bf16 true`) and Accelerate (by mixed precision bf16). DeepSpeed'
+            " alone fails, or takes it for a default: bf16.enabled is false then."
+        )
     if not uses_cuda():
         notes.append("No GPU here: the numbers would be those of FP8, computed slowly.")
-    return Verdict(on, (*notes, why), remedies)
+    if diagnosis.autoload_check().status == "ok":
+        return Verdict("yes", (*notes, "autoload is on in this environment."))
+    if script is not None and _IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
+        why = f"{script} imports fp8_ds, by its text; let it be before deepspeed.initialize()."
+        return Verdict("yes", (*notes, why))
+    detail = "" if script is None else f", and no import of fp8_ds was found in {script}"
+    why = f"Nothing is sure to load fp8_ds: autoload is off{detail}. "
+    why += "DeepSpeed alone ignores the block and trains in bf16 without a word."
+    return Verdict("if" if script is None else "no", (*notes, why), (_LOAD,))
 
 
-def _refused_by_deepspeed(config: Mapping[str, Any], world: int | None) -> tuple[str, ...]:
-    """Why DeepSpeed stops at the configuration; nothing where it does not."""
+def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Verdict | None:
+    """The verdict on a run that does not start here, or has no step in FP8, as far as that shows without its model.
+
+    Args:
+        fp8: the "fp8" block of `config`.
+        config: DeepSpeed's.
+        world: ranks of the run.
+
+    Returns:
+        None: nothing is wrong.
+    """
+    import torch
+
+    from fp8_ds.engine.refusals import refusals_of
+    from fp8_ds.engine.refusals_device import capabilities, refuse_device
+    from fp8_ds.engine.startup import refuse_start, total_steps
+    from fp8_ds.schedule import never_fp8
+
+    rows = refusals_of(config)
+    reasons = [f"It is refused at start: {row.key}: {row.reason}." for row in rows]
     try:
-        read = parsed(config, world)
-        _make_optimizer_and_scheduler(read)
+        _make_optimizer_and_scheduler(parsed(config, world))
     except ConfigError as error:
-        return (f"DeepSpeed refuses it at start: {error}",)
-    return ()
+        reasons.insert(0, f"DeepSpeed refuses it at start: {error}")
+    if reasons:
+        return Verdict("no", tuple(reasons), tuple(row.remedy for row in rows))
+    device = torch.device("cuda", 0) if uses_cuda() else torch.device("cpu")
+    try:
+        refuse_start(fp8, config, device, rank=0)
+        refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
+    except Fp8DsError as error:
+        return Verdict("no", (f"It is refused at start: {error}",))
+    if never_fp8(fp8.schedule, total_steps(config)) and "fp8" not in fp8.schedule.layers.values():
+        reason = "fp8.schedule puts every layer into bf16 in every step: what bf16_until_step leaves is in "
+        return Verdict("no", (f"{reason}bf16_last_fraction. Lower one of them, or correct total_steps.",))
+    return None
 
 
 def _make_optimizer_and_scheduler(read: Any) -> None:
@@ -124,13 +145,12 @@ def _make_optimizer_and_scheduler(read: Any) -> None:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     kind = read.optimizer_name
-    if kind is not None:
-        if kind not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
-            raise ConfigError(f'optimizer.type: expected one of DeepSpeed\'s or of torch.optim, got "{kind}".')
-        if kind not in _WITH_ZERO and not read.zero_allow_untested_optimizer:
+    if kind is not None and kind not in _WITH_ZERO:
+        is_known = kind in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind)
+        if not (is_known and read.zero_allow_untested_optimizer):
             raise ConfigError(
-                f'optimizer.type: expected one that DeepSpeed has tested with ZeRO, got "{kind}". Use "AdamW", or set '
-                '"zero_allow_untested_optimizer": true.'
+                f'optimizer.type: expected one that DeepSpeed has tested with ZeRO, got "{kind}". Use "AdamW"; for '
+                'another of DeepSpeed\'s or of torch.optim set "zero_allow_untested_optimizer": true.'
             )
     adam = {} if kind not in ("adam", "adamw") else read.optimizer_params or {}
     numbers = {key: adam[key] for key in ("lr", "betas", "eps", "weight_decay") if adam.get(key, "auto") != "auto"}
@@ -146,62 +166,3 @@ def _make_optimizer_and_scheduler(read: Any) -> None:
         raise ConfigError(
             f"{what}: expected what it can be made with, got {value}. It says: {type(error).__name__}: {error}."
         ) from error
-
-
-def _never_fp8(fp8: Fp8Config, config: Mapping[str, Any]) -> tuple[str, ...]:
-    from fp8_ds.engine.startup import total_steps
-    from fp8_ds.schedule import never_fp8
-
-    if not never_fp8(fp8.schedule, total_steps(config)) or "fp8" in fp8.schedule.layers.values():
-        return ()
-    return (
-        "fp8.schedule puts every layer into bf16 in every step: what bf16_until_step leaves is in bf16_last_fraction. "
-        "Lower one of them, or correct total_steps.",
-    )
-
-
-def refuse_here(fp8: Fp8Config, config: Mapping[str, Any]) -> None:
-    """Nothing happens if a run can start on this machine, as rank 0 says it, as far as that needs no model.
-
-    Args:
-        fp8: the "fp8" block of `config`.
-        config: DeepSpeed's.
-
-    Raises:
-        ConfigError: a key has nothing to take effect on.
-        UnsupportedError: FP8 ZeRO does not support the configuration, or what it names cannot be had here.
-    """
-    from fp8_ds.engine.refusals_device import capabilities, refuse_device
-    from fp8_ds.engine.startup import refuse_start
-
-    device = _this_device()
-    refuse_start(fp8, config, device, rank=0)
-    refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
-
-
-def _this_device() -> torch.device:
-    """The first GPU, or the CPU where DeepSpeed has none."""
-    import torch
-
-    return torch.device("cuda", 0) if uses_cuda() else torch.device("cpu")
-
-
-def _loaded(script: Path | None) -> tuple[Literal["yes", "no", "if"], str, tuple[str, ...]]:
-    """Whether something loads fp8_ds, as far as can be seen from here; what; what would."""
-    if diagnosis.autoload_check().status == "ok":
-        return "yes", "autoload is on in this environment.", ()
-    if script is not None and _imports(script):
-        return "yes", f"{script} imports fp8_ds, by its text; let it be before deepspeed.initialize().", ()
-    detail = "" if script is None else f", and no import of fp8_ds was found in {script}"
-    why = f"Nothing is sure to load fp8_ds: autoload is off{detail}. "
-    why += "DeepSpeed alone ignores the block and trains in bf16 without a word."
-    return "if" if script is None else "no", why, (_LOAD,)
-
-
-def _imports(script: Path) -> bool:
-    source = script.read_bytes()
-    try:
-        compile(source, str(script), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"--script: expected Python, got {error} in {script}. Name the training script.") from error
-    return _IMPORT.search(source.decode("utf-8", errors="replace")) is not None

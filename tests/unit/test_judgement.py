@@ -11,7 +11,7 @@ import torch
 from fp8_ds import diagnosis
 from fp8_ds.diagnosis import Check
 from fp8_ds.engine import initialize as starting
-from fp8_ds.errors import ConfigError, Fp8DsError
+from fp8_ds.errors import Fp8DsError
 from fp8_ds.judgement import judge
 
 if torch.cuda.is_available():
@@ -167,13 +167,6 @@ def test_an_import_is_searched_in_the_text_and_none_is_said(tmp_path: Path, sour
     assert any(f"no import of fp8_ds was found in {path}" in reason for reason in verdict.reasons) == (on == "no")
 
 
-@pytest.mark.parametrize("source", ["import fp8_ds x\n", "import fp8_ds\nx = " + "+".join(["1"] * 20000)])
-def test_a_script_that_python_cannot_read_is_refused(tmp_path: Path, source: str) -> None:
-    (tmp_path / "train.py").write_text(source)
-    with pytest.raises(ConfigError, match="--script: expected Python"):
-        judge({**STOCK, "fp8": {"enabled": True}}, tmp_path / "train.py")
-
-
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [
@@ -202,11 +195,8 @@ def test_without_a_batch_size_it_is_off_for_deepspeed_does_not_start(
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9]}}}, "optimizer.params: expected what"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params: expected what"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer: expected what DeepSpeed reads"),
-        (
-            {"optimizer": {"type": "AdamWW"}},
-            'expected one of DeepSpeed\'s or of torch.optim, got "AdamWW"',
-        ),
-        ({"optimizer": {"type": "SGD"}}, 'got "SGD". Use "AdamW", or set "zero_allow_untested_optimizer": true.'),
+        ({"optimizer": {"type": "AdamWW"}, "zero_allow_untested_optimizer": True}, 'tested with ZeRO, got "AdamWW"'),
+        ({"optimizer": {"type": "SGD"}}, 'expected one that DeepSpeed has tested with ZeRO, got "SGD". Use "AdamW"; '),
         ({"scheduler": {"type": "WarmupCosine", "params": {}}}, "scheduler WarmupCosine: expected what"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler OneCycle: expected what"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "scheduler WarmupLR: expected what"),
@@ -227,8 +217,7 @@ def test_bf16_that_trainer_fills_in_is_on_and_said(script: Path) -> None:
     config = {**STOCK, "fp8": {"enabled": True}}
     assert not any("auto" in reason for reason in judge(config, script).reasons)
     verdict = judge({**config, "bf16": {"enabled": "auto"}}, script)
-    assert verdict.on == "yes" and any('bf16.enabled is "auto"' in reason for reason in verdict.reasons)
-    assert any("--bf16 true" in remedy for remedy in verdict.remedies)
+    assert verdict.on == "yes" and any("bf16 by `--bf16 true`" in reason for reason in verdict.reasons)
     assert judge({**config, "bf16": {"enabled": False}}, script).on == "no"
 
 

@@ -42,7 +42,6 @@ FILES: dict[str, str | bytes] = {
     "parses_a8.py": "import argparse\nargparse.ArgumentParser().parse_args(['--steps'])\n",
     "lacks_a8.py": "import no_such_module_a8\n",
     "syntax.py": "import fp8_ds x\n",
-    "binary.py": b"\xff\xfe\x00",
     "good.csv": "step,loss\n1,2.0\n2,1.0\n",
     "copy.csv": "step,loss\n1,2.0\n2,1.0\n",
     "word.csv": "step,loss\n1,abc\n2,3\n",
@@ -65,7 +64,6 @@ FILES: dict[str, str | bytes] = {
 PATHS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 PLAN = ("plan", "llama-8b", "--config", "ds.json")
 ESTIMATE = ("estimate", "--config", "ds.json", "--seq", 8)
-DOCTOR = ("doctor", "--no-probe", "--config", "ds.json", "--script")
 COMPARE = ("compare", "good.csv", "copy.csv")
 
 
@@ -81,8 +79,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((*DOCTOR, "syntax.py"), 2, "--script: expected Python"),
-        ((*DOCTOR, "binary.py"), 2, "--script: expected Python"),
         ((*PLAN, "--set", "num_hidden_layers=abc"), 2, "expected the configuration of a causal language model"),
         ((*PLAN, "--set", "num_hidden_layer=1"), 2, "got 'num_hidden_layer'. Did you mean num_hidden_layers?"),
         ((*PLAN, "--set", "xyzzy=1"), 2, "got 'xyzzy'. Its class in transformers has no such key."),
