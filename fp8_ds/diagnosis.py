@@ -30,7 +30,6 @@ TESTED_TORCH = ("2.11", "2.13", "2.14")
 _TORCH_OF_CI = "2.13"
 _INSTALL_TORCH = f"pip install 'torch=={_TORCH_OF_CI}.*'"
 _INSTALL_CUDA = f"pip install --force-reinstall 'torch=={_TORCH_OF_CI}.*' (the wheel for Linux is a CUDA build)"
-_MEGATRON = "megatron-core==0.16.1"
 _CLONE = "MEGATRON_LM_PATH"
 _SURVEY_SECONDS = 120
 _PROBE_SIZE = {"cuda": 4096, "cpu": 128}
@@ -165,8 +164,6 @@ def _seams(name: str, host: str, differing: str, num_symbols: int, remedy: str) 
 
 def _builds() -> Iterator[Check]:
     """What DeepSpeed builds its own kernels with, and locks of builds that were killed."""
-    from fp8_ds.build_locks import abandoned, build_root
-
     for tool, use in (("ninja", "ops that DeepSpeed builds, FusedAdam with fp32 states"), ("nvcc", "the same")):
         if (found := shutil.which(tool)) is not None:
             yield Check(tool, "ok", found)
@@ -191,42 +188,29 @@ def _flash_attention_3() -> Check:
 
 
 def _megatron() -> Iterator[Check]:
-    """Of the wheel and of the clone that $MEGATRON_LM_PATH names, each where it is there; no part of the verdict."""
-    found, clone = _version_of("megatron-core"), os.environ.get(_CLONE)
-    install = f"pip install {_MEGATRON}"
-    if found is None and not clone:
-        yield Check("megatron-core", "optional", "not installed (megatron_patches)", install)
+    """Of the clone that $MEGATRON_LM_PATH names, else of the wheel; no part of the verdict."""
+    name, where, remedy = "megatron-core", "", "pip install megatron-core==0.16.1"
+    if clone := os.environ.get(_CLONE):
+        name, where, place = "Megatron-LM", f" in {clone}, ${_CLONE}", shlex.quote(clone)
+        remedy = f"git -C {place} checkout core_v0.16.1"
+        if not (Path(clone).expanduser() / "megatron").is_dir():
+            remedy = f"git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM {place}"
+    elif _version_of(name) is None:
+        yield Check(name, "optional", "not installed (megatron_patches)", remedy)
         return
-    try:
-        from megatron_patches.compat import TESTED_VERSIONS
-    except ImportError as error:
-        text = f"megatron_patches cannot be imported ({error})"
-        yield Check("megatron-core", "warning", text, "pip install 'fp8-ds[megatron]'")
+    survey = _survey(str(Path(clone).expanduser().resolve()) if clone else None)
+    if survey["error"]:
+        yield Check(name, "warning", survey["error"], remedy)
         return
-    hosts = [("megatron-core", found, _survey(None), install)] if found is not None else []
-    if clone:
-        place = shlex.quote(clone)
-        checkout = f"git -C {place} checkout core_v0.16.1"
-        if not (Path(clone).expanduser() / "megatron/core").is_dir():
-            checkout = f"git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM {place}"
-        survey = _survey(str(Path(clone).expanduser().resolve()))
-        text = f"{survey['version'] or 'no version'} in {clone}, ${_CLONE}"
-        hosts.append(("Megatron-LM", text, survey, checkout))
-    for name, text, survey, remedy in hosts:
-        yield _tested(name, text, TESTED_VERSIONS, remedy)
-        if survey["error"]:
-            yield Check(f"seams of {name}", "warning", survey["error"], remedy)
-        else:
-            tests = f"{_CLONE}=CLONE make test-slow"
-            yield _seams(f"seams of {name}", "Megatron", survey["differing"], survey["num_symbols"], tests)
+    yield _tested(name, survey["version"] + where, tuple(survey["tested"]), remedy)
+    tests = f"{_CLONE}=CLONE make test-slow"
+    yield _seams(f"seams of {name}", "Megatron", survey["differing"], survey["num_symbols"], tests)
 
 
 @cache
 def _survey(clone: str | None) -> dict[str, Any]:
     """What megatron_patches/survey.py says, in a process of its own, once for each Megatron."""
-    import megatron_patches
-
-    root = Path(str(megatron_patches.__file__)).parents[1]  # not the working directory, which may be a clone
+    root = Path(__file__).parents[1]  # not the working directory, which may be a clone
     command = [sys.executable, "-B", "-m", "megatron_patches.survey", *([clone] if clone else [])]
     error = f"its import did not end in {_SURVEY_SECONDS} s"
     try:
@@ -237,7 +221,7 @@ def _survey(clone: str | None) -> dict[str, Any]:
         error = f"its import failed: {(done.stderr.splitlines() or [f'it ended with {done.returncode}'])[-1]}"
         survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, OSError, ValueError, IndexError):
-        return {"version": "", "num_symbols": 0, "differing": "", "error": error}
+        return {"error": error}
     return survey
 
 
@@ -249,6 +233,44 @@ def autoload_check() -> Check:
         return Check("autoload", "ok", "on: the JSON flag alone is enough in this environment")
     off = "off: a script must import fp8_ds, or be started through fp8_ds.run"
     return Check("autoload", "optional", off if state == "off" else "of another version", "fp8-ds autoload on")
+
+
+# --- locks of torch's extension builder ---
+#
+# A build that was killed leaves one, and whoever wants that extension next waits for ever and says nothing (torch 2.11
+# and 2.13, utils/file_baton.py). On a CPU DeepSpeed builds one before its first collective.
+
+
+def build_root() -> Path:
+    """Where torch builds extensions: $TORCH_EXTENSIONS_DIR, else a folder of the user's cache."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def abandoned(root: Path) -> list[Path]:
+    """Locks below `root` that no process of this machine has open; a builder keeps its lock open until it is done.
+
+    Empty where /proc does not tell (other systems than Linux). Processes of other users and of other machines that
+    share the folder are not seen.
+    """
+    locks = {str(lock.resolve()): lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)}
+    if not locks or not (Path("/proc") / "self" / "fd").is_dir():
+        return []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            locks.pop(os.readlink(descriptor), None)
+        except OSError:  # closed, ended or somebody else's
+            continue
+    return sorted(locks.values())
+
+
+def remove_abandoned(root: Path) -> list[Path]:
+    """Abandoned locks below `root` are gone; returns their places."""
+    found = abandoned(root)
+    for lock in found:
+        lock.unlink(missing_ok=True)
+    return found
 
 
 # --- probes ---

@@ -1,6 +1,7 @@
 """One line of JSON about a Megatron, for `fp8-ds doctor`: `python -m megatron_patches.survey [CLONE]`.
 
     version      of the clone, or of the megatron.core that `import` finds
+    tested       versions
     num_symbols  of patches.py that are there with their parameters
     error        why it cannot be patched; empty: it can
     differing    which bodies are none of the tested ones; empty: none
@@ -22,6 +23,7 @@ from megatron_patches import compat, patches, pretrain_gpt
 def survey(clone: Path | None = None) -> dict[str, Any]:
     """The object above; without a clone of megatron.core alone."""
     found: dict[str, Any] = {"version": "", "num_symbols": 0, "error": "", "differing": ""}
+    found["tested"] = compat.TESTED_VERSIONS
     try:
         if clone is not None:
             found["version"] = str(compat.version_of_clone(clone))

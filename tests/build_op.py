@@ -2,7 +2,7 @@
 
 from deepspeed.comm.torch import build_shm_op
 
-from fp8_ds.build_locks import build_root, remove_abandoned
+from fp8_ds.diagnosis import build_root, remove_abandoned
 
 if __name__ == "__main__":
     remove_abandoned(build_root())

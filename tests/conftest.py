@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import HANG
 
-from fp8_ds.build_locks import remove_abandoned
+from fp8_ds.diagnosis import remove_abandoned
 from fp8_ds.launcher import free_port
 
 # Before any test imports deepspeed, whose choice of accelerator is final.

@@ -25,8 +25,8 @@ from model import SIZES
 from rich.console import Console
 from rich.table import Table
 
-from fp8_ds.build_locks import build_root, remove_abandoned
 from fp8_ds.device import num_gpus, uses_cuda
+from fp8_ds.diagnosis import build_root, remove_abandoned
 from fp8_ds.launcher import free_port, which_gpus
 
 HERE = Path(__file__).parent

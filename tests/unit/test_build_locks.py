@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from fp8_ds.build_locks import abandoned, build_root, remove_abandoned
-from fp8_ds.diagnosis import checks
+from fp8_ds.diagnosis import abandoned, build_root, checks, remove_abandoned
 
 
 @pytest.fixture

@@ -541,40 +541,36 @@ def clone(folder: Path, version: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("version", "found", "reason", "remedy"),
+    ("version", "reason", "remedy"),
     [
-        ("0.16.1", "0.16.1 in ", "expected megatron.", "git -C CLONE checkout core_v0.16.1"),
-        (
-            "0.9.0",
-            "no version in ",
-            "expected Megatron 0.16.0 or later, got 0.9.0",
-            "git -C CLONE checkout core_v0.16.1",
-        ),
-        (None, "no version in ", "expected a clone of Megatron-LM", "git clone --branch core_v0.16.1 https://"),
+        ("0.16.1", "expected megatron.", "git -C CLONE checkout core_v0.16.1"),
+        ("0.9.0", "expected Megatron 0.16.0 or later, got 0.9.0", "git -C CLONE checkout core_v0.16.1"),
+        (None, "expected a clone of Megatron-LM", "git clone --branch core_v0.16.1 https://"),
     ],
 )
-def test_doctor_looks_at_the_symbols_of_a_clone_of_megatron(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, found: str, reason: str, remedy: str
+def test_doctor_says_why_a_clone_of_megatron_cannot_be_patched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str, remedy: str
 ) -> None:
     place = tmp_path / "clone" if version is None else clone(tmp_path / "clone", version)
     monkeypatch.setenv("MEGATRON_LM_PATH", str(place))
-    monkeypatch.setattr(diagnosis, "_version_of", lambda _: None)
-    of_version, of_seams = diagnosis._megatron()
-    assert (of_version.name, of_seams.name) == ("Megatron-LM", "seams of Megatron-LM") and found in of_version.found
-    assert (of_version.status == "ok") == (version == "0.16.1")
-    assert of_seams.status == "warning" and reason in of_seams.found
-    assert remedy.replace("CLONE", str(place)) in of_seams.remedy
+    (found,) = diagnosis._megatron()
+    assert (found.name, found.status) == ("Megatron-LM", "warning") and reason in found.found
+    assert remedy.replace("CLONE", str(place)) in found.remedy
 
 
+@pytest.mark.parametrize("place", [None, "here"])
 @pytest.mark.parametrize(("differing", "status"), [("", "ok"), ("these bodies differ: a.b", "warning")])
 def test_doctor_says_what_the_symbols_of_megatron_are(
-    monkeypatch: pytest.MonkeyPatch, differing: str, status: str
+    monkeypatch: pytest.MonkeyPatch, place: str | None, differing: str, status: str
 ) -> None:
-    survey = {"version": "0.16.1", "num_symbols": 61, "error": "", "differing": differing}
+    survey = {"version": "0.16.1", "tested": ["0.16.1"], "num_symbols": 61, "error": "", "differing": differing}
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    if place is not None:
+        monkeypatch.setenv("MEGATRON_LM_PATH", place)
     monkeypatch.setattr(diagnosis, "_version_of", lambda _: "0.16.1")
     monkeypatch.setattr(diagnosis, "_survey", lambda _: survey)
-    _, of_seams = diagnosis._megatron()
+    of_version, of_seams = diagnosis._megatron()
+    assert of_version.status == "ok" and of_version.name == ("megatron-core" if place is None else "Megatron-LM")
     assert of_seams.status == status and (differing or "all 61 symbols of Megatron are as tested") == of_seams.found
     assert ("make test-slow" in of_seams.remedy) == bool(differing)
 
