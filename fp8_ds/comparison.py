@@ -5,20 +5,55 @@ from __future__ import annotations
 import base64
 import html
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fp8_ds.curves import Curve, read_curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import MEAN_BOUND, UPPER_BOUND, Paired, Verdict, finite_or_none, mean
+from fp8_ds.json_text import finite_or_none
 
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; with more than 15 that of 15, a little too wide."""
+MEAN_BOUND, UPPER_BOUND = 0.1, 0.3
+"""Per cent by which the loss may be higher: its mean difference, and the upper end of the 95 % interval of that.
+Tighter than DeepSeek-V3's 0.25 % (arXiv 2412.19437, section 3.3)."""
+
+Verdict = Literal["parity", "worse", "undecided"]
 _PAGE = """<!doctype html><meta charset="utf-8"><title>fp8-ds compare</title>
 <style>pre {{white-space: pre-wrap}} img {{max-width: 100%}}</style>
 <pre>{}</pre><img alt="loss curves" src="data:image/png;base64,{}"><pre>{}</pre>
 """
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Relative differences in per cent, one for each pair of runs; positive is worse than the base."""
+
+    by_pair: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return _mean(self.by_pair)
+
+    @property
+    def half_width(self) -> float:
+        """Half the 95 % interval of the mean, by Student's t; infinite for one pair, NaN where one is not finite."""
+        degrees = len(self.by_pair) - 1
+        if degrees < 1 or not math.isfinite(self.mean):
+            return math.inf if math.isfinite(self.mean) else math.nan
+        quantile = T_975[min(degrees, len(T_975)) - 1]
+        return quantile * statistics.stdev(self.by_pair) / math.sqrt(len(self.by_pair))
+
+    def verdict(self) -> Verdict:
+        """parity: the mean and the upper end of its interval are within the bounds. worse: the lower end is above the
+        bound of the mean. undecided: neither; more pairs or longer runs would tell."""
+        if self.mean <= MEAN_BOUND and self.mean + self.half_width <= UPPER_BOUND:
+            return "parity"
+        return "worse" if self.mean - self.half_width > MEAN_BOUND else "undecided"
 
 
 @dataclass(frozen=True)
@@ -131,16 +166,21 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
                 f"{group.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
                 f"{len(group.curves)}. Runs are paired in the order they are named."
             )
-        ours = [mean(curve.at(compared)) for curve in group.curves]
+        ours = [_mean(curve.at(compared)) for curve in group.curves]
         paired = Paired(tuple(100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)))
         goes_on = any(curve.steps[-1] > latest for curve in (*base.curves, *group.curves))
         ends_early = goes_on and (until is None or until > latest)
         diverged = min((s for curve in group.curves if (s := curve.diverged_at(until)) is not None), default=None)
         verdict: Verdict = "worse" if diverged is not None else "undecided" if ends_early else paired.verdict()
-        numbers = (mean(theirs), mean(ours), paired.by_pair, paired.mean, paired.half_width)
+        numbers = (_mean(theirs), _mean(ours), paired.by_pair, paired.mean, paired.half_width)
         results.append(Result(group.name, *numbers, verdict, ends_early, diverged))
-    noise = 100 * statistics.stdev(theirs) / mean(theirs) if len(theirs) > 1 else None
+    noise = 100 * statistics.stdev(theirs) / _mean(theirs) if len(theirs) > 1 else None
     return Comparison(tuple(groups), steps, compared, noise, tuple(results))
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where a value is not finite."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> float:
@@ -149,7 +189,7 @@ def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> floa
             f"{curve.name}: expected a base with finite losses, got {curve.at([step])[0]} in step {step}: it has "
             "diverged. Name another base, or compare the steps before by --until."
         )
-    if (loss := mean(curve.at(steps))) <= 0:
+    if (loss := _mean(curve.at(steps))) <= 0:
         raise ConfigError(
             f"{curve.name}: expected a base whose mean loss is above 0, got {loss:.6g}. Differences are relative to "
             "it: name a --column of losses above 0."

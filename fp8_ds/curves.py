@@ -7,12 +7,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8_ds import json_text
 from fp8_ds.errors import ConfigError
 
-Logged = TypeVar("Logged")
 _STEP_NAMES = ("step", "global_step", "iteration", "steps")
 _TRAINER_STATE = "trainer_state.json"
 _NOT_OF_TRAINING = ("eval", "held", "valid", "test")
@@ -57,7 +56,7 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     try:
         rows = [(_step_of(row), row) for row in _rows(path)]
         name = column or _loss_name(path, {key for _, row in rows for key in row})
-        values = last_attempt((step, float(row[name])) for step, row in rows if row.get(name) not in ("", None))
+        values = _last_attempt((step, float(row[name])) for step, row in rows if row.get(name) not in ("", None))
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, csv.Error) as error:  # of UTF-8 and JSON, too
@@ -73,15 +72,15 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
     return Curve(str(path), steps, tuple(losses))
 
 
-def last_attempt(pairs: Iterable[tuple[int, Logged]]) -> dict[int, Logged]:
+def _last_attempt(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
     """By step. A step that comes again is that of a run which was resumed: what came after it before is gone."""
-    found: dict[int, Logged] = {}
+    found: dict[int, float] = {}
     newest = -1
-    for step, logged in pairs:
+    for step, loss in pairs:
         if step in found and step < newest:
-            found = {before: value for before, value in found.items() if before < step}
+            found = {before: found[before] for before in found if before < step}
             newest = step
-        found[step] = logged
+        found[step] = loss
         newest = max(newest, step)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 
@@ -20,3 +21,8 @@ def parse(text: str, **hooks: Any) -> Any:
         return json.loads(text, **hooks)
     except RecursionError as error:
         raise json.JSONDecodeError("Brackets nested too deeply", text, 0) from error
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """None where the value is NaN or infinite, for which JSON has no word."""
+    return value if value is not None and math.isfinite(value) else None

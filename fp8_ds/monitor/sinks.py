@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fp8_ds.json_text import finite_or_none
 from fp8_ds.monitor.statistics import LayerStatistics
-from fp8_ds.statistics import finite_or_none
 
 STEP_SKIPPED = "step_skipped"
 """Of `Report.numbers`: gradients overflowed, and what was quantised is no sample of the training."""

@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_ds.cli.app import app
-from fp8_ds.comparison import Group, as_data, compare, describe, describe_all, plot, read_groups
+from fp8_ds.comparison import T_975, Group, Paired, as_data, compare, describe, describe_all, plot, read_groups
 from fp8_ds.curves import Curve
 from fp8_ds.errors import ConfigError
-from fp8_ds.statistics import T_975, Paired
 
 
 def group(name: str, *levels: float) -> Group:
