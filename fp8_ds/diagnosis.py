@@ -56,7 +56,6 @@ _PACKAGES = (
     ("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
     ("accelerate", "Hugging Face Trainer and Accelerate", "pip install accelerate"),
     ("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
-    ("safetensors", "`convert` from and to safetensors", "pip install safetensors"),
     ("matplotlib", "the pictures of `compare`", "pip install matplotlib"),
 )
 """(name, what needs it, what installs it)"""

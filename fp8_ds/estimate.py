@@ -219,8 +219,8 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
     cut = []
     for is_fp8 in (True, False):
         chosen = [(w, start) for w, start in zip(trainable, starts, strict=False) if w.is_fp8 == is_fp8]
-        starts_and_sizes = [start for _, start in chosen], [w.numel for w, _ in chosen]
-        layout = compact_layout(*starts_and_sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8])
+        sizes = [w.numel for w, _ in chosen]
+        layout = compact_layout([start for _, start in chosen], sizes, partition, setup.num_ranks, _ALIGNMENT[is_fp8])
         common[is_fp8].weights += layout.numel * (1 if is_fp8 else BF16)
         cut.append(([w for w, _ in chosen], layout.fragments))
     for weight in weights:
@@ -240,8 +240,7 @@ def _stage12(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
                 kept = numel if setup.grad_bytes == FP32 else weight.numel
                 kinds[weight.is_fp8].gradients += 0 if setup.releases else setup.grad_bytes * kept
         other = kinds[False]
-        other.master += FP32 * padding if setup.optimizer.states == "fp32" else 0
-        other.moments += 2 * FP32 * padding if setup.optimizer.states == "fp32" else 0
+        _add_states(other, Weight(0, False), 0, 0, padding, setup)  # where they are float32
         other.gradients += FP32 * padding if setup.grad_bytes == FP32 and not setup.releases else 0
         yield kinds
 
@@ -257,11 +256,10 @@ def _stage3(weights: Sequence[Weight], setup: Setup) -> Iterator[_Kinds]:
             parts.weights += aligned if weight.is_fp8 else BF16 * shard
             if weight.numel < setup.persistence_threshold and setup.num_ranks > 1:
                 parts.gathered += weight.numel * (1 if weight.is_fp8 and not weight.in_bf16 else BF16)
-            if not weight.is_trainable:
-                parts.weights += BF16 * shard if weight.is_fp8 else 0  # frozen FP8 weights keep their bf16 shard
-                continue
-            if weight.in_bf16:
+            if weight.in_bf16 or (weight.is_fp8 and not weight.is_trainable):  # a frozen one keeps its bf16 shard
                 parts.weights += BF16 * shard
+            if not weight.is_trainable:
+                continue
             real = max(0, min(shard, weight.numel - rank * shard))
             _add_states(parts, weight, rank * shard, real, shard, setup)
             parts.gradients += 0 if setup.releases else setup.grad_bytes * shard

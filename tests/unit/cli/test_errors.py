@@ -246,7 +246,7 @@ def test_doctor_answers_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_names_what_installs_each_package_that_a_command_or_hugging_face_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ("transformers", "accelerate", "peft", "safetensors", "matplotlib")
+    names = ("transformers", "accelerate", "peft", "matplotlib")
     installed = diagnosis.installed
     for version in (None, "1.0"):
         monkeypatch.setattr(diagnosis, "installed", lambda one, v=version: v if one in names else installed(one))
