@@ -34,7 +34,7 @@ _CLONE = "MEGATRON_LM_PATH"
 _SURVEY_SECONDS = 120
 _PROBE_SIZE = {"cuda": 4096, "cpu": 128}
 _LEAST_DB = 45.0
-"""Of a product that is the reference's but for the order of its sums."""
+"""SQNR in dB that a product reaches where only the order of its sums is another than the reference's."""
 
 Status = Literal["ok", "warning", "missing", "optional"]
 """missing: FP8 training needs it. optional: it is not there, and something less common needs it."""
@@ -162,7 +162,7 @@ def _seams(name: str, host: str, differing: str, num_symbols: int, remedy: str) 
 
 
 def _builds() -> Iterator[Check]:
-    """What DeepSpeed builds its own kernels with, and locks of builds that were killed."""
+    """Yield the tools that DeepSpeed builds its own kernels with, and the locks of builds that were killed."""
     for tool, use in (("ninja", "ops that DeepSpeed builds, FusedAdam with fp32 states"), ("nvcc", "the same")):
         if (found := shutil.which(tool)) is not None:
             yield Check(tool, "ok", found)
@@ -187,7 +187,7 @@ def _flash_attention_3() -> Check:
 
 
 def _megatron() -> Iterator[Check]:
-    """Of the clone that $MEGATRON_LM_PATH names, else of the wheel; no part of the verdict."""
+    """Yield the checks of the clone that $MEGATRON_LM_PATH names, else of the wheel; the verdict does not use them."""
     name, where, remedy = "megatron-core", "", "pip install megatron-core==0.16.1"
     if clone := os.environ.get(_CLONE):
         name, where, place = "Megatron-LM", f" in {clone}, ${_CLONE}", shlex.quote(clone)
@@ -208,15 +208,21 @@ def _megatron() -> Iterator[Check]:
 
 @cache
 def _survey(clone: str | None) -> dict[str, Any]:
-    """What megatron_patches/survey.py says, in a process of its own, once for each Megatron."""
+    """Return what megatron_patches/survey.py prints, from a process of its own, once for each Megatron."""
     root = Path(__file__).parents[1]  # not the working directory, which may be a clone
     command = [sys.executable, "-B", "-m", "megatron_patches.survey", *([clone] if clone else [])]
     error = f"its import did not end in {_SURVEY_SECONDS} s"
     try:
         done = subprocess.run(
-            command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=_SURVEY_SECONDS, check=False,
-        )  # fmt: skip
+            command,
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SURVEY_SECONDS,
+            check=False,
+        )
         error = f"its import failed: {(done.stderr.splitlines() or [f'it ended with {done.returncode}'])[-1]}"
         survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, OSError, ValueError, IndexError):
@@ -241,7 +247,7 @@ def autoload_check() -> Check:
 
 
 def build_root() -> Path:
-    """Where torch builds extensions: $TORCH_EXTENSIONS_DIR, else a folder of the user's cache."""
+    """Return the folder where torch builds extensions: $TORCH_EXTENSIONS_DIR, else one in the user's cache."""
     from torch.utils.cpp_extension import get_default_build_root
 
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -331,7 +337,7 @@ def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
-    """What a call takes a GPU, where many follow each other."""
+    """Return the median seconds that a GPU needs for one of many calls in a row."""
     from torch.utils.benchmark import Timer
 
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

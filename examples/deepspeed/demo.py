@@ -81,7 +81,8 @@ def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
     """Trains once; raises SystemExit with the end of the log when the launcher fails."""
     metrics, log = args.out / f"{name}.jsonl", args.out / f"{name}.log"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *which_gpus(ranks)]
-    command += ["--master_port", str(free_port()), str(HERE / "demo_worker.py"), "--deepspeed_config", str(RUNS[name])]
+    port = free_port()
+    command += ["--master_port", str(port), str(HERE / "demo_worker.py"), "--deepspeed_config", str(RUNS[name])]
     command += ["--size", args.size, "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
     command += ["--seed", str(args.seed), "--log", str(metrics)]
     env = dict(os.environ)
@@ -98,6 +99,8 @@ def run(name: str, args: argparse.Namespace, ranks: int) -> Result:
             file.write(line)
             if SHOWN.search(line):
                 print(f"{name:5s}| {line}", end="", flush=True)
+    for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # of DeepSpeed's CPU ranks, 66 MiB of memory each
+        left.unlink()
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-30:])
         raise SystemExit(

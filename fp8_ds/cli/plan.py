@@ -76,7 +76,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import make_plan
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
-    from fp8_ds.nn.layer_size import fp8_pays
+    from fp8_ds.nn.layers import fp8_pays
 
     fp8 = Fp8Config.from_block(config.get("fp8", {"enabled": False}))
     if not fp8.enabled:
@@ -167,7 +167,7 @@ def _varies(schedule: ScheduleConfig) -> bool:
 def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from fp8_ds.nn.layer_size import MIN_NUMEL
+    from fp8_ds.nn.layers import MIN_NUMEL
 
     out = console()
     table = Table("layer", "class", "shape", "computed in", "why")

@@ -205,7 +205,7 @@ def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
 
 
 def chunk_mem_const_of(lm: Any, told: int) -> int:
-    """What Liger takes for this model if it is told `told`: 1 leaves it to its forward of that type of model."""
+    """Return the `chunk_mem_const` that Liger uses for this model if it is given `told`; with 1 its forward decides."""
     own = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
     return told if told != 1 else own
 

@@ -60,7 +60,7 @@ class Following:
         self._calls = self._that_follow()
 
     def _that_follow(self) -> tuple[Callable[[], None], ...]:
-        """What the configuration makes to follow each step, in this order."""
+        """Return the callbacks that the configuration asks for after each step, in their order."""
         calls: list[Callable[[], None]] = []
         if not self.precision.schedule.is_constant:
             calls.append(self._update_precision)

@@ -105,7 +105,7 @@ def _config_class(num_ranks: int | None) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class OnRanks(DeepSpeedConfig):
-        """Of so many ranks, where DeepSpeed asks the process group, which is not there."""
+        """Give DeepSpeed the number of ranks, for which it would ask a process group that is not there."""
 
         def _configure_train_batch_size(self) -> None:
             ranks = num_ranks

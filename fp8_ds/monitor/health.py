@@ -127,13 +127,6 @@ class HealthMonitor:
         """The last report of a run, if there is one that has not been, to the sinks; waits for its copy."""
         self._report(())
 
-    def remove(self, gauge: Gauge) -> None:
-        """Reports of steps that have not ended yet lack its number. Collective, as `detach` of it."""
-        self._received()
-        if self._is_sampling:
-            gauge.detach()
-        self.gauges.remove(gauge)
-
     def state_dict(self) -> dict[str, Any]:
         """Builtin types: a sample that nobody has seen yet, for which the host waits, and when scales last changed."""
         ended = self._received()

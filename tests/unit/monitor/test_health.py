@@ -106,7 +106,7 @@ def test_the_gather_time_is_that_of_the_step_it_is_reported_with(
     _, health, reports, gauge = build(every)
     owner = Gathers(waits)
     monkeypatch.setattr("fp8_ds.monitor.gauges.mark", lambda: owner.clock)
-    health.remove(gauge)
+    health.gauges.remove(gauge)
     health.gauges.append(GatherTimer(owner, "gather", waits))
     health.start(0)
     for step in range(1, 5):
@@ -341,17 +341,6 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
     assert [one.step for one in written] == [1, 2, 3, 4] and acted == [1, 2, 3]
     assert len(said) == 1 and "step 1: " in said[0] and "ConnectionError: no route" in said[0]
     assert broken not in health.sinks
-
-
-def test_a_gauge_that_is_removed_leaves_the_reports_and_a_sample_under_way() -> None:
-    model, health, written, gauge = build(2)
-    health.start(0)
-    train(model, health, range(3))  # the sample of step 2 is reported, that of step 4 begun
-    health.remove(gauge)
-    assert gauge.log == ["attach", "detach", "attach", "detach"]
-    train(model, health, range(3, 6))
-    assert ["calls" in one.numbers for one in written] == [True, False]
-    assert len(gauge.log) == 4
 
 
 def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards() -> None:

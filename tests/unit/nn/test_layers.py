@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8_ds.nn.layer_size import fp8_pays
+from fp8_ds.nn.layers import fp8_pays
 
 
 @pytest.mark.parametrize(
