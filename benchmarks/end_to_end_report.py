@@ -284,8 +284,12 @@ def curves(run: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
-    """A panel a run: how far each arm's training loss is from bf16's. False if there is nothing to show."""
-    panels = [(run, found) for run in runs if run["mode"] == "train" and (found := curves(run))]
+    """A panel a model: how far each arm's training loss is from bf16's. False if there is nothing to show."""
+    panels: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    for run in runs:
+        if run["mode"] == "train" and (found := curves(run)):
+            title = f"{run['model']['name']}, {run['steps']} steps: training loss above {run['reference']}, %"
+            panels.setdefault(title, {}).update(found)
     if not panels:
         return False
     import matplotlib
@@ -294,11 +298,11 @@ def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> bool:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(10, 4 * len(panels)), squeeze=False, layout="constrained")
-    for axis, (run, found) in zip(axes[:, 0], panels, strict=True):
+    for axis, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
         for name, (steps, values) in found.items():
             axis.plot(steps, values, label=name if len(name) < 70 else name[:67] + "...", linewidth=1)
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_title(f"{run['model']['name']} ({run['id']}): training loss above {run['reference']}, %", fontsize=10)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=100, metadata={"Software": None})

@@ -172,8 +172,7 @@ def test_dropped_transposes_change_nothing_but_memory(losses: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [
-        # Not gpt_cudnn: stock's attention here is cuDNN's, too, and gives the same losses to the last digit.
-        (("--spec", "megatron_patches.layer_specs", "gpt_sdpa"), 1),
+        (("--spec", "megatron_patches.layer_specs", "gpt_reference"), 1),
         (("--num-experts", "4", "--moe-router-topk", "2"), 1),
         ((), 2),
         (TP, 2),
