@@ -138,7 +138,7 @@ def make_spec(args: argparse.Namespace, job: Job, model: Model, cache: Path) -> 
 def with_chunks(arm: Arm, chunk_mem_const: int) -> Arm:
     """The arm, with the constant in its fp8 block if Liger's loss is named there; else the model hands it to Liger."""
     activations = (arm.fp8 or {}).get("activations", {})
-    if chunk_mem_const == 1 or activations.get("cross_entropy") != "liger":
+    if chunk_mem_const == 1 or "cross_entropy_chunk_mem_const" not in activations:
         return arm
     activations = {**activations, "cross_entropy_chunk_mem_const": chunk_mem_const}
     return replace(arm, fp8={**arm.fp8, "activations": activations})

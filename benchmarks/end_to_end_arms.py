@@ -167,7 +167,7 @@ KEPT = {
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "fused": {"activations": {"fused": True}},
     "nonlinear": {"activations": {"fused": True, "nonlinear": "fp8"}},
-    "liger": {"activations": {"cross_entropy": "liger"}},
+    "liger": {"activations": {"cross_entropy_chunk_mem_const": 1}},
     "fast": {"linear": {"fast_accumulation": "all"}},
     "e4m3": {"linear": {"grad_dtype": "e4m3"}},
     "precise": {
@@ -179,9 +179,9 @@ GRAMMAR = (
     f"{', '.join(NAMED)}, "
     "stock-MODE, torch-MODE, torchao-RECIPE[-adamwfp8]-MODE, ours-{fp32|e4m19|e4m11}[-release]-MODE; MODE is eager or "
     "compiled; of ours with options: +RECIPE, +fused (activations.fused), +nonlinear (and activations.nonlinear fp8), "
-    "+liger (activations.cross_entropy), +fast (linear.fast_accumulation all), +e4m3 "
-    "(linear.grad_dtype), +precise (that, and the first and last layer in bf16), +kept=NAME (that, and in bf16 the "
-    f"linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
+    "+liger (Liger's forward, and activations.cross_entropy_chunk_mem_const), +fast (linear.fast_accumulation all), "
+    "+e4m3 (linear.grad_dtype), +precise (that, and the first and last layer in bf16), +kept=NAME (that, and in bf16 "
+    f"the linears of KEPT: {', '.join(KEPT)}), any +section.key=JSON of the fp8 block; of DeepSpeed's: +cudagraphs "
     "(compiled with mode reduce-overhead), +nowait (timers.throughput.synchronized false, as ours always has it), "
     "+leaf (stage 3: leaf_module, a decoder layer), "
     "+ds.KEY=JSON (of zero_optimization); of peers: +fa3 (FlashAttention-3, which ours have by "

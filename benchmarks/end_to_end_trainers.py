@@ -28,10 +28,10 @@ def need(package: str) -> None:
 def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int) -> Callable[[], nn.Module]:
     """Makes `model(input_ids, labels).loss`: Hugging Face's, or with Liger's loss fused into the head.
 
-    "stock" hands out the loss alone; "untouched" is transformers' own class; "liger" predicts the same tokens, and its
-    logits are never whole in memory: a chunk's are `chunk_mem_const` times as large as the head's input. Attention is
-    "sdpa", as the library has it, or "causal": the same, but never given a mask, which compiled graphs otherwise get
-    (docs/compile.md).
+    "stock" hands out the loss alone; "patched" is transformers' own class with Liger's loss by Liger's own option;
+    "liger" predicts the same tokens, and its logits are never whole in memory: a chunk's are `chunk_mem_const` times as
+    large as the head's input. Attention is "sdpa", as the library has it, or "causal": the same, but never given a
+    mask, which compiled graphs otherwise get (docs/compile.md).
     """
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,8 +53,6 @@ def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_c
         use_cache=False,
         tie_word_embeddings=False,
     )
-    if cross_entropy == "untouched":
-        return lambda: CausalLM(config)
     if cross_entropy == "stock":
 
         class LossAlone(CausalLM):  # type: ignore[misc]
@@ -66,6 +64,8 @@ def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_c
         return lambda: LossAlone(config)
 
     need("liger_kernel")
+    if cross_entropy == "patched":
+        return lambda: with_ligers_forward(CausalLM(config))
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     chunks = {"chunk_mem_const": chunk_mem_const} if chunk_mem_const != 1 else {}  # 0.7 has no such argument
@@ -88,6 +88,15 @@ def transformers_model(m: Model, cross_entropy: str, attention: str, chunk_mem_c
             return CausalLMOutputWithPast(loss=self.lm_head(hidden.flatten(0, 1), targets.flatten()))
 
     return lambda: WithFusedLoss(config)
+
+
+def with_ligers_forward(model: Any) -> Any:
+    """The model, whose forward is Liger's; of its other modules nothing is."""
+    from liger_kernel.transformers import monkey_patch
+
+    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    apply(model=model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, swiglu=False)
+    return model
 
 
 def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int = 1) -> Callable[[], nn.Module]:
@@ -119,9 +128,9 @@ def factory(m: Model, cross_entropy: str, attention: str, chunk_mem_const: int =
 
 
 def loss_of_model(arm: Arm, spec: dict[str, Any]) -> str:
-    """Which loss the model is made with: where the fp8 block names one, transformers' class is for it to change."""
-    by_key = (arm.fp8 or {}).get("activations", {}).get("cross_entropy", "stock")
-    return "untouched" if by_key != "stock" else spec["cross_entropy"]
+    """Which loss the model is made with: Liger's own forward where the fp8 block says how large its chunks are."""
+    by_key = "cross_entropy_chunk_mem_const" in (arm.fp8 or {}).get("activations", {})
+    return "patched" if by_key else str(spec["cross_entropy"])
 
 
 def loss_of(module: Callable[..., Any], tokens: Tensor) -> Tensor:

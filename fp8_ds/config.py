@@ -142,21 +142,14 @@ class OptimizerConfig(_Block):
 class ActivationsConfig(_Block):
     fused: bool = False
     nonlinear: Literal["bf16", "fp8"] = "bf16"
-    cross_entropy: Literal["stock", "liger"] = "stock"
-    cross_entropy_chunk_mem_const: Annotated[int, Field(ge=1)] = 1
+    cross_entropy_chunk_mem_const: Annotated[int, Field(ge=1)] | None = None
 
     def check(self) -> None:
         """Everything that is set can take effect.
 
         Raises:
-            ConfigError: `nonlinear` has no modules to do so in; or chunks are to be larger of a loss that has none.
+            ConfigError: `nonlinear` has no modules to do so in.
         """
-        if self.cross_entropy_chunk_mem_const != 1 and self.cross_entropy != "liger":
-            raise ConfigError(
-                f'fp8.activations.cross_entropy_chunk_mem_const: expected 1 with cross_entropy "{self.cross_entropy}", '
-                f"got {self.cross_entropy_chunk_mem_const}. It is the size of the chunks of Liger's loss: set "
-                '"cross_entropy": "liger", or remove the key.'
-            )
         if self.nonlinear == "fp8" and not self.fused:
             raise ConfigError(
                 'fp8.activations.nonlinear: expected "bf16" with fused false, got "fp8". It says what fused modules '

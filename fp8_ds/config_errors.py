@@ -34,6 +34,11 @@ REMOVED = {
         "Remove the key: more than 16 experts of a layer are in FP8 where all are computed in one launch. To leave "
         'experts in bf16 name them in "filter_fqns": ["lm_head", "experts"]'
     ),
+    "fp8.activations.cross_entropy": (
+        "Remove the key, and put the loss into the model before deepspeed.initialize: apply_liger_kernel_to_llama("
+        "model=model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, swiglu=False) or its like "
+        "(Trainer: use_liger_kernel=True with these as liger_kernel_config)"
+    ),
     "fp8.activations.smooth_swiglu": (
         "Remove the key. Where the monitor shows underflow in the inputs of down_proj, name these layers in "
         '"linear.filter_fqns", or set "guard": {"action": "bf16"}'

@@ -52,7 +52,7 @@ class Check:
 
 _PACKAGES = (
     ("transformer_engine", "Megatron-LM's FP8 linears", "pip install 'transformer-engine[pytorch]'"),
-    ("liger_kernel", '"activations.cross_entropy": "liger"', "pip install liger-kernel"),
+    ("liger_kernel", "Liger's loss", "pip install liger-kernel"),
     ("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
     ("accelerate", "Hugging Face Trainer and Accelerate", "pip install accelerate"),
     ("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),

@@ -16,9 +16,9 @@ from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_lea
 from torch import Tensor, nn
 
 from fp8_ds.config import Fp8Config, OptimizerConfig
-from fp8_ds.engine.cross_entropy import FP8_HEAD, OTHER_HEAD, UNKNOWN_MODEL, chunk_mem_const_of, most_chunks
 from fp8_ds.engine.host_config import BATCH_SIZES, FP32_NAMES, block_of, gradient_clipping, number, parsed, zero_stage
 from fp8_ds.engine.leaves import LIVE_NAMES, live_weights
+from fp8_ds.engine.liger_loss import most_chunks
 from fp8_ds.engine.refusals import REFUSALS, refuse_config
 from fp8_ds.engine.startup import total_steps
 from fp8_ds.errors import ConfigError, UnsupportedError
@@ -26,7 +26,6 @@ from fp8_ds.estimate import BF16, FP32, Setup, Weight, estimate_states
 from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.producers import fuse_producers
 from fp8_ds.nn.recipe_bf16 import bf16_recipe
 from fp8_ds.rehearsal import rehearse
@@ -63,8 +62,8 @@ class Run:
 
     @property
     def holds_head(self) -> bool:
-        """Whether the loss is Liger's by our key, which reads the head without calling it."""
-        return self.fp8 is not None and self.fp8.activations.cross_entropy == "liger"
+        """Whether the loss is Liger's, which reads the head without calling it: a key says how large its chunks are."""
+        return self.fp8 is not None and self.fp8.activations.cross_entropy_chunk_mem_const is not None
 
 
 def read_run(
@@ -357,16 +356,17 @@ def _dense_step(trainable: int, run: Run) -> int:
 
 def _loss(model: Any, run: Run) -> Tensor:
     """The loss of a micro-batch of zeros; Liger's where the run has that."""
-    if run.fp8 is None or not run.holds_head:
+    times = run.fp8 and run.fp8.activations.cross_entropy_chunk_mem_const
+    if times is None:
         return loss_of(model, run.micro_batch, run.seq_len)
     body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
     head: Any = getattr(model, "lm_head", None)
-    if not isinstance(body, nn.Module):
-        raise UNKNOWN_MODEL.error(type(model).__name__)
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise (FP8_HEAD if isinstance(head, Fp8Linear) else OTHER_HEAD).error(str(head))
+    if not isinstance(body, nn.Module) or type(head) is not nn.Linear or head.bias is not None:
+        raise UnsupportedError(
+            "fp8.activations.cross_entropy_chunk_mem_const: expected null with a model that has no lm_head in bf16 "
+            f"without bias, got {times} and {type(model).__name__} with {head}. Remove the key."
+        )
     x_TK = body(input_ids=torch.zeros(run.micro_batch, run.seq_len, dtype=torch.long))[0].flatten(0, -2)
-    times = chunk_mem_const_of(model, run.fp8.activations.cross_entropy_chunk_mem_const)
     rows = -(-len(x_TK) // most_chunks(head.in_features, head.out_features, times))
     loss: Tensor = _LigerLoss.apply(x_TK, head.weight, min(1 << (rows - 1).bit_length(), len(x_TK)))
     return loss

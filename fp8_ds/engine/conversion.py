@@ -12,8 +12,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from fp8_ds.attention.huggingface import use_backend
 from fp8_ds.config import Fp8Config, LinearConfig
 from fp8_ds.engine.attention import describe_attention
-from fp8_ds.engine.cross_entropy import fuse_loss
 from fp8_ds.engine.host_config import linear_in_training
+from fp8_ds.engine.liger_loss import prepare_liger_loss
 from fp8_ds.engine.log import say
 from fp8_ds.engine.refusals_device import capabilities, refuse_device
 from fp8_ds.engine.refusals_model import AUTOTP_PIPELINE, AUTOTP_STAGE_3
@@ -105,9 +105,9 @@ def _surround(engine: Any, config: Fp8Config) -> None:
     say(describe_attention(module, engine.device))
     if config.activations.fused:
         say(fuse_producers(module, config.activations).describe())
-    if config.activations.cross_entropy == "liger":
-        times = config.activations.cross_entropy_chunk_mem_const
-        say(fuse_loss(module, engine.zero_optimization_stage(), times))
+    times = config.activations.cross_entropy_chunk_mem_const
+    if line := prepare_liger_loss(module, engine.zero_optimization_stage(), times):
+        say(line)
 
 
 def leave_unoptimized(module: Any, context: Fp8Context, optimizer: Any) -> None:

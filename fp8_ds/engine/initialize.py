@@ -156,6 +156,7 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
     """
     from fp8_ds.engine.cut_models import refuse_added_parameters, refuse_mpu, refuse_second_cut
     from fp8_ds.engine.host_config import zero_stage
+    from fp8_ds.engine.liger_loss import check_chunks
     from fp8_ds.engine.refusals_model import refuse_model, refuse_wrapped
 
     refuse_model(model, fp8.linear)
@@ -167,10 +168,7 @@ def _refuse_model(fp8: Fp8Config, config: dict[str, Any], model: Any, mpu: Any, 
         from fp8_ds.attention.huggingface import refuse_attention
 
         refuse_attention(model, device, fp8.attention.backend, hadamard=fp8.attention.hadamard)
-    if fp8.activations.cross_entropy == "liger":
-        from fp8_ds.engine.cross_entropy import refuse_loss
-
-        refuse_loss(model, device.type, fp8.activations.cross_entropy_chunk_mem_const)
+    check_chunks(model, fp8.activations.cross_entropy_chunk_mem_const)
 
 
 def _resolve_config(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

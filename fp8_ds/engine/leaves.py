@@ -9,6 +9,8 @@ from typing import Any
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch.nn import Module
 
+from fp8_ds.engine.liger_loss import with_liger_loss
+
 _BOUND = "stage3_max_live_parameters"
 LIVE_NAMES = (_BOUND, "max_live_parameters")
 """That DeepSpeed takes for it."""
@@ -117,7 +119,7 @@ def live_weights(model: Module, reuse_distance: int, holds_head: bool, threshold
     Args:
         model: with its leaves marked; its parameters whole, cut, or on the meta device.
         reuse_distance: DeepSpeed's, in elements.
-        holds_head: the loss is Liger's by our key.
+        holds_head: the loss is Liger's.
         threshold: elements below which a parameter persists, where DeepSpeed has not marked those yet.
     """
     outside, head = _num_outside(model, threshold), _num_of_head(model, threshold)
@@ -149,7 +151,7 @@ def _room(engine: Any) -> int:
 
 
 def _holds_head(engine: Any) -> bool:
-    return bool(engine.fp8.config.activations.cross_entropy == "liger")
+    return with_liger_loss(engine.module) is not None
 
 
 def _num_of_head(model: Any, threshold: int = 0) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fp8_ds.engine.cross_entropy import LOSS_REFUSALS
 from fp8_ds.engine.host_config import (
     FP32_NAMES,
     Config,
@@ -305,13 +304,12 @@ REFUSALS = (
 
 
 def markdown_tables() -> tuple[str, ...]:
-    """The rows of REFUSALS, MODEL_, RELEASE_, LOSS_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
+    """The rows of REFUSALS, MODEL_, RELEASE_ and DEVICE_REFUSALS, as docs/refusals.md shows them."""
     keys = [(f"`{row.key}`", row.reason, row.remedy) for row in REFUSALS]
     models = [(row.what, row.reason, row.remedy) for row in MODEL_REFUSALS]
     release = [(f"`{row.what}`", row.reason, row.remedy) for row in RELEASE_REFUSALS]
-    loss = [(row.what, row.reason, row.remedy) for row in LOSS_REFUSALS]
     device = [(row.what, row.reason, row.remedy) for row in DEVICE_REFUSALS]
-    tables = {"Key": keys, "Model": models, "With release": release, "With Liger's loss": loss, "GPU": device}
+    tables = {"Key": keys, "Model": models, "With release": release, "GPU": device}
     return tuple(_markdown(name, rows) for name, rows in tables.items())
 
 

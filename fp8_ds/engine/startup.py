@@ -84,10 +84,6 @@ def refuse_start(fp8: Fp8Config, config: Config, device: torch.device, rank: int
         from fp8_ds.attention.huggingface import refuse_backend
 
         refuse_backend(fp8.attention.backend, device)
-    if fp8.activations.cross_entropy == "liger":
-        from fp8_ds.engine.cross_entropy import refuse_liger
-
-        refuse_liger(device.type, fp8.activations.cross_entropy_chunk_mem_const)
 
 
 def total_steps(config: Config) -> object:

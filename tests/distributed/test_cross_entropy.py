@@ -13,13 +13,12 @@ import torch.nn.functional as F
 import training
 from torch import Tensor
 
-from fp8_ds.engine.liger_patches import calls_with_chunk_mem_const
+from fp8_ds.engine.liger_loss import calls_with_chunk_mem_const
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 8
-LIGER = {"activations": {"cross_entropy": "liger"}}
 TOLD: list[int] = []
 """The sizes of chunks that the stand-in was called with."""
 
@@ -49,7 +48,6 @@ def kernel_in_torch() -> Iterator[None]:
     """While inside, Liger's loss runs on a CPU."""
     import liger_kernel.transformers.functional as functional
 
-    from fp8_ds.engine import cross_entropy
     from fp8_ds.engine.activation import RECORD
 
     def stand_in(
@@ -71,8 +69,8 @@ def kernel_in_torch() -> Iterator[None]:
         TOLD.append(chunk_mem_const)
         return FusedLossInTorch.apply(input, weight, target, reduction)
 
-    stock = functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS
-    functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS = stand_in, ()
+    stock = functional.liger_fused_linear_cross_entropy
+    functional.liger_fused_linear_cross_entropy = stand_in
     FusedLossInTorch.num_calls = 0
     TOLD.clear()
     ops = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
@@ -82,7 +80,7 @@ def kernel_in_torch() -> Iterator[None]:
     finally:
         RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] not in (functional, ops)]
         ops.fused_linear_cross_entropy_backward = backward
-        functional.liger_fused_linear_cross_entropy, cross_entropy._WITHOUT_KERNELS = stock
+        functional.liger_fused_linear_cross_entropy = stock
 
 
 def llama(tied: bool, num_layers: int = 2) -> Any:
@@ -105,6 +103,7 @@ def llama(tied: bool, num_layers: int = 2) -> Any:
 
 def run(
     config: dict[str, Any],
+    has_liger: bool = False,
     tied: bool = False,
     compiled: bool = False,
     num_steps: int = NUM_STEPS,
@@ -118,6 +117,12 @@ def run(
     from fp8_ds.engine import conversion
 
     model = llama(tied, num_layers)
+    if has_liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(
+            model=model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, swiglu=False
+        )
     said: list[str] = []
     with kernel_in_torch(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "say", said.append)
@@ -176,7 +181,7 @@ def compare(stock: dict[str, Any], liger: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_losses_weights_and_evaluation_are_those_of_stock(ranks: Any, stage: int) -> None:
     stock = ranks(2).run(run, training.ds_config(stage, {}))
-    liger = ranks(2).run(run, training.ds_config(stage, LIGER))
+    liger = ranks(2).run(run, training.ds_config(stage, {}), has_liger=True)
     for one, other in zip(stock, liger, strict=True):
         compare(one, other)
     assert stock[0]["losses"][-1] < 0.9 * stock[0]["losses"][0]
@@ -192,10 +197,10 @@ def test_the_loss_is_told_the_size_of_its_chunks_for_this_engines_model_alone(
     """Also where ZeRO-3 has changed the head's weight, and a graph hands it over, on each rank by itself."""
     if not calls_with_chunk_mem_const():
         pytest.skip("this liger-kernel takes no chunk_mem_const")
-    chunks = {"activations": {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}}
-    for fp8, size in ((chunks, 8), (LIGER, 1)):
+    chunks = {"activations": {"cross_entropy_chunk_mem_const": 8}}
+    for fp8, size in ((chunks, 8), ({}, 1)):
         config = training.ds_config(stage, fp8)
-        for one in ranks(num_ranks).run(run, config, compiled=compiled, num_steps=3, num_layers=1):
+        for one in ranks(num_ranks).run(run, config, has_liger=True, compiled=compiled, num_steps=3, num_layers=1):
             assert one["told"] == [size] * 3
             assert ("chunk_mem_const 8" in one["said"][-1]) is (size == 8)
 
@@ -222,10 +227,8 @@ SLOW_CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 def test_it_is_the_same_with_other_settings(
     ranks: Any, num_ranks: int, stage: int, fp8: dict[str, Any], how: dict[str, Any]
 ) -> None:
-    activations = {**fp8.get("activations", {}), **LIGER["activations"]}
     overrides: dict[str, Any] = {"gradient_clipping": 0.0} if "optimizer" in fp8 else {}
-    stock = ranks(num_ranks).run(run, training.ds_config(stage, fp8, **overrides), **how, num_steps=4)
-    config = training.ds_config(stage, {**fp8, "activations": activations}, **overrides)
-    liger = ranks(num_ranks).run(run, config, **how, num_steps=4)
+    config = training.ds_config(stage, fp8, **overrides)
+    stock, liger = (ranks(num_ranks).run(run, config, has_liger=one, **how, num_steps=4) for one in (False, True))
     for one, other in zip(stock, liger, strict=True):
         compare(one, other)

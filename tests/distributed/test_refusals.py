@@ -17,7 +17,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"fp8": {"linear": {"recipe": "auto"}}}, "ConfigError", "fp8.linear.recipe"),
     ({"fp8": {"no_such_key": 1}}, "ConfigError", "fp8.no_such_key"),
     ({"fp8": {"optimizer": {"master": "e4m19"}}}, "ConfigError", "fp8.optimizer.master"),
-    ({"fp8": {"activations": {"cross_entropy": "liger"}}}, "UnsupportedError", "fp8.activations.cross_entropy"),
+    (
+        {"fp8": {"activations": {"cross_entropy_chunk_mem_const": 8}}},
+        "UnsupportedError",
+        "fp8.activations.cross_entropy",
+    ),
 ]
 
 

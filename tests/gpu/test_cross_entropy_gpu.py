@@ -12,7 +12,7 @@ from support.waits import host_waits
 from torch import Tensor
 
 from fp8_ds.engine.activation import RECORD
-from fp8_ds.engine.liger_patches import (
+from fp8_ds.engine.liger_loss import (
     calls_with_chunk_mem_const,
     keep_out_of_graphs,
     set_chunk_mem_const,

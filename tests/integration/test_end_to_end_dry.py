@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fp8_ds.config import Fp8Config
+from fp8_ds.engine.liger_loss import with_liger_loss
 from fp8_ds.errors import UnsupportedError
 
 # --- arms ---
@@ -94,19 +95,17 @@ def test_an_arm_has_a_micro_batch_of_its_own(bench: Any) -> None:
     assert config["train_micro_batch_size_per_gpu"] == 3
 
 
-def test_a_loss_that_the_fp8_block_names_gets_transformers_own_class(bench: Any) -> None:
-    """Its forward is what that key changes: with one of the benchmark's it is refused."""
+def test_where_the_fp8_block_names_ligers_chunks_the_model_has_ligers_forward(bench: Any) -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     arms, trainers = bench("end_to_end_arms"), bench("end_to_end_trainers")
     model, spec = arms.MODELS["tiny-llama"], {"cross_entropy": "stock"}
-    names = {"stock-eager": "stock", "ours-e4m11-eager": "stock", "ours-e4m11-eager+liger": "untouched"}
+    names = {"stock-eager": "stock", "ours-e4m11-eager": "stock", "ours-e4m11-eager+liger": "patched"}
     for name, loss in names.items():
         assert trainers.loss_of_model(arms.parse_arm(name, model), spec) == loss
-    made = {loss: trainers.transformers_model(model, loss, "causal", 1)() for loss in ("stock", "untouched")}
-    assert type(made["untouched"]).__module__.startswith("transformers.")
-    tokens = torch.randint(model.vocab, (1, model.seq))
-    torch.manual_seed(0)
-    found = {loss: one(input_ids=tokens, labels=tokens) for loss, one in made.items()}
-    assert found["stock"].logits is None and found["untouched"].logits is not None
+    made = {loss: trainers.transformers_model(model, loss, "causal", 1)() for loss in ("stock", "patched")}
+    assert type(made["patched"]).__module__.startswith("transformers.")
+    assert with_liger_loss(made["patched"]) is made["patched"] and with_liger_loss(made["stock"]) is None
+    assert [name for name, module in made["patched"].named_modules() if "forward" in vars(module)] == [""]
 
 
 def test_larger_chunks_are_told_to_liger_by_our_key_or_by_its_own_argument(

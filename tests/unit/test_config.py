@@ -34,8 +34,7 @@ def test_enabled_alone_is_the_pinned_setting() -> None:
         "activations": {
             "fused": False,
             "nonlinear": "bf16",
-            "cross_entropy": "stock",
-            "cross_entropy_chunk_mem_const": 1,
+            "cross_entropy_chunk_mem_const": None,
         },
         "tensor_parallel": {"gather": "fp8", "reduce_scatter": "bf16"},
         "attention": {"backend": None, "hadamard": False},
@@ -56,8 +55,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
                "zero": {"reduce_scatter": "fp8"},
                "optimizer": {"states": "fp8", "master": "e4m11", "release": true, "release_clipping": "delayed_norm",
                              "seed": 4294967295},
-               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy": "liger",
-                               "cross_entropy_chunk_mem_const": 8},
+               "activations": {"fused": true, "nonlinear": "fp8", "cross_entropy_chunk_mem_const": 8},
                "tensor_parallel": {"gather": "fp8", "reduce_scatter": "fp8"},
                "attention": {"backend": "fa3_fp8", "hadamard": true},
                "schedule": {"bf16_until_step": 100, "bf16_last_fraction": 0.1,
@@ -71,7 +69,7 @@ def test_a_full_block_of_json_is_accepted() -> None:
     assert config.zero.reduce_scatter == "fp8"
     assert (config.optimizer.states, config.optimizer.master, config.optimizer.release) == ("fp8", "e4m11", True)
     assert (config.activations.fused, config.activations.nonlinear) == (True, "fp8")
-    assert (config.activations.cross_entropy, config.activations.cross_entropy_chunk_mem_const) == ("liger", 8)
+    assert config.activations.cross_entropy_chunk_mem_const == 8
     assert config.tensor_parallel.reduce_scatter == "fp8"
     assert (config.schedule.bf16_last_fraction, config.schedule.layers) == (0.1, {"layers.0.": "bf16"})
     assert (config.monitor.every, config.monitor.sink) == (50, "runs/health.jsonl")
@@ -247,7 +245,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "true in a block's place": (
         {"enabled": True, "activations": True},
         "fp8.activations:",
-        ["Its keys: fused, nonlinear, cross_entropy, cross_entropy_chunk_mem_const."],
+        ["Its keys: fused, nonlinear, cross_entropy_chunk_mem_const."],
     ),
     "null in a block's place": ({"enabled": True, "guard": None}, "fp8.guard:", ["Remove the key for the defaults."]),
     "layers in a list": (
@@ -272,18 +270,13 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.optimizer.states:",
         ['"fp32" or "fp8"'],
     ),
-    "a loss of another library": (
-        {"enabled": True, "activations": {"cross_entropy": "cce"}},
+    "Liger's loss by our key": (
+        {"enabled": True, "activations": {"cross_entropy": "liger"}},
         "fp8.activations.cross_entropy:",
-        ['got "cce"', '"stock" or "liger"'],
-    ),
-    "chunks of a loss that has none": (
-        {"enabled": True, "activations": {"cross_entropy_chunk_mem_const": 8}},
-        "fp8.activations.cross_entropy_chunk_mem_const:",
-        ['expected 1 with cross_entropy "stock", got 8', 'set "cross_entropy": "liger", or remove the key'],
+        ["which this version has no more", 'got "liger"', "apply_liger_kernel_to_llama(model=model"],
     ),
     "chunks of no size": (
-        {"enabled": True, "activations": {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": 0}},
+        {"enabled": True, "activations": {"cross_entropy_chunk_mem_const": 0}},
         "fp8.activations.cross_entropy_chunk_mem_const:",
         ["an integer of at least 1, got 0"],
     ),

@@ -79,12 +79,12 @@ DELAYED = {"recipe": "delayed", "grad_dtype": "e4m3"}
 LEAVES = {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}
 RELEASED = {
     **states("e4m11", release=True, release_clipping="delayed_norm"),
-    "activations": {"fused": True, "nonlinear": "fp8", "cross_entropy": "liger"},
+    "activations": {"fused": True, "nonlinear": "fp8", "cross_entropy_chunk_mem_const": 1},
     "linear": {"recipe": "delayed"},
 }
 LAST_STEPS = {**FUSED, "linear": DELAYED, "schedule": {"bf16_last_fraction": 0.03, "total_steps": 100}}
 HEAD_HELD = {**FUSED, "linear": DELAYED}
-HEAD_HELD["activations"] = {"fused": True, "cross_entropy": "liger", "cross_entropy_chunk_mem_const": 8}
+HEAD_HELD["activations"] = {"fused": True, "cross_entropy_chunk_mem_const": 8}
 IN_TWO = pytest.param("llama-8b", 3, E4M11, LEAVES, 2, 22.522, 1.6, marks=pytest.mark.slow)
 
 # Compiled, as docs/compile.md has it: 2 x 4096 tokens of llama-2b on one H200, 2026-11-23- and -28-end-to-end.json;
@@ -245,7 +245,7 @@ def test_ligers_loss_has_chunks_of_the_size_that_the_key_says() -> None:
     spec = read_spec("llama-8b", ("num_hidden_layers=1", "hidden_size=256", "intermediate_size=512", "vocab_size=8192"))
     peaks = []
     for times in (16, 32):
-        activations = {"cross_entropy": "liger", "cross_entropy_chunk_mem_const": times}
+        activations = {"cross_entropy_chunk_mem_const": times}
         run = read_run(config(2, {**states("e4m11"), "activations": activations}), 1, 2, 512)
         peaks.append(estimate(spec, run).in_backward)
     assert peaks[1] - peaks[0] == 2 * (1024 - 512) * 8192
@@ -297,7 +297,7 @@ def gathered_by(loss: str, zero: dict[str, Any]) -> int:
     tied = str(keys.pop("tied", False)).lower()
     settings = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=3", "vocab_size=512")
     heads = ("num_attention_heads=4", "num_key_value_heads=2", f"tie_word_embeddings={tied}")
-    stage = config(3, {"activations": {"cross_entropy": loss}}, **keys)
+    stage = config(3, {"activations": {"cross_entropy_chunk_mem_const": 1} if loss == "liger" else {}}, **keys)
     return estimate(read_spec("llama-8b", (*settings, *heads)), read_run(stage, 4, 1, 128)).gathered
 
 

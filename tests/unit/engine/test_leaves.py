@@ -11,6 +11,13 @@ from torch import nn
 from fp8_ds.engine import leaves
 
 
+def ligers_forward() -> None:
+    """Stands in for the forward that liger-kernel gives a causal LM."""
+
+
+ligers_forward.__module__ = "liger_kernel.transformers.model.llama"
+
+
 def engine(
     loss: str,
     live: int,
@@ -24,19 +31,20 @@ def engine(
     norm that persists."""
     model: Any = nn.Module()
     model.embedding, model.norm = nn.Linear(50, 100, bias=False), nn.Linear(1, 1)
-    model.head = model.embedding if tied else nn.Linear(50, 80, bias=False)
+    model.lm_head = model.embedding if tied else nn.Linear(50, 80, bias=False)
     model.layers = nn.ModuleList(nn.Linear(50, 20, bias=False) for _ in range(4))
-    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embedding, lambda: model.head
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embedding, lambda: model.lm_head
     for p in model.parameters():
         p.ds_numel, p.ds_persist = p.numel(), p.numel() < 10
     for layer in model.layers:
         layer._z3_leaf = has_leaves
+    if loss == "liger":
+        model.forward = ligers_forward
     config = SimpleNamespace(
         zero_config=SimpleNamespace(max_live_parameters=live), _param_dict={"zero_optimization": {key: live}}
     )
     return SimpleNamespace(
         module=model,
-        fp8=SimpleNamespace(config=SimpleNamespace(activations=SimpleNamespace(cross_entropy=loss))),
         _config=config,
         zero_optimization_partition_weights=lambda: stage == 3,
         zero_max_live_parameters=lambda: config.zero_config.max_live_parameters,

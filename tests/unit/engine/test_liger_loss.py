@@ -1,4 +1,4 @@
-"""Liger's loss: where it is refused, and what it changes. liger-kernel is a stub here, except in the last tests."""
+"""Liger's loss: whose forward it is, what is refused, what changes. liger-kernel is a stub, but for the last test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -14,35 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8_ds.config import LinearConfig
-from fp8_ds.engine import liger_patches
+from fp8_ds.engine import liger_loss
 from fp8_ds.engine.activation import RECORD
-from fp8_ds.engine.cross_entropy import (
-    CUT_HEAD,
-    FP8_HEAD,
-    LOSS_REFUSALS,
-    NO_CHUNK_MEM_CONST,
-    NO_KERNELS,
-    NOT_INSTALLED,
-    OTHER_FORWARD,
-    OTHER_HEAD,
-    PIPELINE,
-    UNKNOWN_MODEL,
-    LossRefusal,
-    fuse_loss,
-    refuse_loss,
-)
-from fp8_ds.engine.liger_patches import wait_for_nothing_in_backward
+from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss, wait_for_nothing_in_backward, with_liger_loss
 from fp8_ds.errors import UnsupportedError
 from fp8_ds.nn.convert import apply_plan, make_plan
 
@@ -61,39 +37,6 @@ def liger_forward(self: Any, *args: Any, **kwargs: Any) -> str:
 
 
 liger_forward.__module__ = "liger_kernel.transformers.model.llama"
-
-
-class Liger:
-    """A stand-in for liger_kernel.transformers: what it was asked for is in `asked`."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
-        self.MODEL_TYPE_TO_APPLY_LIGER_FN = {
-            "llama": self.apply_to_llama,
-            "bert": self.apply_to_llama,
-            "mistral": self.apply_without_the_loss,
-        }
-
-    def apply_to_llama(
-        self,
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        model: Any = None,
-    ) -> None:
-        self.asked = {"rope": rope, "cross_entropy": cross_entropy, "rms_norm": rms_norm}
-        if fused_linear_cross_entropy:
-            model.forward = MethodType(liger_forward, model)
-
-    def apply_without_the_loss(self, rope: bool = True, model: Any = None) -> None:
-        raise AssertionError("not to be called")
-
-    def apply_to_parts(self, fused_linear_cross_entropy: bool = True, model: Any = None, **kwargs: Any) -> None:
-        raise AssertionError("not to be called")
-
-    def apply_nothing(self, fused_linear_cross_entropy: bool = True, model: Any = None) -> None:
-        """As a version that replaces the forward of another class."""
 
 
 class Loss:
@@ -120,10 +63,9 @@ def stock_backward(grad_output: Any, grad_input: Any, grad_weight: Any, grad_bia
 
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stub = Liger()
+    stub = SimpleNamespace()
     functional = SimpleNamespace(liger_fused_linear_cross_entropy=loss, LigerFusedLinearCrossEntropyFunction=Loss)
     ops = SimpleNamespace(fused_linear_cross_entropy_backward=stock_backward)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", stub)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", ops)
     stub.functional, stub.ops = functional, ops
@@ -131,136 +73,82 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Any:
     RECORD.patches[:] = [patch for patch in RECORD.patches if patch[0] not in (functional, ops)]
 
 
-def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**TINY))
-
-
-class Tuned(LlamaForCausalLM):  # type: ignore[misc]
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-def patched_before() -> Any:
-    model = llama()
-    model.forward = MethodType(liger_forward, model)
+def llama(has_liger: bool = True, **more: Any) -> Any:
+    model = LlamaForCausalLM(LlamaConfig(**TINY | more))
+    if has_liger:  # as apply_liger_kernel_to_llama(model=model, ...) does
+        model.forward = MethodType(liger_forward, model)
     return model
 
 
-def with_head(head: nn.Module) -> Any:
+class Peft(nn.Module):
+    """As PEFT's: the causal LM is inside."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_base_model(self) -> Any:
+        return self.inner
+
+
+def test_ligers_forward_is_found_on_an_instance_a_class_and_inside_peft() -> None:
     model = llama()
-    model.lm_head = head
-    return model
+    assert with_liger_loss(model) is model and with_liger_loss(Peft(model)) is model
+
+    class Patched(LlamaForCausalLM):  # type: ignore[misc]
+        forward = liger_forward  # as apply_liger_kernel_to_llama() leaves transformers' class
+
+    patched = Patched(LlamaConfig(**TINY))
+    assert with_liger_loss(patched) is patched
+    for other in (llama(False), Peft(llama(False)), nn.Linear(4, 4)):
+        assert with_liger_loss(other) is None
+        assert prepare_liger_loss(other, 2, None) is None
 
 
-class Adapted(nn.Linear):
-    """As an adapter's: its weight is not all it multiplies by."""
-
-
-def pipeline() -> Any:
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    return PipelineModule.__new__(PipelineModule)
-
-
-def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
-
-
-# Row -> models that it refuses, and what the message must name.
-TRIGGERS: list[tuple[LossRefusal, Callable[[], Any], str]] = [
-    (NOT_INSTALLED, llama, "ModuleNotFoundError"),
-    (NO_KERNELS, llama, "device cpu"),
-    (PIPELINE, pipeline, "PipelineModule"),
-    (UNKNOWN_MODEL, lambda: nn.Linear(4, 4), "Linear of type None"),
-    (UNKNOWN_MODEL, lambda: MistralForCausalLM(MistralConfig(**TINY)), "whose loss alone cannot be patched"),
-    (UNKNOWN_MODEL, lambda: LlamaForSequenceClassification(LlamaConfig(**TINY)), "ForSequenceClassification"),
-    (UNKNOWN_MODEL, lambda: BertForMaskedLM(BertConfig(**TINY)), "BertForMaskedLM"),
-    (OTHER_FORWARD, lambda: Tuned(LlamaConfig(**TINY)), "Tuned.forward of"),
-    (OTHER_FORWARD, patched_before, "LlamaForCausalLM.forward of liger_kernel"),
-    (OTHER_HEAD, lambda: with_head(nn.Linear(64, 96)), "bias=True"),
-    (OTHER_HEAD, lambda: with_head(Adapted(64, 96, bias=False)), "Adapted("),
-]
-
-
-@pytest.mark.parametrize(("row", "make", "found"), TRIGGERS)
-def test_a_refusal_names_key_finding_and_remedy(
-    row: LossRefusal, make: Callable[[], Any], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if row is NOT_INSTALLED:
-        not_installed(monkeypatch)
+def test_chunks_of_a_loss_that_is_not_there_are_refused() -> None:
+    check_chunks(llama(False), None)
+    check_chunks(Peft(llama()), 8)
     with pytest.raises(UnsupportedError) as caught:
-        refuse_loss(make(), "cpu" if row is NO_KERNELS else "cuda")
+        check_chunks(llama(False), 8)
     message = str(caught.value)
-    assert message.startswith(f'fp8.activations.cross_entropy: expected "stock" with {row.what}, got "liger" and ')
-    assert found in message
-    assert message.endswith(f": {row.reason}. {row.remedy}")
-
-
-def test_every_row_is_triggered_here() -> None:
-    elsewhere = {id(row) for row in (NO_CHUNK_MEM_CONST, FP8_HEAD, CUT_HEAD)}
-    assert {id(row) for row, *_ in TRIGGERS} | elsewhere == {id(row) for row in LOSS_REFUSALS}
+    assert message.startswith(
+        "fp8.activations.cross_entropy_chunk_mem_const: expected null with a model whose loss is not Liger's, got 8 "
+        "and LlamaForCausalLM with the forward of transformers."
+    )
+    assert "apply_liger_kernel_to_llama(model=model" in message and message.endswith("or remove the key.")
 
 
 @pytest.mark.parametrize("lacks", ["liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"])
 def test_larger_chunks_of_a_version_that_is_not_told_are_refused(liger: Any, lacks: str) -> None:
-    refuse_loss(llama(), "cuda", 8)
+    check_chunks(llama(), 8)
     old = {
         "liger_fused_linear_cross_entropy": lambda input, weight, target, bias=None: 0,
         "LigerFusedLinearCrossEntropyFunction": Loss0_7,
     }
     setattr(liger.functional, lacks, old[lacks])
-    refuse_loss(llama(), "cuda")
-    with pytest.raises(UnsupportedError) as caught:
-        refuse_loss(llama(), "cuda", 8)
-    message = str(caught.value)
-    assert message.startswith(
-        "fp8.activations.cross_entropy_chunk_mem_const: expected 1 with a liger-kernel whose loss takes no "
-        "`chunk_mem_const`, got 8 and "
-    )
-    assert message.endswith(f": {NO_CHUNK_MEM_CONST.reason}. {NO_CHUNK_MEM_CONST.remedy}")
-
-
-def test_a_function_that_patches_other_parts_too_is_refused(liger: Any) -> None:
-    liger.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = liger.apply_to_parts
-    with pytest.raises(UnsupportedError, match="whose loss alone cannot be patched"):
-        refuse_loss(llama(), "cuda")
+    check_chunks(llama(), None)
+    with pytest.raises(UnsupportedError, match=r"whose loss takes no `chunk_mem_const`, got 8. `pip install -U"):
+        check_chunks(llama(), 8)
 
 
 def test_a_head_in_fp8_is_refused() -> None:
     model = llama().bfloat16()
     linear = LinearConfig(filter_fqns=())
     apply_plan(model, make_plan(model, linear, False), linear, model.device)
-    with pytest.raises(UnsupportedError) as caught:
-        fuse_loss(model, 2)
-    assert FP8_HEAD.remedy in str(caught.value) and "Fp8Linear" in str(caught.value)
-    assert "forward" not in vars(model)
+    with pytest.raises(
+        UnsupportedError, match=r'expected lm_head in bf16 .* got Fp8Linear. Put "lm_head" into the key'
+    ):
+        prepare_liger_loss(model, 2, None)
 
 
 def test_a_head_that_autotp_has_cut_is_refused() -> None:
     layers = pytest.importorskip("deepspeed.module_inject.layers")
     model = llama()
     model.lm_head = layers.LinearLayer(model.lm_head, None, name="lm_head", skip_partition=True)
-    with pytest.raises(UnsupportedError) as caught:
-        fuse_loss(model, 2)
-    assert CUT_HEAD.remedy in str(caught.value) and 'got "liger" and LinearLayer' in str(caught.value)
-    assert "forward" not in vars(model)
-
-
-def test_a_version_that_leaves_the_forward_alone_is_an_error(liger: Any) -> None:
-    liger.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = liger.apply_nothing
-    with pytest.raises(UnsupportedError, match="whose forward liger-kernel has left as it was"):
-        fuse_loss(llama(), 2)
-
-
-def test_the_loss_of_this_instance_is_all_that_is_asked_for(liger: Any) -> None:
-    model, other = llama(), llama()
-    refuse_loss(model, "cuda")
-    line = fuse_loss(model, 2)
-    assert line == "fp8: cross entropy: Liger's, fused with lm_head; with labels in training, logits are None"
-    assert liger.asked == {"rope": False, "cross_entropy": False, "rms_norm": False}
-    assert model() == "Liger's"
-    assert "forward" not in vars(other) and type(model) is LlamaForCausalLM
-    assert not any("forward" in vars(module) for module in model.modules() if module is not model)
+    with pytest.raises(
+        UnsupportedError, match=r"expected a whole lm_head .* got LinearLayer, a part of the vocabulary"
+    ):
+        prepare_liger_loss(model, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -272,50 +160,31 @@ def test_the_loss_of_this_instance_is_all_that_is_asked_for(liger: Any) -> None:
     ],
 )
 def test_the_line_says_where_larger_chunks_are_faster(vocabulary: int, told: str) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": vocabulary}))
-    assert f"fused with lm_head{told}; with labels" in fuse_loss(model, 2)
+    line = prepare_liger_loss(llama(vocab_size=vocabulary), 2, None)
+    assert line == f"fp8: cross entropy: Liger's, fused with lm_head{told}; with labels in training, logits are None"
 
 
-def test_where_the_key_would_change_nothing_the_line_does_not_name_it(
-    liger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    big = LlamaConfig(**{**TINY, "vocab_size": 4096})
-    model = LlamaForCausalLM(big)
-    liger.MODEL_TYPE_TO_APPLY_LIGER_FN["gpt_oss"] = liger.apply_to_llama
-    model.config.model_type = "gpt_oss"  # of which Liger takes larger chunks by itself
-    assert "chunks" not in fuse_loss(model, 2)
-    monkeypatch.setattr("fp8_ds.engine.cross_entropy.calls_with_chunk_mem_const", lambda: False)
-    assert "chunks" not in fuse_loss(LlamaForCausalLM(big), 2)
-
-
-def test_inside_peft_it_is_the_base_models_loss() -> None:
-    class Peft(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = llama()
-
-        def get_base_model(self) -> Any:
-            return self.inner
-
-    model = Peft()
-    refuse_loss(model, "cuda")
-    fuse_loss(model, 1)
-    assert "forward" not in vars(model) and "forward" in vars(model.inner)
+def test_where_the_key_would_change_nothing_the_line_does_not_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(vocab_size=4096)
+    model.config.model_type = "gpt_oss"  # whose forward says a larger constant
+    assert "chunks" not in str(prepare_liger_loss(model, 2, None))
+    monkeypatch.setattr(liger_loss, "calls_with_chunk_mem_const", lambda: False)
+    assert "chunks" not in str(prepare_liger_loss(llama(vocab_size=4096), 2, None))
 
 
 def test_stage_3_gathers_the_heads_weight_for_the_whole_model() -> None:
     for stage, expected in ((2, False), (3, True)):
         model = llama()
-        fuse_loss(model, stage)
+        prepare_liger_loss(model, stage, None)
         registered = [p for _, p in getattr(model, "_external_params", {}).items()]
         assert [p is model.lm_head.weight for p in registered] == [True] * expected
 
 
 def test_the_kernel_is_kept_out_of_graphs_once_and_comes_back(liger: Any) -> None:
     stock = liger.functional.liger_fused_linear_cross_entropy
-    fuse_loss(llama(), 2)
+    prepare_liger_loss(llama(), 2, None)
     called = liger.functional.liger_fused_linear_cross_entropy
-    fuse_loss(llama(), 2)
+    prepare_liger_loss(llama(), 2, None)
     assert liger.functional.liger_fused_linear_cross_entropy is called is not stock
     ours = [patch for patch in RECORD.patches if patch[0] is liger.functional]
     assert ours == [(liger.functional, "liger_fused_linear_cross_entropy", stock)]
@@ -323,12 +192,12 @@ def test_the_kernel_is_kept_out_of_graphs_once_and_comes_back(liger: Any) -> Non
 
 def test_each_engines_loss_has_its_own_chunks_and_others_are_called_as_they_call(liger: Any) -> None:
     stock, model, other, third = liger.functional.liger_fused_linear_cross_entropy, llama(), llama(), llama()
-    line = fuse_loss(model, 2, 8)
+    line = prepare_liger_loss(model, 2, 8)
     assert line == (
         "fp8: cross entropy: Liger's, fused with lm_head, chunk_mem_const 8; with labels in training, logits are None"
     )
-    fuse_loss(other, 2, 4)
-    fuse_loss(third, 2)
+    prepare_liger_loss(other, 2, 4)
+    prepare_liger_loss(third, 2, None)
     call = liger.functional.liger_fused_linear_cross_entropy
     assert inspect.signature(call) == inspect.signature(stock)
     x, target = torch.zeros(2, 64), torch.zeros(2)
@@ -349,16 +218,16 @@ def gradients(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tens
 def test_the_backward_multiplies_on_the_device_once_and_stocks_comes_back(
     liger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fuse_loss(llama(), 2)
+    prepare_liger_loss(llama(), 2, None)
     backward = liger.ops.fused_linear_cross_entropy_backward
-    fuse_loss(llama(), 2)
+    prepare_liger_loss(llama(), 2, None)
     assert liger.ops.fused_linear_cross_entropy_backward is backward is not stock_backward
     assert [patch for patch in RECORD.patches if patch[0] is liger.ops] == [
         (liger.ops, "fused_linear_cross_entropy_backward", stock_backward)
     ]
     half, grads = torch.tensor(0.5), gradients()
     assert backward(half, *grads)[0] == "stock's" and all((grad == 1).all() for grad in grads)  # a CPU has no kernels
-    monkeypatch.setattr(liger_patches, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(liger_loss, "_DEVICES", ("cpu",))
     for weight, bias in ((grads[1], grads[2]), (None, grads[2]), (grads[1], None), (None, None)):
         for grad in grads:
             grad.fill_(1)
@@ -381,7 +250,7 @@ def test_the_backward_multiplies_on_the_device_once_and_stocks_comes_back(
 def test_what_is_not_multiplied_here_stock_multiplies(
     liger: Any, monkeypatch: pytest.MonkeyPatch, grad_output: Tensor, grads: Any
 ) -> None:
-    monkeypatch.setattr(liger_patches, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(liger_loss, "_DEVICES", ("cpu",))
     wait_for_nothing_in_backward()
     found = liger.ops.fused_linear_cross_entropy_backward(grad_output, *grads)
     assert found[0] == "stock's" and all(a is b for a, b in zip(found[1:], (grad_output, *grads), strict=True))
@@ -410,7 +279,8 @@ def test_a_version_without_that_module_is_left(monkeypatch: pytest.MonkeyPatch) 
 REAL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from fp8_ds.engine.cross_entropy import fuse_loss, refuse_loss
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from fp8_ds.engine.liger_loss import check_chunks, prepare_liger_loss
 from support.interpreted import pytest_configure
 
 pytest_configure()  # the interpreter in half the time
@@ -426,8 +296,9 @@ def step():
     return output, [p.grad.float().clone() for p in model.parameters()]
 
 stock, expected = step()
-refuse_loss(model, "cuda")
-fuse_loss(model, 2)
+LOSS_ALONE = {"fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "swiglu": False}
+apply_liger_kernel_to_llama(model=model, **LOSS_ALONE)
+assert prepare_liger_loss(model, 2, None)
 for compiled in (False, True):
     if compiled:
         torch._dynamo.utils.counters.clear()
@@ -450,14 +321,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from liger_kernel.ops import fused_linear_cross_entropy as ops
 import fp8_ds
-from fp8_ds.engine import liger_patches
-from fp8_ds.engine.cross_entropy import fuse_loss, refuse_loss
+from fp8_ds.engine import liger_loss
 
 TINY["vocab_size"] = 512  # 8 chunks of 4 tokens, or 4 times as many in 2
 tokens = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(0))
 num_chunks = []
 rows = ops.liger_cross_entropy_kernel
-has_key = liger_patches.calls_with_chunk_mem_const()
+has_key = liger_loss.calls_with_chunk_mem_const()
 
 class Counted:
     def __getitem__(self, grid):
@@ -469,8 +339,9 @@ ops.liger_cross_entropy_kernel = Counted()
 def fused(times):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY)).bfloat16()
-    refuse_loss(model, "cuda", times)
-    fuse_loss(model, 2, times)
+    apply_liger_kernel_to_llama(model=model, **LOSS_ALONE)
+    check_chunks(model, times)
+    prepare_liger_loss(model, 2, times)
     return model
 
 def grads_of(model, factor, times=1):
@@ -482,17 +353,17 @@ def grads_of(model, factor, times=1):
         (loss * factor).backward(retain_graph=times > 1)
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
-one = fused(1)
+one = fused(None)
 stock = ops.fused_linear_cross_entropy_backward.fp8_ds_stock
 ours = ops.fused_linear_cross_entropy_backward
 calls = []
-liger_patches.multiply_, multiply_ = lambda *given: calls.append(1) or multiply_(*given), liger_patches.multiply_
+liger_loss.multiply_, multiply_ = lambda *given: calls.append(1) or multiply_(*given), liger_loss.multiply_
 for factor in (1.0, 0.5):
     for times in (1, 2):  # of two backwards the second halves what the first has halved, in Liger's, too
-        liger_patches._DEVICES = ()
+        liger_loss._DEVICES = ()
         expected = grads_of(one, factor, times)
         assert num_chunks == [4] * 8 and not calls
-        liger_patches._DEVICES = ("cpu",)
+        liger_loss._DEVICES = ("cpu",)
         found = grads_of(one, factor, times)
         assert len(calls) == 2 * times, calls  # of x and the weight
         calls.clear()
@@ -513,7 +384,7 @@ if has_key:
     four(input_ids=tokens, labels=tokens)
 fp8_ds.uninstall()
 assert ops.fused_linear_cross_entropy_backward is stock
-assert "fp8_ds_stock" not in vars(liger_patches.importlib.import_module(liger_patches._FUNCTIONAL)
+assert "fp8_ds_stock" not in vars(liger_loss.importlib.import_module(liger_loss._FUNCTIONAL)
                                   .liger_fused_linear_cross_entropy)
 num_chunks.clear()
 one(input_ids=tokens, labels=tokens)

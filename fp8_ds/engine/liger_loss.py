@@ -1,0 +1,230 @@
+"""Liger's fused loss in a Hugging Face causal LM: compiled models call it, in chunks of a chosen size, without a wait.
+
+liger-kernel puts it into a model itself: `apply_liger_kernel_to_llama(model=model, ...)` and its like, or the Trainer's
+`use_liger_kernel`. No option of Liger's does what is done here, for all its users in this process, until
+`fp8_ds.uninstall()`. Tried with 0.7.0 and 0.8.5.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fp8_ds.engine.activation import RECORD
+from fp8_ds.errors import UnsupportedError
+from fp8_ds.nn.linear import Fp8Linear
+from fp8_ds.nn.matrices import full_shape
+from fp8_ds.ops.multiply import multiply_, takes
+
+_KEY = "fp8.activations.cross_entropy_chunk_mem_const"
+_FAST_CHUNKS = 8
+"""With so many Liger's loss takes 1.1 times as long as it can on an H100, with 32 1.6 times (docs/activations.md)."""
+_OWN_CONSTANTS = {"gpt_oss": 8}
+"""By type of model: what Liger's forward says instead of 1 (0.8.5, transformers/model/gpt_oss.py)."""
+_FUNCTIONAL = "liger_kernel.transformers.functional"
+_LOSS = "liger_fused_linear_cross_entropy"
+_CHUNK = "chunk_mem_const"
+_OPS = "liger_kernel.ops.fused_linear_cross_entropy"
+_BACKWARD = "fused_linear_cross_entropy_backward"
+_BACKWARD_PARAMETERS = ["grad_output", "grad_input", "grad_weight", "grad_bias"]
+_DEVICES = ("cuda",)
+"""Types of device on which the backward is ours."""
+
+
+def with_liger_loss(model: Any) -> Any | None:
+    """Return the causal LM whose forward is Liger's, out of PEFT's wrapper if it is in one; None if there is none."""
+    lm = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    module = getattr(getattr(lm, "forward", None), "__module__", None) or ""
+    return lm if module.startswith("liger_kernel.") and isinstance(getattr(lm, "lm_head", None), nn.Module) else None
+
+
+def check_chunks(model: Any, chunk_mem_const: int | None) -> None:
+    """Raise if the key names a size for chunks that are not there. Reads names only; before any collective.
+
+    Args:
+        model: what deepspeed.initialize was given.
+        chunk_mem_const: the key's; None: not set.
+
+    Raises:
+        UnsupportedError: the model's forward is not Liger's, or this Liger cannot be told the size of its chunks.
+    """
+    if chunk_mem_const is None:
+        return
+    if with_liger_loss(model) is None:
+        forward = getattr(getattr(model, "forward", None), "__module__", "none")
+        raise UnsupportedError(
+            f"{_KEY}: expected null with a model whose loss is not Liger's, got {chunk_mem_const} and "
+            f"{type(model).__name__} with the forward of {forward}. Put the loss there before deepspeed.initialize: "
+            "apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, "
+            'swiglu=False) or its like (Trainer: "use_liger_kernel" and "liger_kernel_config"), or remove the key.'
+        )
+    if not calls_with_chunk_mem_const():
+        raise UnsupportedError(
+            f"{_KEY}: expected null with a liger-kernel whose loss takes no `{_CHUNK}`, got {chunk_mem_const}. "
+            "`pip install -U liger-kernel` (0.8.5 takes it), or remove the key."
+        )
+
+
+def prepare_liger_loss(model: nn.Module, zero_stage: int, chunk_mem_const: int | None) -> str | None:
+    """Make Liger's loss in this model one that compiled models call and that waits for nothing in its backward.
+
+    Args:
+        model: its linears are converted, DeepSpeed's hooks are not on it yet.
+        zero_stage: of the optimizer to come. In stage 3 the head's weight is gathered for the whole model's forward and
+            backward: the loss reads it without calling the head, whose hooks would gather it.
+        chunk_mem_const: logits may be this many times as large as the loss's input; None: as Liger has it by itself.
+
+    Returns:
+        One line that says so; None where the model's loss is not Liger's.
+
+    Raises:
+        UnsupportedError: the head is in FP8, or cut by AutoTP.
+    """
+    lm = with_liger_loss(model)
+    if lm is None:
+        return None
+    _check_head(lm.lm_head)
+    keep_out_of_graphs()
+    wait_for_nothing_in_backward()
+    if chunk_mem_const is not None:
+        set_chunk_mem_const(lm.lm_head.weight, chunk_mem_const)
+    if zero_stage == 3:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        register_external_parameter(lm, lm.lm_head.weight)
+    chunks = _hint(lm) if chunk_mem_const is None else f", {_CHUNK} {chunk_mem_const}"
+    return f"fp8: cross entropy: Liger's, fused with lm_head{chunks}; with labels in training, logits are None"
+
+
+def _check_head(head: nn.Module) -> None:
+    if isinstance(head, Fp8Linear):
+        raise UnsupportedError(
+            f"fp8.linear.filter_fqns: expected lm_head in bf16 with Liger's loss, which reads its weight, got "
+            f'{type(head).__name__}. Put "lm_head" into the key, where it is by default.'
+        )
+    if type(head).__module__.startswith("deepspeed.module_inject."):
+        raise UnsupportedError(
+            f"tensor_parallel: expected a whole lm_head with Liger's loss, which multiplies by its weight and nothing "
+            f"else, got {type(head).__name__}, a part of the vocabulary. Leave Liger's loss out with AutoTP."
+        )
+
+
+def _hint(lm: Any) -> str:
+    """Where Liger by itself makes more chunks than are fast: how many, and the key that makes some `_FAST_CHUNKS`."""
+    vocabulary, width = full_shape(lm.lm_head.weight)
+    own = _OWN_CONSTANTS.get(getattr(getattr(lm, "config", None), "model_type", ""), 1)
+    num_chunks = most_chunks(width, vocabulary)
+    if own != 1 or num_chunks <= _FAST_CHUNKS or not calls_with_chunk_mem_const():
+        return ""
+    enough = 1 << (-(-num_chunks // _FAST_CHUNKS) - 1).bit_length()
+    return f', in up to {num_chunks} chunks: "{_KEY.rpartition(".")[2]}": {enough} makes fewer, which is faster'
+
+
+def most_chunks(width: int, vocabulary: int, chunk_mem_const: int = 1) -> int:
+    """Return how many chunks many tokens are cut into: logits take about the loss's input, or a multiple of it.
+
+    Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py (0.8.5).
+    """
+    return -(-vocabulary // (chunk_mem_const * width))
+
+
+def keep_out_of_graphs() -> None:
+    """torch.compile calls Liger's kernel and traces nothing of it: the graph breaks there, numbers are those of eager.
+
+    Its host code reads a count back and loops over chunks of tokens; traced (torch 2.13, liger-kernel 0.8.5) it is
+    compiled in pieces. What Liger's callers see is a traced function that calls one that is not: they ask for its
+    signature in the graph, which torch 2.14 breaks again for a function that it does not trace.
+    """
+    functional = importlib.import_module(_FUNCTIONAL)
+    stock = getattr(functional, _LOSS)
+    if hasattr(stock, "fp8_ds_stock"):
+        return
+    signature = inspect.signature(stock)
+    chunk_mem_consts: Any = WeakIdKeyDictionary()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        weight = given.arguments.get("weight")
+        if weight not in chunk_mem_consts:
+            return stock(*args, **kwargs)
+        given.arguments[_CHUNK] = chunk_mem_consts[weight]
+        return stock(*given.args, **given.kwargs)
+
+    @functools.wraps(stock)  # with its signature: Liger's callers hand over what is in it
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return loss(*args, **kwargs)
+
+    called: Any = traced
+    called.fp8_ds_stock = stock
+    called.fp8_ds_chunk_mem_consts = chunk_mem_consts
+    RECORD.set(functional, _LOSS, called)
+
+
+def calls_with_chunk_mem_const() -> bool:
+    """Whether this liger-kernel can be told the size of its chunks: its function, and the autograd function behind it,
+    which for some backends of Liger's is another one and is then not told."""
+    functional = importlib.import_module(_FUNCTIONAL)
+    behind = getattr(functional, "LigerFusedLinearCrossEntropyFunction", None)
+    functions = (getattr(functional, _LOSS), getattr(behind, "forward", None))
+    return all(one is not None and _CHUNK in inspect.signature(one).parameters for one in functions)
+
+
+def set_chunk_mem_const(weight: Tensor, chunk_mem_const: int) -> None:
+    """Losses of this head are computed with that constant, whatever their caller says; those of others as ever.
+
+    The weight is what tells one engine's call from another's: forwards of Liger's have no place for the constant.
+
+    Args:
+        weight: the head's Parameter.
+        chunk_mem_const: at least 1. This Liger takes it (`calls_with_chunk_mem_const`), and its loss is wrapped
+            (`keep_out_of_graphs`).
+    """
+    getattr(importlib.import_module(_FUNCTIONAL), _LOSS).fp8_ds_chunk_mem_consts[weight] = chunk_mem_const
+
+
+def wait_for_nothing_in_backward() -> None:
+    """The loss's backward multiplies by its gradient on the device, or leaves all as it is where that is 1.
+
+    Liger's asks `torch.equal(grad_output, 1)` first: the host waits until the device has done the whole forward, and
+    the device then waits for the host (7 ms of a step of Llama-3-8B on H200s). Another function than that of 0.7.0 and
+    0.8.5 is left as it is.
+    """
+    try:
+        ops: Any = importlib.import_module(_OPS)
+    except ModuleNotFoundError:
+        return
+    stock = getattr(ops, _BACKWARD, None)
+    if stock is None or hasattr(stock, "fp8_ds_stock"):
+        return
+    parameters = inspect.signature(stock).parameters.values()
+    if [str(one.replace(annotation=one.empty)) for one in parameters] != _BACKWARD_PARAMETERS:
+        return
+    # LigerFusedLinearCrossEntropyFunction.backward looks the name up in this module at every call.
+    RECORD.set(ops, _BACKWARD, _without_a_wait(stock))
+
+
+def _without_a_wait(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def backward(
+        grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        grads = grad_input, grad_weight, grad_bias
+        found = [grad for grad in grads if grad is not None]
+        if grad_output.device.type not in _DEVICES or not all(takes(grad, grad_output) for grad in found):
+            result: tuple[Tensor, Tensor | None, Tensor | None] = stock(grad_output, *grads)
+            return result
+        for grad in found:
+            multiply_(grad, grad_output)  # in place, as Liger does, and without a new version of saved tensors
+        return grads
+
+    patched: Any = backward
+    patched.fp8_ds_stock = stock
+    return backward
