@@ -1,9 +1,7 @@
-"""Groups of paired runs against a base: their differences and verdicts, as text, as data, as a picture, as a page."""
+"""Groups of paired runs against a base: their differences and verdicts, as text and as data."""
 
 from __future__ import annotations
 
-import base64
-import html
 import itertools
 import math
 import statistics
@@ -23,10 +21,6 @@ MEAN_BOUND, UPPER_BOUND = 0.1, 0.3
 Tighter than DeepSeek-V3's 0.25 % (arXiv 2412.19437, section 3.3)."""
 
 Verdict = Literal["parity", "worse", "undecided"]
-_PAGE = """<!doctype html><meta charset="utf-8"><title>fp8-ds compare</title>
-<style>pre {{white-space: pre-wrap}} img {{max-width: 100%}}</style>
-<pre>{}</pre><img alt="loss curves" src="data:image/png;base64,{}"><pre>{}</pre>
-"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def read_groups(texts: Sequence[str], column: str | None) -> list[Group]:
         raise ConfigError(f"RUNS: expected a name of its own for each run, got {', '.join(names)}. Write NAME=PATH.")
     runs = [(group.name, curve) for group in groups for curve in group.curves]
     for (name, one), (other_name, other) in itertools.combinations(runs, 2):
-        is_copy = name == other_name and (one.steps, one.losses) == (other.steps, other.losses)
+        is_copy = name == other_name and one.losses == other.losses
         if is_copy or Path(one.name).resolve() == Path(other.name).resolve():
             raise ConfigError(
                 f"{other_name}: expected a run of its own for each path, got {one.name} and {other.name}, which are "
@@ -148,7 +142,7 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
     """
     if len(groups) < 2:
         raise ConfigError(f"runs: expected a base and another, got {len(groups)}. Name both.")
-    common = set.intersection(*(set(curve.steps) for group in groups for curve in group.curves))
+    common = set.intersection(*(set(curve.losses) for group in groups for curve in group.curves))
     steps = tuple(sorted(step for step in common if until is None or step <= until))
     if len(steps) < 2:
         raise ConfigError(
@@ -166,9 +160,9 @@ def compare(groups: Sequence[Group], fraction: float, until: int | None = None) 
                 f"{group.name}: expected {len(base.curves)} runs, one for each of {base.name}, got "
                 f"{len(group.curves)}. Runs are paired in the order they are named."
             )
-        ours = [_mean(curve.at(compared)) for curve in group.curves]
+        ours = [_mean_of(curve, compared) for curve in group.curves]
         paired = Paired(tuple(100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)))
-        goes_on = any(curve.steps[-1] > latest for curve in (*base.curves, *group.curves))
+        goes_on = any(max(curve.losses) > latest for curve in (*base.curves, *group.curves))
         ends_early = goes_on and (until is None or until > latest)
         diverged = min((s for curve in group.curves if (s := curve.diverged_at(until)) is not None), default=None)
         verdict: Verdict = "worse" if diverged is not None else "undecided" if ends_early else paired.verdict()
@@ -183,13 +177,17 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
+def _mean_of(curve: Curve, steps: Sequence[int]) -> float:
+    return _mean([curve.losses[step] for step in steps])
+
+
 def _loss_of_base(curve: Curve, steps: Sequence[int], until: int | None) -> float:
     if (step := curve.diverged_at(until)) is not None:
         raise ConfigError(
-            f"{curve.name}: expected a base with finite losses, got {curve.at([step])[0]} in step {step}: it has "
+            f"{curve.name}: expected a base with finite losses, got {curve.losses[step]} in step {step}: it has "
             "diverged. Name another base, or compare the steps before by --until."
         )
-    if (loss := _mean(curve.at(steps))) <= 0:
+    if (loss := _mean_of(curve, steps)) <= 0:
         raise ConfigError(
             f"{curve.name}: expected a base whose mean loss is above 0, got {loss:.6g}. Differences are relative to "
             "it: name a --column of losses above 0."
@@ -217,7 +215,7 @@ def describe(one: Result) -> str:
 
 def describe_all(found: Comparison) -> str:
     """Lines about what was compared, each result, and the noise of the base."""
-    ends = [(group.name, sorted({curve.steps[-1] for curve in group.curves})) for group in found.groups]
+    ends = [(group.name, sorted({max(curve.losses) for curve in group.curves})) for group in found.groups]
     told = [
         f"Compared: the mean loss of the last {len(found.compared)} of {len(found.steps)} common steps, "
         f"{found.compared[0]} to {found.compared[-1]}; "
@@ -227,52 +225,6 @@ def describe_all(found: Comparison) -> str:
     if found.noise_percent is not None:
         told.append(f"Deviation of {found.groups[0].name}'s runs: {found.noise_percent:.3f} %.")
     return "\n".join(told)
-
-
-def plot(found: Comparison, path: Path, window: int) -> None:
-    """Write a PNG: curves, smoothed over `window` steps, with the noise band of the base, and relative differences.
-
-    The band is the deviation between the base's runs; of one run that around its smoothed self.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    try:
-        import numpy as np
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("matplotlib: expected it to be installed, got none. `pip install matplotlib`.") from error
-    ones = np.ones(min(window, len(found.steps)))
-    counts = np.convolve(np.ones(len(found.steps)), ones, "same")  # fewer at both ends
-    figure = Figure(figsize=(9, 8), layout="tight")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for number, group in enumerate(found.groups):
-        losses = [np.array(curve.at(found.steps)) for curve in group.curves]
-        smoothed = [np.convolve(each, ones, "same") / counts for each in losses]
-        center = np.mean(smoothed, axis=0)
-        above.plot(found.steps, center, label=group.name, color=f"C{number}")
-        if number == 0:
-            base = np.where(center > 0, center, np.nan)  # to an early loss of 0 or less nothing is relative
-            band = np.std(smoothed, axis=0, ddof=1) if len(losses) > 1 else np.std(losses[0] - center) + 0 * center
-            above.fill_between(found.steps, center - band, center + band, alpha=0.2)
-            below.fill_between(found.steps, -100 * band / base, 100 * band / base, alpha=0.2)
-        else:
-            below.plot(found.steps, 100 * (center / base - 1), color=f"C{number}")
-    below.axhline(UPPER_BOUND, color="gray", linestyle=":")
-    above.axvspan(found.compared[0], found.compared[-1], color="gray", alpha=0.1)
-    above.set(ylabel=f"loss, mean over {window} steps")
-    below.set(xlabel="step", ylabel=f"difference to {found.groups[0].name}, %")
-    above.legend()
-    figure.savefig(path, dpi=110, format="png")
-
-
-def page(found: Comparison, picture: Path) -> str:
-    """HTML that needs no other file: what was found, the picture, differences by pair, and the files."""
-    details = [f"{one.run}, by pair: {', '.join(f'{d:+.3f} %' for d in one.percent_by_pair)}" for one in found.results]
-    details += [f"{group.name}: {', '.join(curve.name for curve in group.curves)}" for group in found.groups]
-    image = base64.b64encode(picture.read_bytes()).decode()
-    return _PAGE.format(html.escape(describe_all(found)), image, html.escape("\n".join(details)))
 
 
 def as_data(found: Comparison) -> dict[str, Any]:
@@ -289,7 +241,7 @@ def as_data(found: Comparison) -> dict[str, Any]:
         "compared_steps": len(found.compared),
         "from_step": found.compared[0],
         "to_step": found.compared[-1],
-        "ends": {group.name: [curve.steps[-1] for curve in group.curves] for group in found.groups},
+        "ends": {group.name: [max(curve.losses) for curve in group.curves] for group in found.groups},
         "noise_percent": found.noise_percent,
         "results": [{key: known(value) for key, value in vars(one).items()} for one in found.results],
     }

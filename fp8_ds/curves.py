@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,12 @@ class Curve:
     """A loss by step, steps ascending; NaN or infinite where a run has diverged."""
 
     name: str
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-
-    def at(self, steps: Sequence[int]) -> list[float]:
-        """Losses of these steps, all of which the curve has."""
-        by_step = dict(zip(self.steps, self.losses, strict=True))
-        return [by_step[step] for step in steps]
+    losses: Mapping[int, float]
 
     def diverged_at(self, until: int | None = None) -> int | None:
         """The first step without a finite loss, of those up to `until`; None: there is none."""
-        pairs = zip(self.steps, self.losses, strict=True)
-        return next((s for s, loss in pairs if not math.isfinite(loss) and (until is None or s <= until)), None)
+        bad = (step for step, loss in self.losses.items() if not math.isfinite(loss))
+        return next((step for step in bad if until is None or step <= until), None)
 
 
 def read_curve(path: Path, column: str | None = None) -> Curve:
@@ -66,10 +60,9 @@ def read_curve(path: Path, column: str | None = None) -> Curve:
         ) from error
     if not values:
         raise ConfigError(f"{path}: expected numbers in the column {name!r}, got none. Name another by --column.")
-    steps = tuple(sorted(values))
     # No loss is larger than float32's numbers, and sums of such would overflow.
-    losses = (values[s] if not abs(values[s]) > _FLOAT32_MAX else math.copysign(math.inf, values[s]) for s in steps)
-    return Curve(str(path), steps, tuple(losses))
+    finite = {s: loss if not abs(loss) > _FLOAT32_MAX else math.copysign(math.inf, loss) for s, loss in values.items()}
+    return Curve(str(path), dict(sorted(finite.items())))
 
 
 def _last_attempt(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
@@ -94,7 +87,7 @@ def _of_folder(folder: Path, column: str | None) -> Curve:
             except ConfigError as error:
                 reasons.append(str(error).rstrip("."))
     if found and all(curve.name.endswith(_TRAINER_STATE) for curve in found):
-        return max(found, key=lambda curve: len(curve.steps))  # one for each checkpoint: the last has all steps
+        return max(found, key=lambda curve: len(curve.losses))  # one for each checkpoint: the last has all steps
     if len(found) != 1:
         told = ", ".join(curve.name for curve in found) or "; ".join(reasons[:2])
         num = f"{len(found)} of {len(found) + len(reasons)}"

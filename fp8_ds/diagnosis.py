@@ -56,7 +56,6 @@ _PACKAGES = (
     ("transformers", "Hugging Face Trainer, `plan` and `estimate`", "pip install transformers accelerate"),
     ("accelerate", "Hugging Face Trainer and Accelerate", "pip install accelerate"),
     ("peft", "LoRA on frozen FP8 weights", "pip install --no-deps peft"),
-    ("matplotlib", "the pictures of `compare`", "pip install matplotlib"),
 )
 """(name, what needs it, what installs it)"""
 

@@ -42,11 +42,15 @@ SetOption = Annotated[
 ]
 
 
+_NO_PICTURES = "Draw the losses from the runs' own files or in TensorBoard; --json prints the differences by pair."
 REMOVED = {
     "heatmap": "Start examples/deepspeed/heatmap.py.",
+    "--html": _NO_PICTURES,
+    "--png": _NO_PICTURES,
+    "--window": _NO_PICTURES,
     "parity": "Start examples/deepspeed/parity.py, or compare runs of your own script: docs/parity.md.",
 }
-"""Commands of earlier versions, and what to do instead."""
+"""Commands and options of earlier versions, and what to do instead."""
 UsageError: Any = typer.BadParameter.__base__
 """typer has a copy of click in some versions, and click in others."""
 
@@ -73,8 +77,9 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in REMOVED:
-            ctx.fail(f"No such command {args[0]!r} any more. {REMOVED[args[0]]}")
+        options = (word.partition("=")[0] for word in args if word.startswith("--"))
+        if gone := next((word for word in (*args[:1], *options) if word in REMOVED), None):
+            ctx.fail(f"{gone}: expected a command or option of this version, got one that is gone. {REMOVED[gone]}")
         return super().resolve_command(ctx, args)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -20,9 +18,6 @@ def compare(
         float, typer.Option("--last", min=0.0, max=1.0, help="Share of the common steps, from the end, compared.")
     ] = 0.1,
     until: Annotated[int | None, typer.Option("--until", min=0, help="Leave later steps out.")] = None,
-    window: Annotated[int, typer.Option("--window", min=1, help="Steps that the picture is smoothed over.")] = 50,
-    png: Annotated[Path | None, typer.Option("--png", help="Write the picture there.")] = None,
-    report: Annotated[Path | None, typer.Option("--html", help="Write a page there that needs no other file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Loss curves, their paired differences with 95 % intervals, and a verdict.
@@ -34,20 +29,11 @@ def compare(
     Exit codes: 0 parity of all, 1 worse or undecided, 2 wrong usage, 3 file error, 4 a defect.
     """
     from fp8_ds import comparison
-    from fp8_ds.errors import ConfigError
 
     with failures(as_json):
-        if png is not None and png.suffix.lower() != ".png":
-            raise ConfigError(f"--png: expected a file that ends in .png, got {png}. Name one.")
         with argument("RUNS"):
             groups = comparison.read_groups(runs, column)
         found = comparison.compare(groups, last, until)
-        if png is not None or report is not None:
-            with argument("--png or --html"), TemporaryDirectory() as folder:
-                picture = png or Path(folder, "curves.png")
-                comparison.plot(found, picture, window)
-                if report is not None:
-                    report.write_text(comparison.page(found, picture), encoding="utf-8")
     if as_json:
         show(comparison.as_data(found))
     else:

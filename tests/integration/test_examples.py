@@ -136,7 +136,6 @@ def test_demo_compares_fp8_with_bf16(root: Path, tmp_path: Path, cpu_environment
 def test_parity_trains_pairs_of_runs_once_and_compares_them(
     root: Path, tmp_path: Path, cpu_environment: dict[str, str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     out, text = tmp_path / "out", tmp_path / "text.md"
     text.write_text((root / "docs/config.md").read_text())
     command = [sys.executable, root / "examples/deepspeed/parity.py", "--text", text, "--steps", "8", "--out", out]
@@ -151,15 +150,16 @@ def test_parity_trains_pairs_of_runs_once_and_compares_them(
     code, said = start("--seeds", "1")
     assert code == 0 and said.count("one pair: undecided") == 2, said[-6000:]
     bf16, fp8 = (read_curve(out / f"{name}-s0.csv", "held_out_loss") for name in ("bf16", "ds_zero2_fp8"))
-    assert bf16.steps == fp8.steps == (0, 4, 8) and bf16.losses != fp8.losses  # fp8: in FP8, from the same weights
-    assert bf16.losses[-1] < bf16.losses[0] - 0.1 and abs(fp8.losses[-1] / bf16.losses[-1] - 1) < 0.01
-    assert len(read_curve(out / "bf16-s0.csv").steps) == 8
+    assert (
+        list(bf16.losses) == list(fp8.losses) == [0, 4, 8] and bf16.losses != fp8.losses
+    )  # fp8: in FP8, from the same weights
+    assert bf16.losses[8] < bf16.losses[0] - 0.1 and abs(fp8.losses[8] / bf16.losses[8] - 1) < 0.01
+    assert len(read_curve(out / "bf16-s0.csv").losses) == 8
     written = (out / "bf16-s0.csv").stat().st_mtime_ns
     code, said = start("--seeds", "2")
     assert code == 0 and said.count("% of 2 pairs: ") == 2, said[-6000:]
     assert (out / "bf16-s0.csv").stat().st_mtime_ns == written
     assert abs(read_curve(out / "bf16-s1.csv", "held_out_loss").losses[0] / bf16.losses[0] - 1) > 1e-4
-    assert (out / "held_out_loss.html").exists()
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_hugging_face_examples_train_and_save_in_bf16_too(root: Path, launch: La
     config = folder / "ds_zero3_bf16.json"
     output = launch(folder / "train_trainer.py", "--deepspeed", config, *options, ranks=1)
     assert "\nfp8: off" in output and "linears" not in output
-    assert len(read_curve(tmp_path / "trainer").steps) == 2
+    assert len(read_curve(tmp_path / "trainer").losses) == 2
     off = tmp_path / "off.json"
     off.write_text(json.dumps(json.loads(config.read_text()) | {"fp8": {"enabled": False}}))
     output = launch(folder / "train_accelerate.py", off, tmp_path / "accelerate", 1, ranks=1)

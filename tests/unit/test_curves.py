@@ -26,7 +26,7 @@ def test_csv_of_deepspeeds_monitor(tmp_path: Path) -> None:
         monitor.write_events([("Train/Samples/train_loss", 2.5, 16), ("Train/Samples/lr", 1e-3, 16)])
         monitor.write_events([("Train/Samples/train_loss", 2.25, 32), ("Train/Samples/lr", 1e-3, 32)])
     found = read_curve(tmp_path)  # lr's file has no loss
-    assert (found.steps, found.losses) == ((16, 32), (2.5, 2.25))
+    assert found.losses == {16: 2.5, 32: 2.25}
 
 
 @pytest.mark.parametrize("name", ["empty.csv", "empty.jsonl", "events.out.tfevents.1"])
@@ -55,13 +55,13 @@ def events(tmp_path: Path) -> Path:
 
 def test_event_file_of_tensorboard_and_one_that_is_being_written(events: Path) -> None:
     found = read_curve(events.parent, "Train/Samples/train_loss")
-    assert (found.name, found.steps, found.losses) == (str(events), (130, 131, 132), (4.0, 3.0, 2.0))
-    assert read_curve(events, "Train/loss_as_tensor").losses == (-123.0, -124.0, -125.0)
+    assert found == Curve(str(events), {130: 4.0, 131: 3.0, 132: 2.0})
+    assert read_curve(events, "Train/loss_as_tensor").losses == {130: -123.0, 131: -124.0, 132: -125.0}
     with pytest.raises(ConfigError, match=r"expected one loss in .*, got \['Train/Samples/train_loss', 'Train/loss_as"):
         read_curve(events)
     half = events.read_bytes()[: events.read_bytes().rindex(b"Train/Samples/train_loss") + 3]
     events.write_bytes(half)
-    assert read_curve(events, "Train/Samples/train_loss").losses == (4.0, 3.0)
+    assert read_curve(events, "Train/Samples/train_loss").losses == {130: 4.0, 131: 3.0}
 
 
 def test_without_tensorboard_its_files_are_refused(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +76,20 @@ def test_of_a_resumed_run_the_last_attempt_counts(tmp_path: Path) -> None:
     first, second = [(step, 10 - step) for step in range(1, 9)], [(5, 4.5), (6, 3.5)]
     path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in first + second))
     found = read_curve(path)
-    assert (found.steps, found.losses) == ((1, 2, 3, 4, 5, 6), (9.0, 8.0, 7.0, 6.0, 4.5, 3.5))
+    assert found.losses == {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 5: 4.5, 6: 3.5}
     path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in reversed(first)))
-    assert read_curve(path).steps == tuple(range(1, 9))  # rows in another order are no second attempt
+    assert list(read_curve(path).losses) == list(range(1, 9))  # rows in another order are no second attempt
 
 
 def test_json_lines_and_trainer_state(tmp_path: Path) -> None:
     rows = [{"step": 2, "loss": 2.0, "eval_loss": 9.0}, {"step": 1, "loss": 3.0}, {"step": 2, "held_out_loss": 8.0}]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_curve(tmp_path / "log.jsonl") == Curve(str(tmp_path / "log.jsonl"), (1, 2), (3.0, 2.0))
-    assert read_curve(tmp_path / "log.jsonl", "eval_loss").losses == (9.0,)
+    assert read_curve(tmp_path / "log.jsonl") == Curve(str(tmp_path / "log.jsonl"), {1: 3.0, 2: 2.0})
+    assert read_curve(tmp_path / "log.jsonl", "eval_loss").losses == {2: 9.0}
     for name, history in (("checkpoint-1", rows[1:2]), ("checkpoint-2", rows[:2])):
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    assert read_curve(tmp_path / "run").steps == (1, 2)
+    assert list(read_curve(tmp_path / "run").losses) == [1, 2]
 
 
 def test_a_file_without_a_loss_is_refused_with_its_columns(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_without_a_loss_is_refused_with_its_columns(tmp_path: Path) -> No
     for named in (path, tmp_path):
         with pytest.raises(ConfigError, match=r'expected a column with "loss" in its name, got lr, name, nll, step\. '):
             read_curve(named)
-    assert read_curve(path, "nll").losses == (2.5,)
+    assert read_curve(path, "nll").losses == {1: 2.5}
     with pytest.raises(ConfigError, match=r"expected numbers in the column 'nil', got none\."):
         read_curve(path, "nil")
     path.write_text("step," + ",".join(f"fp8_{n}" for n in range(99)) + "\n1" + ",2" * 99)
@@ -127,7 +127,7 @@ def test_what_is_no_curve_is_refused(tmp_path: Path) -> None:
 )
 def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert read_curve(tmp_path / name) == Curve(str(tmp_path / name), (1, 2), (3.0, 2.0))
+    assert read_curve(tmp_path / name) == Curve(str(tmp_path / name), {1: 3.0, 2: 2.0})
 
 
 def test_a_curve_says_where_it_diverged(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_options_of_every_command_are_those_of_the_page() -> None:
         "estimate": [
             *("--checkpointing", "--config", "--json", "--memory", "--micro-batch", "--seq", "--set", "--world"),
         ],
-        "compare": ["--column", "--html", "--json", "--last", "--png", "--until", "--window"],
+        "compare": ["--column", "--json", "--last", "--until"],
         "convert": ["--json", "--model", "--stage", "--tag", "--to", "--trust-pickle"],
     }
     assert sorted(option for p in commands.params for option in p.opts) == ["--json", "--version"]
@@ -258,14 +258,6 @@ def test_a_missing_file_is_named_with_its_argument(arguments: tuple[object, ...]
     code, found = run(*arguments)
     assert code == 3 and "gone" in found["error"]
     assert found["error"].startswith(f"{argument}: expected a file or folder to work with, got ")
-
-
-def test_a_picture_that_cannot_be_written_is_named_with_its_argument(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("a.csv", "b.csv"):
-        (tmp_path / name).write_text("step,loss\n1,2.0\n2,1.0\n")
-    code, found = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", "--png", tmp_path / "gone/a.png")
-    assert code == 3 and found["error"].startswith("--png or --html: expected a file or folder to work with, got ")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", b"{", b"[1]"])
