@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import starmap
 from pathlib import Path
@@ -31,7 +29,6 @@ _TORCH_OF_CI = "2.13"
 _INSTALL_TORCH = f"pip install 'torch=={_TORCH_OF_CI}.*'"
 _INSTALL_CUDA = f"pip install --force-reinstall 'torch=={_TORCH_OF_CI}.*' (the wheel for Linux is a CUDA build)"
 _CLONE = "MEGATRON_LM_PATH"
-_SURVEY_SECONDS = 120
 _PROBE_SIZE = {"cuda": 4096, "cpu": 128}
 _LEAST_DB = 45.0
 """SQNR in dB that a product reaches where only the order of its sums is another than the reference's."""
@@ -68,7 +65,7 @@ def checks() -> list[Check]:
         return [python, Check("torch", "missing", text, _INSTALL_TORCH)]
     triton = ("triton", "the kernels of this package on a GPU run by it", "pip install triton")
     found = [python, *_torch(), *_gpu(), *_deepspeed(), _package(*triton, "missing" if uses_cuda() else "optional")]
-    return [*found, *_builds(), _flash_attention_3(), *starmap(_package, _PACKAGES), *_megatron(), autoload_check()]
+    return [*found, *_builds(), _flash_attention_3(), *starmap(_package, _PACKAGES), _megatron(), autoload_check()]
 
 
 def installed(package: str) -> str | None:
@@ -151,13 +148,10 @@ def _deepspeed() -> Iterator[Check]:
             yield Check("seams", "missing", str(error), install)
             return
     differing = next((str(one.message) for one in said if "these bodies differ" in str(one.message)), "")
-    yield _seams("seams", "DeepSpeed", differing, len(rows()), "run the tests of fp8_ds on this version: make test")
-
-
-def _seams(name: str, host: str, differing: str, num_symbols: int, remedy: str) -> Check:
     if differing:
-        return Check(name, "warning", differing, remedy)
-    return Check(name, "ok", f"all {num_symbols} symbols of {host} are as tested")
+        yield Check("seams", "warning", differing, "run the tests of fp8_ds on this version: make test")
+    else:
+        yield Check("seams", "ok", f"all {len(rows())} symbols of DeepSpeed are as tested")
 
 
 def _builds() -> Iterator[Check]:
@@ -185,48 +179,27 @@ def _flash_attention_3() -> Check:
     return Check("FlashAttention-3", "ok", f"{found.describe()}; FP8 forward: {fp8}")
 
 
-def _megatron() -> Iterator[Check]:
-    """Yield the checks of the clone that $MEGATRON_LM_PATH names, else of the wheel; the verdict does not use them."""
-    name, where, remedy = "megatron-core", "", "pip install megatron-core==0.16.1"
-    if clone := os.environ.get(_CLONE):
-        name, where, place = "Megatron-LM", f" in {clone}, ${_CLONE}", shlex.quote(clone)
-        remedy = f"git -C {place} checkout core_v0.16.1"
-        if not (Path(clone).expanduser() / "megatron").is_dir():
-            remedy = f"git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM {place}"
-    elif _version_of(name) is None:
-        yield Check(name, "optional", "not installed (megatron_patches)", remedy)
-        return
-    survey = _survey(str(Path(clone).expanduser().resolve()) if clone else None)
-    if survey["error"]:
-        yield Check(name, "warning", survey["error"], remedy)
-        return
-    yield _tested(name, survey["version"] + where, tuple(survey["tested"]), remedy)
-    tests = f"{_CLONE}=CLONE make test-slow"
-    yield _seams(f"seams of {name}", "Megatron", survey["differing"], survey["num_symbols"], tests)
+def _megatron() -> Check:
+    """The clone that $MEGATRON_LM_PATH names, else the wheel. Its symbols are checked when they are patched."""
+    from megatron_patches.compat import TESTED_VERSIONS, version_of_clone
 
-
-@cache
-def _survey(clone: str | None) -> dict[str, Any]:
-    """Return what megatron_patches/survey.py prints, from a process of its own, once for each Megatron."""
-    root = Path(__file__).parents[1]  # not the working directory, which may be a clone
-    command = [sys.executable, "-B", "-m", "megatron_patches.survey", *([clone] if clone else [])]
-    error = f"its import did not end in {_SURVEY_SECONDS} s"
+    clone = os.environ.get(_CLONE)
+    if not clone:
+        name, remedy, wheel = "megatron-core", "pip install megatron-core==0.16.1", _version_of("megatron-core")
+        if wheel is None:
+            return Check(name, "optional", "not installed (megatron_patches)", remedy)
+        return _tested(name, wheel, TESTED_VERSIONS, remedy)
+    name, path, place = "Megatron-LM", Path(clone).expanduser(), shlex.quote(clone)
+    remedy = f"git -C {place} checkout core_v0.16.1"
+    if not (path / "megatron").is_dir():
+        remedy = f"git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM {place}"
     try:
-        done = subprocess.run(
-            command,
-            cwd=root,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SURVEY_SECONDS,
-            check=False,
-        )
-        error = f"its import failed: {(done.stderr.splitlines() or [f'it ended with {done.returncode}'])[-1]}"
-        survey: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, OSError, ValueError, IndexError):
-        return {"error": error}
-    return survey
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a version that is not tested, which the check says
+            found = version_of_clone(path)
+    except SeamError as error:
+        return Check(name, "warning", str(error), remedy)
+    return _tested(name, f"{found} in {clone}, ${_CLONE}", TESTED_VERSIONS, remedy)
 
 
 def autoload_check() -> Check:
@@ -239,12 +212,6 @@ def autoload_check() -> Check:
     return Check("autoload", "optional", off if state == "off" else "of another version", "fp8-ds autoload on")
 
 
-# --- locks of torch's extension builder ---
-#
-# A build that was killed leaves one, and whoever wants that extension next waits for ever and says nothing (torch 2.11
-# and 2.13, utils/file_baton.py). On a CPU DeepSpeed builds one before its first collective.
-
-
 def build_root() -> Path:
     """Return the folder where torch builds extensions: $TORCH_EXTENSIONS_DIR, else one in the user's cache."""
     from torch.utils.cpp_extension import get_default_build_root
@@ -253,7 +220,11 @@ def build_root() -> Path:
 
 
 def abandoned(root: Path) -> list[Path]:
-    """Locks below `root` that no process of this machine has open; a builder keeps its lock open until it is done.
+    """Locks of torch's extension builder below `root` that no process of this machine has open.
+
+    A builder keeps its lock open until it is done. One that was killed leaves it, and whoever wants that extension next
+    waits for ever and says nothing (torch 2.11 and 2.13, utils/file_baton.py). On a CPU DeepSpeed builds one before its
+    first collective.
 
     Empty where /proc does not tell (other systems than Linux). Processes of other users and of other machines that
     share the folder are not seen.
@@ -267,17 +238,6 @@ def abandoned(root: Path) -> list[Path]:
         except OSError:  # closed, ended or somebody else's
             continue
     return sorted(locks.values())
-
-
-def remove_abandoned(root: Path) -> list[Path]:
-    """Abandoned locks below `root` are gone; returns their places."""
-    found = abandoned(root)
-    for lock in found:
-        lock.unlink(missing_ok=True)
-    return found
-
-
-# --- probes ---
 
 
 def probes() -> list[Check]:
@@ -336,7 +296,7 @@ def _product(recipe: str, backend: str, x: Tensor, weight: Tensor) -> Callable[[
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
-    """Return the median seconds that a GPU needs for one of many calls in a row."""
+    """Median seconds that a GPU needs for one of many calls in a row."""
     from torch.utils.benchmark import Timer
 
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

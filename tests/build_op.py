@@ -2,8 +2,9 @@
 
 from deepspeed.comm.torch import build_shm_op
 
-from fp8_ds.diagnosis import build_root, remove_abandoned
+from fp8_ds.diagnosis import abandoned, build_root
 
 if __name__ == "__main__":
-    remove_abandoned(build_root())
+    for lock in abandoned(build_root()):
+        lock.unlink(missing_ok=True)
     build_shm_op()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import HANG
 
-from fp8_ds.diagnosis import remove_abandoned
+from fp8_ds.diagnosis import abandoned, build_root
 from fp8_ds.launcher import free_port
 
 # Before any test imports deepspeed, whose choice of accelerator is final.
@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         remove_shared_memory(seconds=60)
         if "TORCH_EXTENSIONS_DIR" in os.environ:
-            remove_abandoned(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+            for lock in abandoned(build_root()):
+                lock.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8_ds.device import num_gpus, uses_cuda
-from fp8_ds.diagnosis import build_root, remove_abandoned
+from fp8_ds.diagnosis import abandoned, build_root
 from fp8_ds.launcher import free_port, which_gpus
 
 HERE = Path(__file__).parent
@@ -168,7 +168,8 @@ def main() -> None:
         if not gpus and bf16_is_emulated():
             args.steps = 20
             console.print("This CPU computes bf16 in software, which stock DeepSpeed needs: 20 steps instead of 100.")
-    for lock in remove_abandoned(build_root()):
+    for lock in abandoned(build_root()):
+        lock.unlink(missing_ok=True)
         line = f"Removed {lock}: a build that was killed had left it, and DeepSpeed would wait for it."
         console.print(line, soft_wrap=True)
     console.print("A first start is silent for a minute or more: DeepSpeed compiles an operator.")
