@@ -18,7 +18,7 @@ def uses_cuda() -> bool:
 
 
 def num_gpus() -> int:
-    """That DeepSpeed has for ranks; 0 where it computes on the CPU."""
+    """How many DeepSpeed has for ranks; 0 where it computes on the CPU."""
     import torch
 
     return torch.cuda.device_count() if uses_cuda() else 0

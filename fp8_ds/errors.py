@@ -19,16 +19,9 @@ class ConfigError(Fp8DsError, ValueError):
 class ModelError(ConfigError):
     """Code of the user's own model raised, which is the cause, whose traceback is theirs to read."""
 
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(f"{problem}. {remedy}")
-
 
 class UnsupportedError(Fp8DsError, ValueError):
     """A DeepSpeed feature is on that FP8 ZeRO does not support; the message names the key and the remedy."""
-
-
-class NumericsError(Fp8DsError, ArithmeticError):
-    """A value that must be finite, or within a format's range, is not."""
 
 
 class SeamError(Fp8DsError, RuntimeError):

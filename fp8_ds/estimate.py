@@ -73,19 +73,6 @@ class Setup:
     def releases(self) -> bool:
         return self.optimizer.releases(self.gradient_clipping)
 
-    @property
-    def num_buffers(self) -> int:
-        """Bucket buffers: two where stages 1 and 2 overlap."""
-        return 2 if self.overlap_comm and self.stage < 3 else 1
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Of one buffer. With release, buffers and the copy that a reduction makes share the threshold."""
-        elements = self.reduce_bucket_size
-        if self.releases:
-            elements = min(elements, OUTSTANDING_UPDATE_BYTES // (self.num_buffers + 1) // BF16)
-        return elements * (self.grad_bytes if self.stage == 1 else BF16)
-
 
 @dataclass
 class Parts:
@@ -181,12 +168,15 @@ def estimate_states(weights: Sequence[Weight], setup: Setup, rank: int | None = 
     found = (
         by_rank[rank] if rank is not None else max(by_rank, key=lambda kinds: kinds[True].total + kinds[False].total)
     )
-    late = setup.stage == 1 and setup.num_buffers == 1 and not setup.releases
+    num_buffers, numel = 2 if setup.overlap_comm and setup.stage < 3 else 1, setup.reduce_bucket_size
+    if setup.releases:  # buffers and the copy that a reduction makes share the threshold
+        numel = min(numel, OUTSTANDING_UPDATE_BYTES // (num_buffers + 1) // BF16)
+    late = setup.stage == 1 and num_buffers == 1 and not setup.releases
     return StateBytes(
         fp8=found[True],
         other=found[False],
         fp8_mean=sum(kinds[True].total for kinds in by_rank) / setup.num_ranks,
-        buckets=setup.num_buffers * setup.bucket_bytes,
+        buckets=num_buffers * numel * (setup.grad_bytes if setup.stage == 1 else BF16),
         unreduced=setup.grad_bytes * sum(weight.numel for weight in weights if weight.is_trainable) if late else 0,
         num_fp8=sum(weight.numel for weight in weights if weight.is_fp8),
         num_other=sum(weight.numel for weight in weights if not weight.is_fp8),

@@ -40,14 +40,12 @@ class Run:
 
     Args:
         fp8: the block; None is stock bf16.
-        setup: of the states.
-        micro_batch: sequences a rank computes at a time.
-        seq_len: tokens of a sequence.
+        micro_batch: sequences a rank computes at a time, of `seq_len` tokens.
         accumulation: micro-batches a step.
         checkpointing: whether layers are computed again in the backward.
         zero: DeepSpeed's model of its "zero_optimization" block.
-        names_live: the configuration names stage 3's bound on live weights, which stays as it is then.
-        total_steps: that the learning-rate scheduler knows; None: it does not.
+        names_live: whether the configuration names stage 3's bound on live weights, which stays as it is then.
+        total_steps: that the learning-rate scheduler knows.
     """
 
     fp8: Fp8Config | None
@@ -75,8 +73,6 @@ def read_run(
         config: as `json.load` returns it.
         world_size: ranks of the run, all of which are data-parallel: models that are cut are refused.
         micro_batch: instead of the configuration's; needed where it has none, or "auto".
-        seq_len: tokens of a sequence.
-        checkpointing: of activations.
 
     Raises:
         ConfigError: the "fp8" block is wrong, DeepSpeed refuses the configuration, or there is no micro-batch.
@@ -143,22 +139,30 @@ def _refuse_uncounted(config: Mapping[str, Any]) -> None:
         )
 
 
+PARTS = {
+    "weights": "weights",
+    "masters": "masters",
+    "moments": "moments and their scales",
+    "gathered": "weights of other ranks, gathered",
+    "gradients": "gradients that wait for the step",
+    "activations": "activations kept for the backward",
+    "temporaries": "temporaries at the largest moment",
+    "buffers": "buffers that gradients are reduced in",
+}
+PEAKS = {
+    "in_backward": "peak of forward and backward, eager",
+    "in_step": "peak of the step",
+    "compiled": "under torch.compile, at most",
+}
+"""What the numbers of a Footprint are of."""
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the GPU that holds most.
+    """Bytes on the GPU that holds most: PARTS and PEAKS.
 
     Attributes:
-        weights, masters, moments: all the time.
-        gathered: weights of other ranks that stage 3 holds at once.
-        gradients: that wait for the step.
-        activations: what the backward finds of a micro-batch.
-        temporaries: beside these at the largest moment of forward and backward.
-        buffers: that gradients are reduced in.
-        in_backward: the peak of forward and backward, in eager.
-        in_step: the peak of the optimizer's step.
-        compiled: an upper bound of both peaks under torch.compile; never below that of eager.
-        num_parameters: of the model.
-        in_bf16: with every layer in bf16 that schedule or guard may send there, to which all of the above does not
+        in_bf16: with every layer in bf16 that schedule or guard may send there, to which all of the others do not
             apply; None: none is sent.
     """
 

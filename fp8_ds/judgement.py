@@ -93,22 +93,14 @@ def judge(
 
 
 def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Verdict | None:
-    """The verdict on a run that does not start here, or has no step in FP8, as far as that shows without its model.
-
-    Args:
-        fp8: the "fp8" block of `config`.
-        config: DeepSpeed's.
-        world: ranks of the run.
-
-    Returns:
-        None: nothing is wrong.
-    """
+    """The verdict on a run that does not start here, or has no step in FP8, as far as that shows without its model;
+    None: nothing is wrong."""
     import torch
 
     from fp8_ds.engine.refusals import refusals_of
     from fp8_ds.engine.refusals_device import capabilities, refuse_device
     from fp8_ds.engine.startup import refuse_start, total_steps
-    from fp8_ds.schedule import never_fp8
+    from fp8_ds.schedule import PrecisionSchedule
 
     rows = refusals_of(config)
     reasons = [f"It is refused at start: {row.key}: {row.reason}." for row in rows]
@@ -124,22 +116,17 @@ def _refused(fp8: Fp8Config, config: Mapping[str, Any], world: int | None) -> Ve
         refuse_device(fp8.linear.recipe, fp8.linear.backend, *capabilities(device))
     except Fp8DsError as error:
         return Verdict("no", (f"It is refused at start: {error}",))
-    if never_fp8(fp8.schedule, total_steps(config)) and "fp8" not in fp8.schedule.layers.values():
+    steps = fp8.schedule.model_copy(update={"layers": {}})
+    never = PrecisionSchedule.of(steps, (), total_steps(config)).is_never_fp8
+    if never and "fp8" not in fp8.schedule.layers.values():
         reason = "fp8.schedule puts every layer into bf16 in every step: what bf16_until_step leaves is in "
         return Verdict("no", (f"{reason}bf16_last_fraction. Lower one of them, or correct total_steps.",))
     return None
 
 
 def _make_optimizer_and_scheduler(read: Any) -> None:
-    """Nothing happens if DeepSpeed can make those that its configuration names, as far as that shows without its own
-    optimizers; Adam's numbers are torch's to judge.
-
-    Args:
-        read: a DeepSpeedConfig.
-
-    Raises:
-        ConfigError: one is not known or not taken with ZeRO, or its parameters are wrong.
-    """
+    """Raises ConfigError where DeepSpeed cannot make the optimizer or the scheduler that a DeepSpeedConfig names, as
+    far as that shows without its own optimizers; Adam's numbers are torch's to judge."""
     import torch
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,19 +36,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
-    "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "num_local_experts": 8,
-    },
+    "gpt2": {"model_type": "gpt2"},
+    "mixtral-8x7b": {"model_type": "mixtral"},
 }
-"""Configurations of transformers by name. llama-2b has 8 layers of llama-8b's shapes, as docs/speed.md measures it."""
+"""Configurations by name; transformers' defaults are GPT-2 small and Mixtral 8x7B. llama-2b has 8 layers of llama-8b's
+shapes, as docs/speed.md measures it."""
 
 _ATTENTION = "fp8_ds_rehearsal"
 _READS_ITS_MASK = ("mpt",)
@@ -58,9 +49,6 @@ _SHOWN = 300
 """Characters of an error of transformers', some of which list all classes that there are."""
 _POSITIONS = re.compile(r"wpe|position_embeddings|embed_positions")
 _SEQ_LEN = 4096
-
-
-_ENDS = 'It ends the process: put what a script does when it is started under `if __name__ == "__main__"`.'
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,12 @@ class ModelSpec:
             ModelError: the function raised.
         """
         with torch.device("meta"):
-            model = self._from_function() if self.function is not None else self._from_transformers()
+            if self.function is None:
+                model = self._from_transformers()
+            else:
+                remedy = "no weight has a value there, and nothing is on a GPU."
+                with _users_code(f"{self.name} to build its model on the meta device", remedy):
+                    model = self.function()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected an nn.Module from {self.name}, got {type(model).__name__}. Return one.")
         empty = next((name for name, p in model.named_parameters() if p.numel() == 0), None)
@@ -95,20 +88,6 @@ class ModelSpec:
                 f"{empty}. Correct it."
             )
         return model.to(torch.bfloat16).train()
-
-    def _from_function(self) -> nn.Module:
-        assert self.function is not None
-        try:
-            return self.function()
-        except Fp8DsError:
-            raise
-        except SystemExit as error:
-            raise ModelError(f"MODEL: expected {self.name} to return a model, got {_said(error)}", _ENDS) from error
-        except Exception as error:  # whatever a function of the user's may raise, without weights that it can read too
-            raise ModelError(
-                f"MODEL: expected {self.name} to build its model on the meta device, got {_said(error)}",
-                "Its traceback is on standard error: no weight has a value there, and nothing is on a GPU.",
-            ) from error
 
     def _from_transformers(self) -> nn.Module:
         try:
@@ -201,58 +180,40 @@ def _plain(entry: dict[str, Any]) -> Any:
     return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
+@contextmanager
+def _users_code(expected: str, remedy: str) -> Iterator[None]:
+    """Raises ModelError in place of whatever code of the user's raises inside, SystemExit among it."""
+    try:
+        yield
+    except Fp8DsError:
+        raise
+    except (Exception, SystemExit) as error:
+        remedy = f"Its traceback is on standard error: {remedy}"
+        if isinstance(error, SystemExit):
+            remedy = 'It ends the process: put what a script does when it is started under `if __name__ == "__main__"`.'
+        said = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise ModelError(f"MODEL: expected {expected}, got {said}. {remedy}") from error
+
+
 def _function(module: str, name: str) -> Callable[[], nn.Module]:
-    found = getattr(_imported(module, name), name, None)
-    if found is None:
-        raise ConfigError(f"model: expected a function at {module}:{name}, got nothing. Name one that {module} has.")
-    if isinstance(found, nn.Module) or not callable(found):
-        kind = f"an nn.Module, {type(found).__name__}" if isinstance(found, nn.Module) else type(found).__name__
-        raise ConfigError(
-            f"model: expected a function at {module}:{name}, got {kind}. Name one that makes and returns a model."
-        )
-    if needed := _needed(found):
-        raise ConfigError(
-            f"model: expected a function without arguments at {module}:{name}, got one that needs {', '.join(needed)}. "
-            "Name one that calls it with them."
-        )
-    function: Callable[[], nn.Module] = found
-    return function
-
-
-def _imported(module: str, name: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it: modules of the current folder
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        is_itself = error.name is None or f"{module}.".startswith(f"{error.name}.")
-        place = "Start in the folder of the module, or name its full dotted path."
-        raise ConfigError(
-            f"model: expected a function at {module}:{name}, got {error}. "
-            f"{place if is_itself else f'{module} needs it: install it, or repair the import.'}"
-        ) from error
-    except (Exception, SystemExit) as error:  # of the user's file
-        raise ModelError(
-            f"MODEL: expected {module} to be a module that can be imported, got {_said(error)}", _repair(error)
-        ) from error
-
-
-def _needed(function: Callable[..., Any]) -> list[str]:
-    """Parameters that `function` cannot be called without."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some that are written in C
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in optional]
-
-
-def _repair(error: BaseException) -> str:
-    return _ENDS if isinstance(error, SystemExit) else "Its traceback is on standard error: repair the file."
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('.')}"
+    expected = f"model: expected a function at {module}:{name}, got"
+    with _users_code(f"{module} to be a module that can be imported", "repair the file."):
+        try:
+            found: Any = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            remedy = "Start in the folder of the module, or name its full dotted path."
+            if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+                remedy = f"{module} needs it: install it, or repair the import."
+            raise ConfigError(f"{expected} {error}. {remedy}") from error
+    if found is None:
+        raise ConfigError(f"{expected} nothing. Name one that {module} has.")
+    if isinstance(found, nn.Module) or not callable(found):
+        kind = f"an nn.Module, {type(found).__name__}" if isinstance(found, nn.Module) else type(found).__name__
+        raise ConfigError(f"{expected} {kind}. Name one that makes and returns a model.")
+    function: Callable[[], nn.Module] = found
+    return function
 
 
 def _replaced(name: str, config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

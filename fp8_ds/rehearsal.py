@@ -50,12 +50,8 @@ class Rehearsal:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """While active, every fake storage that an operator returns or receives counts until it is freed.
-
-    Args:
-        mode: whose tensors count.
-        not_counted: tensors that do not, nor their views.
-    """
+    """While active, every fake storage that an operator returns or receives counts until it is freed, but for those of
+    `not_counted`."""
 
     def __init__(self, mode: FakeTensorMode, not_counted: list[Tensor]) -> None:
         super().__init__()

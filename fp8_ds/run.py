@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 _USAGE = "deepspeed --module fp8_ds.run SCRIPT.py [arguments of the script]"
 
@@ -18,16 +19,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         SystemExit: no script is named, the first argument is another option, or the file does not exist.
     """
-    moved: list[str] = []
-    rest = list(arguments)
-    while rest and rest[0].replace("-", "_").startswith("__local_rank"):
-        option = rest.pop(0)
-        moved.append(option)
-        if "=" not in option and rest:
-            moved.append(rest.pop(0))
-    if not rest:
+    moved = list(takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), arguments))
+    if len(moved) == len(arguments):
         raise SystemExit(f"fp8_ds.run: expected a script to run, got none. Use: {_USAGE}")
-    script = rest.pop(0)
+    script, *rest = arguments[len(moved) :]
     if script.startswith("-"):
         raise SystemExit(
             f"fp8_ds.run: expected a script before any option, got {script!r}. It has no options of its own: {_USAGE}"

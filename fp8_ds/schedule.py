@@ -30,19 +30,36 @@ class PrecisionSchedule:
     fixed: Mapping[str, Precision]
 
     @classmethod
-    def of(cls, config: ScheduleConfig, names: Collection[str], total_steps: int | None) -> PrecisionSchedule:
+    def of(cls, config: ScheduleConfig, names: Collection[str], total_steps: object) -> PrecisionSchedule:
         """Args:
             config: the "schedule" block.
             names: of the layers in FP8.
-            total_steps: that DeepSpeed's learning-rate scheduler knows; the block's own number comes first.
+            total_steps: that DeepSpeed's learning-rate scheduler knows; the block's own number comes first. What is
+                none, as "auto", leaves open where the last fraction begins.
 
         Raises:
             ConfigError: a fraction of an unknown number of steps; or "layers" names no layer.
         """
-        total = config.total_steps or total_steps
         check_total(config, total_steps)
-        last = _last_part(total, config.bf16_last_fraction) if config.bf16_last_fraction and total else None
-        return cls(config.bf16_until_step, last, fixed_layers(config, names))
+        total = config.total_steps or total_steps
+        last = None
+        if config.bf16_last_fraction and isinstance(total, int):
+            last = _last_part(total, config.bf16_last_fraction)
+        fixed: dict[str, Precision] = {}
+        for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
+            found = matching(pattern, names)
+            if not found:
+                raise ConfigError(
+                    f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "
+                    "`fp8-ds plan`, and the line that rank 0 logs at the start, say which layers are not."
+                )
+            fixed.update(dict.fromkeys(found, config.layers[pattern]))
+        return cls(config.bf16_until_step, last, fixed)
+
+    @property
+    def is_never_fp8(self) -> bool:
+        """Whether the steps alone put a whole run into bf16."""
+        return self.last is not None and self.last <= self.until
 
     @property
     def is_constant(self) -> bool:
@@ -63,51 +80,9 @@ class PrecisionSchedule:
         return frozenset(n for n in names if overrides.get(n, self.fixed.get(n, usual)) == "bf16")
 
 
-def fixed_layers(config: ScheduleConfig, names: Collection[str]) -> dict[str, Precision]:
-    """What the block's "layers" says of each layer that it names.
-
-    Args:
-        config: the "schedule" block.
-        names: of the layers in FP8.
-
-    Raises:
-        ConfigError: it names a layer that is not among them.
-    """
-    fixed: dict[str, Precision] = {}
-    for pattern in sorted(config.layers, key=len):  # what names a layer more closely comes later
-        found = matching(pattern, names)
-        if not found:
-            raise ConfigError(
-                f"fp8.schedule.layers: expected names, or parts of names, of layers in FP8, got {pattern!r}. "
-                "`fp8-ds plan`, and the line that rank 0 logs at the start, say which layers are not."
-            )
-        fixed.update(dict.fromkeys(found, config.layers[pattern]))
-    return fixed
-
-
-def never_fp8(config: ScheduleConfig, total_steps: object) -> bool:
-    """Whether the steps alone put a whole run into bf16; False where it is not known how long the run is.
-
-    Args:
-        config: the "schedule" block.
-        total_steps: as for `check_total`.
-    """
-    total = config.total_steps or total_steps
-    if not isinstance(total, int) or not config.bf16_last_fraction:
-        return False
-    return config.bf16_until_step >= _last_part(total, config.bf16_last_fraction)
-
-
 def check_total(config: ScheduleConfig, total_steps: object) -> None:
-    """Nothing happens if it can be said when `bf16_last_fraction` begins.
-
-    Args:
-        config: the "schedule" block.
-        total_steps: of DeepSpeed's learning-rate scheduler; "auto" is filled in by who starts the run.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raises ConfigError where it cannot be said when `bf16_last_fraction` begins. `total_steps` is that of DeepSpeed's
+    learning-rate scheduler; "auto" is filled in by who starts the run."""
     if config.bf16_last_fraction == 0 or config.total_steps is not None or total_steps == "auto":
         return
     if not isinstance(total_steps, int) or total_steps < 1:

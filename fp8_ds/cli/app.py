@@ -6,16 +6,14 @@ written or removed, 4 an error that nobody foresaw. docs/cli.md says what "no" i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fp8_ds.cli import autoload
-from fp8_ds.cli.common import EXIT_FILE, EXIT_NO, Commands, failures, show
+from fp8_ds.cli.common import EXIT_NO, Commands, JsonOption, argument, failures, show
 from fp8_ds.cli.compare import compare
 from fp8_ds.cli.convert import convert
 from fp8_ds.cli.doctor import doctor
@@ -34,7 +32,6 @@ for command in (doctor, plan, estimate, compare, convert):
     app.command()(command)
 app.add_typer(autoload_app, name="autoload")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")]
 SiteDirOption = Annotated[
     Path | None, typer.Option("--site-dir", help="Folder of the .pth file. Default: this environment's site-packages.")
 ]
@@ -70,65 +67,35 @@ def _show_versions(as_json: bool) -> None:
 @autoload_app.command()
 def on(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Load fp8_ds whenever Python of this environment imports deepspeed."""
-    _change(autoload.turn_on, site_dir, as_json)
+    _answer(autoload.turn_on, site_dir, as_json)
 
 
 @autoload_app.command()
 def off(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Undo `autoload on`."""
-    _change(autoload.turn_off, site_dir, as_json)
+    _answer(autoload.turn_off, site_dir, as_json)
 
 
 @autoload_app.command()
 def status(as_json: JsonOption = False, site_dir: SiteDirOption = None) -> None:
     """Exit with 0 if autoload is on, with 1 if it is not."""
-    folder = site_dir or autoload.default_site_dir()
-    with _failures_in(folder, as_json):
-        current = autoload.state(folder)
-    _show(current, folder, changed=False, as_json=as_json)
-    if current != "on":
+    if _answer(lambda _: False, site_dir, as_json) != "on":
         raise typer.Exit(EXIT_NO)
 
 
-def _change(action: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> None:
+def _answer(change: Callable[[Path], bool], site_dir: Path | None, as_json: bool) -> autoload.State:
+    """Print the state after `change`, which says whether it changed something."""
     folder = site_dir or autoload.default_site_dir()
-    with _failures_in(folder, as_json):
-        changed = action(folder)
-    _show(autoload.state(folder), folder, changed, as_json)
-
-
-def _show(current: autoload.State, folder: Path, changed: bool, as_json: bool) -> None:
-    file = autoload.pth_file(folder)
+    with failures(as_json), argument(f"--site-dir {folder}", "Use a virtual environment of yours, or another folder."):
+        changed = change(folder)
+        state = autoload.state(folder)
+    file = str(autoload.pth_file(folder))
     if as_json:
-        typer.echo(json.dumps({"autoload": current, "changed": changed, "file": str(file)}))
-        return
-    note = {"on": "", "off": "", "outdated": "; run `fp8-ds autoload on` to renew it"}[current]
-    typer.echo(f"autoload is {current}: {file}{note}")
-
-
-@contextmanager
-def _failures_in(folder: Path, as_json: bool) -> Iterator[None]:
-    """As `failures`, and a file error is told of `folder`: after it, for inside standard output is not for answers."""
-    caught: OSError | None = None
-    with failures(as_json):
-        try:
-            yield
-        except OSError as error:
-            caught = error
-    if caught is not None:
-        raise _failed(caught, folder, as_json) from caught
-
-
-def _failed(error: OSError, folder: Path, as_json: bool) -> typer.Exit:
-    message = (
-        f"expected a site-packages folder that can be written, got {folder} ({error.strerror or error}). "
-        "Use a virtual environment of yours, or --site-dir."
-    )
-    if as_json:
-        typer.echo(json.dumps({"error": message}))
+        show({"autoload": state, "changed": changed, "file": file})
     else:
-        typer.echo(f"fp8-ds: {message}", err=True)
-    return typer.Exit(EXIT_FILE)
+        note = "; run `fp8-ds autoload on` to renew it" if state == "outdated" else ""
+        typer.echo(f"autoload is {state}: {file}{note}")
+    return state
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,8 +100,6 @@ def failures(as_json: bool) -> Iterator[None]:
         if isinstance(error, ModelError):
             traceback.print_exception(error.__cause__)
         raise _failed(str(error), EXIT_USAGE, as_json) from error
-    except _ArgumentFileError as error:
-        raise _failed(f"{error.argument}: {_file_message(error.cause)}", EXIT_FILE, as_json) from error
     except OSError as error:
         raise _failed(_file_message(error), EXIT_FILE, as_json) from error
     except (typer.Exit, typer.Abort, UsageError):
@@ -114,27 +112,25 @@ def failures(as_json: bool) -> Iterator[None]:
 
 
 class _ArgumentFileError(OSError):
-    """A file error, and the argument that named the file."""
-
-    def __init__(self, argument: str, cause: OSError) -> None:
-        super().__init__(str(cause))
-        self.argument, self.cause = argument, cause
+    """A file error as it is told."""
 
 
 @contextmanager
-def argument(name: str) -> Iterator[None]:
+def argument(name: str, remedy: str = "Name another.") -> Iterator[None]:
     """Within `failures`: the message of a file error begins with the argument that named the file."""
     try:
         yield
     except _ArgumentFileError:
         raise
     except OSError as error:
-        raise _ArgumentFileError(name, error) from error
+        raise _ArgumentFileError(f"{name}: {_file_message(error, remedy)}") from error
 
 
-def _file_message(error: OSError) -> str:
+def _file_message(error: OSError, remedy: str = "Name another.") -> str:
+    if isinstance(error, _ArgumentFileError):
+        return str(error)
     what = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
-    return f"expected a file or folder to work with, got {what!r}. Name another."
+    return f"expected a file or folder to work with, got {what!r}. {remedy}"
 
 
 def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
@@ -145,20 +141,6 @@ def _failed(message: str, code: int, as_json: bool) -> typer.Exit:
     return typer.Exit(code)
 
 
-def refuse_malformed(config: Mapping[str, Any]) -> None:
-    """Raises: ConfigError: DeepSpeed's own parser stops at the configuration; its batch sizes are not looked at."""
-    from fp8_ds.engine.host_config import BATCH_SIZES, parsed
-    from fp8_ds.errors import ConfigError
-
-    sizes = (*BATCH_SIZES, "gradient_accumulation_steps")
-    try:
-        parsed({BATCH_SIZES[1]: 1, **{key: value for key, value in config.items() if key not in sizes}})
-    except ImportError:  # no DeepSpeed, which these commands do without
-        return
-    except ConfigError as error:
-        raise ConfigError(f"--config: DeepSpeed refuses it: {error}") from error
-
-
 def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
     """Raises: UnsupportedError: the model does not take "attention.backend", on whatever machine it will run."""
     if attention.backend is None:
@@ -166,6 +148,26 @@ def refuse_attention(model: nn.Module, attention: AttentionConfig) -> None:
     from fp8_ds.attention.huggingface import refuse_attention_of
 
     refuse_attention_of(model, attention.backend, hadamard=attention.hadamard)
+
+
+def read_parsed_config(path: Path) -> dict[str, Any]:
+    """The configuration that --config names, filled in as Trainer does, which DeepSpeed's own parser takes.
+
+    Raises:
+        ConfigError: it does not; batch sizes are not looked at. Or as `read_config` does.
+        OSError: it cannot be read.
+    """
+    from fp8_ds.engine.host_config import BATCH_SIZES, filled_in, parsed
+    from fp8_ds.errors import ConfigError
+
+    config = dict(filled_in(read_config(path)))
+    sizes = (*BATCH_SIZES, "gradient_accumulation_steps")
+    with suppress(ImportError):  # no DeepSpeed, which these commands do without
+        try:
+            parsed({BATCH_SIZES[1]: 1, **{key: value for key, value in config.items() if key not in sizes}})
+        except ConfigError as error:
+            raise ConfigError(f"--config: DeepSpeed refuses it: {error}") from error
+    return config
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -187,10 +189,10 @@ def read_config(path: Path) -> dict[str, Any]:
             "--config: expected JSON (double quotes, no comments, no comma behind the last entry), got "
             f"{error} in {path}: {line[:_SHOWN]!r}. Name a DeepSpeed configuration."
         ) from error
-    except _TwiceError as error:
-        raise ConfigError(f"--config: expected each key once, got {error} in {path}. Remove one.") from error
-    except ValueError as error:  # of UTF-8
-        raise ConfigError(f"--config: expected JSON, got {error} in {path}. Name a DeepSpeed configuration.") from error
+    except ValueError as error:  # of UTF-8, or a key twice
+        raise ConfigError(
+            f"--config: expected JSON with each key once, got {error} in {path}. Name a DeepSpeed configuration."
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError(
             f"--config: expected a JSON object in {path}, got {type(config).__name__}. Name a DeepSpeed configuration."
@@ -203,12 +205,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-        raise _TwiceError(f"{json.dumps(twice)} twice in one object")
+        raise ValueError(f"{json.dumps(twice)} twice in one object")
     return found
-
-
-class _TwiceError(ValueError):
-    """A key is there twice."""
 
 
 def show(value: Any) -> None:
@@ -227,7 +225,7 @@ Unit = tuple[str, float]
 """Its name, and how many of the thing it is."""
 
 BINARY: Sequence[Unit] = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_DECIMAL: Sequence[Unit] = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+DECIMAL: Sequence[Unit] = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SHORT = 0.1
 
 
@@ -236,17 +234,8 @@ def fitting_unit(units: Sequence[Unit], number: float) -> Unit:
     return next((unit for unit in units if number >= _SHORT * unit[1]), units[-1])
 
 
-def in_gib(num_bytes: float) -> str:
-    """Bytes in GiB, or a smaller unit that fits."""
-    return _in_units(BINARY, num_bytes)
-
-
-def in_gb(num_bytes: float) -> str:
-    """Bytes in GB, or a smaller unit that fits."""
-    return _in_units(_DECIMAL, num_bytes)
-
-
-def _in_units(units: Sequence[Unit], num_bytes: float) -> str:
+def in_units(units: Sequence[Unit], num_bytes: float) -> str:
+    """Bytes in the unit that fits."""
     name, size = fitting_unit(units, num_bytes)
     return f"{num_bytes / size:.2f} {name}"
 

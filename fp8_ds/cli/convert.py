@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fp8_ds.cli.common import JsonOption, argument, failures, in_gb, show
+from fp8_ds.cli.common import DECIMAL, JsonOption, argument, failures, in_units, show
 
 
 class Target(str, Enum):
@@ -58,7 +58,7 @@ def convert(
         show(asdict(found))
         return
     dtype = "fp32" if found.target == "universal" else "bf16"
-    what = f"{found.num_tensors} tensors, {in_gb(found.num_bytes)} in {dtype}"
+    what = f"{found.num_tensors} tensors, {in_units(DECIMAL, found.num_bytes)} in {dtype}"
     typer.echo(f"{found.source} to {found.target}: {what}; {len(found.files)} entries in {out}")
     if found.latest is not None:
         latest = Path(found.latest)

@@ -16,32 +16,15 @@ from fp8_ds.cli.common import (
     console,
     failures,
     fitting_unit,
-    in_gib,
+    in_units,
     num_parameters,
-    read_config,
+    read_parsed_config,
     refuse_attention,
-    refuse_malformed,
     show,
 )
 
 if TYPE_CHECKING:
     from fp8_ds.footprint import Footprint, Run
-
-_PARTS = {
-    "weights": "weights",
-    "masters": "masters",
-    "moments": "moments and their scales",
-    "gathered": "weights of other ranks, gathered",
-    "gradients": "gradients that wait for the step",
-    "activations": "activations kept for the backward",
-    "temporaries": "temporaries at the largest moment",
-    "buffers": "buffers that gradients are reduced in",
-}
-_PEAKS = {
-    "in_backward": "peak of forward and backward, eager",
-    "in_step": "peak of the step",
-    "compiled": "under torch.compile, at most",
-}
 
 
 def estimate(
@@ -73,11 +56,9 @@ def estimate(
     """
     with failures(as_json):
         from fp8_ds import footprint
-        from fp8_ds.engine.host_config import filled_in
         from fp8_ds.model_spec import read_spec, sequence_length
 
-        given = filled_in(read_config(config))
-        refuse_malformed(given)
+        given = read_parsed_config(config)
         with argument("MODEL"):
             spec = read_spec(model, settings or ())
         module = spec.build()
@@ -109,8 +90,10 @@ def estimate(
 
 
 def _numbers(found: Footprint) -> dict[str, Any]:
+    from fp8_ds.footprint import PARTS
+
     return {
-        "bytes": {name: getattr(found, name) for name in _PARTS},
+        "bytes": {name: getattr(found, name) for name in PARTS},
         "peak_in_backward": found.in_backward,
         "peak_in_step": found.in_step,
         "bf16_layers": found.in_bf16 and _numbers(found.in_bf16),
@@ -120,6 +103,8 @@ def _numbers(found: Footprint) -> dict[str, Any]:
 def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None:
     from rich.table import Column, Table
 
+    from fp8_ds.footprint import PARTS, PEAKS
+
     optimizer, num_ranks = run.setup.optimizer, run.setup.num_ranks
     states = f"{optimizer.states} states, {optimizer.master_format} masters" if run.fp8 else "stock bf16"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
@@ -128,7 +113,7 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     shown = {unit: found} if found.in_bf16 is None else {unit: found, "layers in bf16": found.in_bf16}
     columns = (Column(name, justify="right") for name in shown)
     table = Table("part", *columns, title=f"{model}, stage {run.setup.stage}, {ranks}, {states}")
-    for name, text in {**_PARTS, **_PEAKS}.items():
+    for name, text in {**PARTS, **PEAKS}.items():
         numbers = (f"{getattr(each, name) / size:.2f}" for each in shown.values())
         table.add_row(text, *numbers, end_section=name == "buffers")
     out = console()
@@ -140,5 +125,6 @@ def _print(model: str, found: Footprint, run: Run, memory: float | None) -> None
     )
     if memory is not None:
         verdict = "fits into" if found.peak <= memory * 2**30 else "does not fit into"
-        compiled = "" if found.peak_compiled == found.peak else f" Compiled: at most {in_gib(found.peak_compiled)}."
-        out.print(f"{in_gib(found.peak)}: {verdict} {memory:g} GiB.{compiled}")
+        at_most = in_units(BINARY, found.peak_compiled)
+        compiled = "" if found.peak_compiled == found.peak else f" Compiled: at most {at_most}."
+        out.print(f"{in_units(BINARY, found.peak)}: {verdict} {memory:g} GiB.{compiled}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_ds.cli.common import (
+    DECIMAL,
     EXIT_NO,
     JsonOption,
     SetOption,
     argument,
     console,
     failures,
-    in_gb,
+    in_units,
     num_parameters,
-    read_config,
+    read_parsed_config,
     refuse_attention,
-    refuse_malformed,
     show,
 )
 
 if TYPE_CHECKING:
     from fp8_ds.config import ScheduleConfig
-    from fp8_ds.nn.convert import Plan
     from fp8_ds.nn.flops import Product
 
 _SCHEDULED = "fp8.schedule, in all steps"
@@ -55,11 +54,7 @@ def plan(
     4 a defect.
     """
     with failures(as_json):
-        from fp8_ds.engine.host_config import filled_in
-
-        given = dict(filled_in(read_config(config)))
-        refuse_malformed(given)
-        found = _find(model, given, world, seq, settings or ())
+        found = _find(model, read_parsed_config(config), world, seq, settings or ())
     if as_json:
         show(found | {"layers": [vars(product) for product in found["layers"]]})
     else:
@@ -75,6 +70,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     from fp8_ds.errors import ConfigError, UnsupportedError
     from fp8_ds.model_spec import read_spec, sequence_length
     from fp8_ds.nn.convert import make_plan
+    from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
     from fp8_ds.nn.flops import attention_flops, products, share_of_attention, share_of_linears
     from fp8_ds.nn.layers import fp8_pays
 
@@ -95,6 +91,7 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
     layers = make_plan(module, fp8.linear, may_be_empty=True)
     found = _scheduled(products(module, layers), fp8.schedule, total_steps(config))
     small = [row.fqn for row in found if row.in_fp8 and len(row.shape) == 2 and not fp8_pays(*row.shape)]
+    larger = tuple(replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
     attention = attention_flops(module, seq)
     total = sum(product.flops for product in found)
     in_fp8 = [product for product in found if product.in_fp8]
@@ -120,48 +117,30 @@ def _find(model: str, config: dict[str, Any], world: int, seq: int | None, setti
         "attention_backend": fp8.attention.backend,
         "fp8_percent_of_attention_flops": 100 * attention_in_fp8 / max(attention, 1),
         "gathered_bytes_per_pass": fp8_numel + 2 * (numel - fp8_numel) + beside if world > 1 else 0,
-        "schedule_varies": bool(in_fp8) and _varies(fp8.schedule),
+        "schedule_varies": bool(in_fp8 and (fp8.schedule.bf16_until_step or fp8.schedule.bf16_last_fraction)),
         "small_layers": small,
-        "filter_fqns_without_small_layers": _filter_without(layers, small),
-        "many_experts_by_device": any(map(_has_many_experts, in_fp8)),
+        "filter_fqns_without_small_layers": replace(layers, layers=larger).filter_fqns(),
+        "many_experts_by_device": any(len(one.shape) == 3 and one.shape[0] > MAX_IN_A_LOOP for one in in_fp8),
         "layers": found,
     }
 
 
-def _filter_without(layers: Plan, small: Collection[str]) -> list[str] | None:
-    """The "filter_fqns" that leave the layers `small` in bf16, beside those that are; None: no such list does."""
-    rows = (replace(row, converted=row.converted and row.fqn not in small) for row in layers.layers)
-    return replace(layers, layers=tuple(rows)).filter_fqns()
-
-
-def _scheduled(found: Sequence[Product], schedule: ScheduleConfig, total_steps: object) -> list[Product]:
+def _scheduled(found: Sequence[Product], config: ScheduleConfig, total_steps: object) -> list[Product]:
     """Those in FP8, without what the "schedule" block puts into bf16 in every step.
 
     Raises:
         ConfigError: it names what is not in FP8.
     """
-    from fp8_ds.schedule import fixed_layers, never_fp8
+    from fp8_ds.schedule import PrecisionSchedule
 
-    fixed = fixed_layers(schedule, [product.fqn for product in found if product.in_fp8])
-    usual = "bf16" if never_fp8(schedule, total_steps) else "fp8"
+    schedule = PrecisionSchedule.of(config, [product.fqn for product in found if product.in_fp8], total_steps)
+    usual = "bf16" if schedule.is_never_fp8 else "fp8"
     return [
         replace(product, in_fp8=False, reason=_SCHEDULED)
-        if product.in_fp8 and fixed.get(product.fqn, usual) == "bf16"
+        if product.in_fp8 and schedule.fixed.get(product.fqn, usual) == "bf16"
         else product
         for product in found
     ]
-
-
-def _has_many_experts(product: Product) -> bool:
-    """More than stay in FP8 where they are a loop."""
-    from fp8_ds.nn.expert_products import MAX_IN_A_LOOP
-
-    return len(product.shape) == 3 and product.shape[0] > MAX_IN_A_LOOP
-
-
-def _varies(schedule: ScheduleConfig) -> bool:
-    """Whether steps put layers into bf16."""
-    return bool(schedule.bf16_until_step or schedule.bf16_last_fraction)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -186,7 +165,7 @@ def _print(found: dict[str, Any]) -> None:
         share = found["gathered_bytes_per_pass"] / bf16
         out.print(
             f"ZeRO stage {found['stage']}, {found['world']} ranks: all weights once are "
-            f"{in_gb(found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
+            f"{in_units(DECIMAL, found['gathered_bytes_per_pass'])} on the wire, {share:.2f} of bf16's."
         )
     if found["schedule_varies"]:
         out.print('"schedule" puts FP8 layers into bf16 for a part of the run: the above is of the other steps.')

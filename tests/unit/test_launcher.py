@@ -57,7 +57,7 @@ def test_the_launcher_itself_takes_those(monkeypatch):
 def test_a_port_is_none_that_the_system_gives_a_connection():
     """Between its choice and the ranks' start, another program's connection once took the port."""
     ports = {free_port() for _ in range(50)}
-    assert len(ports) > 40 and ports <= set(launcher._ports_of_nobody())
+    assert len(ports) > 40 and ports <= set(range(10_000, 32_768))
     with socket.socket() as listener:  # it is for ranks to listen at
         listener.bind(("127.0.0.1", ports.pop()))
 
@@ -70,29 +70,13 @@ def test_processes_with_one_seed_draw_different_ports():
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize(
-    ("assigned", "expected"),
-    [
-        ("32768\t60999\n", range(10_000, 32_768)),
-        ("10240\t50000\n", range(50_001, 65_536)),
-        ("10240\t65535\n", range(10_000, 65_536)),  # nearly all: better than 240
-        (None, range(10_000, 49_152)),
-    ],
-)
-def test_ports_below_or_above_those_assigned(tmp_path, assigned, expected):
-    setting = tmp_path / "ip_local_port_range"
-    if assigned is not None:
-        setting.write_text(assigned)
-    assert launcher._ports_of_nobody(setting) == expected
-
-
 def test_a_port_in_use_is_passed_over(monkeypatch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         taken = listener.getsockname()[1]
         spare = free_port()
-        monkeypatch.setattr(launcher, "_ports_of_nobody", lambda: [taken] * 99 + [spare])
+        monkeypatch.setattr(launcher, "_PORTS", [taken] * 99 + [spare])
         assert free_port() == spare
-        monkeypatch.setattr(launcher, "_ports_of_nobody", lambda: [taken] * 100)
+        monkeypatch.setattr(launcher, "_PORTS", [taken] * 100)
         with pytest.raises(OSError, match=rf"expected a free port among {taken} to {taken}, got none in 100 tries"):
             free_port()

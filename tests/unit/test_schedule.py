@@ -8,7 +8,7 @@ import pytest
 
 from fp8_ds.config import ScheduleConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.schedule import PrecisionSchedule, check_total, matching, never_fp8
+from fp8_ds.schedule import PrecisionSchedule, check_total, matching
 
 NAMES = ["layers.1.up", "layers.1.down", "layers.10.up"]
 
@@ -63,7 +63,7 @@ def test_a_scheduler_that_knows_no_number_of_steps_is_named_with_what_it_says(to
 
 def test_a_run_without_a_step_in_fp8_is_known_as_such() -> None:
     def never(known: object = None, **block: Any) -> bool:
-        return never_fp8(ScheduleConfig.model_validate(block), known)
+        return PrecisionSchedule.of(ScheduleConfig.model_validate(block), (), known).is_never_fp8
 
     assert never(bf16_until_step=5, bf16_last_fraction=0.5, total_steps=10)
     assert not never(bf16_until_step=4, bf16_last_fraction=0.5, total_steps=10)  # step 4 is in FP8

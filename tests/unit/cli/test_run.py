@@ -24,7 +24,6 @@ def script(tmp_path: Path) -> str:
         ([], []),
         (["--local_rank=1"], ["--local_rank=1"]),
         (["--local-rank=1"], ["--local-rank=1"]),
-        (["--local_rank", "1"], ["--local_rank", "1"]),
     ],
 )
 def test_local_rank_moves_behind_the_script(script: str, before: list[str], moved: list[str]) -> None:
@@ -61,7 +60,6 @@ def test_a_refusal_is_the_last_line_of_a_rank_and_other_errors_have_their_traceb
         ("errors.ConfigError('fp8.x: expected 1, got 2. Write 1.')", 2, 1),
         ("errors.UnsupportedError('fp8: expected no MiCS, got it. Leave it.')", 2, 1),
         ("errors.CheckpointError('load_checkpoint: expected 2 ranks, got 1. Convert it.')", 2, 1),
-        ("errors.NumericsError('loss: expected a number, got nan. Look at it.')", 1, 5),
         ("ZeroDivisionError('of the script itself')", 1, 5),
     ):
         path.write_text(f"from fp8_ds import errors\nraise {raised}\n")
@@ -70,5 +68,5 @@ def test_a_refusal_is_the_last_line_of_a_rank_and_other_errors_have_their_traceb
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert result.returncode == status, result.stderr
         told = result.stderr.splitlines()
-        assert told[-1].startswith("[rank 3] " if lines == 1 else ("fp8_ds.errors", "ZeroDivisionError"))
+        assert told[-1].startswith("[rank 3] " if lines == 1 else "ZeroDivisionError")
         assert ("Traceback" in result.stderr) == (lines > 1)
