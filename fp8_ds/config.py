@@ -7,8 +7,7 @@ imported here, so a configuration can be checked on a machine that has neither.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -53,6 +52,9 @@ _FAST_GEMMS: dict[str, tuple[Gemm, ...]] = {
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    def check(self) -> None:
+        """Raises ConfigError where something that is set cannot take effect beside another key of this block."""
+
 
 class LinearConfig(_Block):
     recipe: Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
@@ -74,11 +76,6 @@ class LinearConfig(_Block):
         return block
 
     def check(self) -> None:
-        """Check that there are the GEMMs that the keys ask for.
-
-        Raises:
-            ConfigError: there is no such GEMM.
-        """
         if self.recipe == "blockwise" and self.fast_gemms:
             raise ConfigError(
                 'fp8.linear.fast_accumulation: expected "none" with recipe "blockwise", got '
@@ -118,11 +115,6 @@ class OptimizerConfig(_Block):
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
     def check(self) -> None:
-        """Masters are such as the states have.
-
-        Raises:
-            ConfigError: they are fp32 beside FP8 states.
-        """
         if self.states == "fp8" and self.master == "fp32":
             raise ConfigError(
                 'fp8.optimizer.master: expected "e4m19" or "e4m11" with states "fp8", got "fp32". Remove the key: '
@@ -145,11 +137,6 @@ class ActivationsConfig(_Block):
     cross_entropy_chunk_mem_const: Annotated[int, Field(ge=1)] | None = None
 
     def check(self) -> None:
-        """Everything that is set can take effect.
-
-        Raises:
-            ConfigError: `nonlinear` has no modules to do so in.
-        """
         if self.nonlinear == "fp8" and not self.fused:
             raise ConfigError(
                 'fp8.activations.nonlinear: expected "bf16" with fused false, got "fp8". It says what fused modules '
@@ -169,11 +156,6 @@ class ScheduleConfig(_Block):
     layers: dict[Annotated[str, Field(min_length=1)], Literal["bf16", "fp8"]] = Field(default_factory=dict)
 
     def check(self) -> None:
-        """Everything that is set can take effect.
-
-        Raises:
-            ConfigError: `total_steps` without a fraction of it.
-        """
         if self.total_steps is not None and self.bf16_last_fraction == 0:
             raise ConfigError(
                 f"fp8.schedule.total_steps: expected null with bf16_last_fraction 0, got {self.total_steps}. Remove "
@@ -191,11 +173,6 @@ class MonitorConfig(_Block):
         return (self.sink,) if isinstance(self.sink, str) else self.sink
 
     def check(self) -> None:
-        """`sink` has something to take, and each of them gets it once.
-
-        Raises:
-            ConfigError: it has nothing, or one is named twice.
-        """
         if self.every == 0 and self.sinks != ("deepspeed",):
             raise ConfigError(
                 f'fp8.monitor.sink: expected "deepspeed" with every 0, got {as_json(self.sink)}. Nothing is written '
@@ -216,11 +193,6 @@ class AttentionConfig(_Block):
     hadamard: bool = False
 
     def check(self) -> None:
-        """`hadamard` has something to take effect on.
-
-        Raises:
-            ConfigError: it has nothing.
-        """
         if self.hadamard and self.backend not in ("fa3_fp8", "fa3_fp8_emulated"):
             raise ConfigError(
                 f"fp8.attention.hadamard: expected false with backend {as_json(self.backend)}, got true. It is for "
@@ -267,12 +239,9 @@ class Fp8Config(_Block):
             known = cls.keys()
             lines = [explain(details, known) for details in error.errors(include_url=False)]
         else:
-            config.linear.check()
-            config.optimizer.check()
-            config.activations.check()
-            config.attention.check()
-            config.schedule.check()
-            config.monitor.check()
+            for name in cls.model_fields:
+                if isinstance(block := getattr(config, name), _Block):
+                    block.check()
             return config
         if len(lines) == 1:
             raise ConfigError(lines[0])
@@ -319,32 +288,22 @@ class Fp8Config(_Block):
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
+    schemas = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _walk(kind, f"{prefix}.{name}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _walk(field.annotation, f"{prefix}.{name}")
         else:
             default = "required" if field.is_required() else as_json(field.get_default(call_default_factory=True))
-            yield f"{prefix}.{name}", Key(_values_of(kind), default)
+            yield f"{prefix}.{name}", Key(_values_of(schemas[name]), default)
 
 
-def _values_of(kind: Any) -> str:
-    if kind is bool:
-        return "true, false"
-    if kind is int:
-        return "integer"
-    if kind is float:
-        return "number"
-    if kind is str:
-        return "string"
-    if get_origin(kind) is dict:
-        return f"object of {_values_of(get_args(kind)[1])} by name"
-    if get_origin(kind) is Annotated:
-        return _values_of(get_args(kind)[0])
-    if get_origin(kind) is Literal:
-        return ", ".join(as_json(value) for value in get_args(kind))
-    if get_origin(kind) in (Union, UnionType):
-        return ", ".join("null" if choice is type(None) else _values_of(choice) for choice in get_args(kind))
-    if get_origin(kind) is tuple:
-        return "list of strings"
-    raise TypeError(f"{kind} has no entry here. Add one with the first key of that type.")
+def _values_of(schema: dict[str, Any]) -> str:
+    """Of a key's JSON schema."""
+    if "anyOf" in schema:
+        return ", ".join(map(_values_of, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(map(as_json, schema["enum"]))
+    if schema["type"] == "object":
+        return f"object of {_values_of(schema['additionalProperties'])} by name"
+    names = {"boolean": "true, false", "array": "list of strings"}
+    return str(names.get(schema["type"], schema["type"]))

@@ -19,11 +19,6 @@ from fp8_ds import json_text
 if TYPE_CHECKING:
     from fp8_ds.config import Key
 
-# Of the whole block in DESIGN.md, values of keys that a later version brings.
-_LATER_VALUES = {
-    "fp8.linear.backend": ("te",),
-}
-_NOT_YET = "not available in this version"
 REMOVED = {
     "fp8.linear.layer_choice": (
         'Remove the key: all linears that may be in FP8 are. Name those that shall stay bf16 in "filter_fqns"; '
@@ -141,8 +136,6 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
         return f"{said}. {_auto_remedy(known.get(key))}"
     if isinstance(value, str) and (remedy := REMOVED.get(f"{key}={value}")):
         return f"{said}, which this version has no more. {remedy}."
-    if value in _LATER_VALUES.get(key, ()):
-        return f"{said}, {_NOT_YET}. Use one of the former."
     if details["type"] == "model_type":
         return f"{said}. {_inner_block_remedy(key, value, known)}"
     return f"{said}. {_value_remedy(key, value, details, known.get(key))}"
@@ -150,7 +143,7 @@ def explain(details: ErrorDetails, known: Mapping[str, Key]) -> str:
 
 def explain_no_object(block: Any) -> str:
     """Likewise, of a whole block that is no JSON object."""
-    return f'fp8: expected an object such as {{"enabled": true}}, got {as_json(block)}. {_block_remedy(block)}'
+    return f'fp8: expected an object, got {as_json(block)}. Write "fp8": {{"enabled": true}}, or leave the block out.'
 
 
 def _expected(key: str, details: ErrorDetails, known: Mapping[str, Key]) -> str:
@@ -265,12 +258,3 @@ def _inner_block_remedy(key: str, value: Any, known: Mapping[str, Key]) -> str:
     if main is not None and as_json(value) in inside[main].values.split(", "):
         return f'Write {{"{main}": {as_json(value)}}}.'
     return f"Its keys: {', '.join(inside)}."
-
-
-def _block_remedy(block: Any) -> str:
-    bare = block.strip().lower() if isinstance(block, str) else as_json(block)
-    if bare in ("true", "false"):
-        return f'Write "fp8": {{"enabled": {bare}}}.'
-    if block == "auto":
-        return '"auto" is not supported: write {"enabled": true}, or remove the key.'
-    return "See docs/config.md."

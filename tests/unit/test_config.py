@@ -117,7 +117,7 @@ def on(**linear: Any) -> dict[str, Any]:
 # block, the key the message must start with, and what else it must say (the value, the remedy)
 ERRORS: dict[str, tuple[Any, str, list[str]]] = {
     "block is a bool": (True, "fp8:", ["got true", '"fp8": {"enabled": true}']),
-    "block is auto": ("auto", "fp8:", ['"auto" is not supported']),
+    "block is auto": ("auto", "fp8:", ['got "auto". Write "fp8": {"enabled": true}']),
     "block is null": (None, "fp8:", ["got null"]),
     "block is a list": ([], "fp8:", ["got []"]),
     "enabled missing": ({}, "fp8.enabled:", ["got nothing", '"enabled": true']),
@@ -149,7 +149,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         "fp8.monitor.every:",
         ["Remove the key for the default, 0."],
     ),
-    "the block is a string": ("true", "fp8:", ['Write "fp8": {"enabled": true}.']),
+    "the block is a string": ("true", "fp8:", ['Write "fp8": {"enabled": true}, or']),
     "enabled is a number": ({"enabled": 1}, "fp8.enabled:", ["got 1", "true or false"]),
     "enabled is auto": ({"enabled": "auto"}, "fp8.enabled:", ['"auto" is not supported', "write true or false"]),
     "typo in a block": ({"enabled": True, "linaer": {}}, "fp8.linaer:", ["Did you mean fp8.linear?"]),
@@ -259,7 +259,7 @@ ERRORS: dict[str, tuple[Any, str, list[str]]] = {
         ["expected an integer, got 100000000.0. Write 100000000:"],
     ),
     "a format as torch names it": (on(grad_dtype="float8_e4m3fn"), "fp8.linear.grad_dtype:", ['Did you mean "e4m3"?']),
-    "a later value": (on(backend="te"), "fp8.linear.backend:", ["not available in this version"]),
+    "a backend of no name": (on(backend="te"), "fp8.linear.backend:", ['"torch" or "reference", got "te"']),
     "a master of no format": (
         {"enabled": True, "optimizer": {"master": "e4m20"}},
         "fp8.optimizer.master:",
