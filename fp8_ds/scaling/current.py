@@ -10,7 +10,7 @@ MAX_SCALE = 2.0**126
 
 
 def scale_from_amax(amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Each amax is mapped onto `fp8_max`; elementwise, on the device, without a host synchronisation.
+    """Map each amax onto `fp8_max`; elementwise, on the device, without a host synchronisation.
 
     An amax of 0 gives scale 1. A tiny amax gives at most 2**126, never infinity. A non-finite amax gives scale 1 and
     scale_inv NaN, so that whatever is de-quantised with it is NaN: a broken tensor is never hidden by saturation.

@@ -14,6 +14,8 @@ from fp8_ds.ops._register import in_own_storage
 from fp8_ds.scaling.current import MAX_SCALE, scale_vector
 from fp8_ds.scaling.scale_check import ScaleCheck
 
+_STATE = ("amax_history", "scale", "scale_inv", "amax_local")
+
 
 @dataclass(frozen=True)
 class AmaxSlot:
@@ -21,10 +23,7 @@ class AmaxSlot:
 
     With a shared version counter, one linear recording its amax would invalidate what another has kept for backward.
     With a shared storage, torch.compile takes two amaxes that one op writes for overlapping tensors (`in_own_storage`).
-
-    Args:
-        origin: the history and the index in it, from which copies and pickles take their views: plain pickle cuts
-            tensors off their common storage. None: a slot of no history.
+    From `origin`, the history and the index in it, copies and pickles take their views: plain pickle cuts them off.
     """
 
     amax_local: Tensor
@@ -46,19 +45,17 @@ class AmaxHistory:
 
     Args:
         num_slots: number of tensors watched.
-        fp8_max: largest finite value of each slot's format, `num_slots` numbers.
+        fp8_max: largest finite value of each slot's format.
         history_len: steps remembered. 16 instead of Transformer Engine's 1024: a scale that is too small for 1024
             steps after one outlier costs more than the rare saturation that a short window risks.
         device: where the vectors live: the linears' device.
         names: of the slots, for the log.
 
     Attributes:
-        check: of the scales in use, by one rank of those that share this history; None: nothing is checked. Copies and
-            pickles have none.
+        check: of the scales in use, by one rank of those that share this history; None in copies and pickles, too.
         is_copy: whether it is a copy, or of a pickle, that nobody has updated.
         amax_local: float32 [num_slots], maximum since the last update on this rank.
-        scale: float32 [num_slots], multiply to enter FP8.
-        scale_inv: float32 [num_slots], multiply to leave.
+        scale, scale_inv: float32 [num_slots], multiply to enter FP8, and to leave.
         amax_history: float32 [history_len, num_slots], a ring, only finite values.
         num_updates: updates so far, host integer.
         ready: `num_updates > 0`, its own attribute so that a compiled graph guards on it and not on the counter.
@@ -139,10 +136,10 @@ class AmaxHistory:
     @torch.no_grad()
     def forget(self) -> None:
         """As before the first update, in the same storage."""
-        for vector in (self.amax_history, self.amax_local):
-            vector.zero_()
-        for vector in (self.scale, self.scale_inv):
-            vector.fill_(1.0)
+        self.amax_history.zero_()
+        self.amax_local.zero_()
+        self.scale.fill_(1.0)
+        self.scale_inv.fill_(1.0)
         self.num_updates = 0
         self.ready = False
         if self.check is not None:
@@ -150,29 +147,23 @@ class AmaxHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and integers, readable by `torch.load(weights_only=True)`; what resumes bit for bit."""
-        return {
-            "amax_history": self.amax_history.detach().clone(),
-            "scale": self.scale.detach().clone(),
-            "scale_inv": self.scale_inv.detach().clone(),
-            "amax_local": self.amax_local.detach().clone(),
-            "num_updates": self.num_updates,
-        }
+        vectors = {name: getattr(self, name).detach().clone() for name in _STATE}
+        return vectors | {"num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """This object continues where `state` was taken; the tensors are copied into the existing storage.
+        """This object continues where `state` was taken, in its own storage.
 
         Raises:
             ConfigError: the state is of another number of slots or another history length; nothing is changed then.
         """
-        vectors = ("amax_history", "scale", "scale_inv", "amax_local")
-        for name in vectors:
+        for name in _STATE:
             expected, got = tuple(getattr(self, name).shape), tuple(state[name].shape)
             if expected != got:
                 raise ConfigError(
                     f"amax history: expected {name} of shape {expected}, got {got}. "
                     "The checkpoint is of another layer plan; load it with the plan it was saved with."
                 )
-        for name in vectors:
+        for name in _STATE:
             getattr(self, name).copy_(state[name])
         self.num_updates = int(state["num_updates"])
         self.ready = self.num_updates > 0

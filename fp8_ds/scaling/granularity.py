@@ -21,15 +21,8 @@ from fp8_ds.scaling.current import row_scale_from_amax, scale_from_amax
 
 @dataclass(frozen=True)
 class Granularity:
-    """One of TENSOR, ROW and TILE.
+    """TENSOR, ROW or TILE: rows and columns that share a scale (None: all), and whether it is a power of two."""
 
-    Args:
-        name: "tensor", "row" or "tile".
-        block: rows and columns that share a scale; None: all.
-        is_pow2: scales are powers of two, as the blockwise GEMM's are here.
-    """
-
-    name: str
     block: tuple[int | None, int | None]
     is_pow2: bool = False
 
@@ -45,15 +38,9 @@ class Granularity:
         return math.prod(self.grid(shape))
 
     def amax(self, part: Tensor, shape: Sequence[int], start: int = 0) -> Tensor:
-        """Largest magnitudes of the blocks of a weight, as far as they lie in one part of it; the rest is 0.
+        """Largest magnitudes of the blocks of a weight of `shape`, as far as they lie in one part of it; the rest is 0.
 
-        Args:
-            part: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight.
-            shape: of the weight.
-            start: >= 0.
-
-        Returns:
-            float32, the grid.
+        `part`: bf16, fp16 or fp32 [numel]: elements [start, start + numel) of the flattened weight. Returns the grid.
         """
         if self == TENSOR:
             if not part.numel():
@@ -70,9 +57,9 @@ class Granularity:
         return rule(amax.to(torch.float32), E4M3.max)
 
 
-TENSOR = Granularity("tensor", (None, None))
-ROW = Granularity("row", (1, None))
-TILE = Granularity("tile", (BLOCK, BLOCK), is_pow2=True)
+TENSOR = Granularity((None, None))
+ROW = Granularity((1, None))
+TILE = Granularity((BLOCK, BLOCK), is_pow2=True)
 OF_RECIPE = {
     "tensorwise": TENSOR,
     "delayed": TENSOR,
@@ -92,8 +79,7 @@ class CopiedScales:
 
     Args:
         granularity: which elements share a scale.
-        scale: grid of the original, multiply to enter FP8.
-        scale_inv: likewise, multiply to leave FP8.
+        scale, scale_inv: grids of the original.
         amax: grid of the copy's largest magnitudes, float32; NaN where `scale` does not fit them.
     """
 
@@ -118,10 +104,8 @@ class CopiedScales:
         scale, scale_inv, amax = (grid.to(weight.device) for grid in (self.scale, self.scale_inv, self.amax))
         now = self.granularity.amax(weight.reshape(-1), weight.shape)
         own_scale, own_scale_inv = self.granularity.scales(now)
-        scale, scale_inv = (
-            torch.where(now == amax, scale, own_scale),
-            torch.where(now == amax, scale_inv, own_scale_inv),
-        )
+        is_same = now == amax
+        scale, scale_inv = torch.where(is_same, scale, own_scale), torch.where(is_same, scale_inv, own_scale_inv)
         return quantize(weight, per_element(scale, weight.shape), E4M3), scale_inv
 
 

@@ -7,17 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-MANTISSA_BITS = 23
-"""Of float32."""
+MANTISSA_BITS = 23  # of float32
 _MANTISSA = (1 << MANTISSA_BITS) - 1
 
 
 def exponent_rule(fp8_max: float) -> tuple[int, int]:
-    """(carry, shift): an amax's biased exponent, rounded up by adding `carry` to its bits, less `shift` is scale_inv's.
-
-    Args:
-        fp8_max: largest finite value of the target format.
-    """
+    """(carry, shift): the biased exponent of an amax whose bits `carry` was added to, less `shift`, is scale_inv's."""
     mantissa, exponent = math.frexp(fp8_max)  # in [0.5, 1): one bit more than the stored fraction
     largest_fraction = int((2 * mantissa - 1) * (1 << MANTISSA_BITS))
     return _MANTISSA - largest_fraction, exponent - 1
@@ -29,12 +24,8 @@ def pow2_scale(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
     An amax of 0 gives scale_inv 2**-126 and not 1, so that zeros never set the largest scale of a matrix. A non-finite
     amax gives scale_inv NaN, and the scale of an amax of 1.
 
-    Args:
-        amax: float32, any shape, >= 0.
-        fp8_max: largest finite value of the target format.
-
     Returns:
-        (scale, scale_inv): float32, the shape of amax.
+        (scale, scale_inv): float32, the shape of amax, which is float32 and >= 0.
     """
     carry, shift = exponent_rule(fp8_max)
     finite = amax.isfinite()

@@ -10,8 +10,7 @@ each step were. A step makes of S `beta1**2 / beta2 * S + (1 - beta1)**2 / (1 - 
 geometric series. R_t is `sqrt(S)` times the bias corrections, which Adam takes from the present betas and the count of
 steps, however the betas were before.
 
-Source: the bound, shared/facts/methods.md section 7 (derived; MOSS, arXiv 2511.05811, takes 1, which is wrong for
-beta1 != beta2).
+Source: derived. MOSS, arXiv 2511.05811, takes 1 for the bound, which is wrong for beta1 != beta2.
 """
 
 from __future__ import annotations
@@ -35,32 +34,12 @@ _RANGE = (127 + _SHIFT - _MAX_EXPONENT) << MANTISSA_BITS, (127 + _SHIFT + _MAX_E
 
 
 def check_betas(beta1: float, beta2: float) -> None:
-    """Adam's update has a bound with these betas.
-
-    Raises:
-        ValueError: beta1**2 >= beta2, or one is not in [0, 1).
-    """
+    """Raises ValueError where Adam's update has no bound: beta1**2 >= beta2, or one is not in [0, 1)."""
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0 and beta1 * beta1 < beta2):
         raise ValueError(
             f"betas: expected two numbers in [0, 1) with beta1**2 < beta2, got ({beta1}, {beta2}). Without that Adam's "
             "update has no bound, and FP8 states need one: lower beta1 or raise beta2."
         )
-
-
-def update_bound(step: Tensor, beta1: float | Tensor, beta2: float | Tensor) -> Tensor:
-    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in this step, with the same betas in all steps.
-
-    Args:
-        step: count of updates including this one (1 in the first), any shape.
-        beta1, beta2: numbers that `check_betas` accepts, or float64 tensors of step's shape.
-
-    Returns:
-        float64 of that shape: 1 in the first step; 1.165 in the limit for betas .9 and .95, 7.27 for .9 and .999.
-    """
-    t = step.double()
-    ratio = beta1 * beta1 / beta2
-    factor = (1 - beta1) / (1 - beta2) ** 0.5
-    return bound_of_powers(factor, 1 - ratio, 1 - beta1**t, 1 - beta2**t, 1 - ratio**t)
 
 
 def bound_of_powers(
@@ -70,12 +49,12 @@ def bound_of_powers(
     correction2: Tensor,
     ratio_correction: Tensor,
 ) -> Tensor:
-    """`update_bound` from what is 1 less the step's power of beta1, of beta2, and of their ratio, beta1**2 / beta2.
+    """Largest `|m_hat / sqrt(v_hat)|` that Adam can produce in a step, with the same betas in all steps.
 
     Args:
         factor: `(1 - beta1) / sqrt(1 - beta2)`.
-        one_minus_ratio: 1 less the ratio.
-        correction1, correction2, ratio_correction: 1 less the powers.
+        one_minus_ratio: 1 less the ratio of the betas, `beta1**2 / beta2`.
+        correction1, correction2, ratio_correction: 1 less the step's powers of beta1, of beta2, of their ratio.
     """
     spread = (ratio_correction / one_minus_ratio).sqrt()
     corrections = correction2.sqrt() / correction1
@@ -85,19 +64,15 @@ def bound_of_powers(
 class BoundSums:
     """S of rows whose betas have not been the same in all their steps; on the device, so a step makes no host wait.
 
-    While they are the same, R_t follows from the count of steps (`bound_of_powers`), and there is no S.
-
-    Args:
-        row_groups: for each row the index of its parameter group.
-        device: of the sums.
+    While they are the same, R_t follows from the count of steps (`bound_of_powers`), and there is no S. `row_groups`:
+    for each row the index of its parameter group.
     """
 
     def __init__(self, row_groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(row_groups)
         self._device = device
         self._have_moved = [False] * len(self._groups)
-        self._mask: Tensor | None = None
-        """`_have_moved` on the device; None: not yet."""
+        self._mask: Tensor | None = None  # `_have_moved` on the device
         self._values, self._before = torch.zeros(2, len(self._groups), dtype=torch.float64, device=device)
         """S, and what it was before the step that began last."""
 
@@ -115,11 +90,7 @@ class BoundSums:
         return any(groups) and any(groups[group] and not moved for group, moved in pairs)
 
     def end_constant(self, groups: Sequence[bool], sums: Tensor) -> None:
-        """Betas of these parameter groups move for the first time.
-
-        Args:
-            sums: float64 [num_rows], S of the steps so far with constant betas; read of those groups' rows.
-        """
+        """Betas of these parameter groups move for the first time, after steps with this S, float64 [num_rows]."""
         ends = [groups[group] and not moved for group, moved in zip(self._groups, self._have_moved, strict=True)]
         torch.where(self._on_device(ends), sums, self._values, out=self._values)
         self._have_moved = [moved or end for moved, end in zip(self._have_moved, ends, strict=True)]
@@ -131,8 +102,8 @@ class BoundSums:
         """R_t of the step that begins, by row; S is that after it.
 
         Args:
-            constant: float64 [num_rows], of rows whose betas have never moved; None if there are none.
-            ratio, factor: of the step, as S takes them (above): `beta1**2 / beta2`, `(1 - beta1) / sqrt(1 - beta2)`.
+            constant: float64 [num_rows], R_t of rows whose betas have never moved; None if there are none.
+            ratio, factor: of the step: `beta1**2 / beta2`, `(1 - beta1) / sqrt(1 - beta2)`.
             root_factor: `(1 - beta1**t) / sqrt(1 - beta2**t)`.
             steps: bool [num_rows] or 0-dim, rows that the step is counted for; S of the others stays.
         """
@@ -151,8 +122,7 @@ class BoundSums:
     def keep(self, passed_over: Tensor | None = None) -> None:
         """Hold, too, for shards that the step now begun counts and does not update: their moments are as before it.
 
-        Args:
-            passed_over: bool, 0-dim, whether there are such shards, the same on all ranks. None: there are.
+        `passed_over`: bool, 0-dim, whether there are such shards, the same on all ranks. None: there are.
         """
         if self.any_moved:
             larger = torch.maximum(self._values, self._before)
@@ -189,11 +159,7 @@ class BoundSums:
 def pow2_scale_inv(amax: Tensor) -> Tensor:
     """Smallest power of two with `amax <= 448 * scale_inv`; 1 where amax is 0, NaN where it is not finite.
 
-    Args:
-        amax: float32, any shape.
-
-    Returns:
-        float32 of that shape; multiply to leave FP8. Its inverse is exact.
+    float32 of any shape; multiply to leave FP8. Its inverse is exact.
     """
     # By integers: between two steps every operator on a few numbers costs the device as much as one on many.
     rounded_up = ((amax.view(torch.int32) + _CARRY) & _EXPONENT).clamp(*_RANGE)
@@ -205,27 +171,23 @@ class PredictedScales:
     """Scales of all weights with FP8 masters, a step ahead; equal on all ranks, since all they follow from is.
 
     Args:
-        num: weights.
-        device: theirs.
+        num, device: of the weights.
         group: ranks that share the weights; None for one process.
-        num_extra: floats of others, reduced along.
+        num_extra: floats of others, `extra`, reduced along.
 
     Attributes:
         scale_inv, scale: float32 [num], each entry 16-byte aligned: payloads hold views of these.
         previous_scale_inv, next_scale_inv: what a step reads masters with, and writes them with.
         amax: float32 [num], of the masters over all ranks.
         measured: float32 [num], local, where a step collects the new masters' amaxes.
-        extra: float32 [num_extra], of others.
     """
 
     def __init__(self, num: int, device: torch.device, group: Any = None, num_extra: int = 0) -> None:
         self.group = group
         self.num = num
         self.scale_inv, self.scale = scale_vector(num, device), scale_vector(num, device)
-        self.previous_scale_inv, self.next_scale_inv = (
-            torch.ones(num, dtype=torch.float32, device=device),
-            torch.ones(num, dtype=torch.float32, device=device),
-        )
+        self.previous_scale_inv = torch.ones(num, dtype=torch.float32, device=device)
+        self.next_scale_inv = torch.ones(num, dtype=torch.float32, device=device)
         self.amax = torch.zeros(num, dtype=torch.float32, device=device)
         self._vector = torch.zeros(num + num_extra, dtype=torch.float32, device=device)
         self.measured, self.extra = self._vector[:num], self._vector[num:]
@@ -233,11 +195,9 @@ class PredictedScales:
 
     @torch.no_grad()
     def set(self, amax: Tensor, scale_inv: Tensor | None = None) -> None:
-        """Start from masters of these amaxes (over all ranks).
+        """Start from masters of these amaxes, float32 [num], over all ranks.
 
-        Args:
-            amax: float32 [num].
-            scale_inv: float32 [num], powers of two that a checkpoint was written with; taken where amax fits them.
+        `scale_inv`: float32 [num], powers of two that a checkpoint was written with; taken where amax fits them.
         """
         self.wait()
         self.measured.zero_()

@@ -25,16 +25,10 @@ class ScaleCheck:
     `fp8_max`. A step whose amax is 0 (an idle expert) or not finite (a skipped step) is left out: it neither counts nor
     ends a run. Checkpoints keep no runs: they begin anew after a load.
 
-    It sees a scale that does not fit the recorded amax; an amax that is recorded wrongly in every step makes a scale
-    that fits it, and is seen by the monitor alone, which counts the elements themselves.
-
     The device multiplies two vectors and copies the product, which the host judges when the next step ends. It never
     waits: while a copy is still on its way, steps are left out.
 
-    Args:
-        names: of the slots: layer and operand.
-        amax_local, fp8_max: of the history.
-        say: called with a line that names what was found in one step.
+    `names`, `amax_local` and `fp8_max` are those of the history; `say` is called with a line that names what was found.
     """
 
     def __init__(self, names: Sequence[str], amax_local: Tensor, fp8_max: Tensor, say: Callable[[str], None]) -> None:
@@ -46,17 +40,12 @@ class ScaleCheck:
         self.restart()
 
     def restart(self) -> None:
-        """Amaxes and scales are those of a checkpoint, or none: what was found before says nothing of them."""
+        """Amaxes and scales are others now: what was found before says nothing of them."""
         self._is_sent = False
         self._runs = np.zeros(len(self._names), dtype=np.int64)
 
     def after_step(self, amax: Tensor, scale: Tensor) -> None:
-        """A step is over; the one before it is judged.
-
-        Args:
-            amax: float32 [num_slots], of the step, over all ranks.
-            scale: float32 [num_slots], by which its tensors were cast.
-        """
+        """A step is over, with these amaxes over all ranks, by these scales; the one before it is judged."""
         if self._is_sent:
             scaled = self._host.read_if_arrived()
             if scaled is None:
@@ -66,11 +55,7 @@ class ScaleCheck:
         self._is_sent = True
 
     def _judge(self, scaled: NDArray[np.float32]) -> None:
-        """Count a step.
-
-        Args:
-            scaled: float32 [num_slots], amax times scale; NaN or infinite where the amax is.
-        """
+        """Count a step. `scaled`: float32 [num_slots], amax times scale; NaN or infinite where the amax is."""
         fits = (scaled >= _SMALLEST) & (scaled <= _LARGEST * self._fp8_max)
         self._runs = np.where(fits, 0, self._runs + ((scaled > 0) & (scaled < np.inf)))
         found = np.flatnonzero((self._runs >= NUM_STEPS) & ~self._named)

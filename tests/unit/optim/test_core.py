@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.bounds import update_bound
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_ds.ops.adamw import Hyper
 from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.states import Flat
-from fp8_ds.scaling.predicted import PredictedScales, update_bound
+from fp8_ds.scaling.predicted import PredictedScales
 
 BETAS = [(0.9, 0.95), (0.8, 0.999), (0.0, 0.99)]
 NO_WORK = {"select", "slice", "view", "unbind", "detach", "lift_fresh"}

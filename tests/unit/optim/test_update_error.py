@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.bounds import update_bound
 from torch import Tensor
 
 from fp8_ds.formats import E4M3
@@ -22,7 +23,6 @@ from fp8_ds.ops.adamw.reference import adamw_step, read_moments
 from fp8_ds.optim import moments
 from fp8_ds.optim.masters import FP32
 from fp8_ds.optim.moments import GROUP
-from fp8_ds.scaling.predicted import update_bound
 
 ROWS, COLUMNS = 48, 256
 STEPS, COUNTED = 300, 40

@@ -30,7 +30,7 @@ def cuts(numel):
     return sorted({0, numel // 3, numel // 2 + 1, min(numel, numel // 2 + 4), numel})
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: g.name)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parts_have_the_amaxes_scales_and_bytes_of_the_whole(shape, granularity):
     weight = many_scales("per_tile", *shape)
@@ -49,7 +49,7 @@ def test_parts_have_the_amaxes_scales_and_bytes_of_the_whole(shape, granularity)
         assert_bitwise(quantize_part(flat[a:b], scale, a, shape[1], block, E4M3), expected.view(-1)[a:b])
 
 
-@pytest.mark.parametrize("granularity", [ROW, TILE], ids=lambda g: g.name)
+@pytest.mark.parametrize("granularity", [ROW, TILE], ids=["row", "tile"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_element_spoils_its_own_block_only(granularity, bad):
     weight = torch.ones(256, 256)
@@ -59,7 +59,7 @@ def test_a_non_finite_element_spoils_its_own_block_only(granularity, bad):
     assert per_element(scale_inv, weight.shape).expand(weight.shape)[130, 200].isnan()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: g.name)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=["tensor", "row", "tile"])
 @pytest.mark.parametrize("factor", [1.0, 0.37], ids=["full range", "a part of the range"])
 def test_a_copy_in_bf16_has_the_bytes_of_the_original_until_its_largest_values_change(granularity, factor):
     """Also with a scale that leaves some of the range free, as powers of two do."""

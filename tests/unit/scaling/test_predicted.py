@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from support.bounds import update_bound
 
-from fp8_ds.scaling.predicted import PredictedScales, check_betas, pow2_scale_inv, update_bound
+from fp8_ds.scaling.predicted import PredictedScales, check_betas, pow2_scale_inv
 
 BETAS = [(0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.9, 0.999), (0.95, 0.95)]
 NUM_STEPS = 10_000
