@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from types import BuiltinFunctionType, MappingProxyType
@@ -325,13 +325,17 @@ def _weights(module: Any, fqns: list[str]) -> Iterator[tuple[str, list[str], tup
         yield name, [f"{fqn}.{name}".lstrip(".") for fqn in fqns], tuple(full_shape(module._parameters[name]))
 
 
+def by_reason(left: Iterable[tuple[str, str]]) -> list[str]:
+    """For each reason one text, `a.b and 2 more (its forward was replaced)`, of (name, reason) pairs."""
+    names: dict[str, list[str]] = {}
+    for fqn, reason in left:
+        names.setdefault(reason, []).append(fqn)
+    more = {reason: f" and {len(fqns) - 1} more" if len(fqns) > 1 else "" for reason, fqns in names.items()}
+    return [f"{fqns[0]}{more[reason]} ({reason})" for reason, fqns in names.items()]
+
+
 def _nothing_to_convert(plan: Plan) -> ConfigError:
-    by_reason: dict[str, list[str]] = {}
-    for layer in plan.layers:
-        by_reason.setdefault(layer.reason, []).append(layer.fqn)
-    more = {reason: f" and {len(fqns) - 1} more" if len(fqns) > 1 else "" for reason, fqns in by_reason.items()}
-    parts = [f"{fqns[0]}{more[reason]} ({reason})" for reason, fqns in by_reason.items()]
-    found = ", ".join(parts) or "no nn.Linear at all"
+    found = ", ".join(by_reason((layer.fqn, layer.reason) for layer in plan.layers)) or "no nn.Linear at all"
     advice = "Shorten"
     if plan.others is not None and plan.others.kinds:
         found += f"; {plan.others.describe()}, not nn.Linear"

@@ -10,31 +10,27 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-_MAX_DEPTH = 4
-"""Modules that a tensor is followed into."""
+_MAX_NODES = 200  # of an expression: a SwiGLU has some 30
 
 
-def forward_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The `forward` that its class defines, without decorators' wrappers; None if the instance has another."""
-    return None if "forward" in vars(module) else inspect.unwrap(type(module).forward)
-
-
-def parse(function: Callable[..., Any] | None) -> ast.FunctionDef | None:
-    """Its syntax tree, or None where there is no source."""
-    if function is None:
-        return None
+def parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """Its syntax tree without docstring and without decorators' wrappers; None where there is no source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    node = tree.body[0] if tree.body else None
-    return node if isinstance(node, ast.FunctionDef) and node.args.args else None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    return tree if tree.body and tree.args.args else None
 
 
 class Flow(ast.NodeTransformer):
@@ -43,43 +39,39 @@ class Flow(ast.NodeTransformer):
     A second name of a value (`residual = x`) is not followed, and one assigned in a branch or loop is known to its end.
 
     Attributes:
-        body: the statements.
+        names: of its arguments, `self` first.
         parameters: nodes that stand for the arguments behind `self`, by position and by name.
         calls: (name, call) of each `self.name(...)`, inner ones first.
+        expression: the text of its last statement, if it is short, and those before it only give names to values.
     """
 
     def __init__(self, tree: ast.FunctionDef) -> None:
-        self._self, *parameters = tree.args.args
-        self._values: dict[str, ast.AST] = {one.arg: one for one in tree.args.args + tree.args.kwonlyargs}
-        self.body = tree.body
-        self.parameters: dict[Any, ast.AST] = dict(enumerate(parameters)) | self._values
+        self.names = [one.arg for one in tree.args.args]
+        keywords = [one.arg for one in tree.args.kwonlyargs]
+        self._values: dict[str, Any] = {name: ast.Name(name, ast.Load()) for name in self.names + keywords}
+        self._self, *parameters = (self._values[name] for name in self.names)
+        self.parameters: dict[Any, Any] = dict(enumerate(parameters)) | self._values
         self.calls: list[tuple[str, ast.Call]] = []
+        is_expression = all(map(_names_given, tree.body[:-1]))
         for statement in tree.body:
             self.visit(statement)
-
-    def path(self, node: ast.AST) -> tuple[ast.AST | None, tuple[str, ...]]:
-        """(a, ("b", "c")) of the expression `a.b.c`, with None for `self`."""
-        names: tuple[str, ...] = ()
-        while isinstance(node, ast.Attribute):
-            names = (node.attr, *names)
-            node = node.value
-        return None if node is self._self else node, names
+        # A value that is named once and used twice is there twice: 40 lines of `x = x + x` would be 2**40 nodes.
+        is_short = len(list(itertools.islice(ast.walk(tree.body[-1]), _MAX_NODES))) < _MAX_NODES
+        self.expression = ast.unparse(tree.body[-1]) if is_expression and is_short else ""
 
     def visit(self, node: ast.AST) -> Any:
         if not isinstance(node, ast.stmt):
             return super().visit(node)
         stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        is_computed = isinstance(getattr(node, "value", None), (ast.Call, ast.BinOp))
         before, kept = self._values, {name: value for name, value in self._values.items() if name not in stored}
+        names = _names_given(node)
         for field, value in ast.iter_fields(node):
             self._values = dict(before)
             if isinstance(value, list):
                 value[:] = [self.visit(one) if isinstance(one, ast.AST) else one for one in value]
             elif isinstance(value, ast.AST):
                 setattr(node, field, self.visit(value))
-        if isinstance(node, ast.Assign) and is_computed:
-            kept |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-        self._values = kept
+        self._values = kept | dict.fromkeys(names, getattr(node, "value", None))
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -87,15 +79,25 @@ class Flow(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        owner, names = self.path(node.func)
-        if owner is None and len(names) == 1:
-            self.calls.append((names[0], node))
+        if isinstance(node.func, ast.Attribute) and node.func.value is self._self:
+            self.calls.append((node.func.attr, node))
         return node
 
 
+def _names_given(node: ast.stmt) -> list[str]:
+    """Names that it gives, and nothing else, to what a call or an operator computes."""
+    targets = node.targets if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Call, ast.BinOp)) else []
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return names if len(names) == len(targets) else []
+
+
+def flow_of(module: nn.Module) -> Flow | None:
+    """That of its class's `forward`; None where that has no source, or the instance has another one."""
+    return None if "forward" in vars(module) else _flow(type(module).forward)
+
+
 @functools.lru_cache
-def flow_of(function: Callable[..., Any] | None) -> Flow | None:
-    """That of a method; None where it has no source."""
+def _flow(function: Callable[..., Any]) -> Flow | None:
     tree = parse(function)
     return None if tree is None else Flow(tree)
 
@@ -103,21 +105,19 @@ def flow_of(function: Callable[..., Any] | None) -> Flow | None:
 def linears_that_read(parent: nn.Module, name: str) -> list[nn.Linear]:
     """The linears that are given what `parent`'s child `name` returns, in the order of the calls.
 
-    Args:
-        parent: the module whose `forward` calls that child.
-        name: attribute of it. Called more than once, or not by name: nothing.
+    Nothing if the `forward` of `parent` calls it more than once, or not by that name.
     """
-    flow = flow_of(forward_of(parent))
+    flow = flow_of(parent)
     calls = [] if flow is None else [call for child, call in flow.calls if child == name]
-    return list(dict.fromkeys(_readers(parent, flow, calls[0], _MAX_DEPTH))) if len(calls) == 1 else []
+    return list(dict.fromkeys(_readers(parent, flow, calls[0]))) if len(calls) == 1 else []
 
 
-def _readers(module: nn.Module, flow: Flow | None, value: ast.AST | None, depth: int) -> Iterator[nn.Linear]:
+def _readers(module: nn.Module, flow: Flow | None, value: ast.AST | None) -> Iterator[nn.Linear]:
     """The linears that are given `value`, a node of `flow`, which is the forward of `module`."""
     for name, call in flow.calls if flow is not None and value is not None else ():
         for place, given in [*enumerate(call.args), *((word.arg, word.value) for word in call.keywords)]:
             child = module._modules.get(name) if given is value else None
             if isinstance(child, nn.Linear):
                 yield child
-            elif child is not None and depth > 0 and (inner := flow_of(forward_of(child))) is not None:
-                yield from _readers(child, inner, inner.parameters.get(place), depth - 1)
+            elif child is not None and (inner := flow_of(child)) is not None:
+                yield from _readers(child, inner, inner.parameters.get(place))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fp8_ds.nn.dataflow import parse
 
 
 def stock_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -22,12 +22,9 @@ def stock_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
     Args:
         self: num_experts; gate_up_proj [E, 2 I, H], gate first; down_proj [E, H, I]; act_fn.
-        hidden_states: [T, H].
+        hidden_states: [T, H]; the result, too.
         top_k_index: int64 [T, k], of experts; num_experts: none.
         top_k_weights: [T, k].
-
-    Returns:
-        [T, H].
     """
     final_hidden_states = torch.zeros_like(hidden_states)
     with torch.no_grad():
@@ -60,12 +57,8 @@ def _text(function: Callable[..., Any]) -> str | None:
 
     transformers before 5.24 makes the mask without a row for tokens that another rank's experts compute.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
+    tree = parse(function)
+    if tree is None or tree.decorator_list or hasattr(function, "__wrapped__"):
         return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or hasattr(function, "__wrapped__"):
-        return None
-    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
-    text = "\n".join([*(argument.arg for argument in tree.args.args), *map(ast.unparse, body)])
+    text = "\n".join([*(argument.arg for argument in tree.args.args), *map(ast.unparse, tree.body)])
     return text.replace("num_classes=self.num_experts + 1", "num_classes=self.num_experts")

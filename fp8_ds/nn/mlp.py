@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from fp8_ds.nn.dataflow import Flow, flow_of, forward_of
+from fp8_ds.nn.dataflow import flow_of
 from fp8_ds.nn.fused import (
     FORMAT,
     FusedModule,
@@ -36,11 +36,7 @@ _TRANSFORMERS_SILU = ("transformers.activations", "SiLUActivation")
 
 @dataclass(frozen=True)
 class SwigluParts:
-    """Names of an MLP's linears: of its gate, of the other factor, of its output; and where its activation is.
-
-    Args:
-        activation: attributes on the way to it from the MLP; empty: it is a name in the source.
-    """
+    """Names of an MLP's linears, and attributes on the way to its activation; none: that is a name in the source."""
 
     gate: str
     up: str
@@ -77,9 +73,6 @@ class FusedSwiglu(FusedModule):
     linears are called and the activation is not, or in a graph the stock module is. It is the stock module too under
     autocast, where its last linear is not in FP8, where its activation is no SiLU any more, where all modules have a
     hook, and with anything but one bf16 tensor.
-
-    Attributes:
-        fp8_parts: which attributes are what.
     """
 
     fp8_parts: SwigluParts
@@ -129,51 +122,31 @@ def _function_of(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
 
 def parts_of(module: nn.Module) -> SwigluParts | str:
     """Its linears, if the source of its forward is `down(silu(gate(x)) * up(x))`; or why it is not seen to be."""
+    function: Any = type(module).forward
     if "forward" in vars(module):
         return "its forward was replaced"
-    function: Any = forward_of(module)
-    if function is not type(module).forward:
+    if hasattr(function, "__wrapped__"):
         return "its forward is decorated"
-    flow = flow_of(function)
-    if flow is None:
-        return "its forward has no source"
-    found = _swiglu(flow)
-    if found is None:
+    flow = flow_of(module)
+    found = None if flow is None or len(flow.names) != 2 else _swiglu(flow.expression, *flow.names)
+    if flow is None or found is None:
         return _OTHER_FORM
-    names, (owner, path) = found
+    gate, up, down = names = found.group("gate", "up", "down")
     if len(set(names)) < len(names) or not all(isinstance(module._modules.get(name), nn.Linear) for name in names):
-        return "its factors are no linears"
-    named = function.__globals__.get(owner.id) if isinstance(owner, ast.Name) else None
-    activation = _attribute(module if owner is None else named, path)
-    if not _is_silu(activation):
+        return _OTHER_FORM
+    owner, *path = found["activation"].split(".")
+    is_own = owner == flow.names[0]
+    activation = _attribute(module if is_own else function.__globals__.get(owner), path)
+    if not _is_silu(activation) or _has_hooks(activation):
         return "its activation is not known to be SiLU"
-    if _has_hooks(activation):
-        return "its activation has hooks"
-    gate, up, down = names
-    return SwigluParts(gate, up, down, path if owner is None else ())
+    return SwigluParts(gate, up, down, tuple(path) if is_own else ())
 
 
-def _swiglu(flow: Flow) -> tuple[list[str], tuple[ast.AST | None, tuple[str, ...]]] | None:
-    """(gate, up, down), and the path of what is applied to the gate, if it is a SwiGLU of one argument, and no more."""
-    *before, last = flow.body
-    if 1 in flow.parameters or not all(_only_names_a_value(statement) for statement in before):
-        return None
-    match last:
-        case ast.Return(ast.Call(down, [ast.BinOp(left, ast.Mult(), right)], [])):
-            for factors in ((left, right), (right, left)):
-                match factors:
-                    case ast.Call(activation, [ast.Call(gate, [x], [])], []), ast.Call(up, [y], []):
-                        paths = [flow.path(linear) for linear in (gate, up, down)]
-                        names = [path[0] for owner, path in paths if owner is None and len(path) == 1]
-                        if x is y is flow.parameters.get(0) and len(names) == len(paths):
-                            return names, flow.path(activation)
-    return None
-
-
-def _only_names_a_value(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Assign):
-        return all(isinstance(target, ast.Name) for target in statement.targets)
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)  # the docstring
+def _swiglu(text: str, me: str, x: str) -> re.Match[str] | None:
+    """Names of its parts, if `text` returns a SwiGLU of `x` by attributes of `me`."""
+    gate, up = rf"(?P<activation>[\w.]+)\({me}\.(?P<gate>\w+)\({x}\)\)", rf"{me}\.(?P<up>\w+)\({x}\)"
+    forms = (rf"return {me}\.(?P<down>\w+)\({one} \* {other}\)" for one, other in ((gate, up), (up, gate)))
+    return next((found for form in forms if (found := re.fullmatch(form, text))), None)
 
 
 def _attribute(owner: Any, path: Sequence[str]) -> Any:
@@ -199,6 +172,4 @@ def computes_silu(activation: Any) -> bool:
 
 
 def _has_hooks(activation: Any) -> bool:
-    return isinstance(activation, nn.Module) and any(
-        hooks for name, hooks in vars(activation).items() if name.endswith("_hooks")
-    )
+    return any(hooks for name, hooks in vars(activation).items() if name.endswith("_hooks"))

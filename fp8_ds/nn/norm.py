@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8_ds.nn.fused import FORMAT, FusedModule, Producer, as_rows, bf16_argument, deliver, fused_class, keep, recover
+from fp8_ds.nn.matrices import full_shape
 from fp8_ds.nn.recipe import Recipe
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._producer import Rounding
 from fp8_ds.ops.rmsnorm import MAX_COLS, reference, rmsnorm, rmsnorm_backward
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
-_ROUNDINGS: tuple[Rounding, ...] = ("once", "twice")
 _PROBE_SCALES = (1.0, 1e-4, 1e-2, 30.0)
 """Of the probe's rows, in turn. Next to the squares of the second, eps is the larger."""
-_PROBE_ELEMENTS = 4096
 _MAX_SHARE = 2e-3
 """Of probe values that may lie one bf16 step off: sums have another order, and the wrong rounding is off in 5 % and
 more."""
@@ -71,21 +70,17 @@ class FusedRMSNorm(FusedModule):
 
     It is the stock module where none of its readers is in FP8, and with anything but one bf16 tensor and a bf16 weight.
     Under torch.compile, which fuses it by itself, too, unless its input is to be kept in FP8.
-
-    Attributes:
-        fp8_eps: added to the mean of the squares.
-        fp8_rounding: where the stock module rounds.
     """
 
     fp8_eps: float
     fp8_rounding: Rounding
 
     @classmethod
-    def from_norm(cls, module: nn.Module, eps: float, rounding: Rounding, producer: Producer) -> None:
+    def from_norm(cls, module: nn.Module, arithmetic: tuple[float, Rounding], producer: Producer) -> None:
         """`module` is fused afterwards: the same object, Parameters, hooks and state dict. See `arithmetic_of`."""
         module.__class__ = fused_class(cls, type(module))
         assert isinstance(module, FusedRMSNorm)
-        module.fp8_eps, module.fp8_rounding, module.fp8_producer = eps, rounding, producer
+        (module.fp8_eps, module.fp8_rounding), module.fp8_producer = arithmetic, producer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
@@ -111,26 +106,15 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
-    """(eps, rounding) with which `rmsnorm` computes what a candidate computes; or why it does not.
-
-    Its class's forward is run on the device of its weight, on a probe: rows where eps weighs, a large element, negative
-    weights.
-    """
+    """(eps, rounding) with which `rmsnorm` computes what a candidate computes on a probe; or why it does not."""
     if "forward" in vars(module):
         return "its forward was replaced"
     weight = module._parameters["weight"]
     assert weight is not None
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))  # empty under deepspeed.zero.Init
+    shape = tuple(full_shape(weight))
     if len(shape) != 1 or not 0 < shape[0] <= MAX_COLS:
         return f"weight of shape {shape}"
-    device = weight.device if weight.device.type != "meta" else torch.device("cpu")
-    generator = torch.Generator().manual_seed(0)
-    num_repeats = -(-_PROBE_ELEMENTS // (shape[0] * len(_PROBE_SCALES)))
-    rows = torch.randn(num_repeats * len(_PROBE_SCALES), shape[0], dtype=torch.float32, generator=generator)
-    rows *= torch.tensor(_PROBE_SCALES, dtype=torch.float32).repeat(num_repeats)[:, None]
-    rows[0, 0] = 300.0
-    x = rows.to(device, torch.bfloat16)
-    probe_weight = torch.randn(shape, dtype=torch.float32, generator=generator).to(device, torch.bfloat16)
+    x, probe_weight = _probe(shape[0], weight.device if weight.device.type != "meta" else torch.device("cpu"))
     try:
         got = _call(module, probe_weight, x)
     except Exception as error:  # whatever another class's code raises
@@ -139,10 +123,22 @@ def arithmetic_of(module: nn.Module) -> tuple[float, Rounding] | str:
         return "its forward is not that of an RMSNorm"
     for eps in _candidate_eps(module):
         rstd = reference.rstd_of(x, eps)
-        for rounding in _ROUNDINGS:
-            if _is_close(reference.normalize(x, probe_weight, rstd, rounding == "twice"), got):
-                return eps, rounding
+        for is_twice in (False, True):
+            expected = reference.normalize(x, probe_weight, rstd, is_twice)
+            steps = (expected.view(torch.int16).int() - got.view(torch.int16).int()).abs()
+            if int(steps.max()) <= 2 and float((steps > 0).float().mean()) <= _MAX_SHARE:
+                return eps, "twice" if is_twice else "once"
     return "other arithmetic"
+
+
+def _probe(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input [T, width] and weight, bf16: rows where eps weighs, a large element, negative weights."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor(_PROBE_SCALES, dtype=torch.float32).repeat(-(-1024 // width))
+    rows = torch.randn(len(scales), width, dtype=torch.float32, generator=generator) * scales[:, None]
+    rows[0, 0] = 300.0
+    weight = torch.randn(width, dtype=torch.float32, generator=generator)
+    return rows.to(device, torch.bfloat16), weight.to(device, torch.bfloat16)
 
 
 def _call(module: nn.Module, weight: Tensor, x: Tensor) -> Any:
@@ -160,8 +156,3 @@ def _candidate_eps(module: nn.Module) -> list[float]:
     if None in values:
         return [torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16)]
     return [float(value) for value in values if isinstance(value, (int, float))]
-
-
-def _is_close(expected: Tensor, got: Tensor) -> bool:
-    steps = (expected.view(torch.int16).int() - got.view(torch.int16).int()).abs()
-    return int(steps.max()) <= 2 and float((steps > 0).float().mean()) <= _MAX_SHARE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import pickle
 from functools import partial
@@ -232,7 +233,7 @@ def test_a_forward_that_somebody_has_wrapped_or_that_has_no_text_is_not_taken(mo
         raise OSError("no source")
 
     experts_reference._text.cache_clear()
-    monkeypatch.setattr(experts_reference.inspect, "getsource", nothing)
+    monkeypatch.setattr(inspect, "getsource", nothing)
     assert not is_experts(stock())
     experts_reference._text.cache_clear()
 

@@ -84,6 +84,23 @@ class Branching(Mlp):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Powers(Mlp):
+    """Written out it would be a thousand million factors."""
+
+    def forward(self, x):
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        x = x * x * x * x * x * x * x * x
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class TwoInputs(Mlp):
     def forward(self, x, y):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -180,17 +197,18 @@ def replaced():
         (Mlp(SiluWithBeta()), NOT_SILU),
         (Mlp(type("Subclass", (nn.SiLU,), {})()), NOT_SILU),
         (Mlp(silu_with_its_own_forward()), NOT_SILU),
-        (Mlp(hooked_silu()), "its activation has hooks"),
+        (Mlp(hooked_silu()), NOT_SILU),
         (Gelu(), NOT_SILU),
         (Decorated(), "its forward is decorated"),
         (NoGrad(), "its forward is decorated"),
-        (NoLinear(), "its factors are no linears"),
-        (SameTwice(), "its factors are no linears"),
+        (NoLinear(), FORM),
+        (SameTwice(), FORM),
         (Plus(), FORM),
         (Scaled(), FORM),
         (Dropping(), FORM),
         (Branching(), FORM),
         (TwoInputs(), FORM),
+        (Powers(), FORM),
         (replaced(), "its forward was replaced"),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else None,

@@ -64,7 +64,7 @@ def fuse(model: nn.Module) -> tuple[Fused, set[str], set[str]]:
     config = LinearConfig(recipe="delayed", backend="reference")
     model.bfloat16()
     apply_plan(model, make_plan(model, config), config, "cpu")
-    left = {last(one.fqn) for one in fuse_producers(model, ActivationsConfig(fused=True)).producers if not one.fused}
+    left = {last(fqn) for fqn, _ in fuse_producers(model, ActivationsConfig(fused=True)).left}
     names = {module: last(fqn) for fqn, module in model.named_modules()}
     fused = {
         last(fqn): " ".join(names[reader] for reader in module.fp8_producer.readers)
