@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8_ds.errors import ConfigError
 from fp8_ds.nn.linear import Fp8Linear, check_dtype, check_features, convert_back, convert_in_place
 from fp8_ds.nn.recipe import Recipe
 
@@ -41,18 +40,7 @@ class Fp8Conv1D(Fp8Linear):
         Args:
             module: exactly a Conv1D.
             recipe: of its own, one of `RECIPES`; it reads the weight as it is stored from now on.
-
-        Raises:
-            ConfigError: another class, or another recipe.
         """
-        if type(module) is not conv1d_class():
-            raise ConfigError(
-                f"module: expected transformers' Conv1D, got {type(module).__name__}. A layer is converted once."
-            )
-        if recipe.name not in RECIPES:
-            raise ConfigError(
-                f"recipe: expected {' or '.join(RECIPES)} for a Conv1D, got {recipe.name}. Use one of these."
-            )
         weight: Any = module.weight
         convert_in_place(module, cls)
         assert isinstance(module, Fp8Conv1D)

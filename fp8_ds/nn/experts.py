@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fp8_ds.errors import ConfigError
 from fp8_ds.nn.expert_products import has_one_launch
 from fp8_ds.nn.experts_reference import is_stock
 from fp8_ds.nn.grouped import grouped_linear
@@ -121,19 +120,7 @@ class Fp8Experts(nn.Module):
             module: of which `is_experts` holds; or an Fp8Experts, another weight of which is in FP8.
             name: one of `WEIGHTS`.
             recipe: of its own, one of `RECIPES`.
-
-        Raises:
-            ConfigError: another class, or another recipe; or the weight is in FP8 already.
         """
-        if not is_experts(module) or name not in WEIGHTS or name in getattr(module, "fp8_recipes", ()):
-            raise ConfigError(
-                f"module: expected Mixtral's experts with {name!r} in bf16, got {type(module).__name__}. A weight is "
-                "converted once."
-            )
-        if recipe.name not in RECIPES:
-            raise ConfigError(
-                f"recipe: expected {' or '.join(RECIPES)} for experts, got {recipe.name}. Use one of these."
-            )
         if not isinstance(module, Fp8Experts):
             stock_class = type(module)
             module.__class__ = cls
