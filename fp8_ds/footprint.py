@@ -27,7 +27,7 @@ from fp8_ds.model_spec import ModelSpec, loss_of
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.rehearsal import rehearse
 from fp8_ds.schedule import PrecisionSchedule
 
@@ -207,7 +207,7 @@ def estimate(spec: ModelSpec, run: Run) -> Footprint:
     model = _prepare(spec, run)
     for name, layer in fp8_layers(model).items():
         if name in detour:
-            layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
+            layer.fp8_recipe = Bf16Recipe(layer.fp8_recipe)
     return replace(found, in_bf16=_footprint(model, run))
 
 

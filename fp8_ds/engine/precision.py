@@ -16,7 +16,7 @@ from fp8_ds.engine.refusals_model import PARALLEL_SCHEDULE
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.recipe import Recipe
-from fp8_ds.nn.recipe_bf16 import Bf16Recipe, bf16_recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.schedule import Precision, PrecisionSchedule, matching
 
 Request = Literal["bf16", "fp8", "schedule"]
@@ -85,7 +85,7 @@ class LayerPrecision:
         self._set_bf16(frozenset(fqn + self._linears[fqn].weight_suffix for fqn in wanted))
         for fqn in wanted ^ self.in_bf16:
             if fqn in wanted and fqn not in self._stand_ins:
-                self._stand_ins[fqn] = bf16_recipe(self._recipes[fqn])
+                self._stand_ins[fqn] = Bf16Recipe(self._recipes[fqn])
             self._linears[fqn].fp8_recipe = self._stand_ins[fqn] if fqn in wanted else self._recipes[fqn]
         self.in_bf16 = wanted
         why = f" ({self._reasons(wanted, step)})" if wanted else ""

@@ -3,8 +3,7 @@
 from fp8_ds.nn.convert import LayerPlan, Plan, apply_plan, make_plan
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
-from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
-from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
+from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe
 
 __all__ = [
     "BlockwiseRecipe",

@@ -16,15 +16,14 @@ from torch import nn
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import BY_NAME, E4M3
-from fp8_ds.nn import conv1d, experts
+from fp8_ds.nn import experts
 from fp8_ds.nn.dataflow import linears_that_read
 from fp8_ds.nn.expert_products import why_too_many
 from fp8_ds.nn.layers import fp8_layers
-from fp8_ds.nn.linear import Fp8Linear, replaced_forward
+from fp8_ds.nn.linear import Fp8Conv1D, Fp8Linear, conv1d_class, is_conv1d, replaced_forward
 from fp8_ds.nn.matrices import OtherMatrices, full_shape, is_layer
 from fp8_ds.nn.recipe import DelayedRecipe, Recipe, TensorwiseRecipe
-from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
-from fp8_ds.nn.recipe_rowwise import RowwiseGradWeightHpRecipe, RowwiseRecipe
+from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseGradWeightHpRecipe, RowwiseRecipe
 from fp8_ds.nn.shared import SharedInput
 from fp8_ds.nn.stacks import NameFilter, at_ends
 from fp8_ds.scaling.delayed import AmaxHistory
@@ -36,8 +35,9 @@ ForeignLinears = Mapping[type[nn.Module], type[Fp8Linear] | None]
 """Classes of linears that are no nn.Linear, and what becomes of them; None: they stay in high precision."""
 
 INPUT_SLOTS = slice(0, None, 2)
-"""Of an amax history that `apply_plan` has made: the slots of layers' inputs. The others are of their grad_outputs."""
+"""Of an amax history that `apply_plan` has made. The others are of grad_outputs."""
 
+_ONE_SCALE = ("tensorwise", "delayed")  # for a whole weight
 _NUM_NAMES_SHOWN = 4
 _STATE_VERSION = 1
 
@@ -73,25 +73,18 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All linears of a model in module order; the same on every rank, and kept in the checkpoint.
-
-    Attributes:
-        layers: the linears.
-        others: what else there is, for the text alone; None in a plan from a checkpoint.
-    """
+    """All linears of a model in module order; the same on every rank, and kept in the checkpoint."""
 
     layers: tuple[LayerPlan, ...]
     others: OtherMatrices | None = field(default=None, compare=False)
+    """What else there is, for the text alone; None in a plan from a checkpoint."""
 
     @property
     def num_converted(self) -> int:
         return sum(layer.converted for layer in self.layers)
 
     def describe(self) -> str:
-        """One line: how many linears and which share of their weights are FP8, what is not, and why.
-
-        Where a model has matrices that are no linears, also which share of all weights is FP8, and theirs.
-        """
+        """One line: how many linears are FP8, which share of their weights and of all, what is not, and why."""
         numel = sum(layer.numel for layer in self.layers)
         numel_fp8 = sum(layer.numel for layer in self.layers if layer.converted)
         share = 100.0 * numel_fp8 / max(numel, 1)
@@ -123,8 +116,7 @@ class Plan:
     def filter_fqns(self) -> list[str] | None:
         """The shortest name endings that, as `linear.filter_fqns`, leave just this plan's bf16 layers in bf16.
 
-        Returns:
-            None if there are none such: a name is part of the name of a layer in FP8.
+        None if there are none such: a name is part of the name of a layer in FP8.
         """
         in_fp8 = [layer.fqn for layer in self.layers if layer.converted]
         patterns: list[str] = []
@@ -159,8 +151,8 @@ def _fp8_class(module: nn.Module, foreign: ForeignLinears) -> type[Fp8Linear] | 
     """What `module` can become: by its exact class, nn.Linear, Conv1D or foreign; what a tensor-parallel one names."""
     if type(module) in foreign:
         return foreign[type(module)]
-    if type(module) is conv1d.conv1d_class():
-        return conv1d.Fp8Conv1D
+    if type(module) is conv1d_class():
+        return Fp8Conv1D
     return Fp8Linear if type(module) is nn.Linear else vars(type(module)).get("fp8_class")
 
 
@@ -170,38 +162,21 @@ def _features(module: Any) -> tuple[int, ...]:
     if weight is None:
         return module.out_features, module.in_features
     shape = full_shape(weight)
-    return shape[::-1] if conv1d.is_conv1d(module) else shape
-
-
-def _parameter_uses(model: nn.Module) -> Counter[int]:
-    """Number of (module, name) places that hold each Parameter, by id."""
-    uses: Counter[int] = Counter()
-    for module in model.modules():
-        uses.update(id(p) for p in module._parameters.values() if p is not None)
-    return uses
-
-
-def _replaced_forward(module: nn.Module) -> str | None:
-    """Say what replaces the forward of `module`, as `replaced_forward` does; experts' class has a known forward."""
-    if experts.is_experts(module):
-        return "its forward was replaced" if "forward" in vars(module) else None
-    return replaced_forward(module)
+    return shape[::-1] if is_conv1d(module) else shape
 
 
 def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., Any] | None) -> str | None:
     """Say what somebody has put in place of the forward of `module`, or of the product in it; None if nothing.
 
-    An FP8 layer would not call it. The arguments are those of `make_plan`.
-
     DeepSpeed's own products are no reason: ZeRO-3's, which stays for good, and what its flops profiler counts with.
     """
-    if (reason := _replaced_forward(module)) is not None:
+    if (reason := replaced_forward(module, experts.is_experts(module))) is not None:
         return reason
     product: Any
     name, product = "torch.nn.functional.linear", linear or torch.nn.functional.linear
     if type(module) in foreign:
         name, product = "torch.matmul", torch.matmul
-    elif conv1d.is_conv1d(module):
+    elif is_conv1d(module):
         name, product = "torch.addmm", torch.addmm
     defined_in = getattr(product, "__globals__", {}).get("__name__", "")
     is_stock = isinstance(product, BuiltinFunctionType) or defined_in.startswith("deepspeed.")
@@ -209,44 +184,28 @@ def _replaced(module: nn.Module, foreign: ForeignLinears, linear: Callable[..., 
 
 
 def _verdict(
-    module: nn.Module,
-    name: str,
-    named: bool,
-    uses: Counter[int],
-    linear_config: LinearConfig,
-    ends: Mapping[nn.Module, str],
-    foreign: ForeignLinears,
-    replaced: str | None,
+    module: nn.Module, name: str, left: str | None, uses: Counter[int], config: LinearConfig, foreign: ForeignLinears
 ) -> tuple[bool, str]:
-    """(converted, reason) of the weight `name` of `module`.
-
-    `named`: by `linear.filter_fqns`. `replaced`: what `_replaced` says.
-    """
+    """(converted, reason) of the weight `name` of `module`; `left`: why it must not be."""
     weight, is_experts = module._parameters.get(name), experts.is_experts(module)
     if not is_experts and _fp8_class(module, foreign) is None:
         return False, f"a {type(module).__name__}, not exactly nn.Linear"
     if weight is None:
         return False, "weight is no Parameter of its own"
-    if named:
-        return False, "filter_fqns"
-    if module in ends:
-        return False, ends[module]
-    if replaced is not None:
-        return False, replaced
+    if left is not None:
+        return False, left
     if uses[id(weight)] > 1:
         return False, "tied weight"
     if not weight.is_floating_point() or weight.element_size() < 2:
         return False, f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if 0 in full_shape(weight):
         return False, "empty"
-    if conv1d.is_conv1d(module) and linear_config.recipe not in conv1d.RECIPES:
-        return False, f"a Conv1D, which can be {' or '.join(conv1d.RECIPES)}"
-    if is_experts and linear_config.recipe not in experts.RECIPES:
-        return False, f"experts, which can be {' or '.join(experts.RECIPES)}"
+    if (is_experts or is_conv1d(module)) and config.recipe not in _ONE_SCALE:
+        return False, f"{'experts' if is_experts else 'a Conv1D'}, which can be {' or '.join(_ONE_SCALE)}"
     if is_experts and foreign:
         return False, "experts under AutoTP"
     if not weight.requires_grad:
-        return linear_config.frozen == "fp8", "frozen"
+        return config.frozen == "fp8", "frozen"
     return True, "eligible"
 
 
@@ -258,8 +217,8 @@ def make_plan(
     device: torch.device | None = None,
     linear: Callable[..., Any] | None = None,
 ) -> Plan:
-    """Decides for each linear of the model, and for experts' weights; reads names, classes and shapes only, and which
-    kernels the device has, so all ranks with like devices decide alike.
+    """Decide for each linear of the model, and for experts' weights, by names, classes and shapes alone, and by which
+    kernels the device has: all ranks with like devices decide alike.
 
     Converted is what is exactly an nn.Linear, transformers' Conv1D, or a weight of experts as Mixtral's, with its
     class's forward and torch's product in it, has no name that contains one of `filter_fqns`, is in none of the layers
@@ -284,13 +243,14 @@ def make_plan(
         if is_layer(module, foreign):
             names.setdefault(module, []).append(fqn)
     name_filter = NameFilter(model, linear_config.filter_fqns)
-    uses, ends = _parameter_uses(model), at_ends(model, linear_config, lambda module: is_layer(module, foreign))
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    ends = at_ends(model, linear_config, lambda module: is_layer(module, foreign))
     layers: list[LayerPlan] = []
     for module, fqns in names.items():
         rows, replaced = [], _replaced(module, foreign, linear)
         for name, own_fqns, shape in _weights(module, fqns):
-            named = name_filter.names(own_fqns)
-            converted, reason = _verdict(module, name, named, uses, linear_config, ends, foreign, replaced)
+            left = "filter_fqns" if name_filter.names(own_fqns) else ends.get(module, replaced)
+            converted, reason = _verdict(module, name, left, uses, linear_config, foreign)
             rows.append(LayerPlan(own_fqns[0], shape[-2], shape[-1], converted, reason, *shape[:-2]))
         layers += _without_too_many(rows, linear_config, device)
     name_filter.check_found()
@@ -309,7 +269,6 @@ def _without_too_many(rows: list[LayerPlan], config: LinearConfig, device: torch
 
 
 def converted_already(found: str) -> ConfigError:
-    """What an engine has made of a model stays, also when it is destroyed: weights without it are FP8 bytes."""
     return ConfigError(
         f"model: expected one that no engine has converted, got {found}. Build it anew for another engine, and load "
         "into it what `engine.save_16bit_model` of the first has written, after a barrier: bf16 of its masters."
@@ -361,11 +320,9 @@ def apply_plan(
     untouched. All or none.
 
     Args:
-        model: the model the plan was made for (also one rebuilt from its checkpoint).
+        model, linear_config, foreign: as `make_plan` was given.
         plan: from `make_plan` or `Plan.from_state`.
-        linear_config: the "linear" block.
         device: where the amax history lives, the device of training.
-        foreign: as `make_plan` was given.
 
     Returns:
         For recipe "delayed" the history: the i-th converted layer's input in slot 2 i, its grad_output in 2 i + 1.
@@ -392,11 +349,7 @@ def apply_plan(
 
 
 def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLinears) -> Callable[[Recipe], object]:
-    """What puts `layer` of the model with these modules into FP8, given its recipe.
-
-    Raises:
-        ConfigError: it is missing, or not as the plan says.
-    """
+    """What puts `layer` of the model with these modules into FP8, given its recipe; raises as `apply_plan`."""
     owner, _, name = layer.weight_name.rpartition(".")
     module = modules.get(owner)
     convert: Callable[[Recipe], object] | None = None
@@ -416,7 +369,7 @@ def _converter(modules: Mapping[str, Any], layer: LayerPlan, foreign: ForeignLin
             f"layer plan: expected {layer.fqn!r} of shape {layer.shape}, got {shape}. Use the plan of this model."
         )
     assert module is not None
-    if (reason := _replaced_forward(module)) is not None:
+    if (reason := replaced_forward(module, experts.is_experts(module))) is not None:
         raise ConfigError(
             f"layer plan: expected {layer.fqn!r} with its class's forward, got one that was replaced ({reason}). "
             "Wrap it after the conversion."
@@ -444,16 +397,10 @@ def _name_leaders(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module, plan: Plan, fqns: Collection[str], reason: str) -> Plan:
-    """The layers `fqns` are nn.Linear again, or experts in bf16, with the same Parameters; the plan says why.
-
-    Args:
-        model: to which `plan` was applied, before training.
-        plan: the plan that was applied.
-        fqns: converted layers of it.
-        reason: why they stay bf16.
+    """Make the layers `fqns` nn.Linear again, or experts in bf16, with the same Parameters, before training.
 
     Returns:
-        The plan with these layers in bf16.
+        The plan, which was applied to `model`, with these layers in bf16 for that reason.
     """
     layers = fp8_layers(model)
     for fqn in fqns:

@@ -1,22 +1,25 @@
-"""The three products of all experts: one expert after another, or all of them in one launch.
+"""Products of all experts of a layer, each expert's weight by the tokens that chose it: one after another, or in one
+launch.
 
-Shape suffixes: P rows (nn/groups.py), E experts, N output and K input features.
+Shape suffixes: T tokens, k experts that each of them chose, E experts, P rows (nn/groups.py), N output and K input
+features.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn.groups import Groups
+from fp8_ds.nn.linear import checked_weights
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe
+from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops import grouped
 from fp8_ds.ops.transpose import transpose
 
@@ -30,25 +33,18 @@ def why_too_many(
 ) -> str | None:
     """Say why a layer's experts stay in bf16: more than `MAX_IN_A_LOOP` would be a loop. None: they need not.
 
-    Args:
-        num_experts: E.
-        features: N and K of its weights.
-        config: the "linear" block.
-        device: as `can_be_one_launch`.
-        is_whole: whether all its weights would be in FP8 else.
+    `is_whole`: whether all its weights would be in FP8 else. The others: as of `can_be_one_launch`.
     """
-    is_loop = not is_whole or config.backend != "torch" or not can_be_one_launch(features, device)
-    if num_experts > MAX_IN_A_LOOP and is_loop:
-        return f"more than {MAX_IN_A_LOOP} experts, which would be a loop"
-    return None
+    is_one_launch = is_whole and config.backend == "torch" and can_be_one_launch(features, device)
+    if num_experts <= MAX_IN_A_LOOP or is_one_launch:
+        return None
+    return f"more than {MAX_IN_A_LOOP} experts, which would be a loop"
 
 
 def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> bool:
-    """Whether there are kernels for all experts at once.
+    """Whether there are kernels for all experts at once, whose weights have these N and K.
 
-    Args:
-        features: N and K of the weights.
-        device: that trains. None: a GPU of compute capability 9.0, which need not be here.
+    `device`: that trains. None: a GPU of compute capability 9.0, which need not be here.
     """
     is_aligned = all(size % grouped.ALIGNMENT == 0 for size in features)
     return is_aligned and (device is None or grouped.can_run(device))
@@ -57,10 +53,7 @@ def can_be_one_launch(features: Iterable[int], device: torch.device | None) -> b
 def has_one_launch(like: Tensor, features: Iterable[int], recipes: Iterable[Recipe]) -> bool:
     """Whether the experts of a layer are computed all at once, and their rows are packed.
 
-    Args:
-        like: on the device of the layer; one without numbers (fp8_ds.rehearsal) stands for one on a GPU.
-        features: N and K of its weights.
-        recipes: of its weights.
+    `like`: on the device of the layer; one without numbers (fp8_ds.rehearsal) stands for one on a GPU.
     """
     device = None if isinstance(like, FakeTensor) else like.device
     return any(map(_has_kernel, recipes)) and can_be_one_launch(features, device)
@@ -70,47 +63,27 @@ def _has_kernel(recipe: Recipe) -> bool:
     return recipe.is_fp8 and recipe.backend == "torch"
 
 
-def expert_products(groups: Groups, recipe: Recipe) -> ExpertProducts:
+def expert_products(groups: Groups, recipe: Recipe) -> Loop:
     """For rows of `groups`: in one launch where they are packed and the recipe is in FP8."""
     kind = OneLaunch if groups.order is not None and _has_kernel(recipe) else Loop
     return kind(groups, recipe)
 
 
-@dataclass(frozen=True)
-class ExpertProducts(ABC):
-    """What is nobody's row is 0 in each result, and of an expert without rows grad_weight is.
+class Loop:
+    """Each expert's own product: the bits of its own `Fp8Linear`, on any device. The host reads who has rows.
+
+    What is nobody's row is 0 in each result, and of an expert without rows grad_weight is.
 
     Args:
         groups: whose row each is.
         recipe: of the weight.
     """
 
-    groups: Groups
-    recipe: Recipe
+    def __init__(self, groups: Groups, recipe: Recipe) -> None:
+        self.groups, self.recipe = groups, recipe
 
-    @abstractmethod
     def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         """[P, N]."""
-
-    @abstractmethod
-    def grad_input(self, rows_PN: Tensor, grad_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        """[P, K]."""
-
-    @abstractmethod
-    def grad_weight(
-        self, grad_fp8: Quantized, grad_PN: Tensor, x_PK: Tensor, x_scale_inv: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """[E, N, K]; grad_PN is what `grad_fp8` was quantised from."""
-
-    @abstractmethod
-    def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`ends`, `place` and `order` of Groups by which the backward waits for nothing."""
-
-
-class Loop(ExpertProducts):
-    """Each expert's own product: the bits of its own `Fp8Linear`, on any device. The host reads who has rows."""
-
-    def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         parts = self.recipe.parts
         outputs = [
             parts.output(Quantized(x_PK[rows], None, x_scale_inv), _expert(weight, e), dtype)
@@ -119,6 +92,7 @@ class Loop(ExpertProducts):
         return self.groups.joined(outputs, x_PK.new_empty(0, dtype=dtype), weight.data.shape[1])
 
     def grad_input(self, rows_PN: Tensor, grad_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        """[P, K]."""
         parts = self.recipe.parts
         grads = [
             parts.grad_input(Quantized(rows_PN[rows], None, grad_scale_inv), _expert(weight, e), dtype)
@@ -129,6 +103,7 @@ class Loop(ExpertProducts):
     def grad_weight(
         self, grad_fp8: Quantized, grad_PN: Tensor, x_PK: Tensor, x_scale_inv: Tensor, dtype: torch.dtype
     ) -> Tensor:
+        """[E, N, K]; grad_PN is what `grad_fp8` was quantised from."""
         rows_PN, recipe = grad_fp8.rows, self.recipe
         assert rows_PN is not None
         shape = (len(self.groups.ends) - 1, rows_PN.shape[1], x_PK.shape[1])
@@ -141,12 +116,12 @@ class Loop(ExpertProducts):
         return grad_weight
 
     def kept_groups(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`ends` as the host has read them."""
+        """`ends` (here as the host has read them), `place` and `order` by which the backward waits for nothing."""
         ends = torch.tensor([end for _, end in self.groups.bounds], dtype=torch.int32, device="cpu")
         return ends, self.groups.place, self.groups.order
 
 
-class OneLaunch(ExpertProducts):
+class OneLaunch(Loop):
     """All experts' at once (ops/grouped): the loop's results but for the order of sums, and nobody waits."""
 
     def output(self, x_PK: Tensor, x_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -157,9 +132,8 @@ class OneLaunch(ExpertProducts):
     def grad_input(self, rows_PN: Tensor, grad_scale_inv: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         is_fast = "grad_input" in self.recipe.fast_gemms
         scales = (grad_scale_inv, weight.scale_inv)
-        return grouped.rows_by_matrices(
-            rows_PN, transpose(weight.data.contiguous()), self._ends, *scales, dtype, is_fast
-        )
+        matrices = transpose(weight.data.contiguous())
+        return grouped.rows_by_matrices(rows_PN, matrices, self._ends, *scales, dtype, is_fast)
 
     def grad_weight(
         self, grad_fp8: Quantized, grad_PN: Tensor, x_PK: Tensor, x_scale_inv: Tensor, dtype: torch.dtype
@@ -181,3 +155,73 @@ class OneLaunch(ExpertProducts):
 
 def _expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
     return Fp8Weight(weight.data[expert], weight.scale_inv)
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """y = x W^T of each expert; kept for backward is x in FP8, of each token once, and its scale_inv."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, is_spread: bool, record: bool
+    ) -> Tensor:
+        x_fp8 = recipe.quantize_input(x, needs_columns=False, record=record)
+        assert x_fp8.rows is not None
+        # On ctx, as nn/linear.py has it.
+        ctx.recipe, ctx.is_spread = recipe, is_spread
+        ctx.weight_dtype = weight.dtype
+        weight_fp8 = recipe.read_weight(weight)
+        # A sum with an adapter is no Parameter, which outlives the graph: on ctx it would be kept past a checkpoint.
+        ctx.weight = weight if isinstance(weight, nn.Parameter) else None
+        kept = (x_fp8.rows, x_fp8.scale_inv) if record and weight.requires_grad else (None, None)
+        recipe.count_whole(x_fp8, weight_fp8)
+        rows_PK = x_fp8.rows if is_spread else groups.spread(x_fp8.rows)
+        products = expert_products(groups, recipe)
+        output = products.output(rows_PK, x_fp8.scale_inv, weight_fp8, x.dtype)
+        ctx.num_choices = groups.num_choices
+        if record:
+            # Which rows are whose, too: on ctx it would be held through a checkpoint, and a backward would go by it
+            # where the rows are those of a forward that was done again, whose router may have chosen otherwise.
+            whose = products.kept_groups()
+            checked = checked_weights((weight, ctx.needs_input_grad[0]))
+            ctx.num_checked = len(checked)
+            ctx.save_for_backward(*checked, *whose, *kept, *(weight_fp8 if ctx.weight is None else (None, None)))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        recipe = ctx.recipe
+        ends, place, order, *kept, data, scale_inv = ctx.saved_tensors[ctx.num_checked :]
+        groups = Groups(ends, place, order, ctx.num_choices)
+        weight_fp8 = recipe.read_weight(ctx.weight) if data is None else Fp8Weight(data, scale_inv)
+        grad_PN = grad_PN.contiguous()
+        grad_fp8 = recipe.quantize_grad_output(grad_PN, weight_fp8, None)
+        rows_PN = recipe.grad_rows(grad_fp8)
+        products, grad_x, grad_weight = expert_products(groups, recipe), None, None
+        if needs_input:
+            grad_x = products.grad_input(rows_PN, grad_fp8.scale_inv, weight_fp8, grad_PN.dtype)
+            if not ctx.is_spread:
+                grad_x = groups.add_up(grad_x)
+        if needs_weight:
+            x, x_scale_inv = kept
+            rows_PK = x if ctx.is_spread else groups.spread(x)
+            whole = Quantized(rows_PN, None, grad_fp8.scale_inv)
+            grad_weight = products.grad_weight(whole, grad_PN, rows_PK, x_scale_inv, ctx.weight_dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, recipe: Recipe, *, is_spread: bool) -> Tensor:
+    """Of each expert `x W^T`, [P, N]; zeros in the rows that are nobody's.
+
+    One amax and one cast of `x`, and one of its gradient, for all experts, whose weights have one scale.
+
+    Args:
+        x: bf16, fp16 or fp32: [T, K], each token once, or [P, K], spread (`is_spread`).
+        weight: [E, N, K], see `nn.linear.read_weight`. Its gradient is 0 for experts without tokens.
+        groups: of the T tokens.
+        recipe: of this weight; it has one scale a tensor.
+    """
+    apply: Any = _GroupedFunction.apply  # untyped in torch
+    output: Tensor = apply(x, weight, groups, recipe, is_spread, torch.is_grad_enabled())
+    return output

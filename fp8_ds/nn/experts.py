@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fp8_ds.nn.expert_products import has_one_launch
+from fp8_ds.nn.expert_products import grouped_linear, has_one_launch
 from fp8_ds.nn.experts_reference import is_stock
-from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.fused import FORMAT, as_rows, deliver
 from fp8_ds.nn.groups import Groups
-from fp8_ds.nn.linear import Fp8Linear, check_dtype, check_features
+from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.mlp import computes_silu
-from fp8_ds.nn.packed_swiglu import packed_swiglu
 from fp8_ds.nn.recipe import Recipe, TensorwiseRecipe, copied_scales
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
+from fp8_ds.once_differentiable import once_differentiable
+from fp8_ds.ops.swiglu import swiglu, swiglu_backward_packed
 
-RECIPES = ("tensorwise", "delayed")
-"""Those that experts can have."""
 WEIGHTS = ("gate_up_proj", "down_proj")
 """[E, 2 I, H], gate first, and [E, H, I]."""
 
@@ -44,10 +43,7 @@ _GATE_MODULE = "transformers.integrations.moe"
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the experts in `module` are none that `Fp8Experts` computes; None: it does, or there are none in it.
-
-    Reads flags, names, shapes and the text of its class's forward: the same on all ranks, also under zero.Init.
-    """
+    """Why the experts in `module` are none that `Fp8Experts` computes; None: it does, or there are none in it."""
     if is_experts(module) or not (hasattr(module, "is_transposed") or "gate_up_proj" in module._parameters):
         return None
     for flag, (fitting, reason) in _FLAGS.items():
@@ -62,10 +58,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_stock_experts(module: nn.Module) -> bool:
-    """Whether it holds experts as Mixtral's, by all that can be read of it."""
-    kind = type(module)
-    forward = kind.forward
-    gate = getattr(kind, "_apply_gate", None)
+    """Whether it holds experts as Mixtral's, by flags, names, shapes and text: the same on all ranks."""
+    gate = getattr(type(module), "_apply_gate", None)
     return (
         set(module._parameters) == set(WEIGHTS)
         and not module._buffers
@@ -74,7 +68,7 @@ def is_stock_experts(module: nn.Module) -> bool:
         and _has_shapes(module)
         and all(getattr(module, flag, fitting) == fitting for flag, (fitting, _) in _FLAGS.items())
         and (gate is None or getattr(gate, "__module__", None) == _GATE_MODULE)
-        and is_stock(_without_gate(forward))
+        and is_stock(_without_gate(type(module).forward))
     )
 
 
@@ -95,6 +89,27 @@ def _has_shapes(module: Any) -> bool:
     return num_experts == getattr(module, "num_experts", None) and down == (num_experts, hidden, two_i // 2)
 
 
+class _PackedSwiglu(torch.autograd.Function):
+    """`silu(gate) * up` of packed rows (nn/groups.py), bf16 [P, I], rounded where eager bf16 rounds, which a product by
+    `recipe`, of `down_proj`, finds quantised; its gradient is that of both in one tensor [P, 2 I], gate first."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, recipe: Recipe, record: bool) -> Tensor:
+        scaling = recipe.producer_scaling()
+        assert scaling is not None, "experts' recipes have one scale for all"
+        gate_PI, up_PI = gate_up.chunk(2, dim=-1)
+        output = swiglu(gate_PI, up_PI, FORMAT, scaling, record=record, rounding="twice", with_hp=True)
+        if record:
+            ctx.save_for_backward(gate_up)
+        return deliver(output, recipe, scaling, gate_PI.shape, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PI: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_backward_packed(as_rows(grad_PI), gate_up, rounding="twice"), None, None
+
+
 class Fp8Experts(nn.Module):
     """Experts computed in FP8, on tokens sorted by expert. Made from an existing module, never constructed.
 
@@ -104,7 +119,6 @@ class Fp8Experts(nn.Module):
     Attributes:
         fp8_recipes: of each weight that is in FP8 by the plan, by name.
         bf16_recipe: of one that is not.
-        stock_class: what it was.
     """
 
     fp8_recipes: dict[str, Recipe]
@@ -116,10 +130,7 @@ class Fp8Experts(nn.Module):
     def take(cls, module: nn.Module, name: str, recipe: Recipe) -> None:
         """The weight `name` of `module` is in FP8 from now on: same object, same Parameters, hooks and state dict.
 
-        Args:
-            module: of which `is_experts` holds; or an Fp8Experts, another weight of which is in FP8.
-            name: one of `WEIGHTS`.
-            recipe: of its own, one of `RECIPES`.
+        `is_experts` holds of the module, also for the second of its `WEIGHTS`; the recipe has one scale for a weight.
         """
         if not isinstance(module, Fp8Experts):
             stock_class = type(module)
@@ -134,37 +145,28 @@ class Fp8Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `experts_reference.stock_forward`."""
         weight: Any = self.gate_up_proj
-        check_features(hidden_states, weight.shape[-1])
-        groups = self._groups(top_k_index)
         # Of transformers' implementations this one casts what it reads; the others raise, as nn.Linear does.
-        if getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm":
-            x = hidden_states.to(weight.dtype)
-        else:
-            x = hidden_states
-            check_dtype(x, weight)
-        x = Fp8Linear.readable(x)
+        is_cast = getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
+        x = Fp8Linear.checked(hidden_states.to(weight.dtype) if is_cast else hidden_states, weight)
+        weights: Any = weight, self.down_proj
+        features = [size for one in weights for size in one.shape[1:]]
+        is_packed = has_one_launch(top_k_index, features, self.fp8_recipes.values())
+        groups = Groups.of(top_k_index, weight.shape[0], is_packed=is_packed)
         gate_up = self._product(x, "gate_up_proj", groups, is_spread=False)
         down_PH = self._product(self._hidden(gate_up, groups), "down_proj", groups, is_spread=True)
         return groups.add_up_weighted(down_PH, top_k_weights, hidden_states.dtype)
 
-    def _groups(self, top_k_index: Tensor) -> Groups:
-        weights: Any = [getattr(self, name) for name in WEIGHTS]
-        features = [size for weight in weights for size in weight.shape[1:]]
-        is_packed = has_one_launch(top_k_index, features, self.fp8_recipes.values())
-        return Groups.of(top_k_index, weights[0].shape[0], is_packed=is_packed)
-
     def _hidden(self, gate_up: Tensor, groups: Groups) -> Tensor:
         """[P, I]; where all experts are computed at once, in FP8 with it if there is an op for it."""
         recipe = self.fp8_recipes.get("down_proj", self.bf16_recipe)
-        if (
-            groups.order is not None
-            and recipe.is_fp8
-            and gate_up.dtype == torch.bfloat16
-            and computes_silu(self.act_fn)
-        ):
-            return packed_swiglu(gate_up, recipe)
-        gate_PI, up_PI = gate_up.chunk(2, dim=-1)
-        hidden_PI: Tensor = self.act_fn(gate_PI) * up_PI
+        is_packed = groups.order is not None and recipe.is_fp8 and gate_up.dtype == torch.bfloat16
+        hidden_PI: Tensor
+        if is_packed and computes_silu(self.act_fn):
+            apply: Any = _PackedSwiglu.apply  # untyped in torch
+            hidden_PI = apply(gate_up, recipe, torch.is_grad_enabled())
+        else:
+            gate_PI, up_PI = gate_up.chunk(2, dim=-1)
+            hidden_PI = self.act_fn(gate_PI) * up_PI
         return hidden_PI
 
     def _product(self, x: Tensor, name: str, groups: Groups, *, is_spread: bool) -> Tensor:
@@ -186,7 +188,7 @@ class Fp8Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles, with the scales of each weight, as `Fp8Linear.__getstate__` has."""
+        """As of Fp8Linear, for each weight."""
         copied = {name: copied_scales(getattr(self, name), recipe) for name, recipe in self.fp8_recipes.items()}
         return {**self.__dict__, "copied": copied}
 
@@ -197,22 +199,13 @@ class Fp8Experts(nn.Module):
             recipe.copied = copied.get(name)
 
     def extra_repr(self) -> str:
-        shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
-        rows = (
-            f"{name}={shape}, {self.fp8_recipes.get(name, self.bf16_recipe).describe()}"
-            for name, shape in shapes.items()
-        )
-        return "\n".join(rows)
+        recipes = {name: self.fp8_recipes.get(name, self.bf16_recipe).describe() for name in WEIGHTS}
+        return "\n".join(f"{name}={tuple(getattr(self, name).shape)}, {recipe}" for name, recipe in recipes.items())
 
 
 @dataclass
 class ExpertsWeight:
-    """One FP8 weight of a layer's experts, as those see it who else see an Fp8Linear.
-
-    Args:
-        module: that holds it.
-        name: one of `WEIGHTS`.
-    """
+    """One FP8 weight, of `WEIGHTS`, of a layer's experts, as those see it who else see an Fp8Linear."""
 
     module: Fp8Experts
     name: str

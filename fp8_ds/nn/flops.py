@@ -24,16 +24,8 @@ def share_of_attention(config: AttentionConfig) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix that tokens are multiplied with.
-
-    Attributes:
-        fqn: of its module, or of the parameter where a module has several.
-        kind: class of the module.
-        shape: of the weight.
-        flops: a token, in the forward.
-        in_fp8: whether it is computed in FP8.
-        reason: why, or why not.
-    """
+    """A matrix that tokens are multiplied with: its name, the class of its module, its shape, FLOPs of a token in the
+    forward, whether they are in FP8, and why or why not."""
 
     fqn: str
     kind: str
@@ -44,12 +36,7 @@ class Product:
 
 
 def products(model: nn.Module, plan: Plan) -> list[Product]:
-    """Of all modules that hold matrices, but for embeddings, which look up rows; in module order.
-
-    Args:
-        model: on any device.
-        plan: of this model, from `make_plan`.
-    """
+    """Of all modules that hold matrices, but for embeddings, which look up rows; in module order, with their `plan`."""
     planned = {layer.fqn: layer for layer in plan.layers}
     others: dict[str, list[Product]] = {}
     for fqn, module, name, p in other_matrices(model):
@@ -66,17 +53,14 @@ def products(model: nn.Module, plan: Plan) -> list[Product]:
 
 
 def _other(fqn: str, module: nn.Module, p: nn.Parameter) -> Product:
-    kind = type(module).__name__
     share = _share_of_experts(module, p.shape[0]) if p.dim() == 3 else 1.0
-    return Product(
-        fqn, kind, tuple(p.shape), round(2 * p.numel() * share), False, f"a {kind_of(module)}, not an nn.Linear"
-    )
+    reason = f"a {kind_of(module)}, not an nn.Linear"
+    return Product(fqn, type(module).__name__, tuple(p.shape), round(2 * p.numel() * share), False, reason)
 
 
 def _share_of_experts(module: nn.Module, num_experts: int) -> float:
     """Of the experts of [experts, rows, columns], which share a token visits; all where the module does not say."""
-    config: Any = getattr(module, "config", None)
-    for place in (module, config):
+    for place in (module, getattr(module, "config", None)):
         for name in ("num_experts_per_tok", "top_k"):
             value = getattr(place, name, None)
             if isinstance(value, int) and value:
@@ -85,7 +69,7 @@ def _share_of_experts(module: nn.Module, num_experts: int) -> float:
 
 
 def attention_flops(model: nn.Module, seq_len: int) -> int:
-    """Of scores and their sums, a token in the forward, causal: half of all pairs."""
+    """Of scores and their sums, a token in the forward; causal: half of all pairs."""
     total = 0
     for module in model.modules():
         config: Any = getattr(module, "config", None)

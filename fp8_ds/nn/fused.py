@@ -24,8 +24,7 @@ from fp8_ds.scaling.delayed import AmaxSlot
 
 Nonlinear = Literal["bf16", "fp8"]
 
-FORMAT = E4M3
-"""Of activations."""
+FORMAT = E4M3  # of activations
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Producer:
     """Who reads the output of a fused module, and how it keeps its inputs.
 
     Args:
-        readers: the linears, at least one. Those that are Fp8Linears when the module runs share one recipe kind.
+        readers: at least one. Those that are Fp8Linears when the module runs share one recipe kind.
         nonlinear: "bf16": inputs are kept as they are; "fp8": in E4M3 with a power-of-two scale per 128 in a row.
     """
 
@@ -52,7 +51,7 @@ def deliver(output: Fp8Output, recipe: Recipe, scaling: Scaling | None, shape: t
         output: of an op that was given `scaling` (any one for None) and `with_hp`.
         recipe: of a reader.
         scaling: what its `producer_scaling` said; None: readers quantise for themselves.
-        shape: of the module's output.
+        shape: of the result.
         record: whether this is a training forward.
     """
     assert output.hp is not None
@@ -81,11 +80,7 @@ def recover(kept: Sequence[Tensor]) -> Tensor:
 
 
 class FusedModule(nn.Module):
-    """Mix-in before the stock class of a fused module, which keeps its Parameters, hooks and state dict.
-
-    Attributes:
-        fp8_producer: see `Producer`.
-    """
+    """Mix-in before the stock class of a fused module, which keeps its Parameters, hooks and state dict."""
 
     fp8_producer: Producer
 
@@ -96,11 +91,9 @@ class FusedModule(nn.Module):
         return ", ".join(filter(None, [super().extra_repr(), f"fused, kept={self.fp8_producer.nonlinear}"]))
 
 
-def _make_class(mixin: type[FusedModule], stock: type[nn.Module]) -> type[FusedModule]:
-    return type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": mixin.__module__})
-
-
-fused_class: Callable[[Any, Any], Any] = functools.cache(_make_class)
+fused_class: Callable[[Any, Any], Any] = functools.cache(
+    lambda mixin, stock: type(f"Fp8{stock.__name__}", (mixin, stock), {"__module__": mixin.__module__})
+)
 """The subclass of a FusedModule and the class of a module, the same one each time."""
 
 

@@ -28,8 +28,7 @@ class Groups:
     Attributes:
         ends: int32 [E + 1], of each expert the first row behind its own, then of those that are no expert's.
         place: int64 [T k], the row of each token's first expert, second, and so on, then of the next token.
-        order: int64 [T k], the reverse where rows are packed: of each row its index in `place`; None where they are
-            not.
+        order: int64 [T k], the reverse where rows are packed: of each row its index in `place`; else None.
         num_choices: k.
     """
 
@@ -40,14 +39,13 @@ class Groups:
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int, *, is_packed: bool = False) -> Groups:
-        """Nobody waits for anything; the host does once where `bounds` are read.
+        """Nobody waits for anything here.
 
         Args:
             top_k_index: int64 [T, k], of experts; E: none.
             num_experts: E.
-            is_packed: without zeros between the rows of experts: P is T k, which the host knows. Else each expert's
-                rows are followed by zeros up to a multiple of 16: along them grad_weight contracts, and the tensor
-                core's product of one expert wants such.
+            is_packed: P is T k, which the host knows. Else each expert's rows are followed by zeros up to a multiple of
+                16: along them grad_weight contracts, and the tensor core's product of one expert wants such.
         """
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
         # Not torch.bincount, for which the host waits.
@@ -64,8 +62,7 @@ class Groups:
 
     @functools.cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Of each expert's rows, and of those that are no expert's, first and end; the same number where there are
-        none. The host waits for them."""
+        """First and end of each expert's rows, and of those that are no expert's. The host waits for them."""
         ends = _on_host(self.ends, len(self.place))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -109,8 +106,7 @@ class Groups:
         return weighted_sum(y_PC, self.place, ones, y_PC.dtype)
 
     def add_up_weighted(self, y_PC: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, C] of `dtype`: the same of rows times their weights, rounded once where rows are packed; else products
-        are rounded, too, to the dtype that torch gives them."""
+        """[T, C] of `dtype`: the same of rows times their weights; where they are not packed, products are rounded."""
         if self.order is None:
             return (self.collect(y_PC) * weights_Tk.unsqueeze(-1)).sum(1).to(dtype)
         apply: Any = _WeightedSum.apply  # untyped in torch
@@ -119,8 +115,6 @@ class Groups:
 
 
 class _WeightedSum(torch.autograd.Function):
-    """See ops/weighted_sum: each row is read once, in the backward as well."""
-
     @staticmethod
     def forward(ctx: Any, y_PC: Tensor, place: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(y_PC, place, weights_Tk)
@@ -144,8 +138,7 @@ def _as_words(x: Tensor) -> Tensor:
 def _on_host(ends: Tensor, num_tokens: int) -> list[int]:
     """The numbers of `ends`; tensors without numbers (fp8_ds.rehearsal) stand for experts with equally many tokens."""
     if not isinstance(ends, FakeTensor):
-        found: list[int] = ends.tolist()
-        return found
+        return list(ends.tolist())
     num_experts = len(ends) - 1
     each = -(-num_tokens // num_experts // ALIGNMENT) * ALIGNMENT
     return [each * min(expert + 1, num_experts) for expert in range(num_experts + 1)]

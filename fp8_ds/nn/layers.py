@@ -32,12 +32,9 @@ def fp8_layers(model: nn.Module) -> dict[str, Fp8Layer]:
 
 
 def fp8_pays(out_features: int, in_features: int) -> bool:
-    """Whether a linear of this size takes the device less time in FP8 than in bf16, casts and transposes included.
+    """Whether a linear of this size, on one rank, takes less time in FP8 than in bf16, casts and transposes included.
 
     A rule of thumb: fewer tokens than 8,192 move the tie to larger weights, a fused producer or a shared input to
     smaller ones.
-
-    Args:
-        out_features, in_features: of one rank's weight.
     """
     return out_features * in_features >= MIN_NUMEL

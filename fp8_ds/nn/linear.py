@@ -6,6 +6,7 @@ Shape suffixes: T tokens (all leading dims), I input features, O output features
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import Fp8Weight, Recipe, copied_scales
+from fp8_ds.nn.recipe import Fp8Weight, Kept, Recipe, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,19 +25,14 @@ _AS_A_LEAF = "torch.nn"
 
 
 class KeptWeight(NamedTuple):
-    """What a backward has of a weight that was computed for its forward, as a sum with an adapter is.
-
-    Args:
-        as_read: what `read_weight` gave.
-        dtype: of its gradient.
-    """
+    """What a backward has of a weight that was computed for its forward: what `read_weight` gave, and its dtype."""
 
     as_read: Fp8Weight
     dtype: torch.dtype
 
 
 def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
-    """The weight's E4M3 bytes as they are now (of a layer that is in bf16, bf16 of its masters).
+    """The weight's E4M3 bytes [O, I] as they are now (of a layer that is in bf16, bf16 of its masters).
 
     Called in forward and again in backward: under ZeRO-3 the payload is dropped in between and gathered anew.
 
@@ -45,9 +41,6 @@ def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
             has gathered the weight in bf16): the bf16 values by the payload's scales. Without a payload (no ZeRO):
             current scaling, as `recipe` has it. A kept one: as it was read.
         recipe: of the layer.
-
-    Returns:
-        [O, I]; of a weight that is stored [I, O] (`recipe.is_turned`) a view.
     """
     if isinstance(weight, KeptWeight):
         return weight.as_read
@@ -56,15 +49,7 @@ def read_weight(weight: Tensor | KeptWeight, recipe: Recipe) -> Fp8Weight:
 
 
 def linear_output(x_fp8: Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """`x W^T + b`, [T, O].
-
-    Args:
-        x_fp8: rows [T, I].
-        weight: [O, I], see `read_weight`.
-        bias: [O].
-        recipe: of the layer.
-        dtype: of the output.
-    """
+    """`x W^T + b` in `dtype`, [T, O], of x's rows [T, I]."""
     return recipe.biased_output(x_fp8, read_weight(weight, recipe), bias, dtype)
 
 
@@ -72,7 +57,7 @@ def linear_grads(
     grad: Tensor | Quantized,
     weight: Tensor | KeptWeight,
     recipe: Recipe,
-    kept: tuple[Tensor, ...] | Callable[[Tensor | None], tuple[Tensor, ...]] | None,
+    kept: Kept | Callable[[Tensor | None], Kept] | None,
     *,
     needs_input: bool,
     dtype: torch.dtype,
@@ -121,31 +106,20 @@ def bias_grad(grad_TO: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_TO.sum(dim=0, dtype=torch.float32).to(dtype)
 
 
-def check_input(input: Tensor, weight: Tensor) -> None:
-    """Raises ValueError where the last dims of `input` [..., I] and `weight` [O, I] differ; or as `check_dtype`."""
-    with torch._C.DisableTorchFunctionSubclass():  # a weight's, which would be asked for its shape
-        num = weight.shape[-1]
-    check_features(input, num)
-    check_dtype(input, weight)
-
-
-def check_features(input: Tensor, num: int) -> None:
-    """Raises ValueError where `input` [..., I] has not so many features.
+def check_input(input: Tensor, weight: Tensor, num_features: int | None = None) -> None:
+    """Refuse an input of another width (ValueError) or dtype (RuntimeError, but under autocast) than the weight's.
 
     Before the autograd function, for torch 2.11's sake as well: it cannot trace a size that is a symbol when the
     function begins and a number when it ends, as with one graph a linear and linears of several widths.
+
+    Args:
+        input, weight: [..., I].
+        num_features: I, where the weight is stored otherwise.
     """
+    with torch._C.DisableTorchFunctionSubclass():  # a weight's, which would be asked for its shape
+        num, dtype = num_features or weight.shape[-1], weight.dtype
     if input.shape[-1] != num:
         raise ValueError(f"input: expected [..., {num}], got {list(input.shape)}.")
-
-
-def check_dtype(input: Tensor, weight: Tensor) -> None:
-    """Raises RuntimeError, as nn.Linear does, where `input` has another dtype than `weight` and autocast is off.
-
-    A dtype that cannot be quantised is refused by `Fp8Linear.readable`.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        dtype = weight.dtype
     if input.dtype == dtype or input.dtype not in _INPUT_DTYPES or torch.is_autocast_enabled(input.device.type):
         return
     payload = getattr(weight, "_fp8", None)
@@ -156,16 +130,17 @@ def check_dtype(input: Tensor, weight: Tensor) -> None:
     )
 
 
-def replaced_forward(module: nn.Module) -> str | None:
+def replaced_forward(module: nn.Module, is_known: bool = False) -> str | None:
     """Say what calling `module` runs in place of its class's own forward; None if it runs that.
 
-    A forward is its class's own if it was defined in the class's module, whatever name and docstring it shows.
+    A forward is its class's own if it was defined in the class's module, whatever name and docstring it shows, or if
+    that of the class `is_known`.
     """
     if "forward" in vars(module):
         return "its forward was replaced"
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    defined_in = getattr(vars(owner)["forward"], "__globals__", {}).get("__name__")
-    return None if defined_in == owner.__module__ else f"{owner.__module__}.{owner.__name__}.forward was replaced"
+    is_own = getattr(vars(owner)["forward"], "__globals__", {}).get("__name__") == owner.__module__
+    return None if is_own or is_known else f"{owner.__module__}.{owner.__name__}.forward was replaced"
 
 
 def convert_in_place(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -218,14 +193,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool) -> tuple[Tensor, ...]:
-    """A linear's weight is there for `weight_and_input`, once what is returned has been saved before all else.
-
-    Args:
-        ctx: of an autograd function.
-        weight: [O, I].
-        weight_fp8: what `read_weight` gave of it.
-        record: whether there may be a backward.
-    """
+    """What to save, before all else, of a linear's weight [O, I], read as `weight_fp8`, for `weight_and_input`."""
     # On ctx and not in save_for_backward: non-reentrant checkpointing gives back saved tensors without their
     # Python attributes, and `weight._fp8` is one. The Parameter outlives the graph anyway. A sum with an adapter
     # (PEFT's `target_parameters`) is none: on ctx it would be held through a checkpoint, which frees what is saved.
@@ -241,21 +209,14 @@ def keep_weight(ctx: Any, weight: Tensor, weight_fp8: Fp8Weight, *, record: bool
 def checked_weights(*weights: tuple[Tensor, bool]) -> tuple[Tensor, ...]:
     """Weights to be saved, and read from ctx: autograd raises where one was changed before its backward unpacks them.
 
-    Weights with a payload are left out (see `keep_weight`); it is a ZeRO optimizer or Fp8AdamW that changes them.
-
-    Args:
-        weights: and whether the backward reads them, as nn.Linear's does for the input's gradient.
+    Each comes with whether the backward reads it, as nn.Linear's does for the input's gradient. Weights with a payload
+    are left out (see `keep_weight`); it is a ZeRO optimizer or Fp8AdamW that changes them.
     """
     return tuple(w for w, is_read in weights if is_read and type(w) is nn.Parameter and not hasattr(w, "_fp8"))
 
 
-def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, tuple[Tensor, ...] | None]:
-    """For `linear_grads`, what a forward has left to its backward: of `keep_weight`, and of its input.
-
-    Args:
-        ctx: whose saved tensors are these.
-        needs_weight: whether the weight's gradient is wanted.
-    """
+def weight_and_input(ctx: Any, needs_weight: bool) -> tuple[Tensor | KeptWeight, Kept | None]:
+    """For `linear_grads`, what a forward has left to its backward: of `keep_weight`, and of its input if wanted."""
     if ctx.weight is not None:
         kept = ctx.saved_tensors[ctx.num_checked :] if needs_weight or ctx.num_checked else ()
         return ctx.weight, kept if needs_weight else None
@@ -272,8 +233,8 @@ class Fp8Linear(nn.Linear):
     Attributes:
         fp8_recipe: where scales come from, gradient format, GEMM backend.
         weight_suffix: what the name of its weight has after its own.
-        is_parallel: of a subclass: whether ranks share its weight's rows or columns, whose gathers move FP8 only.
-        mlp_function: of a subclass: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
+        is_parallel: whether ranks share its weight's rows or columns, whose gathers move FP8 only.
+        mlp_function: given the linears of a SwiGLU MLP whose gate is one, what computes them at once as
             `nn.swiglu.swiglu_mlp` does; None where nothing does.
     """
 
@@ -291,8 +252,8 @@ class Fp8Linear(nn.Linear):
             recipe: of its own (a DelayedRecipe has the slots of one layer).
 
         Raises:
-            ConfigError: `module` is an Fp8Linear already, or a subclass of nn.Linear; or its forward, or that of
-                nn.Linear, was replaced.
+            ConfigError: `module` is an Fp8Linear already, or of another subclass of nn.Linear; or its forward, or that
+                of nn.Linear, was replaced.
         """
         if type(module) is not nn.Linear:
             raise ConfigError(
@@ -312,12 +273,7 @@ class Fp8Linear(nn.Linear):
         return self.product(input, self.bias)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`input W^T + bias` in FP8, [..., out_features].
-
-        Args:
-            input: [..., in_features].
-            bias: [out_features].
-        """
+        """`input W^T + bias` in FP8, [..., out_features]."""
         return self.computed(self.checked(input, self.weight), bias)
 
     def computed(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -329,8 +285,7 @@ class Fp8Linear(nn.Linear):
         return output
 
     def _traced(self, apply: Any, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`computed` for torch.jit.trace, which keeps in its graph whether a backward may follow, and compares it
-        with a graph that it makes without gradients."""
+        """For torch.jit.trace, which compares its graph with one that it makes without gradients."""
         try:
             output: Tensor = apply(input, self.weight, bias, self.fp8_recipe, True)
         except RuntimeError as error:
@@ -343,23 +298,9 @@ class Fp8Linear(nn.Linear):
         return output
 
     @staticmethod
-    def checked(input: Tensor, weight: Tensor) -> Tensor:
-        """In the dtype of an active autocast.
-
-        Args:
-            input: [..., I].
-            weight: [O, I].
-
-        Raises:
-            RuntimeError: the dtype is not the weight's, and autocast is off.
-            ValueError: the dtype is none that can be quantised; the widths differ.
-        """
-        check_input(input, weight)
-        return Fp8Linear.readable(input)
-
-    @staticmethod
-    def readable(input: Tensor) -> Tensor:
-        """Cast `input`, whose width and dtype are the weight's, to an active autocast's dtype; raises as `checked`."""
+    def checked(input: Tensor, weight: Tensor, num_features: int | None = None) -> Tensor:
+        """`input` in the dtype of an active autocast; as `check_input`, and ValueError where it cannot be quantised."""
+        check_input(input, weight, num_features)
         if input.dtype not in _INPUT_DTYPES:
             raise ValueError(
                 f"input: expected bfloat16, float16 or float32, got {input.dtype}. Cast it before the linear."
@@ -389,3 +330,40 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_recipe.describe()}"
+
+
+def conv1d_class() -> type[nn.Module] | None:
+    """transformers' Conv1D; None where nobody has imported it, so that there is no such layer."""
+    found: type[nn.Module] | None = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return found
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is exactly a Conv1D, or one in FP8."""
+    return type(module) in (conv1d_class(), Fp8Conv1D)
+
+
+class Fp8Conv1D(Fp8Linear):
+    """transformers' Conv1D, the linear of GPT-2, in FP8: its weight and the gradient are [I, O], input features first.
+
+    One scale for the whole weight does not mind how it lies, and a GEMM reads either layout. Scales of rows or blocks
+    would be those of input features, along which `output` contracts: layers with such recipes stay in bf16.
+    """
+
+    @classmethod
+    def from_linear(cls, module: nn.Module, recipe: Recipe) -> Fp8Conv1D:
+        """As of an nn.Linear; the recipe has one scale for the weight, which it reads as it is stored from now on."""
+        weight: Any = module.weight
+        convert_in_place(module, cls)
+        assert isinstance(module, Fp8Conv1D)
+        module.in_features, module.out_features = getattr(weight, "ds_shape", weight.shape)
+        module.fp8_recipe = recipe
+        recipe.is_turned = True
+        return module
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        return self.computed(self.checked(input, self.weight, self.in_features), bias)
+
+    def revert(self) -> None:
+        del self.fp8_recipe, self.in_features, self.out_features
+        convert_back(self, conv1d_class())

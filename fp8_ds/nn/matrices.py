@@ -10,22 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_ds.nn.conv1d import is_conv1d
 from fp8_ds.nn.experts import is_experts, why_not
+from fp8_ds.nn.linear import is_conv1d
 
 _NUM_KINDS_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class OtherMatrices:
-    """What a plan leaves in bf16 without a row for it.
-
-    Attributes:
-        kinds: class and number of the modules that hold such matrices; those of most weights first; of experts with
-            why they are.
-        numel: of these matrices.
-        numel_model: of all parameters.
-    """
+    """What a plan leaves in bf16 without a row for it: class and number of the modules that hold such matrices, those
+    of most weights first; how many elements these have, and all parameters."""
 
     kinds: tuple[tuple[str, int], ...]
     numel: int
@@ -61,11 +55,7 @@ def other_matrices(
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Name and module, and name and Parameter in it, of each floating-point matrix, or stack of them, of other classes.
 
-    Embeddings look up rows and are none; nor is a weight that is tied to one.
-
-    Args:
-        model: on any device, also under deepspeed.zero.Init.
-        foreign: further classes of linears, which are left out.
+    Embeddings look up rows and are none, nor is a weight that is tied to one; `foreign` classes are linears.
     """
     embeddings = [module for module in model.modules() if _is_embedding(module)]
     lookups = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
@@ -78,18 +68,14 @@ def other_matrices(
                 yield fqn, module, name, p
 
 
-def is_linear(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bool:
-    """Whether it is a torch.nn.Linear (or of a class of its own, or foreign), or transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or type(module) in foreign or is_conv1d(module)
-
-
 def is_layer(module: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> bool:
-    """Whether a plan has rows for it: `is_linear`, or experts as Mixtral's."""
-    return is_linear(module, foreign) or is_experts(module)
+    """Whether a plan has rows for it: a linear of torch or of a foreign class, a Conv1D, or experts as Mixtral's."""
+    is_linear = isinstance(module, nn.Linear) or type(module) in foreign or is_conv1d(module)
+    return is_linear or is_experts(module)
 
 
 def kind_of(module: nn.Module) -> str:
-    """Its class, and of experts that are not as Mixtral's in what they differ."""
+    """Its class, and in what experts that are not as Mixtral's differ from these."""
     reason = why_not(module)
     return type(module).__name__ + (f" ({reason})" if reason else "")
 

@@ -7,7 +7,7 @@ All recipes are, with T tokens,
     grad_weight = gemm(q_grad(grad_output).T, q_e4m3(x).T)
 
 and differ in which elements of x and grad_output share a scale, and where scales come from. The weight's always come
-from its payload. This file: one scale per tensor. The others: recipe_rowwise.py, recipe_blockwise.py.
+from its payload. This file: one scale per tensor. The others: recipe_fine.py.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ _COPY_TRAINS = (
 )
 
 
-class Fp8Weight(NamedTuple):
-    """A weight as a GEMM reads it.
+Kept = tuple[Tensor, ...]
+"""What grad_weight needs of the input: saved from forward to backward."""
 
-    Args:
-        data: float8_e4m3fn [O, I].
-        scale_inv: its grid (scaling/granularity.py), multiply to leave FP8.
-    """
+
+class Fp8Weight(NamedTuple):
+    """A weight as a GEMM reads it: float8_e4m3fn [O, I], and its grid (scaling/granularity.py) to leave FP8."""
 
     data: Tensor
     scale_inv: Tensor
@@ -77,14 +76,11 @@ class Fp8Weight(NamedTuple):
 class Recipe(ABC):
     """The three GEMMs of one linear, from and to high precision.
 
-    Args:
-        linear_config: of the layer.
-        shared: of all layers of a model: an input that several of them read is quantised once. None: each for itself.
-
     Attributes:
+        shared: of all layers of a model: an input that several of them read is quantised once. None: each for itself.
         needs_grad_columns: whether `grad_weight` multiplies the quantised grad_output.
         is_fp8: whether its GEMMs run in FP8.
-        is_turned: whether the layer's weight is stored [I, O], and its gradient, too (nn/conv1d.py).
+        is_turned: whether the layer's weight is stored [I, O], and its gradient, too (`Fp8Conv1D`).
         copied: of a layer of a copied model, by which its weight is quantised (`copied_scales`); else None.
     """
 
@@ -128,12 +124,9 @@ class Recipe(ABC):
             return Fp8Weight(payload.quantize(weight.detach()), payload.scale_inv)
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        """The layer's input in E4M3, [T, I]: always its rows, for the output.
+        """The layer's input [..., I] in E4M3, [T, I]: its rows, for the output, and its columns, for grad_weight.
 
-        Args:
-            x: [..., I].
-            needs_columns: also its columns, for grad_weight.
-            record: whether this is a training forward.
+        `record`: whether this is a training forward.
         """
         if self.shared is None:
             return self._quantize_input(x, needs_columns, record)
@@ -146,13 +139,7 @@ class Recipe(ABC):
             self.shared.offer(x, x_fp8, self._epoch(record))
 
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
-        """The layer's input as another layer with this kind of recipe, or a producer, has quantised it.
-
-        Args:
-            x: [..., I].
-            x_fp8: of `x`.
-            record: whether this is a training forward.
-        """
+        """The layer's input `x` as another layer with this kind of recipe, or a producer, has quantised it."""
         return x_fp8
 
     def producer_scaling(self) -> Scaling | None:
@@ -167,8 +154,8 @@ class Recipe(ABC):
         """How a fused producer of grad_output quantises it, in `grad_format`; None: it leaves that to the layer."""
         return None
 
-    def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
-        """What grad_weight needs of the input: saved from forward to backward."""
+    def kept(self, x: Tensor, x_fp8: Quantized) -> Kept:
+        """See `Kept`."""
         assert x_fp8.columns is not None
         return x_fp8.columns, x_fp8.scale_inv
 
@@ -187,18 +174,12 @@ class Recipe(ABC):
         return None
 
     @abstractmethod
-    def quantize_grad_output(
-        self,
-        grad_TO: Tensor,
-        weight: Fp8Weight | None,
-        kept: tuple[Tensor, ...] | None,
-    ) -> Quantized:
-        """grad_output in the configured gradient format.
+    def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
+        """grad_output [T, O], contiguous, in the configured gradient format.
 
         Args:
-            grad_TO: [T, O], contiguous.
             weight: what grad_input multiplies its rows with; None if it is not wanted.
-            kept: from `kept`, what grad_weight multiplies its columns with; None if it is not wanted.
+            kept: what grad_weight multiplies its columns with; None if it is not wanted.
         """
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -217,7 +198,7 @@ class Recipe(ABC):
 
     @property
     def parts(self) -> Recipe:
-        """The same for products of parts of what is counted as a whole (nn/grouped.py): a monitor sees none of them."""
+        """The same for products of parts of what is counted as a whole, of experts: a monitor sees none of them."""
         return self
 
     def move(self, device: torch.device) -> None:  # noqa: B027  # most have nothing to move
@@ -232,9 +213,7 @@ class Recipe(ABC):
         return grad_fp8.rows
 
     @abstractmethod
-    def grad_weight(
-        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
         """[O, I], or as the weight is stored; grad_TO is None where a producer has quantised it (`grad_scaling`)."""
 
 
@@ -255,9 +234,7 @@ class TensorwiseRecipe(Recipe):
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
         return _tensorwise(as_matrix(x), E4M3, True, needs_columns)
 
-    def quantize_grad_output(
-        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
-    ) -> Quantized:
+    def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
         return _tensorwise(grad_TO, self.grad_format, weight is not None, kept is not None)
 
     def grad_input(self, grad_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -265,9 +242,7 @@ class TensorwiseRecipe(Recipe):
         scales = (grad_fp8.scale_inv, weight.scale_inv)
         return self.product("grad_input", grad_fp8.rows, weight.transposed(), *scales, dtype)
 
-    def grad_weight(
-        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
         assert grad_fp8.columns is not None
         x_fp8_IT, x_scale_inv = kept
         if self.is_turned:
@@ -281,14 +256,10 @@ class DelayedRecipe(TensorwiseRecipe):
     A slot that saw no tensor before the first update has scale 1 until the update after its first use. Layers that
     share an input have seen the same amaxes, so their scales are the same: the first one's planes serve all.
 
-    Args:
-        linear_config: of the layer.
-        history: shared by all layers.
-        slot_x: the layer's input in `history`.
-        slot_grad: its grad_output.
-        shared: as in `Recipe`.
-
     Attributes:
+        history: shared by all layers.
+        slot_x: the layer's input in it.
+        slot_grad: its grad_output.
         leader: the slot of the first of several layers that read the same input; its scale equals this layer's. In a
             graph all of them quantise by it: equal ops of equal arguments, of which one is left. None: it is not known
             who else reads the input.
@@ -332,22 +303,18 @@ class DelayedRecipe(TensorwiseRecipe):
         return self.adopt(x, x_fp8, record=record)
 
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
-        """Its amax is recorded as one of this layer's input."""
         recorded = x_fp8.slot
         if not record or recorded is self.slot_x:
             return x_fp8
-        for slot in self._slots_to_record():
+        slots = [self.slot_x]
+        if self.leader is not None and self.leader is not self.slot_x and torch.compiler.is_compiling():
+            slots.append(self.leader)  # which may not be called, or not train
+        for slot in slots:
             if recorded is None:
                 record_amax(x, slot.amax_local)
             else:
                 slot.amax_local.copy_(torch.maximum(slot.amax_local, recorded.amax_local))
         return x_fp8
-
-    def _slots_to_record(self) -> tuple[AmaxSlot, ...]:
-        """Its own; in a graph also the leader's, which may not be called, or not train."""
-        if self.leader is None or self.leader is self.slot_x or not torch.compiler.is_compiling():
-            return (self.slot_x,)
-        return self.slot_x, self.leader
 
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
         if not self.history.ready:
@@ -363,9 +330,7 @@ class DelayedRecipe(TensorwiseRecipe):
         """With each update scales change, and what was recorded before counts no more."""
         return self.history.num_updates, record
 
-    def quantize_grad_output(
-        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
-    ) -> Quantized:
+    def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
         needs_rows, needs_columns = weight is not None, kept is not None
         if not torch.compiler.is_compiling() and self.history.ready and self.history.is_copy:
             warnings.warn(_COPY_TRAINS, stacklevel=2)
@@ -376,12 +341,7 @@ class DelayedRecipe(TensorwiseRecipe):
 
 
 def copied_scales(weight: Any, recipe: Recipe) -> CopiedScales | None:
-    """For the `copied` of a copy of this layer; None: it is in bf16, or its weight is not here.
-
-    Args:
-        weight: of an engine, or of a copy already.
-        recipe: of the layer.
-    """
+    """For the `copied` of a copy of a layer of an engine, or of a copy; None: it is in bf16, or its weight not here."""
     payload: Fp8Payload | None = getattr(weight, "_fp8", None)
     if payload is None:
         return recipe.copied

@@ -12,16 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import DelayedRecipe, Fp8Weight, Recipe, as_matrix, refuse_released
+from fp8_ds.nn.recipe import DelayedRecipe, Fp8Weight, Kept, Recipe, as_matrix, refuse_released
 from fp8_ds.ops.quantize import record_amax
 
 
 class Bf16Recipe(Recipe):
-    """In place of an FP8 recipe, which comes back afterwards. `Quantized.rows` are in high precision here.
-
-    Args:
-        fp8: what it stands in for.
-    """
+    """In place of `fp8`, which comes back afterwards: amaxes of delayed scaling go on being recorded, one more read of
+    each tensor. `Quantized.rows` are in high precision here."""
 
     name = "bf16"
     needs_grad_columns = False
@@ -57,15 +54,17 @@ class Bf16Recipe(Recipe):
     def adopt(self, x: Tensor, x_fp8: Quantized, *, record: bool) -> Quantized:
         return self._quantize_input(x, False, record)
 
-    def kept(self, x: Tensor, x_fp8: Quantized) -> tuple[Tensor, ...]:
+    def kept(self, x: Tensor, x_fp8: Quantized) -> Kept:
         return (as_matrix(x),)
 
     def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
+        if record and isinstance(self.fp8, DelayedRecipe):
+            record_amax(x, self.fp8.slot_x.amax_local)
         return _as_it_is(as_matrix(x))
 
-    def quantize_grad_output(
-        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
-    ) -> Quantized:
+    def quantize_grad_output(self, grad_TO: Tensor, weight: Fp8Weight | None, kept: Kept | None) -> Quantized:
+        if isinstance(self.fp8, DelayedRecipe):
+            record_amax(grad_TO, self.fp8.slot_grad.amax_local)
         return _as_it_is(grad_TO)
 
     def output(self, x_fp8: Quantized, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -82,38 +81,10 @@ class Bf16Recipe(Recipe):
         assert grad_fp8.rows is not None
         return (grad_fp8.rows.to(weight.data.dtype) @ weight.data).to(dtype)
 
-    def grad_weight(
-        self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def grad_weight(self, grad_fp8: Quantized, grad_TO: Tensor | None, kept: Kept, dtype: torch.dtype) -> Tensor:
         assert grad_TO is not None
         x_TI = kept[0].to(grad_TO.dtype)
         return (x_TI.t() @ grad_TO if self.is_turned else grad_TO.t() @ x_TI).to(dtype)
-
-
-class DelayedBf16Recipe(Bf16Recipe):
-    """Amaxes go on being recorded, one more read of each tensor: the scales are there when FP8 comes back.
-
-    Args:
-        fp8: what it stands in for.
-    """
-
-    fp8: DelayedRecipe
-
-    def _quantize_input(self, x: Tensor, needs_columns: bool, record: bool) -> Quantized:
-        if record:
-            record_amax(x, self.fp8.slot_x.amax_local)
-        return super()._quantize_input(x, needs_columns, record)
-
-    def quantize_grad_output(
-        self, grad_TO: Tensor, weight: Fp8Weight | None, kept: tuple[Tensor, ...] | None
-    ) -> Quantized:
-        record_amax(grad_TO, self.fp8.slot_grad.amax_local)
-        return super().quantize_grad_output(grad_TO, weight, kept)
-
-
-def bf16_recipe(fp8: Recipe) -> Bf16Recipe:
-    """What stands in for `fp8`."""
-    return DelayedBf16Recipe(fp8) if isinstance(fp8, DelayedRecipe) else Bf16Recipe(fp8)
 
 
 def _as_it_is(x: Tensor) -> Quantized:

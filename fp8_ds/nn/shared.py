@@ -31,16 +31,14 @@ class SharedInput:
         x: Tensor,
         needs_columns: bool,
         quantize: Callable[[Tensor, bool], Quantized],
-        complete: Callable[[Quantized], Quantized] | None = None,
-        epoch: object = None,
+        complete: Callable[[Quantized], Quantized],
+        epoch: object,
     ) -> Quantized:
         """`quantize(x, needs_columns)`, or what it gave for this x before.
 
         Args:
             x: what the layer was called with, any shape.
-            needs_columns: whether the transposed plane is needed; the other always is.
-            quantize: called with the same two.
-            complete: makes the transposed plane of the other one; None: x is quantised again for it.
+            needs_columns: whether the transposed plane is needed; the other always is, from which `complete` makes it.
             epoch: planes of another epoch do not count.
         """
         if torch.compiler.is_compiling() or _is_inference(x):  # a trace removes repetitions itself
@@ -50,7 +48,7 @@ class SharedInput:
             return quantize(x, needs_columns)
         if known is not None and (known.columns is not None or not needs_columns):
             return known
-        planes = quantize(x, needs_columns) if known is None or complete is None else complete(known)
+        planes = quantize(x, needs_columns) if known is None else complete(known)
         self.offer(x, planes, epoch)
         return planes
 

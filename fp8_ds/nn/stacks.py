@@ -20,8 +20,7 @@ IsLinear = Callable[[nn.Module], bool]
 def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str, list[nn.Module]]:
     """The layers of each of the outermost lists of modules, by name: entries with linears in them.
 
-    A list is an nn.ModuleList, or an nn.ModuleDict whose keys are numbers, as torchtitan's `layers`. An encoder and a
-    decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
+    An encoder and a decoder are a stack each; a layer's list of experts is inside of one. A list of linears is none.
     """
     found: dict[str, list[nn.Module]] = {}
     for name, module in model.named_children():
@@ -37,7 +36,7 @@ def stacks(model: nn.Module, is_linear: IsLinear, prefix: str = "") -> dict[str,
 
 
 def _entries(module: nn.Module) -> list[nn.Module]:
-    """Of a list of modules; else nothing."""
+    """Of an nn.ModuleList, or an nn.ModuleDict whose keys are numbers, as torchtitan's `layers`; else nothing."""
     if isinstance(module, nn.ModuleList):
         return list(module)
     is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
@@ -52,40 +51,34 @@ def counts_from_the_end(pattern: str) -> bool:
 class NameFilter:
     """Which layers of a model `linear.filter_fqns` names, by parts of their names.
 
-    A negative number counts from the end of the outermost list of modules: `layers.-1.mlp` names the last layer's. It
-    is a whole one: `layers.-1` is all of the last layer, and nothing of `layers.-12`.
+    A negative number counts from the end of the outermost list of modules, and is a whole one: `layers.-1` is all of
+    the last layer, and nothing of `layers.-12`.
     """
 
     def __init__(self, model: nn.Module, patterns: Collection[str]) -> None:
-        self._model = model
-        self._from_the_end = set(filter(counts_from_the_end, patterns))
-        self._others = set(patterns) - self._from_the_end
-        self._not_found = set(self._from_the_end)
+        self._model, self._patterns = model, patterns
+        self._not_found = set(filter(counts_from_the_end, patterns))
 
     def names(self, fqns: Collection[str]) -> bool:
         """Whether one of them is in one of a layer's names: a module that is used twice has several."""
-        from_the_end = [_name_from_the_end(self._model, fqn) for fqn in fqns]
-        found = {pattern for pattern in self._from_the_end if any(_is_in(pattern, fqn) for fqn in from_the_end)}
+        found = {pattern for pattern in self._patterns if any(self._is_in(pattern, fqn) for fqn in fqns)}
         self._not_found -= found
-        return bool(found) or any(pattern in fqn for pattern in self._others for fqn in fqns)
+        return bool(found)
+
+    def _is_in(self, pattern: str, fqn: str) -> bool:
+        if not counts_from_the_end(pattern):
+            return pattern in fqn
+        end = r"(?!\d)" if _NUMBER_LAST.search(pattern) else ""  # digits do not go on where the pattern stops
+        return re.search(re.escape(pattern) + end, _name_from_the_end(self._model, fqn)) is not None
 
     def check_found(self) -> None:
-        """Once `names` has seen all layers. Who counts from the end means an entry that is there.
-
-        Raises:
-            ConfigError: naming one that is not.
-        """
-        for pattern in sorted(self._not_found):
+        """Raises ConfigError, once `names` has seen all layers, for who counts from the end means an entry there is."""
+        if self._not_found:
             raise ConfigError(
-                f"fp8.linear.filter_fqns: expected a part of a layer's name, got {pattern!r}, which is in none. "
-                'Negative numbers count from the end of the outermost nn.ModuleList, as in "layers.-1.mlp": `fp8-ds '
-                "plan` shows the names that there are."
+                f"fp8.linear.filter_fqns: expected a part of a layer's name, got {min(self._not_found)!r}, which is in "
+                'none. Negative numbers count from the end of the outermost nn.ModuleList, as in "layers.-1.mlp": '
+                "`fp8-ds plan` shows the names that there are."
             )
-
-
-def _is_in(pattern: str, fqn: str) -> bool:
-    """Whether a pattern from the end is in a name from the end, in which digits do not go on where it stops."""
-    return re.search(re.escape(pattern) + (r"(?!\d)" if _NUMBER_LAST.search(pattern) else ""), fqn) is not None
 
 
 def _name_from_the_end(model: nn.Module, fqn: str) -> str:
@@ -105,7 +98,7 @@ def at_ends(model: nn.Module, linear_config: LinearConfig, is_linear: IsLinear) 
     """Linears of the first and last layers of each stack that the configuration leaves in bf16, and the key that does.
 
     Raises:
-        ConfigError: it asks for some, and the model has no stack, or one in each of its layers, or none that is longer.
+        ConfigError: the model has no stack, or one in each of its layers, or none that is longer.
     """
     num_first, num_last = linear_config.num_layers_at_start_in_bf16, linear_config.num_layers_at_end_in_bf16
     if not num_first and not num_last:

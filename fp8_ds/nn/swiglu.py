@@ -10,8 +10,7 @@ Shape suffixes: T tokens (all leading dims), I the MLP's width, F that of its pr
 The product's columns, which the gradient of `down`'s weight contracts, are made again from gate and up: the bytes of
 the forward where these are kept in bf16 (and, delayed, no update of the history lies in between), those of the values
 that came back where they are kept in FP8. Where every scale is one for a tensor, one op makes them beside the gradients
-of gate and up, in one read; kept in FP8, gate and up are read as they are, by an op for each, so that in a graph the
-product's gradient is gone before its columns are there (in eager it is held until `down`'s weight has its gradient).
+of gate and up, in one read; kept in FP8, by an op for each: in a graph the product's gradient is gone by then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fp8_ds.nn.fused import FORMAT, Nonlinear, as_rows, keep, recover
 from fp8_ds.nn.linear import Fp8Linear, bias_grad, check_input, checked_weights, linear_grads, linear_output
 from fp8_ds.nn.quantized import Quantized
-from fp8_ds.nn.recipe import Recipe, as_matrix
+from fp8_ds.nn.recipe import Kept, Recipe, as_matrix
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops._producer import Scaling
 from fp8_ds.ops.swiglu import (
@@ -65,6 +64,11 @@ class Wanted(NamedTuple):
     @property
     def product(self) -> bool:
         return self.x or self.gate or self.up or self.gate_bias or self.up_bias
+
+    @property
+    def both_factors(self) -> bool:
+        """Whether a GEMM reads the gradient of gate, and one that of up."""
+        return self.x or (self.gate and self.up)
 
 
 class _MlpFunction(torch.autograd.Function):
@@ -142,11 +146,9 @@ def product(
     """`silu(gate) * up` as `down` reads it: (bf16 [T, F] if asked for or needed on the way, in FP8, its amax if known).
 
     Args:
-        gate: bf16 [T, F].
-        up: bf16 [T, F].
+        gate, up: bf16 [T, F].
         recipe: of `down`.
-        with_hp: whether the bf16 values are wanted.
-        needs_columns: whether the transposed plane is, beside the rows.
+        with_hp, needs_columns: what is wanted beside the rows in FP8.
         record: whether this is a training forward. False in the backward, which repeats it: the repetition is then
             another op than the first in a graph as well, where equal ones become one whose output is kept.
     """
@@ -162,8 +164,8 @@ def product(
     return output.hp, product_fp8.with_columns() if needs_columns else product_fp8, amax
 
 
-def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) -> tuple[Tensor, ...]:
-    """What `recipe.kept` would give for the product, made again; `amax` as `read_kept` gives it."""
+def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) -> Kept:
+    """What `recipe.kept` would give for the product, made again; `amax` as `parts_of_kept` gives it."""
     takes_fp8 = recipe.needs_grad_columns
     scaling = recipe.scaling_without_hp()
     if takes_fp8 and scaling is not None and scaling != "rowwise":
@@ -173,27 +175,18 @@ def kept_product(gate: Tensor, up: Tensor, recipe: Recipe, amax: Tensor | None) 
     return recipe.kept(gate if hp is None else hp, product_fp8)
 
 
-def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | None) -> tuple[Tensor, ...]:
+def keep_factors(gate: Tensor, up: Tensor, nonlinear: Nonlinear, amax: Tensor | None) -> Kept:
     """gate and up as they are saved for backward, and the amax of their product if theirs is still that one then."""
     known = () if amax is None or nonlinear != "bf16" else (amax,)
     return *keep(gate, nonlinear), *keep(up, nonlinear), *known
 
 
-_Kept = tuple[Tensor, ...]
-
-
-def parts_of_kept(saved: _Kept, num_x: int) -> tuple[_Kept, _Kept, _Kept, Tensor | None]:
+def parts_of_kept(saved: Kept, num_x: int) -> tuple[Kept, Kept, Kept, Tensor | None]:
     """(x as `Recipe.kept` gave it, gate and up as `keep` did, the amax of their product if it is known)"""
     factors = saved[num_x:]
     amax = factors[-1] if len(factors) % 2 else None
     half = len(factors) // 2
     return saved[:num_x], factors[:half], factors[half : 2 * half], amax
-
-
-def read_kept(saved: _Kept, num_x: int) -> tuple[_Kept, Tensor, Tensor, Tensor | None]:
-    """The same, gate and up in bf16 [T, F]."""
-    kept_x, gate, up, amax = parts_of_kept(saved, num_x)
-    return kept_x, recover(gate), recover(up), amax
 
 
 _Grad = Tensor | Quantized
@@ -203,7 +196,7 @@ _Scalings = tuple[AmaxSlot | Literal["tensorwise"], Scaling, Scaling]
 
 def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
     """Of the product and of the gradients of gate and up, if each has one scale and is wanted (see `_FromKept`)."""
-    if not (wanted.down and _quantizes(wanted)) or wanted.gate_bias or wanted.up_bias:
+    if not (wanted.down and wanted.both_factors) or wanted.gate_bias or wanted.up_bias:
         return None
     if not all(recipe.needs_grad_columns for recipe in recipes):
         return None
@@ -213,19 +206,16 @@ def scalings_of_one_op(recipes: Recipes, wanted: Wanted) -> _Scalings | None:
 
 
 class _FromKept:
-    """For `linear_grads` of `down`: what its weight's gradient reads of the product, made from the product's gradient.
-
-    Attributes:
-        grads: of gate and of up, made with it.
-    """
+    """For `linear_grads` of `down`: what its weight's gradient reads of the product, made from the product's gradient
+    in one op with the gradients of gate and of up."""
 
     grads: tuple[_Grad, _Grad]
 
-    def __init__(self, gate: _Kept, up: _Kept, amax: Tensor | None, recipes: Recipes, scalings: _Scalings) -> None:
+    def __init__(self, gate: Kept, up: Kept, amax: Tensor | None, recipes: Recipes, scalings: _Scalings) -> None:
         self.factors: Any = gate, up
         self.amax, self.recipes, self.scalings = amax, recipes, scalings
 
-    def __call__(self, grad_product: Tensor | None) -> _Kept:
+    def __call__(self, grad_product: Tensor | None) -> Kept:
         assert grad_product is not None
         fmt, scalings = self.recipes.gate.grad_format, self.scalings
         gate, up = self.factors
@@ -240,11 +230,6 @@ class _FromKept:
         return self.recipes.down.kept(grad_product, Quantized(None, columns, scale_inv))
 
 
-def _quantizes(wanted: Wanted) -> bool:
-    """Whether a GEMM reads the gradient of gate, and one that of up."""
-    return wanted.x or (wanted.gate and wanted.up)
-
-
 def swiglu_grads(
     grad: Tensor, gate: Tensor, up: Tensor, recipes: Recipes, wanted: Wanted
 ) -> tuple[tuple[_Grad, _Grad], tuple[Tensor | None, Tensor | None]]:
@@ -253,7 +238,7 @@ def swiglu_grads(
     Amaxes are recorded of those that are quantised: a gradient that no GEMM reads is not.
     """
     scales = recipes.gate.grad_scaling(), recipes.up.grad_scaling()
-    if None in scales or not _quantizes(wanted):
+    if None in scales or not wanted.both_factors:
         grads = swiglu_backward(grad, gate, up, rounding="twice")
         return grads, grads
     scaling: Any = scales if isinstance(scales[0], AmaxSlot) else scales[0]
@@ -265,7 +250,7 @@ def swiglu_grads(
 
 
 def _linear_grads(
-    grads: tuple[_Grad, _Grad], kept_x: tuple[Tensor, ...], ctx: Any, wanted: Wanted, dtype: torch.dtype
+    grads: tuple[_Grad, _Grad], kept_x: Kept, ctx: Any, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, in its shape, and of the weights of gate and up."""
     from_gate, gate_grad = linear_grads(
@@ -289,11 +274,7 @@ def bias_grads(hps: tuple[Tensor | None, Tensor | None], dtypes: Any, wanted: Wa
 
 def _rows(output: Fp8Output, scaling: Any) -> Quantized:
     """A producer's FP8, made by that scaling."""
-    return Quantized(output.x_fp8, None, output.scale_inv, slot=_slot(scaling))
-
-
-def _slot(scaling: Any) -> AmaxSlot | None:
-    return scaling if isinstance(scaling, AmaxSlot) else None
+    return Quantized(output.x_fp8, None, output.scale_inv, slot=scaling if isinstance(scaling, AmaxSlot) else None)
 
 
 def is_one_function(linears: Sequence[Any]) -> bool:
@@ -309,10 +290,7 @@ def is_one_function(linears: Sequence[Any]) -> bool:
 
 
 def function_of_cut(linears: Sequence[Any]) -> Callable[..., Tensor] | None:
-    """What computes linears at once that are cut over a tensor-parallel group: of x as their block is given it.
-
-    None where nothing does, or where that would leave something out (see `is_one_function`).
-    """
+    """What computes linears at once that are cut over a tensor-parallel group; else None, as of `is_one_function`."""
     find = getattr(type(linears[0]), "mlp_function", None)
     return None if find is None or not _are_plain(linears) else find(linears)
 
@@ -339,16 +317,7 @@ def _are_plain(linears: Sequence[Any]) -> bool:
 
 
 def swiglu_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`.
-
-    Args:
-        x: bf16 [..., I].
-        linears: gate, up and down, of which `is_one_function` holds.
-        nonlinear: how gate and up are kept, see `Producer`.
-
-    Returns:
-        bf16 [..., I].
-    """
+    """`down(silu(gate(x)) * up(x))` of bf16 [..., I], by linears of which `is_one_function` holds; see `Producer`."""
     recipes = Recipes(*(linear.fp8_recipe for linear in linears))
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     check_input(x, weights[0])

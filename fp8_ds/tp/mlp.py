@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_ds.nn.fused import Nonlinear
+from fp8_ds.nn.fused import Nonlinear, recover
 from fp8_ds.nn.linear import check_input, checked_weights, linear_grads, linear_output, read_weight
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import as_matrix
@@ -30,8 +30,8 @@ from fp8_ds.nn.swiglu import (
     bias_grads,
     keep_factors,
     kept_product,
+    parts_of_kept,
     product,
-    read_kept,
     swiglu_grads,
 )
 from fp8_ds.once_differentiable import once_differentiable
@@ -105,7 +105,8 @@ class _ParallelMlp(torch.autograd.Function):
         dtype = grad_output.dtype
         gathered = gather_shard(rules.down.send_grad(as_matrix(grad_output)), ctx.tp)
         # Until it is there: what the GEMMs read beside it.
-        kept_x, gate_TF, up_TF, amax = read_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
+        kept_x, gate, up, amax = parts_of_kept(ctx.saved_tensors[ctx.num_checked :], ctx.num_kept_x)
+        gate_TF, up_TF = recover(gate), recover(up)
         down_fp8 = rules.down.prepared(read_weight(down_weight, rules.down.recipe)) if wanted.product else None
         weights_fp8 = [
             rule.prepared(read_weight(weight, rule.recipe))

@@ -22,8 +22,7 @@ from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe, TensorwiseRecipe, as_matrix
-from fp8_ds.nn.recipe_blockwise import BlockwiseRecipe
-from fp8_ds.nn.recipe_rowwise import RowwiseRecipe
+from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseRecipe
 from fp8_ds.ops.align import align
 from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
 from fp8_ds.ops.quantize import quantize_colwise_t, quantize_tensor_pow2

@@ -13,9 +13,9 @@ from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn import Fp8Linear, TensorwiseRecipe, apply_plan, make_plan
-from fp8_ds.nn.conv1d import Fp8Conv1D
 from fp8_ds.nn.convert import revert
-from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.linear import Fp8Conv1D
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.ops.quantize import quantize_tensorwise
 from fp8_ds.testing import assert_bitwise
 from fp8_ds.zero.payload import Fp8Payload
@@ -91,7 +91,7 @@ def test_bytes_beside_the_parameter_are_read_as_they_are_stored() -> None:
 def test_in_bf16_it_is_the_stock_layer_bit_for_bit() -> None:
     _, stock = pair()
     conv = convert(copy.deepcopy(stock))
-    conv.fp8_recipe = bf16_recipe(conv.fp8_recipe)
+    conv.fp8_recipe = Bf16Recipe(conv.fp8_recipe)
     for expected, found in zip(train(stock), train(conv), strict=True):
         assert_bitwise(expected, found)
 

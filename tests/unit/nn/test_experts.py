@@ -27,7 +27,7 @@ from fp8_ds.nn.experts import Fp8Experts, is_experts, why_not
 from fp8_ds.nn.experts_reference import stock_forward
 from fp8_ds.nn.layers import fp8_layers
 from fp8_ds.nn.matrices import OtherMatrices
-from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.ops.quantize import quantize
 from fp8_ds.rehearsal import rehearse
 from fp8_ds.testing import assert_bitwise, sqnr_db
@@ -106,7 +106,7 @@ def test_in_bf16_it_is_the_stock_module_up_to_the_order_of_sums() -> None:
     experts, reference = stock(), stock()
     convert(experts)
     for layer in fp8_layers(experts).values():
-        layer.fp8_recipe = bf16_recipe(layer.fp8_recipe)
+        layer.fp8_recipe = Bf16Recipe(layer.fp8_recipe)
     for expected, found in zip(run(reference), run(experts), strict=True):
         torch.testing.assert_close(found, expected, rtol=2**-6, atol=4e-2)
         assert float(sqnr_db(expected.float(), found.float())) > 45

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.config import LinearConfig
 from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.nn import DelayedRecipe, Fp8Linear, TensorwiseRecipe
-from fp8_ds.nn.expert_products import has_one_launch
-from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.expert_products import grouped_linear, has_one_launch
 from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.ops import grouped

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds import Fp8AdamW
 from fp8_ds.config import LinearConfig
 from fp8_ds.nn import Fp8Linear, apply_plan, make_plan
-from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 from fp8_ds.testing import assert_bitwise
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
@@ -88,7 +88,7 @@ def test_a_sum_computes_as_a_weight_of_its_values_and_its_gradient_reaches_the_a
     in_fp8(plain, recipe)
     for one in (linear, plain.q_proj):
         if is_bf16_now:
-            one.fp8_recipe = bf16_recipe(one.fp8_recipe)
+            one.fp8_recipe = Bf16Recipe(one.fp8_recipe)
     x = torch.randn(16, 32, dtype=torch.bfloat16)
     output, grad_x, grad_a, grad_b = run(model, x, adapter)
     expected, expected_grad_x = run(plain, x, {})

@@ -12,7 +12,7 @@ from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.linear import Fp8Linear
 from fp8_ds.nn.producers import fuse_producers
-from fp8_ds.nn.recipe_bf16 import bf16_recipe
+from fp8_ds.nn.recipe_bf16 import Bf16Recipe
 
 
 def gradients(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -27,7 +27,7 @@ def gradients(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 def switch(model: nn.Module, *names: str) -> None:
     for fqn, module in model.named_modules():
         if isinstance(module, Fp8Linear) and (not names or fqn in names):
-            module.fp8_recipe = bf16_recipe(module.fp8_recipe)
+            module.fp8_recipe = Bf16Recipe(module.fp8_recipe)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"])

@@ -15,7 +15,7 @@ from fp8_ds import Fp8AdamW, Fp8Linear
 from fp8_ds.config import ActivationsConfig, LinearConfig
 from fp8_ds.nn import BlockwiseRecipe, RowwiseRecipe, TensorwiseRecipe
 from fp8_ds.nn.convert import apply_plan, make_plan
-from fp8_ds.nn.grouped import grouped_linear
+from fp8_ds.nn.expert_products import grouped_linear
 from fp8_ds.nn.groups import Groups
 from fp8_ds.nn.producers import fuse_producers
 
