@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import runpy
+import sys
+import typing
 import warnings
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +21,11 @@ TESTED_VERSIONS = ("0.16.1", "0.19.1", "0.20.0")
 """What megatron.core calls itself in tags core_v0.16.1 and core_v0.19.0 (which says 0.19.1), and in main at d98e8a64.
 docs/megatron.md says what was run with each."""
 OLDEST = Version("0.16.0")
+_NEEDS_PYTHON_312 = Version("0.17")
 
 
 class TransformerEngine(NamedTuple):
-    """What Megatron has found.
-
-    Args:
-        found: whether Megatron builds Transformer Engine's layers.
-        detail: its version; or why there is none.
-    """
+    """Whether Megatron builds Transformer Engine's layers; its version, or why there is none."""
 
     found: bool
     detail: str
@@ -47,10 +48,7 @@ def version() -> Version:
 
 
 def version_of_clone(path: Path) -> Version:
-    """Of a clone of Megatron-LM, without importing it.
-
-    Args:
-        path: its root, where pretrain_gpt.py is.
+    """Of a clone of Megatron-LM with this root, without importing it.
 
     Raises:
         SeamError: it is no clone, or older than OLDEST.
@@ -60,12 +58,30 @@ def version_of_clone(path: Path) -> Version:
         raise SeamError(
             f"{path}: expected a clone of Megatron-LM, got no {info.relative_to(path)}. Clone NVIDIA/Megatron-LM."
         )
-    numbers: dict[str, Any] = {}
-    for node in ast.parse(info.read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            numbers.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
+    numbers = runpy.run_path(str(info))
     text = f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{numbers.get('PRE_RELEASE') or ''}"
     return _checked(text, str(path))
+
+
+def use_clone(path: Path) -> None:
+    """Afterwards `import megatron` finds the clone, whose version is one that can run here.
+
+    Raises:
+        SeamError: it cannot; or Megatron has been imported from elsewhere.
+    """
+    found = version_of_clone(path)
+    if found >= _NEEDS_PYTHON_312 and not hasattr(typing, "override"):
+        raise SeamError(
+            f"{path}: expected Python 3.12 or later for Megatron {found}, got {sys.version.split()[0]}. Use that "
+            "Python, or check out core_v0.16.1."
+        )
+    sys.path.insert(0, str(path))
+    core = importlib.import_module("megatron.core")
+    if not Path(str(core.__file__)).resolve().is_relative_to(path):
+        raise SeamError(
+            f"megatron.core: expected it in {path}, got {core.__file__}. Import no Megatron before the wrapper, and "
+            "uninstall a megatron-core that is found first."
+        )
 
 
 def _checked(text: str, where: str) -> Version:
@@ -83,13 +99,21 @@ def _checked(text: str, where: str) -> Version:
     return found
 
 
+def require_private(tensors: Iterable[Any], names: Iterable[str], remedy: str) -> None:
+    """Raise SeamError where a tensor lacks an attribute that is private to Transformer Engine."""
+    for tensor in tensors:
+        for name in names:
+            if not hasattr(tensor, name):
+                raise SeamError(
+                    f"{type(tensor).__module__}.{type(tensor).__qualname__}.{name}: expected it as in Transformer "
+                    f"Engine 2.11, got none ({transformer_engine().detail}). {remedy}"
+                )
+
+
 def transformer_engine() -> TransformerEngine:
     """What Megatron's own FP8 code goes by, `megatron.core.fp8_utils.HAVE_TE`."""
     fp8_utils = importlib.import_module("megatron.core.fp8_utils")
     if fp8_utils.HAVE_TE:
-        from importlib.metadata import PackageNotFoundError
-        from importlib.metadata import version as version_of
-
         try:
             return TransformerEngine(True, version_of("transformer-engine"))
         except PackageNotFoundError:

@@ -7,14 +7,12 @@ the same power of two into `_scale_inv`. So nothing is cast, and no amax is redu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core import fp8_utils
 from torch import Tensor
 
-from fp8_ds.errors import SeamError
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.first import write_first, write_first_codes
 from fp8_ds.optim.masters import MasterFormat
@@ -34,13 +32,14 @@ class Fp8Weights:
         fmt: of their masters.
         group: ranks that shard them.
         device: theirs.
-
-    Raises:
-        SeamError: a weight lacks what is private to Transformer Engine, and used here.
     """
 
     def __init__(self, weights: dict[str, Any], fmt: MasterFormat, group: Any, device: torch.device) -> None:
-        _check(weights.values())
+        compat.require_private(
+            weights.values(),
+            _PRIVATE,
+            "--fp8-optimizer-states writes FP8 weights by it: use that version, or leave out --fp8-param-gather.",
+        )
         self.names = list(weights)
         self.weights = list(weights.values())
         self.group = group
@@ -116,17 +115,6 @@ class Fp8Weights:
 
 _PRIVATE = ("_data", "_scale_inv", "_reset_caches")
 """Of Float8Tensor in Transformer Engine 2.11, transformer_engine/pytorch/tensor/float8_tensor.py."""
-
-
-def _check(weights: Iterable[Any]) -> None:
-    for p in weights:
-        for name in _PRIVATE:
-            if not hasattr(p, name):
-                raise SeamError(
-                    f"{type(p).__module__}.{type(p).__qualname__}.{name}: expected it as in Transformer Engine 2.11, "
-                    f"got none ({compat.transformer_engine().detail}). --fp8-optimizer-states writes FP8 weights by "
-                    "it: use that version, or leave out --fp8-param-gather."
-                )
 
 
 def _kept(p: Any) -> Tensor | None:

@@ -5,17 +5,18 @@ anything; it replaces all that it was asked for, or nothing; what it returns und
 replacement: their rows are of kind "rely", in symbols.py. What a row does not have refuses everything; a body that is
 none of the tested ones (bodies.json: version -> path -> hash) is reported once.
 
-    python -m megatron_patches.patches [CLONE]         prints the rows with what the clone has; without a clone, what
-                                                       that of $MEGATRON_LM_PATH has, or what `import` finds
-    python -m megatron_patches.patches --update        merges the hashes of the Megatron that `import` finds into
-                                                       bodies.json: once the tests pass there (docs/megatron.md)
+    python -m megatron_patches.patches [CLONE]             prints the rows, and whether the clone, that of
+                                                           $MEGATRON_LM_PATH or else the installed core has them
+    python -m megatron_patches.patches --survey [CLONE]    one line of JSON about it, for `fp8-ds doctor`
+    python -m megatron_patches.patches --update            merges the hashes of the Megatron that `import` finds into
+                                                           bodies.json: once the tests pass there (docs/megatron.md)
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -28,7 +29,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from fp8_ds.engine.seam_check import body_hash
-from fp8_ds.errors import SeamError
+from fp8_ds.errors import Fp8DsError, SeamError
 from megatron_patches import compat
 from megatron_patches.symbols import RELIED, Part, Patch, parse
 
@@ -153,11 +154,7 @@ def _current(row: Patch) -> Any:
 
 
 def check(*parts: Part) -> None:
-    """Check that every row of these parts exists with its parameters; a body that is not a tested one is warned of.
-
-    Raises:
-        SeamError: the first that does not.
-    """
+    """Find every row of these parts (SeamError: the first that is not there); warn of bodies that were not tested."""
     checked = rows(*parts)
     for row in checked:
         find(row)
@@ -172,7 +169,7 @@ def _warn_of_other_bodies(checked: tuple[Patch, ...]) -> None:
 
 
 def other_bodies(symbols: Mapping[str, Any]) -> str:
-    """Name the functions whose body is none of the tested ones, among those of which one is known; empty: none is.
+    """Name the functions whose body is none of the tested ones; empty: none is.
 
     Args:
         symbols: path of a row -> what Megatron has there.
@@ -198,11 +195,7 @@ def update_bodies(path: Path = _BODIES) -> None:
 
 
 class Applied:
-    """Symbols that are replaced. Made by `apply`.
-
-    Attributes:
-        stock: path -> what was there.
-    """
+    """Symbols that `apply` has replaced; `stock`: path -> what was there."""
 
     def __init__(self, stock: dict[str, Any], ours: dict[str, Any]) -> None:
         self.stock = stock
@@ -233,14 +226,11 @@ _APPLIED: dict[str, Applied] = {}
 
 
 def apply(replacements: Mapping[str, Callable[[Any], Any]]) -> Applied:
-    """Each of these symbols replaced, or none.
+    """Replace each of these symbols, or none; the result undoes it.
 
     Args:
         replacements: path of a row of kind "wrap" or "swap" -> a function of the stock symbol that gives what
             replaces it. Rows that this Megatron does not have are left out.
-
-    Returns:
-        What undoes it.
 
     Raises:
         SeamError: a row of a part that is touched does not hold; a path has no row; or it is applied already. Nothing
@@ -284,32 +274,46 @@ def _missing(row: Patch, detail: str) -> str:
     )
 
 
-def _print_rows(clone: str | None) -> None:
-    if clone:
-        path = Path(clone).expanduser().resolve()
-        compat.version_of_clone(path)
-        sys.path.insert(0, str(path))
-    print(f"Megatron {compat.version()} at {Path(str(importlib.import_module('megatron.core').__file__)).parents[2]}")
-    parts: tuple[Part, ...] = ("core", "training")
-    if importlib.util.find_spec("megatron.training") is None:
-        print("It has no megatron.training, which clones have: name yours, `python -m megatron_patches.patches CLONE`.")
-        parts = ("core",)
-    for row in rows(*parts):
-        try:
-            symbol = find(row)
-            state = f"{inspect.signature(inspect.unwrap(symbol))}" if row.parameters else "there"
-            if other_bodies({row.path: symbol}):
-                state += f"\n      OTHER BODY than in {', '.join(compat.TESTED_VERSIONS)}"
-        except SeamError as error:
-            state = f"MISSING: {error}"
-        print(f"{row.kind:4}  {row.path}\n      {row.why}\n      {state}")
+def survey(clone: Path | None = None) -> dict[str, Any]:
+    """What `fp8-ds doctor` says of a clone, or of the megatron.core that `import` finds; nothing is replaced.
+
+    Returns:
+        "version"; "tested", versions; "num_symbols", how many rows are there with their parameters; "error", why it
+        cannot be patched; "differing", which bodies are none of the tested ones. The last two are empty if it is well.
+    """
+    found: dict[str, Any] = {"version": "", "tested": compat.TESTED_VERSIONS, "error": "", "differing": ""}
+    try:
+        if clone is not None:
+            compat.use_clone(clone)
+        found["version"] = str(compat.version())
+        symbols = {row.path: find(row) for row in (rows("core") if clone is None else rows())}
+        found |= {"num_symbols": len(symbols), "differing": other_bodies(symbols)}
+    except Fp8DsError as error:
+        found["error"] = str(error)
+    return found
+
+
+def _main() -> str:
+    """What the command prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clone", nargs="?")
+    parser.add_argument("--survey", action="store_true")
+    parser.add_argument("--update", action="store_true")
+    args = parser.parse_args()
+    if args.update:
+        update_bodies()
+        return f"{_BODIES}: has the bodies of Megatron {compat.version()}."
+    named = args.clone if args.survey else args.clone or os.environ.get("MEGATRON_LM_PATH")
+    found = survey(Path(named).expanduser().resolve() if named else None)
+    if args.survey:
+        return json.dumps(found)
+    if found["error"]:
+        sys.exit(f"megatron_patches: {found['error']}")
+    listed = [f"{row.kind}  {row.path}\n      {row.why}" for row in (rows() if named else rows("core"))]
+    place = Path(str(importlib.import_module("megatron.core").__file__)).parents[2]
+    bodies = found["differing"] or "Their bodies are those of a tested version."
+    return "\n".join([*listed, f"Megatron {found['version']} at {place} has all {len(listed)}. {bodies}"])
 
 
 if __name__ == "__main__":
-    try:
-        if sys.argv[1:] == ["--update"]:
-            update_bodies()
-        else:
-            _print_rows(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGATRON_LM_PATH"))
-    except SeamError as error:
-        sys.exit(f"megatron_patches: {error}")
+    print(_main())

@@ -7,7 +7,6 @@ $MEGATRON_LM_PATH, or the working directory, in this order.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import runpy
 import sys
@@ -16,23 +15,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
-from fp8_ds.errors import ConfigError, SeamError, refusals_without_traceback
+from fp8_ds.errors import ConfigError, refusals_without_traceback
 from megatron_patches import compat, patches
 
 _SCRIPT = "pretrain_gpt.py"
 _VARIABLE = "MEGATRON_LM_PATH"
-_NEEDS_PYTHON_312 = Version("0.17")
 
 
 def find_clone(argument: str | None, environment: str | None, directory: Path) -> Path:
-    """The root of the user's clone.
-
-    Args:
-        argument: --megatron-path.
-        environment: $MEGATRON_LM_PATH.
-        directory: the working directory, where neither is given.
+    """The root of the user's clone: what the first says that is given.
 
     Raises:
         ConfigError: there is none where the first of them says.
@@ -48,28 +39,6 @@ def find_clone(argument: str | None, environment: str | None, directory: Path) -
     return path
 
 
-def use_clone(path: Path) -> Version:
-    """Afterwards `import megatron` finds the clone, whose version is one that can run here.
-
-    Raises:
-        SeamError: it cannot; or Megatron has been imported from elsewhere.
-    """
-    found = compat.version_of_clone(path)
-    if found >= _NEEDS_PYTHON_312 and not hasattr(importlib.import_module("typing"), "override"):
-        raise SeamError(
-            f"{path}: expected Python 3.12 or later for Megatron {found}, got {sys.version.split()[0]}. Use that "
-            "Python, or check out core_v0.16.1."
-        )
-    sys.path.insert(0, str(path))
-    core = importlib.import_module("megatron.core")
-    if not Path(str(core.__file__)).resolve().is_relative_to(path):
-        raise SeamError(
-            f"megatron.core: expected it in {path}, got {core.__file__}. Import no Megatron before the wrapper, and "
-            "uninstall a megatron-core that is found first."
-        )
-    return found
-
-
 def _own_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--megatron-path")
@@ -79,11 +48,7 @@ def _own_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def needs_own_final_norm(args: argparse.Namespace) -> bool:
     """Whether norms of a layer spec of ours, named or not, may be torch's under sequence parallelism: the last norm of
-    the model is in no layer spec (norm.py).
-
-    Args:
-        args: digested.
-    """
+    the model is in no layer spec (norm.py)."""
     from megatron_patches.arguments import SPEC
 
     is_ours = bool(args.spec) and args.spec[0] == SPEC[0]
@@ -91,18 +56,10 @@ def needs_own_final_norm(args: argparse.Namespace) -> bool:
 
 
 def prepare(arguments: Sequence[str], stack: ExitStack) -> Path:
-    """Megatron is patched, and runs on the CPU if the arguments say so, until `stack` is closed.
-
-    Args:
-        arguments: of the command line.
-        stack: takes what undoes it.
-
-    Returns:
-        The script to run.
-    """
+    """Patch Megatron, on the CPU if the arguments say so, until `stack` is closed; returns the script to run."""
     own = _own_arguments(arguments)
     path = find_clone(own.megatron_path, os.environ.get(_VARIABLE), Path.cwd())
-    use_clone(path)
+    compat.use_clone(path)
     if own.on_cpu:
         from megatron_patches.cpu import on_cpu
 

@@ -13,7 +13,6 @@ from typing import Any
 from megatron.core.fp8_utils import is_float8tensor
 from torch import nn
 
-from fp8_ds.errors import SeamError
 from megatron_patches import compat
 
 _MARK = "_fp8_ds_drops_transposes"
@@ -27,17 +26,15 @@ def drop(weight: Any) -> None:
 
 
 def drop_all(model_chunks: Iterable[nn.Module]) -> None:
-    """Afterwards no FP8 weight of these modules keeps its transpose outside its own backward. Twice is as once.
-
-    Raises:
-        SeamError: a weight lacks what is private to Transformer Engine, and used here.
-    """
+    """Afterwards no FP8 weight of these modules keeps its transpose outside its own backward. Twice is as once."""
     for chunk in model_chunks:
         for module in chunk.modules():
             weights = [p for p in module.parameters(recurse=False) if is_float8tensor(p) and p.requires_grad]
             new = [p for p in weights if not getattr(p, _MARK, False)]
+            compat.require_private(
+                new, _PRIVATE, "--fp8-drop-transposes needs it: use that version, or leave the flag out."
+            )
             for p in new:
-                _check(p)
                 setattr(p, _MARK, True)
                 drop(p)
                 p.register_post_accumulate_grad_hook(drop)
@@ -47,7 +44,7 @@ def drop_all(model_chunks: Iterable[nn.Module]) -> None:
 
 
 def without_ours(stock: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-    """For patches.apply, of `post_all_gather_processing`, which makes transposes of weights whose bytes are new."""
+    """Wrap `post_all_gather_processing`, which makes transposes of weights whose bytes are new."""
 
     def post_all_gather_processing(model_params: Sequence[Any]) -> None:
         stock([p for p in model_params if not getattr(p, _MARK, False)])
@@ -66,13 +63,3 @@ def _drop_own(module: nn.Module, *_: Any) -> None:
     for p in module.parameters(recurse=False):
         if getattr(p, _MARK, False):
             drop(p)
-
-
-def _check(weight: Any) -> None:
-    for name in _PRIVATE:
-        if not hasattr(weight, name):
-            raise SeamError(
-                f"{type(weight).__module__}.{type(weight).__qualname__}.{name}: expected it as in Transformer Engine "
-                f"2.11, got none ({compat.transformer_engine().detail}). --fp8-drop-transposes needs it: use that "
-                "version, or leave the flag out."
-            )

@@ -13,7 +13,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 
 from fp8_ds.errors import ConfigError, SeamError
 from megatron_patches import pretrain_gpt
-from megatron_patches.pretrain_gpt import find_clone, use_clone
+from megatron_patches.compat import use_clone
+from megatron_patches.pretrain_gpt import find_clone
 
 
 @pytest.fixture
