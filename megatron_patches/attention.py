@@ -32,11 +32,7 @@ _STOCK = "stock"
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """--fp8-attention-backend and --fp8-attention-hadamard.
-
-    Raises:
-        ConfigError: there is no such backend.
-    """
+    """--fp8-attention-backend and --fp8-attention-hadamard; a backend that is none is refused."""
 
     backend: Backend
     hadamard: bool = False
@@ -81,16 +77,12 @@ class MegatronFp8Attention:
         if self.stock_reason:
             self.fp8_attention = None
         elif is_first_last_bf16_layer(config, layer_number - 1):
-            self._set_backend(_BF16_OF.get(fp8_attention.backend, fp8_attention.backend), False)
+            self.fp8_attention = AttentionSettings(_BF16_OF.get(fp8_attention.backend, fp8_attention.backend))
         if self.fp8_attention is not None:
             require_backend(self.fp8_attention.backend, current_device())
 
     def finish_init(self, quant_config: Any) -> None:
-        """Megatron's hook of --te-precision-config-file: a payload may name this layer's backend, or "stock".
-
-        Raises:
-            ConfigError: it names another.
-        """
+        """Megatron's hook of --te-precision-config-file: a payload may name this layer's backend, or "stock"."""
         stock: Any = super()
         if hasattr(stock, "finish_init"):
             stock.finish_init(quant_config)
@@ -100,11 +92,8 @@ class MegatronFp8Attention:
         if backend == _STOCK:
             self.fp8_attention, self.stock_reason = None, "--te-precision-config-file"
             return
-        self._set_backend(backend, self.fp8_attention.hadamard and backend in _BF16_OF)
+        self.fp8_attention = AttentionSettings(backend, self.fp8_attention.hadamard and backend in _BF16_OF)
         require_backend(backend, current_device())
-
-    def _set_backend(self, backend: Backend, hadamard: bool) -> None:
-        self.fp8_attention = AttentionSettings(backend, hadamard)
 
     def forward(
         self,

@@ -100,9 +100,9 @@ def copy_helper(datasets: Path) -> bool:
     Returns:
         Whether there is one afterwards.
     """
-    names = [f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    name = f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     folders = [datasets, *(Path(entry) / "megatron/core/datasets" for entry in sys.path if entry)]
-    found = next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
+    found = next((folder / name for folder in folders if (folder / name).exists()), None)
     if found is not None and found.parent != datasets:
         shutil.copy(found, datasets)
         importlib.invalidate_caches()

@@ -1,7 +1,6 @@
 """Transformer Engine's FP8 linears, looked at while an iteration is sampled.
 
-What Transformer Engine casts inside its modules cannot be read. A hook takes input, weight and output gradient before
-the cast, quantises them once more as the recipe does, and counts:
+Hooks take input, weight and output gradient before the cast, quantise them once more as the recipe does, and count:
 
     tensorwise   by the tensor's own amax, on this rank
     delayed      by the scale that the module has for this iteration
@@ -34,8 +33,7 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
 def is_engine_linear(name: str, module: Any) -> bool:
-    """Whether the module of that name in a transformer layer is a linear of Transformer Engine's, or of Megatron's
-    subclass, which is defined in megatron/core/extensions/transformer_engine.py."""
+    """Whether it is a linear of Transformer Engine's, or of megatron/core/extensions/transformer_engine.py."""
     return name.rsplit(".", 1)[-1].startswith("linear_") and "transformer_engine" in type(module).__module__
 
 
@@ -50,19 +48,12 @@ class EngineObservers:
     """
 
     def __init__(self, linears: Mapping[str, Any], table: StatisticsTable, recipe: str, fp8_format: str) -> None:
-        assert tuple(linears) == table.names and recipe in RECIPES
         self._linears = [(module, [table.slot(i, k) for k in KINDS]) for i, module in enumerate(linears.values())]
         self._recipe, self._grad_format = recipe, E5M2 if fp8_format == "hybrid" else E4M3
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Count forwards and backwards from here on.
-
-        Raises:
-            RuntimeError: they are counted already.
-        """
-        if self._handles:
-            raise RuntimeError("observers: expected none attached, got some. Call detach first.")
+        """Count forwards and backwards from here on."""
         for module, counts in self._linears:
             self._handles.append(module.register_forward_hook(functools.partial(self._after_forward, counts)))
 
@@ -77,9 +68,8 @@ class EngineObservers:
         of_input, of_weight, of_grad = counts
         self._count(_normed(module, inputs[0]), E4M3, of_input, (1, BLOCK), self._scale(module, "scaling_fwd", 0))
         weight = module.weight
-        codes, scale_inv = getattr(weight, "_data", None), getattr(weight, "_scale_inv", None)
-        if isinstance(codes, Tensor) and codes.dtype == torch.uint8 and isinstance(scale_inv, Tensor):
-            observe_codes(codes.view(E4M3.torch_dtype), scale_inv.reshape(()), of_weight, can_saturate=False)
+        if (codes := getattr(weight, "_data", None)) is not None:  # of a Float8Tensor
+            observe_codes(codes.view(E4M3.torch_dtype), weight._scale_inv.view(()), of_weight, can_saturate=False)
         else:
             # Transformer Engine's other tensors leave FP8 by a method whose name torch's plain ones have, too.
             is_plain = type(weight) in (Tensor, torch.nn.Parameter)
@@ -101,6 +91,7 @@ class EngineObservers:
     def _count(
         self, x: Tensor, fmt: Float8Format, counts: Tensor, block: tuple[int, int], scale: Tensor | None
     ) -> None:
+        """Count `x` before and after the recipe's cast; `scale` is of delayed scaling."""
         x = x.reshape(-1, x.shape[-1]).contiguous()
         if self._recipe == "delayed":
             if scale is not None:

@@ -13,17 +13,23 @@ Evaluation, which comes between two iterations, counts nowhere.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from fp8_ds.attention import describe_backend
 from fp8_ds.monitor.observe import Observers
 from fp8_ds.monitor.statistics import KINDS, LayerStatistics, StatisticsTable
+from megatron_patches.arguments import SPEC
+from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
 from megatron_patches.engine_observers import EngineObservers, is_engine_linear
-from megatron_patches.registry import LayerRegistry
+from megatron_patches.linear import MegatronFp8Linear
 
 
 class Part(NamedTuple):
@@ -45,18 +51,7 @@ class Part(NamedTuple):
 
 
 def parts_of(layer: Any, sequence_length: int) -> Iterator[Part]:
-    """The parts of one of Megatron's transformer layers, of any spec.
-
-    Args:
-        sequence_length: tokens that attend to each other.
-    """
-    from megatron.core.fp8_utils import is_first_last_bf16_layer
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    from fp8_ds.attention import describe_backend
-    from megatron_patches.attention import _BF16_OF, MegatronFp8Attention
-    from megatron_patches.linear import MegatronFp8Linear
-
+    """The parts of one of Megatron's transformer layers, of any spec, where so many tokens attend to each other."""
     config = layer.config
     engine_is_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer.layer_number - 1)
     for name, module in layer.named_modules():
@@ -94,11 +89,7 @@ def _channels(config: Any) -> float:
 
 
 def describe(parts: Iterable[tuple[str, str]]) -> str:
-    """One line: how many linears and attentions are computed by what.
-
-    Args:
-        parts: (kind, computed_by) of each.
-    """
+    """One line: how many linears and attentions are computed by what; `parts` are (kind, computed_by)."""
     counts = Counter(parts)
     texts = []
     for kind in ("linears", "attention"):
@@ -111,9 +102,6 @@ def weight_gathers(chunks: Iterable[Any]) -> tuple[int, int]:
     """Bytes of all weights, and of FP8 weights, that the distributed optimizer delivers to a rank after an update.
 
     The rank's own shard is among them. Both are 0 without that optimizer, or where no rank has another's shard.
-
-    Args:
-        chunks: of the model, in Megatron's DistributedDataParallel.
     """
     buckets = [
         bucket.param_data
@@ -128,41 +116,43 @@ def weight_gathers(chunks: Iterable[Any]) -> tuple[int, int]:
 
 
 class Health:
-    """FP8 health of a model in training; made on all ranks.
+    """FP8 health of a model in training; made on all ranks, those of a pipeline stage without layers among them.
 
     Args:
-        registry: the layers of this rank.
         args: Megatron's arguments.
-        chunks: of the model, as Megatron has wrapped them.
+        chunks: of the model, in Megatron's DistributedDataParallel.
     """
 
-    def __init__(self, registry: LayerRegistry, args: Any, chunks: Iterable[Any]) -> None:
-        from megatron.core import parallel_state
-
-        self._registry, self._weights = registry, weight_gathers(chunks)
+    def __init__(self, args: Any, chunks: Sequence[Any]) -> None:
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        self._settings = {module.fp8_settings for module in modules if isinstance(module, MegatronFp8Linear)}
+        self._weights = weight_gathers(chunks)
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        self._parts = [(layer, part) for layer in registry.layers() for part in parts_of(layer, args.seq_length)]
+        parts = [(layer, part) for layer in layers for part in parts_of(layer, args.seq_length)]
+        self._parts = [part for _, part in parts]
         self._head = 0.0
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             self._head = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
         self._num_bytes = self._bytes_before = 0
-        self._waiting: list[Any] = []
         self._statistics: LayerStatistics = {}
         self._observers: Observers | EngineObservers | None = None
-        self._is_sampling, self._sampled = False, 0
+        self._is_between, self._is_sampling, self._sampled = False, False, 0
         self._every = getattr(args, "fp8_health_interval", 0)
         linears: dict[str, Any] = {}
-        for layer, part in self._parts if self._every else ():
+        for layer, part in parts if self._every else ():
             if part.kind == "linears" and part.in_fp8 and hasattr(part.module, "weight"):
                 # A further one of that number is of multi-token prediction.
                 linears.setdefault(f"layers.{layer.layer_number}.{part.name}", part.module)
         if linears:
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
             self._table = StatisticsTable(tuple(linears), next(iter(linears.values())).weight.device, group)
-            if registry.fp8 is not None:
+            if self._settings:
                 self._observers = Observers(linears, self._table)
             else:
                 self._observers = EngineObservers(linears, self._table, args.fp8_recipe, args.fp8)
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(self._before_forward)
 
     def after_iteration(self, iteration: int) -> None:
         """End a sample; the next begins with the next forward in training. On all ranks."""
@@ -173,22 +163,16 @@ class Health:
                 self._table.send()
                 self._statistics, self._sampled = self._table.receive() or {}, iteration
             self._is_sampling = (iteration + 1) % self._every == 0
-        self._stop_waiting()
-        self._waiting = [layer.register_forward_pre_hook(self._before_layer) for layer in self._registry.layers()]
+        self._is_between = True
 
     def _total_bytes(self) -> int:
         """What FP8 gathers of fp8_ds have delivered so far."""
-        return 0 if self._registry.fp8 is None else self._registry.fp8.num_bytes_gathered
+        return sum(fp8.num_bytes_gathered for fp8 in self._settings)
 
-    def _stop_waiting(self) -> None:
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting = []
-
-    def _before_layer(self, layer: Any, inputs: Any) -> None:
-        """The first layer in training begins an iteration, and ends the wait of all."""
-        if layer.training:
-            self._stop_waiting()
+    def _before_forward(self, chunk: Any, inputs: Any) -> None:
+        """The first forward in training begins an iteration."""
+        if chunk.training and self._is_between:
+            self._is_between = False
             self._bytes_before = self._total_bytes()
             if self._is_sampling and self._observers is not None:
                 self._observers.attach()
@@ -199,19 +183,19 @@ class Health:
         return stages
 
     def describe(self) -> str:
-        """What computes linears and attention, one line. Collective over the pipeline group: the last stage, which
-        logs, may have none of them."""
-        stages = self._of_all_stages([(part.kind, part.computed_by) for _, part in self._parts])
+        """`describe` of all stages, for the last one logs. Collective over the pipeline group."""
+        stages = self._of_all_stages([(part.kind, part.computed_by) for part in self._parts])
         return describe(part for stage in stages for part in stage)
 
     def report(self) -> tuple[str, dict[str, float]]:
         """(line of the log, scalars by tag) of all stages. Collective over the pipeline group."""
-        mine = sum(part.in_fp8 for _, part in self._parts), sum(part.total for _, part in self._parts) + self._head
-        stages = self._of_all_stages((*mine, self._num_bytes, self._weights, self._statistics))
+        mine = sum(part.in_fp8 for part in self._parts), sum(part.total for part in self._parts) + self._head
+        gathered = self._num_bytes if self._settings else -1  # what Transformer Engine gathers is its own affair
+        stages = self._of_all_stages((*mine, gathered, self._weights, self._statistics))
         in_fp8, total, num_bytes, weights, statistics = zip(*stages, strict=True)
         scalars = {"fp8/coverage": 100.0 * sum(in_fp8) / sum(total) if sum(total) else 0.0}
         texts = [f"coverage: {scalars['fp8/coverage']:.2f} % of GEMM FLOPs"]
-        if self._registry.fp8 is not None:  # what Transformer Engine gathers is its own affair
+        if max(num_bytes) >= 0:
             scalars["fp8/gathered-bytes"] = float(max(num_bytes))
             texts.append(f"gathered per rank: {max(num_bytes) / 2**20:.3f} MiB")
         of_all, of_fp8 = max(weights)
@@ -233,24 +217,6 @@ class Health:
         return " | ".join([*texts, f"sampled in iteration {self._sampled}"]), scalars
 
 
-def find_registry(args: Any, chunks: Iterable[Any]) -> LayerRegistry | None:
-    """The layers that Megatron has built by our spec, or with Transformer Engine's FP8; None: there is no FP8.
-
-    A pipeline stage without layers has an empty one: it takes part in reports.
-    """
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    specs = sys.modules.get("megatron_patches.layer_specs")
-    if specs is not None and args.spec is not None and args.spec[0] == specs.__name__:
-        return specs.registry_of(vars(specs)[args.spec[1]]) or LayerRegistry()
-    registry = LayerRegistry()
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                registry.add(module)
-    return registry if args.fp8 else None
-
-
 class HealthLog:
     """Health beside Megatron's own log, of the model that a process set up last: two wrappers for patches.apply."""
 
@@ -266,9 +232,8 @@ class HealthLog:
             from megatron.training.utils import print_rank_last
 
             settings = global_vars.get_args()
-            registry = find_registry(settings, result[0])
-            if registry is not None:
-                self._health = Health(registry, settings, result[0])
+            if settings.fp8 or (settings.spec is not None and settings.spec[0] == SPEC[0]):
+                self._health = Health(settings, result[0])
                 print_rank_last(f" [fp8] {self._health.describe()}")
             return result
 

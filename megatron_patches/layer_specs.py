@@ -34,7 +34,7 @@ from megatron_patches.arguments import check_masks, check_recipe, settings_from
 from megatron_patches.attention import AttentionSettings, attention_class, current_device, left_to_stock
 from megatron_patches.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, MegatronFp8Linear
 from megatron_patches.norm import SequenceParallelNorm
-from megatron_patches.recipes import OTHER_ATTENTION, Fp8Settings, settings_of
+from megatron_patches.recipes import OTHER_ATTENTION, Fp8Settings, settings
 from megatron_patches.refusals import (
     alternates,
     refuse_bf16_alone,
@@ -44,38 +44,62 @@ from megatron_patches.refusals import (
     refuse_recomputation,
     require_engine,
 )
-from megatron_patches.registry import LayerRegistry
-from megatron_patches.weights import StepWeights
 
 _PREDICTS_BESIDE_SPEC = Version("0.17")
+_SPEC_OPTIONS = (
+    *("moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "moe_use_legacy_grouped_gemm", "qk_l2_norm"),
+    *("use_te_activation_func", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp"),
+)
+"""Fields of a TransformerConfig that Megatron's functions take by the same name, in one version or another."""
 
 
-class RegisteredLayer(StepWeights):
-    """Mix-in before a transformer layer: it is in the registry, and the linears of fp8_ds in it honour
-    --first-last-layers-bf16, which Megatron does by a context of Transformer Engine's."""
+class MegatronFp8Layer:
+    """Mix-in before a transformer layer: the linears of fp8_ds in it learn when a step begins, and honour
+    --first-last-layers-bf16, which Megatron does by a context of Transformer Engine's.
 
-    def __init__(self, *args: Any, registry: LayerRegistry, **kwargs: Any) -> None:
+    Attributes:
+        step_linears: those linears; empty until they are built.
+    """
+
+    step_linears: tuple[MegatronFp8Linear, ...] = ()
+    _microbatch: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         layer: Any = self
-        registry.add(layer)
         self.step_linears = tuple(module for module in layer.modules() if isinstance(module, MegatronFp8Linear))
         if is_first_last_bf16_layer(layer.config, layer.layer_number - 1):
             for linear in self.step_linears:
                 linear.keep_bf16("--first-last-layers-bf16")
 
+    @property
+    def current_microbatch(self) -> int:
+        """Of the step, from 0, as Megatron's schedules set it before each forward.
+
+        Raises:
+            AttributeError: nobody has, as in stock layers.
+        """
+        if self._microbatch is None:
+            raise AttributeError("current_microbatch")
+        return self._microbatch
+
+    @current_microbatch.setter
+    def current_microbatch(self, number: int) -> None:
+        self._microbatch = number
+        for linear in self.step_linears:
+            linear.begin_microbatch(number)
+
 
 @functools.cache
 def _layer_class(stock: type) -> type:
-    return type(f"Fp8{stock.__name__}", (RegisteredLayer, stock), {"__module__": __name__})
+    return type(f"Fp8{stock.__name__}", (MegatronFp8Layer, stock), {"__module__": __name__})
 
 
 def _rewritten(spec: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
     """A copy of a spec in which `change(name of the slot, what is there)` has replaced what it gives another value for.
 
-    Args:
-        spec: a ModuleSpec, a dataclass of submodules, a list of specs, a functools.partial, or a leaf.
-        change: for every node; children of what it replaces are not visited.
-        name: of the slot of `spec`.
+    A spec is a ModuleSpec, a dataclass of submodules, a list, a functools.partial, or a leaf. Children of what is
+    replaced are not visited.
     """
     changed = change(name, spec)
     if changed is not spec:
@@ -96,16 +120,11 @@ def _rewritten(spec: Any, change: Callable[[str, Any], Any], name: str = "") -> 
     return found
 
 
-def _is_empty(spec: Any) -> bool:
-    """Whether it is of a pipeline stage without layers."""
-    return isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
-
-
-def with_attention(spec: Any, settings: AttentionSettings) -> Any:
-    """A copy of a layer or block spec whose attention is `fp8_ds.attention`; MLA keeps its own.
+def _with_slots(spec: Any, replace: Callable[[str, Any], Any], refusal: str) -> Any:
+    """`_rewritten`, but for MLA, which keeps its own attention and linears.
 
     Raises:
-        UnsupportedError: there is no attention in it that could be replaced.
+        UnsupportedError: with the text `refusal`: nothing was replaced in a stage that has layers.
     """
     count = 0
 
@@ -113,49 +132,49 @@ def with_attention(spec: Any, settings: AttentionSettings) -> Any:
         nonlocal count
         if isinstance(node, ModuleSpec) and isinstance(node.module, type) and issubclass(node.module, MLASelfAttention):
             return copy.copy(node)
+        changed = replace(name, node)
+        count += changed is not node
+        return changed
+
+    found = _rewritten(spec, change)
+    has_layers = not isinstance(spec, TransformerBlockSubmodules) or spec.layer_specs
+    if not count and has_layers:
+        raise UnsupportedError(refusal)
+    return found
+
+
+def with_attention(spec: Any, settings: AttentionSettings) -> Any:
+    """A copy of a layer or block spec whose attention is `fp8_ds.attention`."""
+
+    def replace(name: str, node: Any) -> Any:
         if name != "core_attention":
             return node
-        count += 1
         stock = node.module if isinstance(node, ModuleSpec) else node
         params = {**(node.params if isinstance(node, ModuleSpec) else {}), "fp8_attention": settings}
         return ModuleSpec(module=attention_class(stock), params=params)
 
-    found = _rewritten(spec, change)
-    if not count and not _is_empty(spec):
-        raise UnsupportedError(
-            f"--fp8-attention-backend: expected a layer spec with a core_attention that is not MLA's, got none. Leave "
-            f"out --fp8-attention-backend {settings.backend}."
-        )
-    return found
+    return _with_slots(
+        spec,
+        replace,
+        "--fp8-attention-backend: expected a layer spec with a core_attention that is not MLA's, got none. Leave out "
+        f"--fp8-attention-backend {settings.backend}.",
+    )
 
 
 def with_fp8_linears(spec: Any, settings: Fp8Settings) -> Any:
-    """A copy of a local layer or block spec whose linears are computed by fp8_ds, experts' included.
+    """A copy of a local layer or block spec whose linears are computed by fp8_ds, experts' included."""
+    ours = {ColumnParallelLinear: Fp8ColumnParallelLinear, RowParallelLinear: Fp8RowParallelLinear}
 
-    The linears of MLA stay Megatron's.
+    def replace(name: str, node: Any) -> Any:
+        is_linear = isinstance(node, type) and node in ours
+        return ModuleSpec(module=ours[node], params={"fp8": settings}) if is_linear else node
 
-    Raises:
-        UnsupportedError: there is no linear in it that could be replaced.
-    """
-    count = 0
-    replaced = {ColumnParallelLinear: Fp8ColumnParallelLinear, RowParallelLinear: Fp8RowParallelLinear}
-
-    def change(name: str, node: Any) -> Any:
-        nonlocal count
-        if isinstance(node, ModuleSpec) and isinstance(node.module, type) and issubclass(node.module, MLASelfAttention):
-            return copy.copy(node)
-        if not isinstance(node, type) or node not in replaced:
-            return node
-        count += 1
-        return ModuleSpec(module=replaced[node], params={"fp8": settings})
-
-    found = _rewritten(spec, change)
-    if not count and not _is_empty(spec):
-        raise UnsupportedError(
-            "--transformer-impl: expected local with FP8 linears of fp8_ds, got a spec without Megatron's own linears. "
-            "Pass --transformer-impl local."
-        )
-    return found
+    return _with_slots(
+        spec,
+        replace,
+        "--transformer-impl: expected local with FP8 linears of fp8_ds, got a spec without Megatron's own linears. "
+        "Pass --transformer-impl local.",
+    )
 
 
 def with_sequence_parallel_norms(spec: Any) -> Any:
@@ -163,23 +182,14 @@ def with_sequence_parallel_norms(spec: Any) -> Any:
     return _rewritten(spec, lambda name, node: SequenceParallelNorm if node is WrappedTorchNorm else node)
 
 
-def with_registry(spec: Any, registry: LayerRegistry) -> Any:
-    """A copy of a layer or block spec whose layers enter themselves into `registry`."""
+def _with_layers(spec: Any) -> Any:
+    """A copy of a layer or block spec with `MegatronFp8Layer` before its layers."""
     found = copy.copy(spec)
     if isinstance(spec, TransformerBlockSubmodules):
-        found.layer_specs = [with_registry(one, registry) for one in spec.layer_specs]
+        found.layer_specs = [_with_layers(one) for one in spec.layer_specs]
     else:
         found.module = _layer_class(spec.module)
-        found.params = {**spec.params, "registry": registry}
     return found
-
-
-def registry_of(spec: Any) -> LayerRegistry | None:
-    """That of a spec made here with at least one layer; None: of another."""
-    if isinstance(spec, LaterSpec):
-        return spec.registry
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    return next((layer.params["registry"] for layer in layers if "registry" in getattr(layer, "params", {})), None)
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -190,11 +200,6 @@ def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
     """What Megatron builds its layers from: one ModuleSpec, or for MoE one for each layer of this pipeline stage.
-
-    Args:
-        config: a TransformerConfig.
-        use_transformer_engine: --transformer-impl.
-        vp_stage: the virtual pipeline stage, where Megatron says which.
 
     Raises:
         UnsupportedError: Megatron builds these layers only where it has no --spec; or dense and MoE layers alternate,
@@ -217,16 +222,9 @@ def stock_layer_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int
         )
     values = {
         "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "moe_use_legacy_grouped_gemm": getattr(config, "moe_use_legacy_grouped_gemm", False),
         "normalization": config.normalization,
-        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
-        "use_te_activation_func": getattr(config, "use_te_activation_func", False),
         "use_te_op_fuser": getattr(config, "use_transformer_engine_op_fuser", False),
-        "mla_down_proj_fusion": getattr(config, "mla_down_proj_fusion", False),
-        "use_grouped_gemm_for_dense_mlp": getattr(config, "use_grouped_gemm_for_dense_mlp", False),
+        **{name: getattr(config, name, False) for name in _SPEC_OPTIONS},
     }
     kind = "with_transformer_engine" if use_transformer_engine else "local"
     make = getattr(stock_specs, f"get_gpt_layer_{kind}_spec")
@@ -240,7 +238,6 @@ def layer_spec(
     use_transformer_engine: bool,
     fp8: Fp8Settings | None = None,
     attention: AttentionSettings | None = None,
-    registry: LayerRegistry | None = None,
     vp_stage: int | None = None,
 ) -> Any:
     """The spec of a GPT model whose linears are in FP8 as `config` or `fp8` says, with this attention.
@@ -250,8 +247,7 @@ def layer_spec(
         use_transformer_engine: its linears (as Megatron has them) or those of fp8_ds.
         fp8: settings of the latter; None: as `config` says. Without FP8 in either, linears are stock.
         attention: None: stock.
-        registry: layers enter themselves into it; None: into a new one.
-        vp_stage: see `stock_layer_spec`.
+        vp_stage: the virtual pipeline stage, where Megatron says which.
 
     Raises:
         ConfigError, UnsupportedError: something in it cannot take effect.
@@ -265,7 +261,7 @@ def layer_spec(
         if config.fp8:
             refuse_recomputation(config)
         if fp8 is None and config.fp8:
-            fp8 = settings_of(config)
+            fp8 = settings(config.fp8, config.fp8_recipe)
         if fp8 is not None:
             refuse_everywhere(config, fp8)
             spec = with_fp8_linears(spec, fp8)
@@ -274,9 +270,7 @@ def layer_spec(
     if attention is not None:
         spec = with_attention(spec, attention)
         _say_what_stays_stock(config, attention)
-    registry = registry or LayerRegistry()
-    registry.fp8 = fp8
-    return with_registry(spec, registry)
+    return _with_layers(spec)
 
 
 def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
@@ -294,34 +288,21 @@ def _say_what_stays_stock(config: Any, attention: AttentionSettings) -> None:
         log_single_rank(logging.getLogger(__name__), logging.WARNING, f"attention backend {attention.backend}: {text}")
 
 
-class LaterSpec:
-    """A block spec that is made when Megatron builds a stage: versions after 0.16 import specs before there are groups,
-    and call what is no ModuleSpec.
+def later_spec(**options: Any) -> Callable[..., Any]:
+    """A block spec that is made, by `layer_spec`, when Megatron builds a stage: versions after 0.16 import specs before
+    there are groups, and call what is no ModuleSpec."""
 
-    Args:
-        options: of `layer_spec`.
+    def spec_of_stage(model_config: Any, vp_stage: int | None = None) -> Any:
+        return layer_spec(model_config.transformer, vp_stage=vp_stage, **options)
 
-    Attributes:
-        registry: of all stages.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-        self.registry = LayerRegistry()
-
-    def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
-        return layer_spec(model_config.transformer, registry=self.registry, vp_stage=vp_stage, **self._options)
+    return spec_of_stage
 
 
 def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
     """`layer_spec` of Megatron's parsed arguments, ours among them where the wrapper has added them.
 
     Args:
-        args: of `megatron.training.get_args()`.
         backend: of attention; None: --fp8-attention-backend.
-
-    Raises:
-        ConfigError, UnsupportedError: something in them cannot take effect.
     """
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -352,7 +333,7 @@ def spec_from_arguments(args: Any, backend: str | None = None) -> Any:
         require_backend(attention.backend, current_device())  # on pipeline stages without layers, too
     options: dict[str, Any] = {"use_transformer_engine": not local, "fp8": fp8, "attention": attention}
     if alternates(config) and not parallel_state.model_parallel_is_initialized():
-        return LaterSpec(**options)
+        return later_spec(**options)
     return layer_spec(config, **options)
 
 

@@ -6,11 +6,17 @@ Parameters, their initialisation, their attributes, checkpoints and collectives 
     row, sequence parallel         all-gather of grad_output in FP8
     all                            the three GEMMs
 
+A weight's bytes are made once in each step: all micro-batches and their backwards read the same. Megatron's optimizers
+write weights through `.data` and through the buffers of DDP, of which autograd's version counter knows nothing. Its
+schedules say which micro-batch comes next (`layer.current_microbatch`): before the first of a step weights may have
+changed. Under a loop that does not say it, and outside of training, every forward makes the bytes anew.
+
 Shape suffixes as in fp8_ds/tp/linears.py. Megatron's activations are [s, b, h]; tokens are their two leading dims.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -19,21 +25,16 @@ from torch import Tensor
 
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.nn.linear import Fp8Linear, _LinearFunction
-from fp8_ds.nn.recipe import Recipe
+from fp8_ds.nn.recipe import Fp8Weight, Recipe
 from fp8_ds.tp.context import TensorParallel
 from fp8_ds.tp.linears import _ColumnFunction, _RowFunction, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens
 from fp8_ds.tp.rules import Rule, rule_of
-from megatron_patches.recipes import Fp8Settings, refuse, settings_of
-from megatron_patches.weights import StepWeight
+from megatron_patches.recipes import Fp8Settings, refuse
 
 
 def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
-    """How operands travel in FP8 under sequence parallelism; None: --fp8-tp-gather bf16.
-
-    Raises:
-        ConfigError: the recipe has no such way.
-    """
+    """How operands travel in FP8 under sequence parallelism; None: in bf16. A recipe without a way is refused."""
     if fp8.tensor_parallel.gather == "bf16":
         return None
     try:
@@ -45,14 +46,49 @@ def gather_rule(fp8: Fp8Settings, recipe: Recipe) -> Rule | None:
         ) from error
 
 
-class MegatronFp8Linear:
-    """Mix-in before a class of Megatron's; arguments are Megatron's.
+class StepWeight:
+    """What recipes read as `p._fp8` (fp8_ds/nn/recipe.py): quantised when it is first read after `expire`.
 
     Args:
-        fp8: settings; None: those of the TransformerConfig.
+        weight: [O, I]; held weakly, as it holds this.
+        recipe: quantises it.
+    """
 
-    Raises:
-        ConfigError, UnsupportedError: the configuration asks for what is not there.
+    def __init__(self, weight: Tensor, recipe: Recipe) -> None:
+        self._weight = weakref.ref(weight)
+        self._recipe = recipe
+        self._made: Fp8Weight | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def expire(self) -> None:
+        """The weight may have changed, without a trace that can be seen from here."""
+        self._made = None
+
+    def __reduce__(self) -> Any:
+        """None: who pickles a Parameter with its attributes does not mean the cache."""
+        return type(None), ()
+
+    def _current(self) -> Fp8Weight:
+        weight = self._weight()
+        assert weight is not None, "read from the weight itself"
+        state = weight._version, weight.data_ptr(), weight.dtype
+        if self._made is None or state != self._state:
+            self._made, self._state = self._recipe.quantize_weight(weight.detach()), state
+        return self._made
+
+    @property
+    def data(self) -> Tensor:
+        """float8_e4m3fn [O, I]."""
+        return self._current().data
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """Its grid, multiply to leave FP8."""
+        return self._current().scale_inv
+
+
+class MegatronFp8Linear:
+    """Mix-in before a class of Megatron's. Configurations that ask for what is not there are refused.
 
     Attributes:
         fp8_settings: of the model.
@@ -70,11 +106,11 @@ class MegatronFp8Linear:
     _keeps_weight = False
     _step_weight: StepWeight | None = None
 
-    def __init__(self, *args: Any, fp8: Fp8Settings | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fp8: Fp8Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         layer: Any = self
         refuse(layer.config)
-        self.fp8_settings = fp8 or settings_of(layer.config)
+        self.fp8_settings = fp8
         self.fp8_recipe = self.fp8_settings.recipe()
         self.tp_rule, self.tp = None, None
         if layer.explicit_expert_comm or layer.tp_group is None or layer.tp_group.size() == 1:
@@ -84,11 +120,7 @@ class MegatronFp8Linear:
             self.tp_rule = gather_rule(self.fp8_settings, self.fp8_recipe)
 
     def finish_init(self, quant_config: Any) -> None:
-        """Megatron's hook of --te-precision-config-file.
-
-        Raises:
-            UnsupportedError: the file has something for this layer.
-        """
+        """Megatron's hook of --te-precision-config-file; a file with something for this layer is refused."""
         if quant_config is not None:
             raise UnsupportedError(
                 "--te-precision-config-file: expected no matcher that takes in linears of fp8_ds, got config "
@@ -123,15 +155,12 @@ class MegatronFp8Linear:
             self._step_weight.expire()
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self._fp8_text()})"
-
-    def _fp8_text(self) -> str:
-        if self.fp8_recipe is None:
-            return f"bf16 ({self.bf16_reason})"
-        gathers = self.tp_rule is not None and not cast(Any, self).explicit_expert_comm
-        gather = ", gather=fp8" if gathers else ""
-        recipe = self.fp8_recipe
-        return f"fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
+        recipe, text = self.fp8_recipe, f"bf16 ({self.bf16_reason})"
+        if recipe is not None:
+            gathers = self.tp_rule is not None and not cast(Any, self).explicit_expert_comm
+            gather = ", gather=fp8" if gathers else ""
+            text = f"fp8={recipe.name}, grad={recipe.grad_format.name}, backend={recipe.backend}{gather}"
+        return f"{super().__repr__()[:-1]}, {text})"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

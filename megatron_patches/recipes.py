@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ _RECIPES: dict[str, type[Recipe]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Fp8Settings:
     """Of all linears of a model.
 
@@ -39,7 +39,7 @@ class Fp8Settings:
     """
 
     linear: LinearConfig
-    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    tensor_parallel: TensorParallelConfig
 
     def __post_init__(self) -> None:
         self._contexts: dict[tuple[int, bool], TensorParallel] = {}
@@ -74,14 +74,7 @@ def settings(
     gather: str = "fp8",
     reduce_scatter: str = "bf16",
 ) -> Fp8Settings:
-    """What Megatron's flags say.
-
-    Args:
-        fp8_format: --fp8-format.
-        fp8_recipe: --fp8-recipe.
-        backend: --fp8-gemm-backend, of fp8_ds/ops/gemm.
-        gather: --fp8-tp-gather.
-        reduce_scatter: --fp8-tp-reduce-scatter.
+    """What --fp8-format, --fp8-recipe, --fp8-gemm-backend, --fp8-tp-gather and --fp8-tp-reduce-scatter say.
 
     Raises:
         ConfigError: FP8 is off, or values do not go together.
@@ -107,66 +100,52 @@ def settings(
     return Fp8Settings(linear, talk)
 
 
-def settings_of(config: Any) -> Fp8Settings:
-    """What a TransformerConfig says, `settings` of its fields."""
-    return settings(config.fp8, config.fp8_recipe)
-
-
-# Field of TransformerConfig, the value that is wanted, its flag, what to do.
-_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
-    (
-        "gradient_accumulation_fusion",
+_NEEDS_TE = "It needs Transformer Engine: remove the flag."
+_NOT_TESTED = "Not tested with these layers: remove the flag."
+_TES_ATTENTION = "That is Transformer Engine's attention: use --fp8-attention-backend fa3_fp8."
+_REFUSED: dict[str, tuple[Any, str, str]] = {
+    "gradient_accumulation_fusion": (
         False,
         "--no-gradient-accumulation-fusion",
         "Weight gradients of FP8 GEMMs are added to main_grad by Megatron's hook: add the flag.",
     ),
-    ("fp8_param", False, "--fp8-param-gather", "FP8 parameters are Transformer Engine's: remove the flag."),
-    (
-        "fp8_wgrad",
+    "fp8_param": (False, "--fp8-param-gather", "FP8 parameters are Transformer Engine's: remove the flag."),
+    "fp8_wgrad": (
         True,
         "--no-fp8-wgrad",
         "Remove the flag; --fp8-recipe rowwise_with_gw_hp has weight gradients in bf16.",
     ),
-    (
-        "fp8_dot_product_attention",
-        False,
-        "fp8_dot_product_attention",
-        "That is Transformer Engine's attention: use --fp8-attention-backend fa3_fp8.",
-    ),
-    (
-        "fp8_multi_head_attention",
-        False,
-        "fp8_multi_head_attention",
-        "That is Transformer Engine's attention: use --fp8-attention-backend fa3_fp8.",
-    ),
-    ("fp4", None, "--fp4-format", "FP4 is Transformer Engine's: remove the flag."),
-    ("delay_wgrad_compute", False, "--delay-wgrad-compute", "It needs Transformer Engine: remove the flag."),
-    ("tp_comm_overlap", False, "--tp-comm-overlap", "It needs Transformer Engine: remove the flag."),
-    ("cpu_offloading", False, "--cpu-offloading-num-layers", "It needs Transformer Engine: remove the flag."),
-    ("moe_grouped_gemm", False, "--moe-grouped-gemm", "Its experts would stay in bf16: remove the flag."),
-    (
-        "gtp_weight_remat_size",
+    "fp8_dot_product_attention": (False, "fp8_dot_product_attention", _TES_ATTENTION),
+    "fp8_multi_head_attention": (False, "fp8_multi_head_attention", _TES_ATTENTION),
+    "fp4": (None, "--fp4-format", "FP4 is Transformer Engine's: remove the flag."),
+    "delay_wgrad_compute": (False, "--delay-wgrad-compute", _NEEDS_TE),
+    "tp_comm_overlap": (False, "--tp-comm-overlap", _NEEDS_TE),
+    "cpu_offloading": (False, "--cpu-offloading-num-layers", _NEEDS_TE),
+    "moe_grouped_gemm": (False, "--moe-grouped-gemm", "Its experts would stay in bf16: remove the flag."),
+    "gtp_weight_remat_size": (
         1,
         "--tensor-parallel-num-weight-shards",
         "Its shards of weights are gathered in Megatron's own GEMMs: set it to --tensor-model-parallel-size.",
     ),
-    ("enable_cuda_graph", False, "--enable-cuda-graph", "Not tested with these layers: remove the flag."),
-    ("external_cuda_graph", False, "--external-cuda-graph", "Not tested with these layers: remove the flag."),
-    ("cuda_graph_impl", "none", "--cuda-graph-impl", "Not tested with these layers: remove the flag."),
-)
+    "enable_cuda_graph": (False, "--enable-cuda-graph", _NOT_TESTED),
+    "external_cuda_graph": (False, "--external-cuda-graph", _NOT_TESTED),
+    "cuda_graph_impl": ("none", "--cuda-graph-impl", _NOT_TESTED),
+}
+"""Field of a TransformerConfig -> the value that is wanted, its flag, what to do."""
+
+
+def cuda_graphs(args: Any) -> str | None:
+    """The flag by which layers of Megatron's become CUDA graphs; versions differ. None: they do not."""
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    found = (name for name in names if getattr(args, name, None) not in (None, False, "none"))
+    return next((_REFUSED[name][1] for name in found), None)
 
 
 def refuse(config: Any) -> None:
-    """Nothing in a TransformerConfig asks of linears without Transformer Engine what they cannot do.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    for name, wanted, flag, remedy in _REFUSED:
+    """Raise UnsupportedError where a TransformerConfig asks what linears without Transformer Engine cannot do."""
+    for name, (wanted, flag, remedy) in _REFUSED.items():
         value = getattr(config, name, wanted)
-        if value is None:
-            continue
-        if value != wanted:
+        if value is not None and value != wanted:
             raise UnsupportedError(
                 f"{flag}: expected {name}={wanted} with FP8 layers without Transformer Engine, got {value}. {remedy}"
             )

@@ -77,11 +77,8 @@ def refuse_everywhere(config: Any, fp8: Fp8Settings) -> None:
 
 
 def refuse_final_norm(config: Any) -> None:
-    """Megatron can build the norm after the last layer, which a spec of one layer has no slot for.
-
-    Raises:
-        UnsupportedError: it is torch's, under sequence parallelism. On pipeline stages without that norm, too.
-    """
+    """Torch's norm after the last layer, which a spec of one layer has no slot for, under sequence parallelism; also
+    on pipeline stages without it."""
     if config.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm and not alternates(config):
         raise UnsupportedError(
             "--sequence-parallel: expected off with --spec of megatron_patches, where neither Transformer Engine nor "

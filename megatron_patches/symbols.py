@@ -42,10 +42,8 @@ class Patch:
 
 
 def parse(text: str) -> tuple[Patch, ...]:
-    """Rows from lines by indentation: a module and its versions; why (and what was tried first); symbols.
-
-    A symbol has the parameters that are checked, and before it its kind where that is not "rely".
-    """
+    """Rows from lines by indentation: a module and its versions; why (and what was tried first); symbols, with the
+    parameters that are checked, and their kind where that is not "rely"."""
     found: list[Patch] = []
     module = versions = why = tried_first = ""
     for line in text.strip().splitlines():
@@ -93,9 +91,9 @@ megatron.core.models.gpt.gpt_layer_specs
   layer_specs.py: MoE; replaced in copies of its layer specs
     get_gpt_decoder_block_spec(config, use_transformer_engine)
 megatron.core.pipeline_parallel.schedules
-  weights.py: layers are told which micro-batch comes next
+  layer_specs.py: layers are told which micro-batch comes next
     set_current_microbatch(model, microbatch_id)
-  weights.py: calls the former before each forward
+  layer_specs.py: calls the former before each forward
     forward_step(forward_step_func, data_iterator, model)
 megatron.core.transformer.torch_norm
   norm.py: makes the norm

@@ -318,7 +318,6 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
     from types import SimpleNamespace
 
     from megatron_patches.health import Health
-    from megatron_patches.layer_specs import registry_of
 
     with mt.megatron(layout):
         training = mt.Training(layout, lr=0.0)
@@ -329,8 +328,7 @@ def health(layout: Layout, evaluates: bool = False) -> dict[str, Any]:
             tensor_model_parallel_size=layout.tp,
             fp8_health_interval=2,
         )
-        registry = registry_of(training.module.transformer_layer_spec)
-        watched = Health(registry, args, [training.model])
+        watched = Health(args, [training.model])
         data = mt.batches(2)
         for iteration in (1, 2):
             training.step(data)

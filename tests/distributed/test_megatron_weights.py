@@ -38,7 +38,7 @@ LAYOUTS = {
 @contextmanager
 def counted(*, always: bool = False) -> Iterator[list[int]]:
     """Casts of weights, one number; `always`: at every read, as without a cache."""
-    from megatron_patches.weights import StepWeight
+    from megatron_patches.linear import StepWeight
 
     count, cast, current = [0], TensorwiseRecipe.quantize_weight, StepWeight._current
 
@@ -111,7 +111,7 @@ def test_loops_that_do_not_say_which_micro_batch_comes_read_the_weights_as_they_
 
 def test_a_write_that_autograd_sees_and_another_storage_are_noticed() -> None:
     from fp8_ds.config import LinearConfig
-    from megatron_patches.weights import StepWeight
+    from megatron_patches.linear import StepWeight
 
     weight = nn.Parameter(torch.randn(32, 16))
     step = StepWeight(weight, TensorwiseRecipe(LinearConfig()))
@@ -128,7 +128,7 @@ def test_a_write_that_autograd_sees_and_another_storage_are_noticed() -> None:
 
 def test_copies_of_a_parameter_do_not_have_its_cache() -> None:
     from fp8_ds.config import LinearConfig
-    from megatron_patches.weights import StepWeight
+    from megatron_patches.linear import StepWeight
 
     weight = nn.Parameter(torch.randn(32, 16))
     weight._fp8 = StepWeight(weight, TensorwiseRecipe(LinearConfig()))  # type: ignore[attr-defined]

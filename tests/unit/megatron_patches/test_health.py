@@ -18,7 +18,6 @@ from megatron_patches import health
 from megatron_patches.attention import AttentionSettings, MegatronFp8Attention
 from megatron_patches.health import parts_of
 from megatron_patches.linear import Fp8RowParallelLinear
-from megatron_patches.registry import LayerRegistry
 
 SEQUENCE, HEADS, CHANNELS = 32, 4, 16
 
@@ -148,7 +147,7 @@ class Watch:
 
 
 class Gathering(nn.Module):
-    """A layer whose forward gathers as many bytes as its input says."""
+    """Its forward gathers as many bytes as its input says."""
 
     def __init__(self, fp8: Any) -> None:
         super().__init__()
@@ -161,41 +160,32 @@ class Gathering(nn.Module):
 def test_what_is_reported_is_of_training() -> None:
     """Evaluation before a sampled iteration, after it, and before the next one."""
     fp8 = SimpleNamespace(num_bytes_gathered=0)
-    layers = nn.ModuleList(Gathering(fp8) for _ in range(2))
-    watched = watching(fp8, list(layers), every=2)
+    chunks = nn.ModuleList(Gathering(fp8) for _ in range(2))
+    watched = watching(fp8, list(chunks), every=2)
     found, events = [], []
     for iteration in (1, 2, 3):
-        for layer in layers.train():
-            layer(10 * iteration)
+        for chunk in chunks.train():
+            chunk(10 * iteration)
         events.append(list(watched._table.events))
         watched.after_iteration(iteration)
         found.append(watched._num_bytes)
-        for layer in layers.eval():
-            layer(1)
+        for chunk in chunks.eval():
+            chunk(1)
         events.append(list(watched._table.events))
     assert found == [20, 40, 60]
     sampled = ["attach", "detach", "send", "receive"]
     assert events == [[], [], sampled[:1], sampled, sampled, sampled]
 
 
-def test_no_layer_is_hooked_in_an_iteration() -> None:
-    fp8 = SimpleNamespace(num_bytes_gathered=0)
-    layers = nn.ModuleList(Gathering(fp8) for _ in range(2))
-    watched = watching(fp8, list(layers), every=1)
-    for iteration in (1, 2):
-        watched.after_iteration(iteration)
-    assert [len(layer._forward_pre_hooks) for layer in layers] == [1, 1]
-    layers[1](1)  # the first of a virtual stage need not be the first built
-    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 0]
-
-
-def watching(fp8: Any, layers: list[Any], every: int) -> Any:
-    """A Health of these layers without groups."""
+def watching(fp8: Any, chunks: list[Any], every: int) -> Any:
+    """A Health of these chunks without groups."""
     watched: Any = health.Health.__new__(health.Health)
-    watched._registry = SimpleNamespace(fp8=fp8, layers=lambda: layers)
+    watched._settings = [fp8]
     watched._observers = watched._table = Watch()
-    watched._every, watched._is_sampling, watched._waiting = every, False, []
+    watched._every, watched._is_sampling, watched._is_between = every, False, False
     watched._bytes_before = 0
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(watched._before_forward)
     return watched
 
 
@@ -227,43 +217,25 @@ def test_nothing_is_added_without_fp8(megatron_training: SimpleNamespace) -> Non
     assert megatron_training.printed == []
 
 
-def test_a_model_of_megatrons_own_spec_is_found(
-    megatron_training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fp8", "spec"), [("hybrid", None), (None, ["megatron_patches.layer_specs", "gpt"])], ids=["megatron", "ours"]
+)
+def test_health_is_of_the_model_that_is_trained(
+    megatron_training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp8: Any, spec: Any
 ) -> None:
-    """Its layers are Transformer Engine's, and nothing but their being watched is ours."""
-    monkeypatch.setattr("megatron.core.transformer.transformer_layer.TransformerLayer", Gathering)
+    """Of Megatron's own spec with Transformer Engine's FP8, and of ours."""
     made: list[Any] = []
-    monkeypatch.setattr(health, "Health", lambda registry, args, chunks: made.append(registry) or Fake())
-    megatron_training.args.fp8 = "hybrid"
-    log, model = health.HealthLog(), nn.Sequential(Gathering(None), nn.Linear(1, 1), Gathering(None))
-    log.wrap_setup_model(lambda: ([model], "optimizer", "scheduler"))()
+    monkeypatch.setattr(health, "Health", lambda args, chunks: made.append(chunks) or Fake())
+    megatron_training.args.fp8, megatron_training.args.spec = fp8, spec
+    log, models = health.HealthLog(), [[nn.Linear(1, 1)], [nn.Linear(1, 1)]]
+    log.wrap_setup_model(lambda: (models[0], "optimizer", "scheduler"))()
     logged = log.wrap_training_log(training_log)
     for iteration in (1, 2):
         logged({}, {}, 0.1, iteration)
-    (registry,) = made
-    assert registry.fp8 is None and registry.layers() == [model[0], model[2]]
     assert megatron_training.printed == [" [fp8] computed somehow", " [fp8] iteration        2 | all is well"]
-    log.wrap_setup_model(lambda: ([model[:1]], "optimizer", "scheduler"))()  # again, as by --inprocess-restart
+    log.wrap_setup_model(lambda: (models[1], "optimizer", "scheduler"))()  # again, as by --inprocess-restart
     logged({}, {}, 0.1, 3)
-    assert len(made) == 2 and made[1].layers() == [model[0]], "health is of the model that is trained"
-
-
-def test_a_stage_without_layers_takes_part_in_reports(
-    megatron_training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each stage has a spec of its own, as dense layers among experts have, one may be of no layers."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron_patches import layer_specs
-
-    empty = layer_specs.with_registry(TransformerBlockSubmodules(layer_specs=[]), LayerRegistry())
-    monkeypatch.setitem(vars(layer_specs), "gpt", empty)
-    megatron_training.args.spec = [layer_specs.__name__, "gpt"]
-    monkeypatch.setattr(health, "Health", lambda registry, args, chunks: Fake())
-    log = health.HealthLog()
-    log.wrap_setup_model(lambda: ([nn.Linear(1, 1)], "optimizer", "scheduler"))()
-    log.wrap_training_log(training_log)({}, {}, 0.1, 2)
-    assert megatron_training.printed[-1] == " [fp8] iteration        2 | all is well"
+    assert made == models
 
 
 class Fake:

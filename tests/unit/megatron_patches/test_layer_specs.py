@@ -32,9 +32,8 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from megatron_patches import compat, layer_specs
 from megatron_patches.attention import AttentionSettings
 from megatron_patches.layer_specs import (
-    RegisteredLayer,
+    MegatronFp8Layer,
     layer_spec,
-    registry_of,
     with_attention,
     with_fp8_linears,
 )
@@ -130,14 +129,13 @@ def test_experts_are_replaced_in_every_layer(freq: Any, monkeypatch: pytest.Monk
     layers = [spec] if freq == 1 else spec.layer_specs
     assert len(layers) == (1 if freq == 1 else 4)
     for i, layer in enumerate(layers):
-        assert issubclass(layer.module, RegisteredLayer)
+        assert issubclass(layer.module, MegatronFp8Layer)
         assert issubclass(layer.submodules.self_attention.submodules.core_attention.module, DotProductAttention)
         mlp = layer.submodules.mlp
         inner = mlp.submodules
         parts = [inner.experts.submodules, inner.shared_experts.submodules] if freq == 1 or i % 2 else [inner]
         for part in parts:
             assert (part.linear_fc1.module, part.linear_fc2.module) == (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
-    assert registry_of(spec) is not None
 
 
 def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +147,11 @@ def test_a_spec_that_megatron_calls_is_of_the_stage_it_names(monkeypatch: pytest
 
     monkeypatch.setattr(layer_specs.stock_specs, "get_gpt_decoder_block_spec", block)
     moe = config(num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], add_bias_linear=False)
-    later = layer_specs.LaterSpec(use_transformer_engine=False, fp8=FP8, attention=None)
-    specs = [later(SimpleNamespace(transformer=moe), vp_stage=stage) for stage in (0, 1)]
+    later = layer_specs.later_spec(use_transformer_engine=False, fp8=FP8, attention=None)
+    for stage in (0, 1):
+        spec = later(SimpleNamespace(transformer=moe), vp_stage=stage)
+        assert [modules(layer)["linear_fc1"] for layer in spec.layer_specs] == [Fp8ColumnParallelLinear] * 2
     assert stages == [0, 1]
-    assert [registry_of(spec) for spec in (*specs, later)] == [later.registry] * 3
-    assert later.registry.fp8 is FP8
 
 
 def test_a_stage_without_layers_is_left_as_it_is() -> None:
@@ -330,7 +328,7 @@ def test_the_stock_scripts_mask_of_documents_is_refused(stock_script: SimpleName
     with pytest.raises(UnsupportedError, match=r"--reset-attention-mask: expected off with attention by fp8_ds \(ref"):
         layer_specs._objects()
     args.reset_attention_mask = False
-    assert registry_of(layer_specs._objects()["gpt_reference"]) is not None
+    assert list(layer_specs._objects()) == ["gpt_reference"]
 
 
 @pytest.mark.parametrize(("version", "builds"), [("0.16.1", False), ("0.19.1", True)])
@@ -341,7 +339,7 @@ def test_multi_token_prediction_is_refused_where_megatron_cannot_build_it_beside
     monkeypatch.setattr(layer_specs.patches, "check", lambda *parts: None)
     stock_script.mtp_num_layers = 1
     if builds:
-        assert registry_of(layer_specs._objects()["gpt_reference"]) is not None
+        assert list(layer_specs._objects()) == ["gpt_reference"]
         return
     with pytest.raises(
         UnsupportedError, match=r"--mtp-num-layers: expected none with a layer spec in Megatron 0\.16\.1"
@@ -367,7 +365,7 @@ def test_a_backend_that_is_not_there_is_refused_before_layers_are_built(
         layer_specs._objects()
     dropout = SimpleNamespace(core_transformer_config_from_args=lambda args: config(attention_dropout=0.1))
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", dropout)
-    assert registry_of(layer_specs._objects()["gpt_fa3"]) is not None
+    assert list(layer_specs._objects()) == ["gpt_fa3"]
 
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 0, 1]])
