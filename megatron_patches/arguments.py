@@ -8,6 +8,7 @@ plain values are put into the arguments: Megatron writes them into checkpoints.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.ops.gemm import BACKENDS as GEMM_BACKENDS
 from megatron_patches import compat, optimizer
 from megatron_patches.engine_observers import RECIPES as SAMPLED
-from megatron_patches.recipes import GRAD_DTYPES, OTHER_ATTENTION, OURS, Fp8Settings, settings
+from megatron_patches.recipes import GRAD_DTYPES, OTHER_ATTENTION, OURS, Fp8Settings, cuda_graphs, settings
 
 SPEC = ("megatron_patches.layer_specs", "gpt")
 _RECIPE = "fp8_recipe"
@@ -33,7 +34,7 @@ _OF_ENGINES_FP8 = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Our recipes among the choices of --fp8-recipe, our flags in a group of their own, and a --help that prints.
+    """Add our recipes to the choices of --fp8-recipe and our flags in a group, and let --help print.
 
     Raises:
         ConfigError: this Megatron has no --fp8-recipe with choices.
@@ -46,67 +47,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         )
     actions[0].choices = (*actions[0].choices, *OURS)
     group = parser.add_argument_group("fp8_ds", "FP8 by megatron_patches; --fp8-recipe also takes " + ", ".join(OURS))
-    group.add_argument(
-        "--megatron-path", help="clone of Megatron-LM; else $MEGATRON_LM_PATH, else the working directory"
-    )
-    group.add_argument("--on-cpu", action="store_true", help="a trial without a GPU, over gloo")
-    group.add_argument(
+    add = group.add_argument
+    add("--megatron-path", help="clone of Megatron-LM; else $MEGATRON_LM_PATH, else the working directory")
+    add("--on-cpu", action="store_true", help="a trial without a GPU, over gloo")
+    add(
         "--fp8-attention-backend",
         type=_attention_backend,
         metavar=f"{{{','.join(BACKENDS)}}}",
         help="attention by fp8_ds; left out: Megatron's (docs/attention.md)",
     )
-    group.add_argument(
-        "--fp8-attention-hadamard", action="store_true", help="rotate q and k before they go into FP8 (fa3_fp8)"
-    )
-    group.add_argument(
-        "--fp8-gemm-backend", choices=GEMM_BACKENDS, help="of linears without Transformer Engine; left out: torch"
-    )
-    group.add_argument(
-        "--fp8-tp-gather",
-        choices=("fp8", "bf16"),
-        help="how activations are gathered under --sequence-parallel without Transformer Engine; left out: fp8",
-    )
-    group.add_argument(
-        "--fp8-tp-reduce-scatter",
-        choices=("bf16", "fp8"),
-        help="how activations are reduced under --sequence-parallel without Transformer Engine; left out: bf16",
-    )
-    group.add_argument(
-        "--fp8-health-interval",
-        type=int,
-        default=0,
-        help="iterations from one sample of amax, saturation and underflow of the linears to the next; 0: coverage and "
-        "bytes only",
-    )
-    _mend_help(parser)
-    group.add_argument("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
+    add("--fp8-attention-hadamard", action="store_true", help="rotate q and k before they go into FP8 (fa3_fp8)")
+    add("--fp8-gemm-backend", choices=GEMM_BACKENDS, help="of linears without Transformer Engine; left out: torch")
+    under = "under --sequence-parallel without Transformer Engine"
+    add("--fp8-tp-gather", choices=("fp8", "bf16"), help=f"how activations are gathered {under}; left out: fp8")
+    add("--fp8-tp-reduce-scatter", choices=("bf16", "fp8"), help=f"how they are reduced {under}; left out: bf16")
+    between = "iterations between samples of amax, saturation and underflow of linears; 0: coverage and bytes only"
+    add("--fp8-health-interval", type=int, default=0, help=between)
+    add("--fp8-optimizer-states", action="store_true", help="Adam's moments in FP8 (docs/megatron.md)")
     masters = f"{{{','.join(optimizer.MASTERS)}}}"
-    group.add_argument("--fp8-master", metavar=masters, help="format of master weights with FP8 states")
-    group.add_argument(
-        "--fp8-drop-transposes",
-        action="store_true",
-        help="FP8 weights' transposes, a byte a parameter, exist in their own backward only",
-    )
+    add("--fp8-master", metavar=masters, help="format of master weights with FP8 states")
+    own = "FP8 weights' transposes, a byte a parameter, exist in their own backward only"
+    add("--fp8-drop-transposes", action="store_true", help=own)
+    _mend_help(parser)
     return parser
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Percent signs in Megatron's help texts are doubled where they stop --help, as in core_v0.19.0 and later."""
+    """Lone percent signs in Megatron's help texts, which stop --help in core_v0.19.0 and later, are doubled."""
     for action in parser._actions:
-        if action.help and action.help is not argparse.SUPPRESS:
-            try:
-                _ = action.help % vars(action)
-            except KeyError:
-                continue  # %(prog)s and the like, which argparse knows
-            except (TypeError, ValueError):
-                action.help = action.help.replace("%", "%%")
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\()", "%%", action.help)
 
 
 def digest_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """The same, ready for Megatron's own validation.
-
-    Sets `fp8_linear_format` and `fp8_linear_recipe` (None: linears are Megatron's), and `spec` where ours is needed.
+    """Set `fp8_linear_format` and `fp8_linear_recipe` (None: linears are Megatron's), and `spec` where ours is needed.
 
     Raises:
         ConfigError, UnsupportedError: flags that cannot take effect.
@@ -156,7 +130,7 @@ def check_spec(args: argparse.Namespace) -> None:
 
 
 def wrap_setup_model(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For patches.apply, of `setup_model_and_optimizer`: `check_spec`, then Megatron's own."""
+    """Wrap `setup_model_and_optimizer`: `check_spec`, then Megatron's own."""
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import global_vars
@@ -209,25 +183,18 @@ def _take_over(args: argparse.Namespace) -> None:
 
 
 def _attention_backend(value: str) -> str:
-    """Return `value`, a backend of attention.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
+    """For argparse, whose own error does not say what to take instead."""
     if value not in BACKENDS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(BACKENDS)}, got {value}. {OTHER_ATTENTION}.")
     return value
 
 
 def check_masks(args: argparse.Namespace, backend: str | None) -> None:
-    """Nothing in Megatron's arguments asks attention for a mask that fp8_ds does not take.
+    """Refuse --reset-attention-mask with attention by fp8_ds.
 
     Args:
         args: parsed, of the wrapper or of the stock script.
         backend: of attention; None: Megatron's own.
-
-    Raises:
-        UnsupportedError: --reset-attention-mask.
     """
     if backend is not None and getattr(args, "reset_attention_mask", False):
         raise UnsupportedError(
@@ -254,14 +221,7 @@ def _check_attention(args: argparse.Namespace) -> None:
 
 
 def check_recipe(args: argparse.Namespace) -> None:
-    """A recipe that somebody named is not left without FP8.
-
-    Args:
-        args: parsed, of the wrapper or of the stock script.
-
-    Raises:
-        ConfigError: --fp8-recipe without --fp8-format.
-    """
+    """Refuse --fp8-recipe without --fp8-format, in arguments of the wrapper or of the stock script."""
     if args.fp8 is not None or getattr(args, "fp8_linear_recipe", None) is not None:
         return
     recipe = getattr(args, _RECIPE, _DEFAULT_RECIPE)
@@ -291,7 +251,7 @@ def _check_health(args: argparse.Namespace) -> None:
             f"--fp8-health-interval: expected 0 with --fp8-recipe {args.fp8_recipe} of Transformer Engine, got "
             f"{interval}. Of {', '.join(SAMPLED)} the casts are known: remove it."
         )
-    if flag := optimizer.cuda_graphs(args):
+    if flag := cuda_graphs(args):
         raise ConfigError(
             f"--fp8-health-interval: expected 0 with {flag}, got {interval}. Graphs call no hook: remove one of them."
         )
@@ -323,16 +283,12 @@ def _check_stock_fp8(args: argparse.Namespace) -> None:
 
 
 def wrap_add_arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For patches.apply, of `add_megatron_arguments`."""
+    """Wrap `add_megatron_arguments`."""
     return lambda parser: add_arguments(stock(parser))
 
 
 def wrap_parse_args(after: Callable[[argparse.Namespace], None]) -> Callable[[Any], Callable[..., Any]]:
-    """For patches.apply, of `parse_args`.
-
-    Args:
-        after: called with the digested arguments.
-    """
+    """Make the wrapper of `parse_args` that calls `after` with the digested arguments."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:

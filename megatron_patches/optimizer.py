@@ -1,15 +1,7 @@
 """--fp8-optimizer-states and --fp8-master: FP8 moments and split masters under Megatron's own optimizer classes.
 
 What Megatron makes Adam from is replaced, and its optimizer classes by subclasses (optimizer_classes.py,
-optimizer_sharded.py); who calls `get_megatron_optimizer` notices nothing. Bytes per parameter, gradient aside, on one
-rank:
-
-| --fp8-master    | weight | master | moments | sum  | needs |
-|-----------------|--------|--------|---------|------|-------|
-| bf16_8          | 2      | 1      | 2.06    | 5.06 |       |
-| e4m19           | 1      | 2      | 2.06    | 5.06 | --fp8-param-gather, of FP8 weights; bf16_8 for the others |
-| e4m11           | 1      | 1      | 2.06    | 4.06 | the same |
-| stock           | 2      | 4      | 8       | 14   |       |
+optimizer_sharded.py); who calls `get_megatron_optimizer` notices nothing. Bytes of each form: docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -26,7 +18,8 @@ from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.optim.adamw import SMALLEST_EPS
 from fp8_ds.optim.masters import BF16_8, BY_NAME, E4M11, E4M19
 from fp8_ds.scaling.predicted import check_betas
-from megatron_patches import compat
+from megatron_patches import compat, transposes
+from megatron_patches.recipes import cuda_graphs
 
 MASTERS = tuple(fmt.name for fmt in (BF16_8, E4M19, E4M11))
 _OPTIMIZER = "megatron.core.optimizer"
@@ -37,13 +30,7 @@ _DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What the flags say.
-
-    Args:
-        master: one of MASTERS.
-        seed: of the rounding noise.
-        drop_transposes: whether FP8 weights lose theirs after each backward (transposes.py).
-    """
+    """What --fp8-master, --seed (of the rounding noise) and --fp8-drop-transposes say."""
 
     master: str = "bf16_8"
     seed: int = 0
@@ -62,12 +49,25 @@ class OptimizerStates:
         return BY_NAME[self.master].is_fp8
 
 
-def from_arguments(args: Any) -> OptimizerStates | None:
-    """The settings in parsed arguments; None without --fp8-optimizer-states.
+_OFF = (
+    "use_torch_fsdp2",
+    "use_megatron_fsdp",
+    "optimizer_cpu_offload",
+    "optimizer_cuda_graph",
+    "use_layer_wise_distributed_optimizer",
+    "rl_offload_optimizer_during_inference",
+    "ckpt_convert_update_legacy_dist_opt_format",
+)
+_OFF_WITH_FP8_WEIGHTS = {
+    "use_cpu_initialization": "Masters begin as what Transformer Engine keeps when it makes a weight, before Megatron "
+    "draws it on the CPU",
+    "log_params_norm": "Megatron takes it of masters of their own, which FP8 weights do not have here",
+}
+"""Arguments that do not go with FP8 states, and why some do not go with FP8 weights."""
 
-    Args:
-        args: Megatron's, with `fp8_optimizer_states` and `fp8_master`. The default master is "e4m19" with
-            --fp8-param-gather, else "bf16_8".
+
+def from_arguments(args: Any) -> OptimizerStates | None:
+    """The settings in Megatron's parsed arguments; None without --fp8-optimizer-states.
 
     Raises:
         ConfigError: --fp8-master does not fit the other flags.
@@ -100,24 +100,20 @@ def from_arguments(args: Any) -> OptimizerStates | None:
             f"{args.fp8_recipe}. Its weights have one scale, which may be a power of two. Use it, or leave out "
             "--fp8-param-gather."
         )
-    if gathers_fp8 and getattr(args, "use_cpu_initialization", False):
-        raise UnsupportedError(
-            "--use-cpu-initialization: expected off with --fp8-param-gather and --fp8-optimizer-states, got on. "
-            "Masters begin as what Transformer Engine keeps when it makes a weight, before Megatron draws it on the "
-            "CPU: turn one of them off."
-        )
-    if gathers_fp8 and getattr(args, "log_params_norm", False):
-        raise UnsupportedError(
-            "--log-params-norm: expected off with --fp8-param-gather and --fp8-optimizer-states, got on. Megatron "
-            "takes it of masters of their own, which FP8 weights do not have here: turn one of them off."
-        )
+    for name, reason in _OFF_WITH_FP8_WEIGHTS.items() if gathers_fp8 else ():
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')}: expected off with --fp8-param-gather and --fp8-optimizer-states, got on. "
+                f"{reason}: turn one of them off."
+            )
     if getattr(args, "optimizer", "adam") != "adam":
         raise UnsupportedError(
             f"--optimizer: expected adam with --fp8-optimizer-states, got {args.optimizer}. Use adam."
         )
     _check_numbers(args)
-    for name, flag in _OTHER_FLAGS.items():
+    for name in _OFF:
         if getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}"
             raise UnsupportedError(f"{flag}: expected off with --fp8-optimizer-states, got on. Turn one of them off.")
     if drop_transposes and (graphs := cuda_graphs(args)):
         raise UnsupportedError(
@@ -128,11 +124,7 @@ def from_arguments(args: Any) -> OptimizerStates | None:
 
 
 def _check_numbers(args: Any) -> None:
-    """Adam's numbers are such that FP8 states have scales; here, so that the flags are named before a model is built.
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """Refuse numbers of Adam's without which FP8 states have no scales, by their flags and before a model is built."""
     betas, eps = (getattr(args, "adam_beta1", 0.9), getattr(args, "adam_beta2", 0.999)), getattr(args, "adam_eps", 1e-8)
     try:
         check_betas(*betas)
@@ -149,52 +141,20 @@ def _check_numbers(args: Any) -> None:
         )
 
 
-_OTHER_FLAGS = {
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
-    "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference",
-}
-_CUDA_GRAPHS = {
-    "cuda_graph_impl": "--cuda-graph-impl",
-    "enable_cuda_graph": "--enable-cuda-graph",
-    "external_cuda_graph": "--external-cuda-graph",
-}
-
-
-def cuda_graphs(args: Any) -> str | None:
-    """The flag by which layers of Megatron's become CUDA graphs; versions differ. None: they do not."""
-    return next(
-        (flag for name, flag in _CUDA_GRAPHS.items() if getattr(args, name, None) not in (None, False, "none")), None
-    )
-
-
 def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) -> None:
-    """Everything in Megatron's own config and model works with FP8 states.
+    """What arguments do not tell before Megatron has validated them, and parameters, work with FP8 states.
 
     Args:
         config: OptimizerConfig.
         model_chunks: wrapped by Megatron's DistributedDataParallel.
 
     Raises:
-        UnsupportedError: something does not; all ranks raise.
+        ConfigError, UnsupportedError: something does not; all ranks raise.
     """
     beside = "with --fp8-optimizer-states"
-    if config.optimizer != "adam":
-        raise UnsupportedError(f"--optimizer: expected adam {beside}, got {config.optimizer}. Use adam.")
     if not config.bf16:
         got = "--fp16" if config.fp16 else "neither --bf16 nor --fp16"
         raise UnsupportedError(f"--bf16: expected on {beside}, got {got}. Train in bf16.")
-    if config.optimizer_cpu_offload:
-        raise UnsupportedError(f"--optimizer-cpu-offload: expected off {beside}, got on. States of 2 bytes stay here.")
-    if getattr(config, "optimizer_cuda_graph", False):
-        raise UnsupportedError(f"--optimizer-cuda-graph: expected off {beside}, got on. Its step is not captured.")
-    for chunk in model_chunks:
-        if chunk.ddp_config.use_megatron_fsdp:
-            raise UnsupportedError(
-                f"--use-megatron-fsdp: expected off {beside}, got on. Use --use-distributed-optimizer."
-            )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(config, name)
         if dtype not in (torch.float32, torch.uint8):
@@ -204,10 +164,6 @@ def refuse(config: Any, model_chunks: Sequence[Any], states: OptimizerStates) ->
         raise UnsupportedError(
             f"--main-params-dtype: expected it left out {beside}, got {config.main_params_dtype}. Use --fp8-master."
         )
-    _refuse_parameters(model_chunks, config, states)
-
-
-def _refuse_parameters(model_chunks: Sequence[Any], config: Any, states: OptimizerStates) -> None:
     from megatron.core.fp8_utils import is_float8tensor
 
     params = [p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad]
@@ -234,7 +190,7 @@ def _refuse_parameters(model_chunks: Sequence[Any], config: Any, states: Optimiz
 
 def replacements(states: OptimizerStates) -> dict[str, Callable[[Any], Any]]:
     """For `patches.apply`: Megatron makes optimizers with FP8 states from then on."""
-    from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded, transposes
+    from megatron_patches import optimizer_adam, optimizer_classes, optimizer_sharded
 
     adam = functools.partial(optimizer_adam.MegatronFp8AdamW, master=states.master, seed=states.seed)
     found: dict[str, Callable[[Any], Any]] = {
@@ -263,8 +219,6 @@ def _checked(stock: Callable[..., Any], states: OptimizerStates) -> Callable[...
         # Megatron derives it from flags that suppose FusedAdam. True: the optimizer owns masters and writes weights.
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         if states.drop_transposes:
-            from megatron_patches import transposes
-
             transposes.drop_all(model_chunks)
         return stock(config, model_chunks, *args, **kwargs)
 

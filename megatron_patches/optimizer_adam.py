@@ -30,10 +30,8 @@ class MegatronFp8AdamW(Fp8AdamW):
     Gradients are read from `decoupled_grad`, just as by a precision-aware FusedAdam.
 
     Args:
-        params: param groups of the model's parameters.
-        lr, weight_decay, betas, eps: as for Fp8AdamW.
-        adam_w_mode: AdamW or Adam.
-        capturable: for --optimizer-cuda-graph of Megatron 0.19 and later, which `optimizer.refuse` refuses.
+        params, lr, weight_decay, betas, eps, adam_w_mode: as of FusedAdam.
+        capturable: of Megatron 0.19 and later, for --optimizer-cuda-graph, which is refused.
         master: format of the masters of FP8 weights, or of bf16 ones ("bf16_8").
         seed: of the rounding noise, the same on all ranks.
     """
@@ -64,7 +62,7 @@ class MegatronFp8AdamW(Fp8AdamW):
         """From now on `shards` are what is updated: one for each tensor in the param groups, in their order.
 
         Args:
-            shards: with `hi`, without the rest. `group` is set here.
+            shards: with `hi`; the rest is set here.
             scales: of FP8 masters.
             device: of the shards.
         """
@@ -111,8 +109,6 @@ class MegatronFp8AdamW(Fp8AdamW):
         self.core.run(grads, inputs)
         self.core.end()
 
-    # --- dense form ---
-
     def read(self, p: Any, key: str | None) -> Tensor:
         """float32 on the CPU, of p's shape: the master (key None), or a moment by its torch name; zeros before a step.
 
@@ -127,11 +123,7 @@ class MegatronFp8AdamW(Fp8AdamW):
 
     @torch.no_grad()
     def write(self, p: Any, key: str | None, value: Tensor) -> None:
-        """Inverse of `read`: exact for what it gave, else rounded to nearest.
-
-        Args:
-            value: floating, of p's number of elements, any device.
-        """
+        """Inverse of `read`: exact for what it gave, else rounded to nearest. `value` may be on any device."""
         shard = self.shard_of(p)
         if key is not None:
             self.core.allocate()

@@ -17,7 +17,6 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.adamw import weight_id
 from fp8_ds.optim.masters import BF16_8, FP32, MasterFormat
@@ -34,14 +33,6 @@ def number_of(name: str, p: Any) -> int:
     Ranks of a tensor parallel group have the same names. The embedding and the head are one weight in two stages.
     """
     return weight_id("shared embedding" if getattr(p, "shared_embedding", False) else name)
-
-
-def refuse_offload(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name}: expected not to be called with --fp8-optimizer-states, got a call. Masters are the model's weights, "
-        "and moments take 2 bytes: leave optimizer states where they are (RL: --rl-offload-optimizer-during-inference "
-        "off)."
-    )
 
 
 class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
@@ -75,8 +66,6 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
                 )
         self.optimizer.hold(shards, None, torch.device(torch.cuda.current_device()))
 
-    # --- the step ---
-
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
         return [p.decoupled_grad for p in self.get_parameters() if p.decoupled_grad is not None]
 
@@ -92,8 +81,6 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
         assert state_dict is None, "Initialize main params from state dict is not supported"
         self.optimizer.forget_masters()
 
-    # --- checkpoints ---
-
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         state = super().state_dict(is_loading)
         state["fp32_from_fp16_params"] = [[self.optimizer.read(p, None) for p in g] for g in self.float16_groups]
@@ -105,9 +92,6 @@ class Fp8Float16Optimizer(Float16OptimizerWithFloat16Params):
         for group, values in zip(self.float16_groups, masters, strict=True):
             for p, value in zip(group, values, strict=True):
                 self.optimizer.write(p, None, value)
-
-    def offload_to_cpu(self) -> None:
-        raise refuse_offload("offload_to_cpu")
 
 
 def _allocate(optimizer: MegatronFp8AdamW, config: Any = None) -> None:

@@ -11,13 +11,12 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from fp8_ds.errors import UnsupportedError
 from fp8_ds.ops.adamw import AdamShard
 from fp8_ds.optim.masters import BY_NAME
 from fp8_ds.optim.states import MOMENTS
 from fp8_ds.zero.split import virtual_flat
 from megatron_patches.optimizer_adam import SCALES, MegatronFp8AdamW
-from megatron_patches.optimizer_classes import format_of, number_of, refuse_offload
+from megatron_patches.optimizer_classes import format_of, number_of
 from megatron_patches.optimizer_fp8 import Fp8Weights
 
 _MASTER = "param"
@@ -114,8 +113,6 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
         shards = {shard.scale_index: shard for shard in self.optimizer.core.shards if shard.fmt.is_fp8}
         self._fp8_weights.take_values(shards, self.optimizer.seed)
 
-    # --- the step ---
-
     def _copy_main_params_to_model_params(self) -> None:
         super()._copy_main_params_to_model_params()  # nothing: the step has written weights
         if self._fp8_weights:
@@ -133,8 +130,6 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
             param_range = self._get_model_param_range_map(model_param)["param"]
             self._fp8_write_master(model_param, source[model_param].reshape(-1)[param_range.start : param_range.end])
         self._fp8_finish_loading()
-
-    # --- checkpoints: stock code asks for one parameter at a time ---
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         p = self._fp8_tensor_of(model_param)
@@ -169,18 +164,8 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
         if state_dict.get("param_state_sharding_type", "dp_zero_gather_scatter") != "dp_zero_gather_scatter":
             self._fp8_finish_loading()
 
-    def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:
-        """As stock; not from the format of before February 2024.
-
-        Raises:
-            UnsupportedError: that one.
-        """
-        if update_legacy_format:
-            raise UnsupportedError(
-                "--ckpt-convert-update-legacy-dist-opt-format: expected off with --fp8-optimizer-states, got on. "
-                "Convert the checkpoint without FP8 states, then load it with them."
-            )
-        super().load_parameter_state_from_dp_zero(state_dict)
+    def load_parameter_state_from_dp_zero(self, state_dict: Any, **kwargs: Any) -> None:
+        super().load_parameter_state_from_dp_zero(state_dict, **kwargs)
         self._fp8_finish_loading()
 
     def _fp8_finish_loading(self) -> None:
@@ -189,6 +174,3 @@ class Fp8DistributedOptimizer(DistributedOptimizer):
             self._fp8_weights.take_loaded()
         for chunk in self.model_chunks:
             chunk.start_param_sync(force_sync=True)
-
-    def offload_to_cpu(self) -> None:
-        raise refuse_offload("offload_to_cpu")

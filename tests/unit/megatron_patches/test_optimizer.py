@@ -74,6 +74,7 @@ def test_master_follows_from_how_weights_are_stored() -> None:
         ({"use_torch_fsdp2": True}, UnsupportedError, "--use-torch-fsdp2: expected off"),
         ({"use_megatron_fsdp": True}, UnsupportedError, "--use-megatron-fsdp: expected off"),
         ({"optimizer_cpu_offload": True}, UnsupportedError, "--optimizer-cpu-offload: expected off"),
+        ({"optimizer_cuda_graph": True}, UnsupportedError, "--optimizer-cuda-graph: expected off"),
         ({"rl_offload_optimizer_during_inference": True}, UnsupportedError, "--rl-offload-optimizer-during-inference"),
     ],
 )
@@ -88,19 +89,16 @@ def test_an_unknown_master_is_refused() -> None:
 
 
 class Chunk(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, fsdp: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
-        self.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
         self.config = SimpleNamespace(fp8_param=False)
 
 
 def config(**values: Any) -> SimpleNamespace:
     found: dict[str, Any] = {
-        "optimizer": "adam",
         "bf16": True,
         "fp16": False,
-        "optimizer_cpu_offload": False,
         "use_distributed_optimizer": True,
         **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), torch.float32),
     }
@@ -114,15 +112,10 @@ def test_what_is_supported_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "chunk", "master", "message"),
     [
-        ({"optimizer": "sgd"}, {}, "bf16_8", "--optimizer: expected adam .* got sgd"),
-        ({"optimizer": "muon"}, {}, "bf16_8", "--optimizer: expected adam .* got muon"),
         ({"bf16": False, "fp16": True}, {}, "bf16_8", "--bf16: expected on .* got --fp16"),
         ({"bf16": False}, {}, "bf16_8", "--bf16: expected on .* got neither"),
-        ({"optimizer_cpu_offload": True}, {}, "bf16_8", "--optimizer-cpu-offload: expected off"),
-        ({"optimizer_cuda_graph": True}, {}, "bf16_8", "--optimizer-cuda-graph: expected off"),
         ({"exp_avg_sq_dtype": torch.bfloat16}, {}, "bf16_8", "--exp-avg-sq-dtype: expected fp8"),
         ({"main_params_dtype": torch.float16}, {}, "bf16_8", "--main-params-dtype: expected it left out"),
-        ({}, {"fsdp": True}, "bf16_8", "--use-megatron-fsdp: expected off"),
         ({}, {"dtype": torch.float16}, "bf16_8", "parameters: expected bf16 or float32, got torch.float16"),
         ({}, {}, "e4m19", "--fp8-master: expected bf16_8 where no weight is stored in FP8, got e4m19"),
     ],
