@@ -1,22 +1,13 @@
-"""Tables and plots of attention.py's result file."""
+"""Tables of attention.py's result file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
-COLORS = {
-    "FA3 bf16": "tab:blue",
-    "FA3 FP8": "tab:red",
-    "FA3 FP8 rotated": "tab:orange",
-    "cuDNN bf16": "tab:green",
-    "cuDNN FP8 (TE)": "tab:olive",
-    "SDPA flash (FA2)": "tab:gray",
-    "FlexAttention": "tab:purple",
-}
 
 
 def latency_table(rows: Rows, dim: int) -> list[str]:
@@ -37,7 +28,7 @@ def latency_table(rows: Rows, dim: int) -> list[str]:
 
 def _latency_cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
-        return "left out"
+        return "not measured"
     if "error" in row:
         return f"**{row['error'][:120].replace('|', '/')}**"
     if "forward_ms" not in row:
@@ -88,71 +79,16 @@ def accuracy_table(rows: Rows) -> list[str]:
 
 
 def publish(path: Path) -> str:
-    """Markdown and plots beside the JSON; returns the Markdown."""
+    """Markdown beside the JSON; returns it."""
     result = json.loads(path.read_text())
-    stem = path.with_suffix("")
-    lines = [f"# {stem.name}", "", f"`{result['command']}` on {result['device']}, torch {result['torch']}", ""]
-    lines += [f"- {arm}: {text}" for arm, text in result["arms"].items()]
-    lines += [f"- left out for time: {what}" for what in result["left_out"]] + [""]
+    lines = [f"# {path.stem}", "", f"`{result['command']}` on {result['device']}, torch {result['torch']}", ""]
+    lines += [*(f"- {arm}: {text}" for arm, text in result["arms"].items()), ""]
     latency = result["latency"]
-    if any("forward_ms" in row for row in latency):
-        _plot(stem.with_name(f"{stem.name}-latency.png"), lambda axes: _latency_axes(axes, latency), (2, 2))
-        lines += [f"![latency]({stem.name}-latency.png)", ""]
     for dim in dict.fromkeys(row["dim"] for row in latency):
         lines += latency_table(latency, dim)
     lines += casts_table(result["casts"]) if result["casts"] else []
     lines += kept_table(latency) if latency else []
-    if rows := result["accuracy"]:
-        _plot(stem.with_name(f"{stem.name}-accuracy.png"), lambda axes: _accuracy_axes(axes, rows), (1, 4))
-        lines += [f"![accuracy]({stem.name}-accuracy.png)", "", *accuracy_table(rows)]
+    lines += accuracy_table(result["accuracy"]) if result["accuracy"] else []
     text = "\n".join(lines)
-    stem.with_suffix(".md").write_text(text)
+    path.with_suffix(".md").write_text(text)
     return text
-
-
-def _plot(path: Path, draw: Callable[[Any], None], shape: tuple[int, int]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        *shape, figsize=(4.2 * shape[1] + 2, 3.4 * shape[0] + 1.6), squeeze=False, layout="constrained"
-    )
-    draw(axes)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _latency_axes(axes: Any, rows: Rows) -> None:
-    """TFLOP/s over the length: a row for each direction, a column for each head dim."""
-    for column, dim in enumerate(sorted({row["dim"] for row in rows}, reverse=True)[:2]):
-        for line, direction in enumerate(("forward", "backward")):
-            axis = axes[line, column]
-            for arm in dict.fromkeys(row["arm"] for row in rows):
-                points = sorted((r["length"], r[f"{direction}_tflops"]) for r in rows
-                                if r["arm"] == arm and r["dim"] == dim and f"{direction}_tflops" in r)  # fmt: skip
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=arm, color=COLORS.get(arm))
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"{direction}, head dim {dim}, causal: TFLOP/s", fontsize=9)
-            axis.tick_params(labelsize=8)
-    axes[0, 0].legend(fontsize=7)
-
-
-def _accuracy_axes(axes: Any, rows: Rows) -> None:
-    """SQNR of the output and the gradients: a bar for each arm, groups by inputs."""
-    good = [row for row in rows if "error" not in row]
-    arms = list(dict.fromkeys(row["arm"] for row in good))
-    groups = list(dict.fromkeys((row["inputs"], row["dim"]) for row in good))
-    for axis, name in zip(axes[0], ("out", "dq", "dk", "dv"), strict=True):
-        for i, arm in enumerate(arms):
-            by_group = {(row["inputs"], row["dim"]): row[f"{name}_sqnr_db"] for row in good if row["arm"] == arm}
-            places = [place + i * 0.8 / len(arms) for place in range(len(groups))]
-            axis.barh(places, [by_group.get(group, 0.0) for group in groups], 0.8 / len(arms), label=arm)
-        axis.set_yticks(range(len(groups)), [f"{inputs}, {dim}" for inputs, dim in groups], fontsize=7)
-        axis.invert_yaxis()
-        axis.set_title(f"{name}: SQNR to float64, dB", fontsize=9)
-        axis.tick_params(labelsize=7)
-    axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from processes import run_on_ranks
 from results_io import command_line, dated_stem, device_name, heading
 from timing import slowest_rank_ms
 
@@ -35,16 +34,11 @@ LAYER = {
     "down_proj": 4096 * 14336,
 }
 """Weights of a Llama-3-8B decoder layer."""
-SWEEP = tuple(1 << power for power in range(16, 30, 2))
-"""Bytes, 64 KiB to 256 MiB."""
 NUM_WARM, NUM_TIMED = 3, 15
 
 
-# --- the measurement ---# --- the measurement ---
-
-
-def worker(device: torch.device, scale: int, out: str) -> None:
-    """Times every gather, and checks that what arrives is what was there."""
+def worker(device: torch.device, scale: int) -> dict[str, Any]:
+    """Times of every gather; what arrives is checked to be what was there."""
     from fp8_ds.comm import gather_runs
     from fp8_ds.zero.layout import Run
 
@@ -76,17 +70,14 @@ def worker(device: torch.device, scale: int, out: str) -> None:
             )
         return gather
 
-    results: dict[str, Any] = {"ranks": num_ranks, "layer": {}, "sweep": []}
+    results: dict[str, Any] = {"ranks": num_ranks, "layer": {}}
     sizes = [size // scale for size in LAYER.values()]
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.uint8)):
         for how, parts in (("one buffer", [sum(sizes)]), ("weight by weight", sizes)):
             results["layer"][f"{name}, {how}"] = timed(prepared(parts, dtype))
     for name, gather in zero3_gathers(device, sizes):
         results["layer"][f"{name}, ZeRO-3's own"] = timed(gather)
-    for num_bytes in SWEEP:
-        results["sweep"].append(timed(prepared([num_bytes // scale // num_ranks * num_ranks], torch.uint8)))
-    if rank == 0:
-        Path(out).write_text(json.dumps(results))
+    return results
 
 
 def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], int]]]:
@@ -158,21 +149,15 @@ def zero3_gathers(device: torch.device, sizes: Sequence[int]) -> Iterator[tuple[
 
 def measure(num_ranks: int, scale: int) -> dict[str, Any]:
     """What `worker` measured on so many ranks of this host."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        run_on_ranks(worker, num_ranks, scale, str(out))
-        result: dict[str, Any] = json.loads(out.read_text())
-    return {**result, "scale": scale, "device": device_name(), "torch": torch.__version__, "command": command_line()}
-
-
-# --- the result ---
+    about = {"scale": scale, "device": device_name(), "torch": torch.__version__, "command": command_line()}
+    return {**run_on_ranks(worker, num_ranks, scale), **about}
 
 
 def report(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: of the layer and of buffers of other sizes what each way delivers, and how fast."""
+    """Markdown: what each way delivers, and how fast."""
     lines = ["| ranks | what | bytes delivered | ms | GB/s received a rank |", "|---|---|---|---|---|"]
     for run in runs:
-        for name, r in [*run["layer"].items(), *(("buffer", r) for r in run["sweep"])]:
+        for name, r in run["layer"].items():
             rate = r["bytes"] * (run["ranks"] - 1) / run["ranks"] / r["ms"] / 1e6
             lines.append(f"| {run['ranks']} | {name} | {r['bytes']:,} | {r['ms']:.3f} | {rate:.1f} |")
     return "\n".join(lines) + "\n"

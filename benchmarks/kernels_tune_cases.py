@@ -45,7 +45,7 @@ HIDDEN = (NARROW, (8192, 8192))
 """Of 8B and of 70B."""
 
 Setting = dict[str, Any]
-"""Constant to value; "WORDS.True" is an entry of a dict."""
+"""Constant to value; "WARPS.tile" is an entry of a dict."""
 
 
 @dataclass(frozen=True)

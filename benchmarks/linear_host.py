@@ -4,19 +4,15 @@
 
 Medians of 1,000 calls of a small linear (512 tokens, 1024 x 1024), FP8 and bf16 in turns, in microseconds: forward,
 backward, both; as they are, and with the backward in the thread that called it. The GPU is idle when a call begins, so
-the host waits for nothing. Then, by cProfile (which makes calls of Python dearer than they are) and in one thread, the
-functions in which the host is. Without a GPU: a linear of 64 x 32 x 48, a stand-in for Triton's driver
-(stand_in_driver.py) and GEMMs that return empty tensors; tensorwise scales only, for the others' ops have no stand-in.
-What is left then is Python and torch's dispatcher.
+the host waits for nothing. Without a GPU: a linear of 64 x 32 x 48, a stand-in for Triton's driver (stand_in_driver.py)
+and GEMMs that return empty tensors; tensorwise scales only, for the others' ops have no stand-in. What is left then is
+Python and torch's dispatcher.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import io
 import json
-import pstats
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +20,7 @@ from statistics import median
 from typing import Any, get_args
 
 import torch
-from results_io import command_line, dated_stem, device_name, heading, without_folders
+from results_io import command_line, dated_stem, device_name, heading
 from torch import Tensor, nn
 
 from fp8_ds.config import LinearConfig
@@ -34,7 +30,7 @@ from fp8_ds.scaling.granularity import OF_RECIPE
 from fp8_ds.zero.parameter import Fp8Parameter
 from fp8_ds.zero.payload import Fp8Payload
 
-NUM_WARM, NUM_CALLS, NUM_PROFILED, NUM_LINES = 20, 1000, 500, 40
+NUM_WARM, NUM_CALLS = 20, 1000
 STAND_INS = ("quantize_tensorwise_planes", "record_amax")
 _KEEP: list[torch.library.Library] = []
 
@@ -87,14 +83,8 @@ class LinearStep:
 
 
 def make_steps(recipe: str, sizes: tuple[int, int, int], device: torch.device) -> tuple[LinearStep, LinearStep]:
-    """One step in FP8, its weight FP8 bytes as ZeRO leaves them, and one in bf16.
-
-    Args:
-        recipe: of the FP8 linear.
-        sizes: tokens, input and output features.
-        device: of both.
-    """
-    m, k, n = sizes
+    """One step in FP8, its weight FP8 bytes as ZeRO leaves them, and one in bf16."""
+    m, k, n = sizes  # tokens, input and output features
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -145,22 +135,6 @@ def host_times(steps: Sequence[LinearStep], on_gpu: bool) -> list[dict[str, floa
     ]
 
 
-def profiled(step: LinearStep) -> str:
-    """The functions in which most time is spent, by their own time."""
-    profile = cProfile.Profile()
-    step()
-    profile.enable()
-    for _ in range(NUM_PROFILED):
-        step()
-    profile.disable()
-    if uses_cuda():
-        torch.cuda.synchronize()
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(NUM_LINES)
-    lines = text.getvalue().splitlines()
-    return without_folders("\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("List")))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of a linear, FP8 beside nn.Linear.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -174,19 +148,16 @@ def main() -> None:
         stand_in()
         recipes = ("tensorwise",)
     rows: list[dict[str, Any]] = []
-    profiles: dict[str, str] = {}
     for recipe in recipes:
         steps = make_steps(recipe, sizes, device)
         for one_thread in (False, True):
             with torch.autograd.set_multithreading_enabled(not one_thread):
                 fp8, bf16 = host_times(steps, on_gpu)
-                if one_thread:
-                    profiles[recipe] = profiled(steps[0])
             ratio = round(fp8["host_us"] / bf16["host_us"], 2)
             rows.append({"recipe": recipe, "one_thread": one_thread, "fp8": fp8, "bf16": bf16, "ratio": ratio})
     stem = dated_stem(args.out, "linear-host")
     about = {"device": device_name(), "torch": torch.__version__, "command": command_line(), "m": m, "k": k, "n": n}
-    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows, "profiles": profiles}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     lines = [f"{m} x {k} x {n}, median microseconds of the host over {NUM_CALLS} calls: forward + backward = both:", ""]
     lines += ["| recipe | backward in a thread of its own | FP8 | nn.Linear in bf16 | ratio |", "|---|---|---|---|---|"]
     for row in rows:
@@ -195,10 +166,8 @@ def main() -> None:
         threads = "no" if row["one_thread"] else "yes"
         lines.append(f"| {row['recipe']} | {threads} | {' | '.join(cells)} | {row['ratio']:.2f} |")
     text = heading(stem.name) + "\n".join(lines) + "\n"
-    for recipe, found in profiles.items():
-        text += f"\n## {recipe}: {NUM_PROFILED} calls, one thread\n\n```\n{found}\n```\n"
     stem.with_suffix(".md").write_text(text)
-    print("\n".join(text.splitlines()[:60]))
+    print(text)
 
 
 if __name__ == "__main__":

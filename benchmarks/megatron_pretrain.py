@@ -45,7 +45,9 @@ from megatron_pretrain_log import held_out_loss, lines_of, losses_of, measured
 from processes import ERROR_CHARS, error_of, run_logged
 from results_io import ROOT, command_line, dated_stem, without_folders
 
+from megatron_patches.compat import version_of_clone
 from megatron_patches.cpu import copy_helper
+from megatron_patches.pretrain_gpt import find_clone
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = ROOT / "examples" / "megatron"
@@ -56,9 +58,6 @@ INTERVAL = {"speed": 5, "losses": 1, "parallel": 1}
 EVAL_ITERS = {"speed": 0, "losses": 20, "parallel": 4}
 GRACE_SECONDS = 40
 """In which torchrun ends its ranks when it is told to: they are sessions of their own."""
-
-
-# --- one arm ---
 
 
 def command_of(arm: Arm, clone: Path, words: list[str], on_cpu: bool) -> list[str]:
@@ -106,23 +105,6 @@ def run_arm(arm: Arm, m: Model, s: Settings, args: argparse.Namespace) -> dict[s
     return {**found, "words": without_folders(" ".join(arm.words)), "wall_s": seconds}
 
 
-# --- what arms need ---
-
-
-def prepare_clone(clone: Path) -> None:
-    """Copy Megatron's compiled dataset helper into the clone, if a megatron-core of this Python has it.
-
-    Raises:
-        SystemExit: it is no clone.
-    """
-    if not (clone / "pretrain_gpt.py").is_file():
-        raise SystemExit(
-            "--megatron-path: expected a clone of Megatron-LM, got a folder without pretrain_gpt.py. Clone it, check "
-            "out core_v0.16.1, and pass its folder or set $MEGATRON_LM_PATH."
-        )
-    copy_helper(clone / "megatron" / "core" / "datasets")
-
-
 def prepare_text(folder: Path, clone: Path) -> str:
     """Write text into `folder`, unless it is there; what the result says about it."""
     about = folder / "about.txt"
@@ -132,16 +114,6 @@ def prepare_text(folder: Path, clone: Path) -> str:
         tokens = [f"{Path(path).name} {count}" for path, count in re.findall(r"^(.*): ([\d,]+) tokens", told, re.M)]
         about.write_text(f"sources of the Python standard library, bytes: {', '.join(tokens)} tokens")
     return about.read_text()
-
-
-def version_of(clone: Path) -> str:
-    """Of Megatron-LM."""
-    info = (clone / "megatron" / "core" / "package_info.py").read_text()
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info, re.M))
-    return ".".join(numbers[name] for name in ("MAJOR", "MINOR", "PATCH"))
-
-
-# --- the report ---
 
 
 def table(run: Mapping[str, Any]) -> str:
@@ -199,9 +171,6 @@ def write_losses(stem: Path, results: Iterable[Mapping[str, Any]]) -> None:
                 csv.writer(file).writerows([("iteration", "loss"), *result["losses"]])
 
 
-# --- the command ---
-
-
 def settings_of(args: argparse.Namespace) -> tuple[Model, Settings]:
     changes = {key: getattr(args, key) for key in ("layers", "seq", "micro_batch")}
     model = replace(MODELS[args.model], **{key: value for key, value in changes.items() if value is not None})
@@ -223,12 +192,12 @@ def measure(args: argparse.Namespace) -> str:
     for arm in arms:
         words_of(arm, m, s, args.cache)  # refused now, not when its turn comes
     args.cache.mkdir(parents=True, exist_ok=True)
-    prepare_clone(args.megatron_path)
+    copy_helper(args.megatron_path / "megatron" / "core" / "datasets")
     stem = dated_stem(args.out, "megatron-pretrain")
     path = stem.with_suffix(".json")
     earlier = json.loads(path.read_text())["runs"] if path.exists() else []
     box = machine(PACKAGES)
-    box["versions"]["clone of Megatron-LM"] = version_of(args.megatron_path)
+    box["versions"]["clone of Megatron-LM"] = str(version_of_clone(args.megatron_path))
     run: dict[str, Any] = {"mode": args.mode, "model": {"name": args.model, **vars(m)}, "command": command_line()}
     run |= {"machine": box, "text": prepare_text(s.text, args.megatron_path) if s.text else None, "results": []}
     run["timing"] = f"{s.iterations} iterations, lines of {s.interval}, those after {args.warm_up} count"
@@ -247,7 +216,7 @@ def measure(args: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(epilog=f"Arms: {GRAMMAR}.")
     parser.add_argument("--arms", nargs="+", required=True)
-    parser.add_argument("--megatron-path", type=Path, help="clone of Megatron-LM; default: $MEGATRON_LM_PATH")
+    parser.add_argument("--megatron-path", help="clone of Megatron-LM; else $MEGATRON_LM_PATH, else here")
     parser.add_argument("--mode", choices=list(ITERATIONS), default="speed")
     parser.add_argument("--model", choices=list(MODELS), default="llama-2b")
     parser.add_argument("--iterations", type=int, help=f"of an arm; default by mode: {ITERATIONS}")
@@ -262,10 +231,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="append all output of all arms to this file")
     args = parser.parse_args()
     args.cache = args.cache.resolve()
-    given = args.megatron_path or os.environ.get("MEGATRON_LM_PATH")
-    if not given:
-        parser.error("--megatron-path: expected a clone of Megatron-LM, got none and no $MEGATRON_LM_PATH")
-    args.megatron_path = Path(given).expanduser().resolve()
+    args.megatron_path = find_clone(args.megatron_path, os.environ.get("MEGATRON_LM_PATH"), Path.cwd())
     print(measure(args))
 
 

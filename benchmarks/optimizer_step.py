@@ -1,12 +1,10 @@
 """The optimizer step alone, ours beside its rivals, on the same 2.0 B parameters. Writes dated result files.
 
     python benchmarks/optimizer_step.py                                    # one H200: about 25 s an arm
-    python benchmarks/optimizer_step.py --arms "ours e4m11" --launches sweep          # settings of our kernel's launch
     python benchmarks/optimizer_step.py --arms "ours e4m11" --layers 1 --hidden 128 --vocab 512     # dry run on CPU
 
 One process per arm, so that no arm inherits another's memory, and a copy-rate reference in each of them. A rival whose
-package is missing, or that fails, gets a row that says so. `--launches` takes rows, tiles, warps and, if they are
-limited, registers of a program, each tried on every arm of ours: "16,32,4 16,32,4,96"; sweep: those of `LAUNCHES`.
+package is missing, or that fails, gets a row that says so.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_io import dated_stem, device_name, heading, without_folders
+from processes import error_of, run_logged
+from results_io import dated_stem, device_name, heading
 from step_profile import time_steps
+from timing import copy_rate
 from torch import nn
 
 HERE = Path(__file__).parent
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
 HEAD_DIM, NUM_WARM_STEPS = 128, 3
-LAUNCHES = "4,4,1 4,8,1 4,2,1 8,4,2 8,8,2 8,2,2 16,4,4 16,16,4,96 8,4,2,112 32,16,8 16,8,8"
 LINEAR = "linear"
 """Kind of a parameter that the engine would store in FP8; embedding, head and norms are "other"."""
 
@@ -158,21 +156,6 @@ ARMS = {
 }
 
 
-def copy_rate(device: str, num_bytes: int) -> float:
-    """GB/s of `copy_` on the device, bytes read plus bytes written."""
-    source = torch.empty(num_bytes // 4, device=device).normal_()
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * num_bytes / (time_steps(lambda _: target.copy_(source), 10, device == "cuda")["device_ms"] * 1e6)
-
-
-def set_launch(arm: str, launch: str) -> None:
-    """Let the kernel of one of our arms be launched like this, in this process."""
-    from fp8_ds.ops.adamw import triton  # the package is missing where there is no GPU
-
-    triton.LAUNCHES[arm.split()[1].strip(",")] = triton.Launch(*map(int, launch.split(",")))
-
-
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One arm, in this process."""
     arm = ARMS[name]
@@ -182,9 +165,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     on_cuda = uses_cuda()
     device = "cuda" if on_cuda else "cpu"
-    if args.launch:
-        set_launch(name, args.launch)
-    rate = copy_rate(device, args.copy_mib << 20)
+    rate = copy_rate() / 1e9 if on_cuda else math.nan
     if on_cuda:
         torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated() if on_cuda else 0
@@ -210,7 +191,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "version": _version(arm.package),
         "parameters": total,
         "ms": ms,
-        "launch": args.launch,
         **memory,
         "must_move_bytes_per_param": round(moved / total, 3),
         "gb_per_s": round(moved / ms / 1e6, 1),
@@ -235,19 +215,15 @@ def _version(package: str) -> str:
         return "checkout"
 
 
-def run_arm(name: str, launch: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_arm(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One arm in a process of its own; what went wrong under "error"."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
-    command += [f"--{key}={getattr(args, key.replace('-', '_'))}" for key in ("layers", "hidden", "vocab", "steps")]
-    command += [f"--copy-mib={args.copy_mib}", f"--launch={launch}"]
-    try:
-        done = subprocess.run(command, stdout=-1, stderr=-1, text=True, check=False, timeout=args.arm_timeout)
-    except subprocess.TimeoutExpired:
-        return {"arm": name, "error": f"no result after {args.arm_timeout:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"arm": name, "error": without_folders((done.stdout + done.stderr)[-1500:])}
-    result: dict[str, Any] = json.loads(lines[-1])
+    command += [f"--{key}={getattr(args, key)}" for key in ("layers", "hidden", "vocab", "steps")]
+    code, output, _ = run_logged(name, command, args.arm_timeout, None)
+    found = [line for line in output.splitlines() if line.startswith('{"arm"')]
+    if code or not found:
+        return {"arm": name, "error": error_of(code, output, args.arm_timeout)}
+    result: dict[str, Any] = json.loads(found[-1])
     return result
 
 
@@ -258,13 +234,12 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for r in results:
         if "error" in r:
-            reason = r["error"].strip().splitlines()[-1][:110].replace("|", "/")
+            reason = r["error"].splitlines()[0][:110].replace("|", "/")
             lines.append(f"| {r['arm']} | **NOT MEASURED: {reason}** | | | | | |")
             continue
         resident, peak = (r.get(f"{key}_bytes_per_param", float("nan")) for key in ("resident", "peak"))
         share = r["gb_per_s"] / r["copy_gb_per_s"]
-        launch = f", launched by {r['launch']}" if r["launch"] else ""
-        note = launch if r["moved_weights"] and r["finite"] else ", **weights did not move, or are not finite**"
+        note = "" if r["moved_weights"] and r["finite"] else ", **weights did not move, or are not finite**"
         lines.append(
             f"| {r['arm']}{note} | {r['ms']:.2f} | {resident:.3f} | {peak:.3f} "
             f"| {r['must_move_bytes_per_param']:.2f} | {r['gb_per_s']:,.0f} | {share:.2f} |"
@@ -279,11 +254,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--copy-mib", type=int, default=4096)
     parser.add_argument("--arm-timeout", type=float, default=120)
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--launches", default="", help="of our arms' kernel: one of them after the other; or sweep")
-    parser.add_argument("--launch", default="", help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=list(ARMS), help="measure this arm in this process, print one JSON line")
     args = parser.parse_args()
     if args.worker:
@@ -292,12 +264,8 @@ def main() -> None:
     stem = dated_stem(args.out, "optimizer-step")
     results = []
     with stem.with_suffix(".jsonl").open("w") as lines:
-        launches = (LAUNCHES if args.launches == "sweep" else args.launches).split() or [""]
-        jobs = [
-            (name, launch) for name in args.arms for launch in (launches if ARMS[name].package == "fp8_ds" else [""])
-        ]
-        for name, launch in jobs:
-            results.append(run_arm(name, launch, args))
+        for name in args.arms:
+            results.append(run_arm(name, args))
             print(json.dumps(results[-1]), file=lines, flush=True)
             print(json.dumps(results[-1]), flush=True)
     versions = ", ".join(f"{r['arm']}: {r['version']}" for r in results if "version" in r)

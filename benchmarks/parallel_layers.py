@@ -9,13 +9,12 @@ layer, so that the GPU has work queued while the host goes on, as in a model; 1:
 `ffn` is a SwiGLU MLP, `block` a decoder layer: RMSNorm, attention without rotary positions, RMSNorm, MLP, both
 residuals. Shapes: Llama-3-8B's and 70B's.
 
-Arms. bf16: DTensor's sequence parallelism, compiled; bf16-async: with inductor's micro-pipelined gathers. torchao:
-tensorwise with FP8 gathers (Float8ColwiseParallel), compiled. te: Transformer Engine's linears, one for gate and up,
-weights kept in FP8 (fp8_model_init), current scaling. ours: parallelize, weights held in FP8 by Fp8AdamW (what ZeRO
-hands the layers), fused SwiGLU, eager; ours-compiled: the same under torch.compile, one graph with its collectives;
-ours-compiled-overlap: inductor starts them early and waits late; ours-cudagraphs and torchao-cudagraphs: compiled,
-replayed as CUDA graphs, so that the host launches two things a step. torchao casts its bf16 weights in every forward,
-which is what it does without FSDP.
+Arms. bf16: DTensor's sequence parallelism, compiled. torchao: tensorwise with FP8 gathers (Float8ColwiseParallel),
+compiled; it casts its bf16 weights in every forward, which is what it does without FSDP. te: Transformer Engine's
+linears, one for gate and up, weights kept in FP8 (fp8_model_init), current scaling. ours: parallelize, weights held in
+FP8 by Fp8AdamW (what ZeRO hands the layers), fused SwiGLU, eager; ours-compiled: the same under torch.compile, one
+graph with its collectives; ours-cudagraphs and torchao-cudagraphs: compiled, replayed as CUDA graphs, so that the host
+launches two things a step.
 
 Overlap, by a profile of one forward and backward: of the time in which a transfer of a gather runs, the share in which
 a kernel of another kind runs too. Busy: in which any kernel runs; a call that takes longer waits for the host.
@@ -27,9 +26,6 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,13 +35,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_layers_arms import ARMS, NEEDS, PEERS, SHAPES, Shape, build
-from ranks import run_on_ranks
+from processes import run_on_ranks
 from results_io import command_line, dated_stem, device_name, heading, without_folders
-from sdpa import demand_cudnn
 from step_profile import Interval, merged, union_ms
 from timing import slowest_rank_ms
 from torch import nn
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 HERE = Path(__file__).resolve().parent
 NUM_WARM, NUM_TIMED = 4, 12
@@ -124,7 +118,6 @@ def measure(cell: Cell, args: argparse.Namespace, device: torch.device) -> dict[
     """{"ms"} of one layer, on a GPU "peak_gib" and what `overlap` says; or {"error"}."""
     shape = SHAPES[cell.shape].divided(args.scale)
     torch._dynamo.reset()
-    torch._inductor.config._micro_pipeline_tp = False
     try:
         model = nn.Sequential(*(build(cell.arm, shape, cell.part, device) for _ in range(args.layers)))
         step = step_of(model, cell.arm, shape, cell.tokens, device)
@@ -142,31 +135,25 @@ def measure(cell: Cell, args: argparse.Namespace, device: torch.device) -> dict[
         return {"error": without_folders(traceback.format_exc())[-1500:]}
 
 
-def worker(device: torch.device, args: argparse.Namespace, out: str) -> None:
-    """Measures all cells; rank 0 writes the rows into `out` after each of them."""
-    end = time.monotonic() + args.budget
+def worker(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all cells; rank 0 prints each."""
     rows: list[dict[str, Any]] = []
-    if args.attention == "cudnn":
-        demand_cudnn()
     for cell in cells(args):
-        left = torch.tensor([end - time.monotonic()], device=device)
-        dist.broadcast(left, 0)
-        row = {"error": "left out: no time"} if left.item() < 0 else measure(cell, args, device)
+        row = measure(cell, args, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         rows.append({"ranks": dist.get_world_size(), "layers": args.layers, **asdict(cell), **row})
         if dist.get_rank() == 0:
-            Path(out).write_text(json.dumps(rows))
             print(json.dumps(rows[-1])[:400], flush=True)
+    return rows
 
 
-def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str:
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table for each number of ranks: ms by cell and arm, the best peer over each of ours, or a dash where one of
     PEERS has no time; then the overlap; then failures.
 
     Args:
         rows: "ranks", the fields of a `Cell`, and what `measure` found.
-        deaths: of ranks, each with how many there were and what ended them.
     """
     lines: list[str] = []
     arms = list(dict.fromkeys(row["arm"] for row in rows))
@@ -198,8 +185,6 @@ def report(rows: Sequence[Mapping[str, Any]], deaths: Sequence[str] = ()) -> str
     for row in (row for row in rows if "error" in row):
         cell = f"{row['ranks']} ranks, {row['arm']}, {row['part']}, {row['shape']}, {row['tokens']} tokens"
         lines += ["", f"FAILED {cell}", "```", row["error"], "```"]
-    for death in deaths:
-        lines += ["", "FAILED: a rank died, and what was left is not measured", "```", death, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -210,38 +195,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=["ffn", "block"], default=["ffn", "block"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, "te"], default=[*ARMS, "te"])
-    parser.add_argument(
-        "--attention", choices=["sdpa", "cudnn"], default="sdpa", help="of blocks: what SDPA picks, or cuDNN's"
-    )
     parser.add_argument("--scale", type=int, default=1, help="divide all features, for dry runs")
     parser.add_argument("--layers", type=int, default=1, help="in a row; times are those of one")
-    parser.add_argument("--budget", type=float, default=540, help="seconds for each number of ranks")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     stem = dated_stem(args.out, "tensor-parallel")
-    rows: list[dict[str, Any]] = []
-    deaths: list[str] = []
-    for num_ranks in args.gpus:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "out.json")
-            try:
-                run_on_ranks(worker, num_ranks, args, str(out))
-            except (ProcessRaisedException, ProcessExitedException) as error:  # what was measured before is kept
-                deaths.append(f"{num_ranks} ranks: {without_folders(str(error))[-1500:]}")
-            rows += json.loads(out.read_text()) if out.exists() else []
+    rows = [row for num_ranks in args.gpus for row in run_on_ranks(worker, num_ranks, args)]
     about = {"device": device_name(), "torch": torch.__version__, "command": command_line()}
-    stem.with_suffix(".json").write_text(json.dumps({**about, "deaths": deaths, "rows": rows}, indent=1) + "\n")
-    text = heading(stem.name) + report(rows, deaths)
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    text = heading(stem.name) + report(rows)
     stem.with_suffix(".md").write_text(text)
     print(text)
-    return 1 if deaths else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

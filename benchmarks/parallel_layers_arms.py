@@ -144,15 +144,6 @@ def cut_by_dtensor(model: Model, part: str, kind: str, **options: Any) -> Model:
     return model
 
 
-def bf16_async(model: Model, part: str) -> Model:
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    assert dist.group.WORLD is not None
-    enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    torch._inductor.config._micro_pipeline_tp = True
-    return cut_by_dtensor(model, part, "bf16")
-
-
 class TeBlock(nn.Module):
     """`Block` or `Mlp` of Transformer Engine's linears, a fused one for q, k, v and for gate, up. [tokens, 1, C]."""
 
@@ -245,10 +236,8 @@ ARMS: dict[str, Callable[[Model, str], nn.Module]] = {
     "ours-fp8-reduce": lambda model, part: ours(model, part, reduce_scatter="fp8"),
     "ours-rowwise": lambda model, part: ours(model, part, "rowwise"),
     "ours-compiled": ours_compiled,
-    "ours-compiled-overlap": lambda model, part: ours_compiled(model, part, reorder_for_compute_comm_overlap=True),
     "ours-cudagraphs": lambda model, part: ours_compiled(model, part, **_CUDAGRAPHS),
     "torchao-cudagraphs": lambda model, part: cut_by_dtensor(model, part, "torchao", **_CUDAGRAPHS),
-    "bf16-async": bf16_async,
 }
 """And "te", which builds a model of its own."""
 PEERS = ("bf16", "torchao", "te")

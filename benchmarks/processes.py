@@ -1,8 +1,9 @@
-"""How processes end: run_or_end and run_logged are for a command that may hang, leave for a rank that is done."""
+"""Processes of a benchmark: commands that may hang (run_or_end, run_logged), and ranks (run_on_ranks, leave)."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from results_io import without_folders
+import torch.multiprocessing as mp
+from results_io import ROOT, without_folders
 
 ENDED = 124
 """Exit status of what had to be ended, as of coreutils' timeout."""
@@ -85,3 +88,40 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def run_on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """What `work(device, *args)` returns on rank 0 of `num_ranks` new processes of this host, each with a GPU of its
+    own, or with gloo on CPU; they are the default process group.
+
+    Args:
+        work: of a module's top level, its arguments something that pickle takes, and its result something of JSON's.
+
+    Raises:
+        mp.ProcessRaisedException: `work` raised on a rank; with its traceback.
+        mp.ProcessExitedException: a rank's process ended before `work` did.
+    """
+    sys.path.insert(0, str(ROOT))  # the new processes have it, too
+    from fp8_ds.launcher import free_port
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        mp.spawn(_run_rank, (num_ranks, free_port(), result, work, args), nprocs=num_ranks)
+        return json.loads(result.read_text())
+
+
+def _run_rank(
+    rank: int, num_ranks: int, port: int, result: Path, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    from fp8_ds.device import uses_cuda
+
+    on_cuda = uses_cuda()
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    found = work(device, *args)
+    if rank == 0:
+        result.write_text(json.dumps(found))
+    leave()

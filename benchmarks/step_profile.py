@@ -87,9 +87,6 @@ def union_ms(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in merged(intervals)) / 1e3
 
 
-# --- what a trace says ---
-
-
 def _on_device(events: Events) -> list[Mapping[str, Any]]:
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     return sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in kinds), key=lambda e: e["ts"])
@@ -205,9 +202,6 @@ def summarize_host(events: Events, num_steps: int) -> dict[str, Any]:
     }
 
 
-# --- memory ---
-
-
 def where(frames: Iterable[Mapping[str, Any]], depth: int = 2) -> str:
     """The innermost lines outside of torch, the text of generated code's instead of its file's name."""
     lines = []
@@ -271,9 +265,6 @@ def profile_memory(trainer: Any, step: Callable[[], object]) -> dict[str, Any]:
         for phase in PHASES:
             vars(trainer).pop(phase, None)
     return {"before_gib": round(before / GIB, 3), "peak_gib": peaks, "blocks": live_at_peak(events)}
-
-
-# --- the steps of an arm ---
 
 
 def time_steps(step: Callable[[int], Any], num_steps: int, on_cuda: bool) -> dict[str, float]:

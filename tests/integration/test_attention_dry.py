@@ -1,4 +1,4 @@
-"""benchmarks/attention.py on CPU at a tiny size: it runs, names what it leaves out, and its tables can be bad."""
+"""benchmarks/attention.py on CPU at a tiny size: it runs, and its tables can be bad."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ def test_attention_benchmark_runs_dry(run_main: Callable[..., str], tmp_path: Pa
     assert by_arm["bf16, plain"]["out_sqnr_db"] > 45 > by_arm["FP8 emulated"]["out_sqnr_db"] > 20
     assert "FA3 FP8: SKIPPED: FlashAttention-3: expected a Hopper GPU" in text
     assert [row["arm"] for row in result["latency"]] == ["SDPA flash (FA2)"] and len(result["casts"]) == 1
-    assert any(tmp_path.glob("*-accuracy.png")) and str(tmp_path) not in text
-
-
-def test_attention_benchmark_names_what_it_has_no_time_for(run_main: Callable[..., str], tmp_path: Path) -> None:
-    text = run_main("attention", *TINY, "--budget", 0, "--train-steps", 0, "--out", tmp_path)
-    assert "left out for time: latency of SDPA flash (FA2), (32, 64)" in text
-    assert "left out for time: accuracy of FP8 emulated, rare outliers" in text
+    assert str(tmp_path) not in text
 
 
 def test_an_arm_that_fails_has_a_row_that_says_so(
@@ -76,8 +70,8 @@ def test_latency_tables_show_rates_and_holes(bench: Any) -> None:
            "backward_ms": 2.5, "forward_tflops": 549.8, "backward_tflops": 549.8}  # fmt: skip
     table = report.latency_table([row, {**row, "arm": "cuDNN bf16", "length": 2048}], 128)
     assert table[2:] == [
-        "| | 2k | 8k |", "|---|---|---|", "| FA3 FP8 | left out | 1.00 + 2.50 (550 / 550) |",
-        "| cuDNN bf16 | 1.00 + 2.50 (550 / 550) | left out |", "",
+        "| | 2k | 8k |", "|---|---|---|", "| FA3 FP8 | not measured | 1.00 + 2.50 (550 / 550) |",
+        "| cuDNN bf16 | 1.00 + 2.50 (550 / 550) | not measured |", "",
     ]  # fmt: skip
 
 

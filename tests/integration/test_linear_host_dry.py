@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_a_linear_is_timed_and_its_functions_are_named(tmp_path: Path) -> None:
+def test_a_linear_is_timed_beside_one_in_bf16(tmp_path: Path) -> None:
     """In a process of its own: the driver is set for good there."""
-    few = "linear_host.NUM_CALLS = linear_host.NUM_PROFILED = 3"
+    few = "linear_host.NUM_CALLS = 3"
     command = [sys.executable, "-c", f"import linear_host; {few}; linear_host.main()", "--out", str(tmp_path)]
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -31,9 +31,3 @@ def test_a_linear_is_timed_and_its_functions_are_named(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert all(row[way][f"{part}_us"] > 0 for way in ("fp8", "bf16") for part in ("forward", "backward", "host"))
         assert row["ratio"] == round(row["fp8"]["host_us"] / row["bf16"]["host_us"], 2)
-    profile = found["profiles"]["tensorwise"]
-    # Two casts of two launches each and a transpose; three GEMMs; no kernel's plain reference.
-    assert "15    " in next(
-        line for line in profile.splitlines() if "fp8_ds/ops/_launch.py" in line and "(launch)" in line
-    )
-    assert "reference.py" not in profile and str(ROOT) not in profile

@@ -303,11 +303,6 @@ def test_arms_have_one_environment(bench: Any, tmp_path: Path, monkeypatch: pyte
     assert bench("megatron_pretrain").environment(tmp_path, False)["MAKEFLAGS"] == "n"
 
 
-def test_a_missing_clone_is_named(bench: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--megatron-path: expected a clone of Megatron-LM"):
-        bench("megatron_pretrain").prepare_clone(tmp_path)
-
-
 def test_arm_that_hangs_is_ended_and_says_so(
     bench: Any, arms: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def test_report_compares_each_of_our_arms_with_the_best_peer_and_names_what_fail
 
 @pytest.mark.slow
 def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
-    small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--budget", 3000, "--out", tmp_path)
+    small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
     run_main("parallel_layers", *small, "--arms", *OURS, "--layers", 2)
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
@@ -74,18 +74,7 @@ def test_our_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_our_compiled_arms_run_on_two_ranks(run_main: Callable[..., str], tmp_path: Path) -> None:
     small = ("--gpus", 2, "--shapes", "8b", "--scale", 64, "--tokens", 64, "--out", tmp_path)
-    run_main("parallel_layers", *small, "--arms", "ours-compiled", "ours-compiled-overlap")
+    run_main("parallel_layers", *small, "--arms", "ours-compiled")
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 4 and all(row.get("ms", 0) > 0 for row in rows), rows
-
-
-def test_a_rank_that_dies_is_in_the_result_and_in_the_exit_status(
-    run_main: Callable[..., str], bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stock, codes = bench("parallel_layers").main, []
-    monkeypatch.setattr(bench("parallel_layers"), "main", lambda: codes.append(stock()))
-    text = run_main("parallel_layers", "--gpus", 2, "--scale", 0, "--out", tmp_path)  # no size can be divided by it
-    (file,) = tmp_path.glob("*.json")
-    (death,) = json.loads(file.read_text())["deaths"]
-    assert death.startswith("2 ranks: ") and "ZeroDivisionError" in death and death in text and codes == [1]
+    assert len(rows) == 2 and all(row.get("ms", 0) > 0 for row in rows), rows
