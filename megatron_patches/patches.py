@@ -7,7 +7,6 @@ none of the tested ones (bodies.json: version -> path -> hash) is reported once.
 
     python -m megatron_patches.patches [CLONE]             prints the rows, and whether the clone, that of
                                                            $MEGATRON_LM_PATH or else the installed core has them
-    python -m megatron_patches.patches --survey [CLONE]    one line of JSON about it, for `fp8-ds doctor`
     python -m megatron_patches.patches --update            merges the hashes of the Megatron that `import` finds into
                                                            bodies.json: once the tests pass there (docs/megatron.md)
 """
@@ -274,45 +273,27 @@ def _missing(row: Patch, detail: str) -> str:
     )
 
 
-def survey(clone: Path | None = None) -> dict[str, Any]:
-    """What `fp8-ds doctor` says of a clone, or of the megatron.core that `import` finds; nothing is replaced.
-
-    Returns:
-        "version"; "tested", versions; "num_symbols", how many rows are there with their parameters; "error", why it
-        cannot be patched; "differing", which bodies are none of the tested ones. The last two are empty if it is well.
-    """
-    found: dict[str, Any] = {"version": "", "tested": compat.TESTED_VERSIONS, "error": "", "differing": ""}
-    try:
-        if clone is not None:
-            compat.use_clone(clone)
-        found["version"] = str(compat.version())
-        symbols = {row.path: find(row) for row in (rows("core") if clone is None else rows())}
-        found |= {"num_symbols": len(symbols), "differing": other_bodies(symbols)}
-    except Fp8DsError as error:
-        found["error"] = str(error)
-    return found
-
-
 def _main() -> str:
     """What the command prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", nargs="?")
-    parser.add_argument("--survey", action="store_true")
     parser.add_argument("--update", action="store_true")
     args = parser.parse_args()
     if args.update:
         update_bodies()
         return f"{_BODIES}: has the bodies of Megatron {compat.version()}."
-    named = args.clone if args.survey else args.clone or os.environ.get("MEGATRON_LM_PATH")
-    found = survey(Path(named).expanduser().resolve() if named else None)
-    if args.survey:
-        return json.dumps(found)
-    if found["error"]:
-        sys.exit(f"megatron_patches: {found['error']}")
-    listed = [f"{row.kind}  {row.path}\n      {row.why}" for row in (rows() if named else rows("core"))]
+    named = args.clone or os.environ.get("MEGATRON_LM_PATH")
+    try:
+        if named:
+            compat.use_clone(Path(named).expanduser().resolve())
+        symbols = {row: find(row) for row in (rows() if named else rows("core"))}
+    except Fp8DsError as error:
+        sys.exit(f"megatron_patches: {error}")
+    listed = [f"{row.kind}  {row.path}\n      {row.why}" for row in symbols]
     place = Path(str(importlib.import_module("megatron.core").__file__)).parents[2]
-    bodies = found["differing"] or "Their bodies are those of a tested version."
-    return "\n".join([*listed, f"Megatron {found['version']} at {place} has all {len(listed)}. {bodies}"])
+    other = other_bodies({row.path: found for row, found in symbols.items()})
+    bodies = other or "Their bodies are those of a tested version."
+    return "\n".join([*listed, f"Megatron {compat.version()} at {place} has all {len(listed)}. {bodies}"])
 
 
 if __name__ == "__main__":

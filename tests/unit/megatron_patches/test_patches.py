@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -142,7 +141,3 @@ def test_a_megatron_without_training_code_is_listed_as_far_as_it_goes(tmp_path: 
     assert listed.stdout.count("\nrely  ") > 40 and f"Megatron {compat.version()} at " in listed.stdout
     for refused in (run(str(tmp_path)), run(MEGATRON_LM_PATH=str(tmp_path))):
         assert refused.returncode == 1 and f"{tmp_path}: expected a clone of Megatron-LM" in refused.stderr
-    survey = json.loads(run("--survey").stdout)
-    assert survey.pop("num_symbols") > 40 and survey.pop("version") == str(compat.version())
-    assert survey == {"tested": list(compat.TESTED_VERSIONS), "error": "", "differing": ""}
-    assert str(tmp_path) in json.loads(run("--survey", str(tmp_path)).stdout)["error"]
