@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.module_inject import layers as ds_layers
 from torch import Tensor, nn
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
+from fp8_ds.formats import E4M3
 from fp8_ds.nn.convert import ForeignLinears
 from fp8_ds.nn.linear import (
     Fp8Linear,
@@ -38,7 +40,8 @@ from fp8_ds.nn.linear import (
 )
 from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.tp.features import gather_outputs
+from fp8_ds.ops.quantize import quantize_rowwise
+from fp8_ds.tp.gather import Gathered, Shard
 
 
 class AutoTpFp8Linear(Fp8Linear):
@@ -135,8 +138,9 @@ class ColumnAutoTpFp8Linear(AutoTpFp8Linear):
     def _gathered(self, output: Tensor) -> Tensor:
         sizes: tuple[int, ...] = self._partition_sizes  # type: ignore[assignment]
         if self.gathers_fp8 and self.mp_group is not None and len(sizes) > 1:
-            return gather_outputs(output, sizes, self.mp_group)
-        gathered: Tensor = ds_layers.GatherFromTensorParallelRegion.apply(self.mp_group, output, sizes)
+            gathered: Tensor = _GatherOutputs.apply(output, sizes, self.mp_group)
+        else:
+            gathered = ds_layers.GatherFromTensorParallelRegion.apply(self.mp_group, output, sizes)
         return gathered
 
 
@@ -192,6 +196,32 @@ class _OverlappedColumn(torch.autograd.Function):
         for work in works:
             work.wait()
         return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None, None
+
+
+class _GatherOutputs(torch.autograd.Function):
+    """All channels [..., C] on all ranks, for readers that are the same everywhere; gradients are this rank's channels.
+
+    Collective: one all-gather of E4M3 codes, as wide as the widest of `sizes`, and 4 bytes a token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        rank, widest = dist.get_rank(group), max(sizes)
+        ctx.first, ctx.size = sum(sizes[:rank]), sizes[rank]
+        rows = as_matrix(x)
+        if ctx.size < widest:
+            rows = torch.nn.functional.pad(rows, (0, widest - ctx.size))
+        gathered = Gathered(group, Shard(*quantize_rowwise(rows, E4M3)))
+        num_tokens = rows.shape[0]
+        scale_inv = gathered.scale_inv.view(len(sizes), num_tokens, 1)
+        values = (gathered.codes.view(len(sizes), num_tokens, widest).float() * scale_inv).to(x.dtype)
+        full = torch.cat([values[i, :, :size] for i, size in enumerate(sizes)], dim=1)
+        return full.view(*x.shape[:-1], sum(sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, ctx.first, ctx.size).contiguous(), None, None
 
 
 _BY_FORWARD = {

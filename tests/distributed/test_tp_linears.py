@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_ds.comm import count_collectives
 from fp8_ds.config import LinearConfig
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.tp.features import gather_features, gather_features_fp8
 
 pytestmark = pytest.mark.distributed
 
@@ -372,57 +371,3 @@ def bf16_gathers() -> None:
 
 def test_gathers_in_bf16_serve_every_recipe_and_layers_in_high_precision(ranks: Any) -> None:
     ranks(2).run(bf16_gathers)
-
-
-# --- channels ---
-
-
-def features(name: str) -> None:
-    """Channels of all ranks, gathered for an FP8 layer and for any reader, with their gradients."""
-    tp = tpar.context()
-    x, grad = operands(torch.bfloat16)
-    x = x * torch.logspace(-2, 2, tp.size).repeat_interleave(IN // tp.size)  # each rank's in a range of its own
-    x = x.to(torch.bfloat16)
-    layer = tpar.linear(OUT, IN, torch.bfloat16, bias=False)
-    column = tpar.column_fp8(layer, tp, name, **grads_of(name))
-    column.gathers_input = False
-    own = tpar.own_cols(tp, x).requires_grad_()
-    with count_collectives() as count:
-        full = gather_features_fp8(own, column.tp_rule, tp, reduces=True)
-    assert count.calls == {"all_gather": 1}
-    assert count.num_bytes["all_gather"] == T * IN + {"tensorwise": 4 * tp.size, "rowwise": 4 * T * tp.size,
-                                                      "blockwise": T * IN // 32}[name]  # fmt: skip
-    output = column(full)
-    own_grad = tpar.own_cols(tp, grad)
-    output.backward(own_grad)
-    exact = tpar.run_linear(tpar.linear(OUT, IN, torch.bfloat16, bias=False).double(), x.double(), grad.double())
-    assert sqnr_db(exact["output"], tpar.all_cols(tp, output.detach())) > 22
-    assert sqnr_db(exact["grad_weight"], tpar.all_rows(tp, column.weight.grad)) > 22
-    assert sqnr_db(exact["grad_input"], tpar.all_cols(tp, own.grad)) > 22
-
-    own.grad = None
-    full = gather_features(own, column.tp_rule, tp, reduces=False)
-    assert sqnr_db(x, full.detach()) > 24
-    upstream = torch.randn_like(full)
-    full.backward(upstream)
-    assert_bitwise(own.grad, tpar.own_cols(tp, upstream))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_channels_of_all_ranks_become_one_operand(ranks: Any, name: str) -> None:
-    ranks(2).run(features, name)
-
-
-def odd_blocks() -> str:
-    tp = tpar.context()
-    column = tpar.column_fp8(tpar.linear(OUT, 96, torch.bfloat16), tp, "blockwise", **grads_of("blockwise"))
-    try:
-        gather_features(torch.randn(4, 48, dtype=torch.bfloat16), column.tp_rule, tp, reduces=False)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_blocks_that_would_cross_ranks_are_refused(ranks: Any) -> None:
-    for found in ranks(2).run(odd_blocks):
-        assert "expected a multiple of 128 channels" in found
