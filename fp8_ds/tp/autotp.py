@@ -29,55 +29,26 @@ from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError, UnsupportedError
 from fp8_ds.formats import E4M3
 from fp8_ds.nn.convert import ForeignLinears
-from fp8_ds.nn.linear import (
-    Fp8Linear,
-    _LinearFunction,
-    bias_grad,
-    convert_back,
-    convert_in_place,
-    linear_grads,
-    weight_and_input,
-)
+from fp8_ds.nn.linear import _LinearFunction
 from fp8_ds.nn.recipe import Recipe, as_matrix, copied_scales
 from fp8_ds.once_differentiable import once_differentiable
 from fp8_ds.ops.quantize import quantize_rowwise
 from fp8_ds.tp.gather import Gathered, Shard
+from fp8_ds.tp.linears import ParallelFp8Linear, linear_backward
 
 
-class AutoTpFp8Linear(Fp8Linear):
+class AutoTpFp8Linear(ParallelFp8Linear):
     """Mix-in before one of DeepSpeed's classes. Made from such a layer by `from_linear`, never constructed.
 
     Attributes:
         gathers_fp8: whether a gathered output travels in FP8.
     """
 
-    is_parallel = True
     gathers_fp8 = True
 
     # What the host class has (deepspeed/module_inject/layers.py).
     mp_group: Any
     is_training_mode: Any
-
-    @classmethod
-    def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
-        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
-
-        Args:
-            module: exactly of the class that this one was made for (`fp8_class`).
-            recipe: of its own.
-
-        Raises:
-            ConfigError: it is of another class.
-        """
-        stock = cls.__bases__[1]
-        if type(module) is not stock:
-            raise ConfigError(
-                f"module: expected a {stock.__name__}, got {type(module).__name__}. A layer is converted once."
-            )
-        convert_in_place(module, cls)
-        assert isinstance(module, AutoTpFp8Linear)
-        module.fp8_recipe = recipe
-        return module
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
@@ -88,10 +59,6 @@ class AutoTpFp8Linear(Fp8Linear):
     def out_features(self) -> int:  # type: ignore[override]
         """Of this rank."""
         return self.weight.shape[0]
-
-    def revert(self) -> None:
-        del self.fp8_recipe
-        convert_back(self, type(self).__bases__[1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTpFp8Linear:
         """DeepSpeed's, which shares the process group and does not ask for `__getstate__`."""
@@ -180,22 +147,16 @@ class _OverlappedColumn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = as_matrix(grad_output)
         works: list[Any] = []
 
         def send(grad_input: Tensor) -> None:
             if ctx.group is not None:
                 works.append(ds_comm.all_reduce(grad_input, group=ctx.group, async_op=True))
 
-        weight, kept = weight_and_input(ctx, needs_weight)
-        grad_input, grad_weight = linear_grads(
-            grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
-        )
-        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
+        grads = linear_backward(ctx, grad_output, send)
         for work in works:
             work.wait()
-        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None, None
+        return *grads, None, None, None
 
 
 class _GatherOutputs(torch.autograd.Function):
@@ -255,11 +216,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def configure_autotp(config: TensorParallelConfig) -> None:
-    """Nothing happens if what the "tensor_parallel" block says can take effect in a model that AutoTP has cut.
-
-    Raises:
-        ConfigError: something cannot.
-    """
+    """Raises ConfigError where a key of the "tensor_parallel" block has no effect in a model that AutoTP has cut."""
     if config != TensorParallelConfig(gather=config.gather):
         raise ConfigError(
             f"fp8.tensor_parallel: expected no key but gather with AutoTP, got {config.model_dump()}. AutoTP has no "

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.nn.mlp import FusedSwiglu
-from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.graph import is_tracing
+from fp8_ds.tp.context import TensorParallel, is_tracing
 from fp8_ds.tp.linears import ColumnParallelFp8Linear, ColumnParallelLinear, gather_input
 from fp8_ds.tp.regions import copy_to_ranks, gather_tokens, split_tokens
 
@@ -56,14 +55,11 @@ def shard_tokens(first: nn.Module, last: nn.Module, tp: TensorParallel) -> None:
 
 
 def _refuse_partitioned_activations(tp: TensorParallel) -> None:
-    """Nothing happens unless DeepSpeed's activation checkpointing divides what it keeps among the ranks that share a
+    """Raises ConfigError where DeepSpeed's activation checkpointing divides what it keeps among the ranks that share a
     model: of its own tokens a rank would get back one part, and another rank's tokens as the others.
 
-    Source: deepspeed/runtime/activation_checkpointing/checkpointing.py, partition_activations, gather_partitioned_
-    activations and configure (0.19.8), which keeps its settings in the module.
-
-    Raises:
-        ConfigError: it does, on every rank that has configured it so.
+    Source: deepspeed/runtime/activation_checkpointing/checkpointing.py (0.19.8), partition_activations,
+    gather_partitioned_activations and configure, which keeps its settings in the module.
     """
     checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     if tp.size > 1 and checkpointing and checkpointing.PARTITION_ACTIVATIONS and checkpointing.mpu is not None:

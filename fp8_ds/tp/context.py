@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from fp8_ds.config import TensorParallelConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.tp.batch import SAME_BATCHES, BatchCheck, fingerprint, shape_text
 from fp8_ds.tp.gather import Gathered
-from fp8_ds.tp.graph import is_tracing, untraced
-from fp8_ds.tp.group import check_same
+from fp8_ds.tp.group import SAME_BATCHES, BatchCheck, check_same, fingerprint, shape_text
 
+_R = TypeVar("_R")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+is_tracing = torch.compiler.is_compiling
+"""Whether this is being made a graph. Constant for torch.compile, which follows the branch that holds."""
 
 
 class TensorParallel:
@@ -120,7 +124,8 @@ class TensorParallel:
         if not is_tracing():
             self._compare_batches(x)
 
-    @untraced  # a graph that was made before the first batch is made anew after it
+    # A graph that was made before the first batch is made anew after it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compare(self, x: Tensor, is_replicated: bool) -> None:
         kind = f"sequence_parallel={self.sequence_parallel} {self.config.model_dump()}"
         values = f"values {fingerprint(x)}" if is_replicated else ""
@@ -148,7 +153,8 @@ class TensorParallel:
         """
         if self.full_shape is None:
             return 1, num_tokens
-        if math.prod(self.full_shape) == num_tokens and not _is_in_backward():
+        is_in_backward = not is_tracing() and torch._C._current_graph_task_id() != -1
+        if math.prod(self.full_shape) == num_tokens and not is_in_backward:
             return self.full_shape
         shapes = self._full_shapes.get(num_tokens, set())
         if len(shapes) != 1:
@@ -165,8 +171,18 @@ class TensorParallel:
         )
 
 
-def _is_in_backward() -> bool:
-    return not is_tracing() and torch._C._current_graph_task_id() != -1
+def traced_where_possible(function: Callable[..., _R]) -> Callable[..., _R]:
+    """For functions (x, tp, ...): part of a graph of torch.compile where `tp` says that this is possible; else the
+    graph ends before them."""
+    left_alone: Callable[..., _R] = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def chosen(x: Tensor, tp: TensorParallel, *args: Any, **kwargs: Any) -> _R:
+        if is_tracing() and not tp.is_traceable:
+            return left_alone(x, tp, *args, **kwargs)
+        return function(x, tp, *args, **kwargs)
+
+    return chosen
 
 
 class GatheredInputs:
@@ -182,9 +198,6 @@ class GatheredInputs:
     def __init__(self) -> None:
         self.traced: tuple[Tensor, Gathered] | None = None
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Size, Gathered]] = {}
-
-    def nominal(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(shape)
 
     def put(self, nominal: Tensor, gathered: Gathered) -> None:
         storage = nominal.untyped_storage()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_ds.formats import E4M3, Float8Format
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.tp.scales import quantize_rows_pow2
+from fp8_ds.tp.rules import quantize_rows_pow2
 
 _HEADS = 2
 """The dim of the heads."""
@@ -99,22 +99,21 @@ def exchange_heads(
     Args:
         xs: q, k and v: [S, b, H, D] or [b, S, H, D], H of each divisible by n.
         group: of n ranks, which bring the same shapes.
-        gather_dim: of S: 0 or 1.
+        gather_dim: of S.
         grad_format: of the gradients on their way back; None: in their own dtype.
 
     Returns:
         [n S, b, H / n, D] or [b, n S, H / n, D] of each, in its dtype.
 
     Raises:
-        ValueError: something in `xs` has other dims, a dtype that cannot be quantised, or heads that do not divide.
-            Shapes are the same on all ranks, so all of them raise.
+        ValueError: something in `xs` has other dims, or heads that do not divide; on all ranks, as shapes are the same.
     """
     num_ranks = dist.get_world_size(group)
     for x in xs:
-        if x.dim() != 4 or x.shape[_HEADS] % num_ranks or not x.is_floating_point() or gather_dim not in (0, 1):
+        if x.dim() != 4 or x.shape[_HEADS] % num_ranks:
             raise ValueError(
-                f"xs: expected [S, b, H, D] or [b, S, H, D], H divisible by {num_ranks} ranks and S in dim 0 or 1, got "
-                f"{tuple(x.shape)} {x.dtype} and dim {gather_dim}. Use fewer ranks, or DeepSpeed's own exchange."
+                f"xs: expected [S, b, H, D] or [b, S, H, D], H divisible by {num_ranks} ranks, got {tuple(x.shape)}. "
+                "Use fewer ranks, or DeepSpeed's own exchange."
             )
     result: tuple[Tensor, ...] = _Exchange.apply(group, gather_dim, grad_format, *xs)
     return result

@@ -1,4 +1,5 @@
-"""What the ranks of a tensor-parallel group must agree in, checked before anything could hang."""
+"""What the ranks of a tensor-parallel group must agree in, checked before anything could hang: the group, texts that
+describe what they have built, and what they bring to a forward."""
 
 from __future__ import annotations
 
@@ -10,6 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
+from fp8_ds.host_copy import HostCopy
+
+SAME_BATCHES = (
+    "Give all ranks of a tensor-parallel group the same batches, and the same seed where a model has dropout before "
+    "its blocks, or, without sequence parallelism, anywhere but on a rank's own heads and features."
+)
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch >= 2.12 renamed it; torch 2.11 has the old name only."""
@@ -43,21 +50,20 @@ def check_group(tp_group: dist.ProcessGroup | None) -> None:
     world = dist.get_world_size()
     members: list[int] = []
     if isinstance(tp_group, dist.ProcessGroup) and dist.get_rank(tp_group) >= 0:
-        members = dist.get_process_group_ranks(tp_group)
-    rows = gather_row([rank in members for rank in range(world)]).bool()
-    outside = [rank for rank in range(world) if not rows[rank, rank]]
-    if outside:
+        members = sorted(dist.get_process_group_ranks(tp_group))
+    everyone: list[list[int]] = [[] for _ in range(world)]
+    dist.all_gather_object(everyone, members)
+    if outside := [rank for rank, ranks in enumerate(everyone) if rank not in ranks]:
         raise ConfigError(
             f"tp_group: expected a group that this rank is in, on every one of {world} ranks, got none on ranks "
             f"{outside}. Make a group for each set of ranks, and pass each rank its own (ParallelGroups does)."
         )
-    for rank in range(world):
-        for other in rows[rank].nonzero().flatten().tolist():
-            if not torch.equal(rows[rank], rows[other]):
+    for rank, ranks in enumerate(everyone):
+        for other in ranks:
+            if everyone[other] != ranks:
                 raise ConfigError(
-                    f"tp_group: expected ranks {rank} and {other} in the same group, got "
-                    f"{rows[rank].nonzero().flatten().tolist()} and {rows[other].nonzero().flatten().tolist()}. "
-                    "Groups must not overlap."
+                    f"tp_group: expected ranks {rank} and {other} in the same group, got {ranks} and "
+                    f"{everyone[other]}. Groups must not overlap."
                 )
 
 
@@ -107,3 +113,76 @@ def _first_difference(gathered: list[list[str]]) -> str:
         if here != there:
             return f"{here!r} on rank 0 of the group and {there!r} on rank {other}"
     return f"{len(gathered[0])} entries on rank 0 of the group and {len(gathered[other])} on rank {other}"
+
+
+def shape_text(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def fingerprint(x: Tensor) -> str:
+    """Of its bits: another element gives another one."""
+    return _digest(_sums(x).cpu())
+
+
+def _sums(x: Tensor) -> Tensor:
+    """int32 [tokens]: the bits of each token's channels, added up."""
+    channels = x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
+    return channels.view(torch.int32 if x.element_size() == 4 else torch.int16).sum(-1, dtype=torch.int32)
+
+
+def _digest(sums: Tensor) -> str:
+    return f"{digest(sums.numpy().tobytes().hex()):016x}"
+
+
+class BatchCheck:
+    """Ranks go on together with the same tokens, or all of them raise.
+
+    One all-gather of 16 bytes a rank for each forward, from host to host (gloo), before anything travels whose size
+    hangs on the batch. No host waits for its GPU: there, values are compared a forward late.
+
+    Args:
+        group: whose ranks bring the same tensor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._host_group: dist.ProcessGroup | None = None
+        self._sent: HostCopy | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, x: Tensor) -> None:
+        """Collective. On CUDA with the values of the forward before.
+
+        Args:
+            x: what all ranks have.
+
+        Raises:
+            ConfigError: on all ranks of the group, if one has another.
+        """
+        if self._host_group is None:
+            is_gloo = dist.get_backend(self._group) == "gloo"
+            self._host_group = self._group if is_gloo else new_host_group(self._group)
+        texts = [shape_text(x), self._values(x)]
+        check_same("batch", texts, self._host_group, on_all_ranks=False, remedy=SAME_BATCHES)
+
+    def _values(self, x: Tensor) -> str:
+        if not x.is_cuda:
+            return f"values {fingerprint(x)}"
+        before, sums = "none", _sums(x)
+        if self._sent is not None:
+            before = _digest(self._sent.read())  # sent a forward ago
+        self._sent = HostCopy(sums)  # a new one: batches differ in size
+        self._sent.send(sums)
+        return f"values of the batch before {before}"
+
+
+def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Over gloo, of the ranks of `group`, which alone call this."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None) if torch.cuda.is_available() else None
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=None if options is None else options._timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return made

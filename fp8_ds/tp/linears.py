@@ -3,8 +3,8 @@
 Shape suffixes: S tokens of one rank, T = S n tokens of all n ranks, I input features, O output features.
 
 Column-parallel: a rank has rows of the weight, [O / n, I]; it reads all of x and gives its features of the output.
-Row-parallel: a rank has columns of the weight, [O, I / n]; it reads its features of x and gives an addend of
-the output.
+Row-parallel: a rank has columns of the weight, [O, I / n]; it reads its features of x and gives an addend of the
+output.
 
 Ranks bring as many tokens each. Models that `parallelize` has cut compare them at every forward; called otherwise,
 these layers compare the first batch only.
@@ -13,7 +13,7 @@ these layers compare the first batch only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,13 +34,12 @@ from fp8_ds.nn.linear import (
 )
 from fp8_ds.nn.recipe import Recipe, as_matrix
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.tp.context import TensorParallel
+from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
 from fp8_ds.tp.gather import Gathered
-from fp8_ds.tp.graph import is_tracing, traced_where_possible
 from fp8_ds.tp.mlp import parallel_mlp
-from fp8_ds.tp.products import column_output, gather_shard, row_grads
 from fp8_ds.tp.regions import (
     copy_to_ranks,
+    gather_shard,
     gather_tokens,
     gather_tokens_fp8,
     gathered_tokens,
@@ -77,20 +76,12 @@ class ParallelLinear(nn.Linear):
             unit: features that must stay together (a head).
 
         Raises:
-            ConfigError: `module` is no nn.Linear, is partitioned by ZeRO-3, or does not divide.
+            ConfigError: it cannot be cut, see `problem`.
         """
-        if type(module) is not nn.Linear:
-            raise ConfigError(f"module: expected an nn.Linear, got {type(module).__name__}. A layer is cut once.")
-        if hasattr(module.weight, "ds_id"):
+        if problem := cls.problem(module, tp.size, unit):
             raise ConfigError(
-                "module: expected a whole weight, got one that deepspeed.zero.Init partitioned. Build the model "
-                "without it, and cut it before deepspeed.initialize."
-            )
-        features = module.weight.shape[cls.cut_dim]
-        if features % (tp.size * unit):
-            raise ConfigError(
-                f"weight: expected dim {cls.cut_dim} divisible by {tp.size} ranks x {unit}, got {features} of "
-                f"{tuple(module.weight.shape)}. Use fewer ranks, or leave the layer out of the plan."
+                f"module: expected an nn.Linear whose dim {cls.cut_dim} divides over {tp.size} ranks, got {problem}. "
+                "Use fewer ranks, or leave the layer whole; it is cut once, before deepspeed.initialize."
             )
         module.__class__ = cls
         assert isinstance(module, ParallelLinear)
@@ -98,6 +89,19 @@ class ParallelLinear(nn.Linear):
         module._cut()
         tp.cut_weight = weakref.ref(module.weight)
         return module
+
+    @classmethod
+    def problem(cls, module: nn.Module, num_ranks: int, unit: int) -> str:
+        """Why `module` cannot be cut over so many ranks; empty if it can."""
+        if type(module) is not nn.Linear:
+            return f"a {type(module).__name__}, not exactly an nn.Linear"
+        if hasattr(module.weight, "ds_id"):
+            return "partitioned by deepspeed.zero.Init; build the model without it"
+        features = module.weight.shape[cls.cut_dim]
+        if features % (num_ranks * unit):
+            units = f"{features // unit} heads of {unit}" if unit > 1 else f"{features} features"
+            return f"{tuple(module.weight.shape)}, {units}"
+        return ""
 
     def _cut(self) -> None:
         raise NotImplementedError
@@ -164,35 +168,74 @@ class RowParallelLinear(ParallelLinear):
             sum_gradient(self.bias, self.tp)
 
     def forward(self, input: Tensor) -> Tensor:
-        self.check_input(input)
+        if self.tp.sequence_parallel:
+            self.tp.check_first(input, is_full=True)
         partial = F.linear(input, self.weight)
         output = reduce_tokens(partial, self.tp) if self.tp.sequence_parallel else sum_over_ranks(partial, self.tp)
         return output if self.bias is None else output + self.bias
 
-    def check_input(self, x: Tensor) -> None:
-        """Tokens divide, where they are to be cut."""
-        if self.tp.sequence_parallel:
-            self.tp.check_first(x, is_full=True)
 
-
-def sum_gradient(p: Tensor, tp: TensorParallel) -> Any:
+def sum_gradient(p: Tensor, tp: TensorParallel) -> None:
     """The gradient of `p`, which all ranks have and each uses on its tokens, is summed over ranks from now on.
 
     One all-reduce in float32 per backward in which it trains, frozen now or not; before DeepSpeed's or anybody's hooks
     see the gradient.
-
-    Returns:
-        A handle with `remove()`.
     """
-
-    def hook(grad: Tensor) -> Tensor:
-        return summed_over_ranks(tp, grad.float()).to(grad.dtype)
-
     trains = p.requires_grad
     p.requires_grad_()  # torch takes hooks for no other tensor, and keeps them whatever becomes of it
-    handle = p.register_hook(hook)
+    p.register_hook(lambda grad: summed_over_ranks(tp, grad.float()).to(grad.dtype))
     p.requires_grad_(trains)
-    return handle
+
+
+class ParallelFp8Linear(Fp8Linear):
+    """Mix-in before a class of parts of linears, whose layers it computes in FP8. Made by `from_linear`.
+
+    Attributes:
+        tp_rule: how the operand that is gathered travels in FP8; None: none does.
+    """
+
+    is_parallel = True
+    tp_rule: Rule | None
+
+    @classmethod
+    def from_linear(cls, module: nn.Module, recipe: Recipe) -> Any:
+        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
+
+        Args:
+            module: exactly of the class that this one is for.
+            recipe: of its own.
+
+        Raises:
+            ConfigError: another class, or a recipe that does not travel in FP8.
+        """
+        stock = cls.__bases__[1]
+        if type(module) is not stock:
+            raise ConfigError(
+                f"module: expected a {stock.__name__}, got {type(module).__name__}. Cut an nn.Linear first; a layer is "
+                "converted once."
+            )
+        gathers = isinstance(module, ParallelLinear) and module.tp.config.gather == "fp8"
+        rule = rule_of(recipe) if gathers else None
+        convert_in_place(module, cls)
+        assert isinstance(module, ParallelFp8Linear)
+        module.fp8_recipe, module.tp_rule = recipe, rule
+        return module
+
+    def revert(self) -> None:
+        del self.fp8_recipe, self.tp_rule
+        convert_back(self, type(self).__bases__[1])
+
+
+def linear_backward(ctx: Any, grad_output: Tensor, send: Callable[[Tensor], None] | None = None) -> tuple[Any, ...]:
+    """Gradients of x, weight and bias by what a forward has left on `ctx`; `send` as in `linear_grads`."""
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_TO = as_matrix(grad_output)
+    weight, kept = weight_and_input(ctx, needs_weight)
+    grad_input, grad_weight = linear_grads(
+        grad_TO, weight, ctx.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype, send=send
+    )
+    grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
+    return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias
 
 
 class _ColumnFunction(torch.autograd.Function):
@@ -202,10 +245,10 @@ class _ColumnFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, gathered: Gathered, record: bool
     ) -> Tensor:
-        ctx.rule, ctx.x_shape = rule, x.shape
+        ctx.recipe, ctx.x_shape = rule.recipe, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         weight_fp8 = read_weight(weight, rule.recipe)  # before anything is waited for: it may be cast now
-        output_TO = column_output(rule, gathered, weight_fp8, bias, x.dtype)
+        output_TO = rule.output(gathered, weight_fp8, bias, x.dtype)
         kept_weight = keep_weight(ctx, weight, weight_fp8, record=record)
         ctx.save_for_backward(*kept_weight, *(rule.keep_input(gathered) if record and weight.requires_grad else ()))
         output: Tensor = torch.ops.aten._unsafe_view(output_TO, (*x.shape[:-1], output_TO.shape[-1]))
@@ -214,19 +257,10 @@ class _ColumnFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = as_matrix(grad_output)
-        weight, kept = weight_and_input(ctx, needs_weight)
-        grad_input, grad_weight = linear_grads(
-            grad_TO, weight, ctx.rule.recipe, kept, needs_input=needs_input, dtype=grad_output.dtype
-        )
-        if grad_input is not None:
-            grad_input = grad_input.view(ctx.x_shape)
-        grad_bias = bias_grad(grad_TO, ctx.bias_dtype) if needs_bias else None
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return *linear_backward(ctx, grad_output), None, None, None
 
 
-class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
+class ColumnParallelFp8Linear(ParallelFp8Linear, ColumnParallelLinear):
     """ColumnParallelLinear in FP8. Made from one by `from_linear`.
 
     Collectives, with sequence parallelism, where this layer gathers its input (else the module around it does, once for
@@ -237,31 +271,21 @@ class ColumnParallelFp8Linear(ColumnParallelLinear, Fp8Linear):
         backward  one reduce-scatter of grad_input: 2 S I (n - 1) bytes in bf16, 1.01 S I (n - 1) in FP8
     """
 
-    is_parallel = True
-    tp_rule: Rule | None
-
-    @classmethod
-    def from_linear(cls, module: nn.Linear, recipe: Recipe) -> ColumnParallelFp8Linear:
-        """`module` itself, now in FP8: same object, same Parameters, hooks and state dict.
-
-        Args:
-            module: exactly a ColumnParallelLinear.
-            recipe: of its own.
-
-        Raises:
-            ConfigError: another class, or a recipe that does not travel in FP8.
-        """
-        return _retype(cls, ColumnParallelLinear, module, recipe)
-
     def forward(self, input: Tensor) -> Tensor:
         return _column_output(input, self.tp, self)
 
-    def revert(self) -> None:
-        del self.fp8_recipe, self.tp_rule
-        convert_back(self, ColumnParallelLinear)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather={self.tp.config.gather}"
+
+    @staticmethod
+    def mlp_function(linears: Sequence[Any]) -> Any:  # type: ignore[override]
+        """`parallel_mlp`, where it computes what gate, up and down give by themselves; else None."""
+        if [type(one) for one in linears] != [ColumnParallelFp8Linear, ColumnParallelFp8Linear, RowParallelFp8Linear]:
+            return None
+        rules = [one.tp_rule for one in linears]
+        kinds = {(rule.recipe.grad_format, rule.recipe.backend) for rule in rules if isinstance(rule, TensorRule)}
+        are_alike = all(isinstance(rule, TensorRule) for rule in rules) and len(kinds) == 1
+        return parallel_mlp if linears[0].tp.sequence_parallel and are_alike else None
 
 
 @traced_where_possible
@@ -313,10 +337,7 @@ class _RowFunction(torch.autograd.Function):
         rule, tp = layer.tp_rule, layer.tp
         keeps_x = record and weight.requires_grad
         recipe = layer.fp8_recipe
-        if rule is None:
-            x_fp8 = recipe.quantize_input(x, needs_columns=keeps_x, record=record)
-        else:
-            x_fp8 = rule.quantize_input(x, needs_columns=keeps_x, record=record)
+        x_fp8 = (rule or recipe).quantize_input(x, needs_columns=keeps_x, record=record)
         weight_fp8 = read_weight(weight, recipe)
         partial_TO = recipe.biased_output(x_fp8, weight_fp8, None, x.dtype)
         ctx.layer, ctx.x_shape = layer, x.shape
@@ -340,7 +361,7 @@ class _RowFunction(torch.autograd.Function):
             gathered = gather_shard(shard, tp)
             weight_fp8 = rule.prepared(read_weight(weight, rule.recipe)) if needs_input else None
             pair: Any = kept  # a rule's recipes keep two tensors of x
-            grads = row_grads(rule, gathered, weight_fp8, pair, (grad_output.dtype, weight.dtype))
+            grads = rule.grads(gathered, weight_fp8, pair, (grad_output.dtype, weight.dtype))
         else:
             grad_TO = gathered_tokens(tp, grad_output) if tp.sequence_parallel else as_matrix(grad_output)
             grads = linear_grads(
@@ -350,7 +371,7 @@ class _RowFunction(torch.autograd.Function):
         return grad_input, grads[1], None, None
 
 
-class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
+class RowParallelFp8Linear(ParallelFp8Linear, RowParallelLinear):
     """RowParallelLinear in FP8. Made from one by `from_linear`.
 
     Collectives, with sequence parallelism:
@@ -361,20 +382,8 @@ class RowParallelFp8Linear(RowParallelLinear, Fp8Linear):
     without: one all-reduce of the output.
     """
 
-    is_parallel = True
-    tp_rule: Rule | None
-
-    @classmethod
-    def from_linear(cls, module: nn.Linear, recipe: Recipe) -> RowParallelFp8Linear:
-        """As `ColumnParallelFp8Linear.from_linear`, of a RowParallelLinear."""
-        return _retype(cls, RowParallelLinear, module, recipe)
-
     def forward(self, input: Tensor) -> Tensor:
         return _row_output(input, self.tp, self)
-
-    def revert(self) -> None:
-        del self.fp8_recipe, self.tp_rule
-        convert_back(self, RowParallelLinear)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather={self.tp.config.gather}"
@@ -385,52 +394,12 @@ def _row_output(x: Tensor, tp: TensorParallel, layer: RowParallelFp8Linear) -> T
     check_input(x, layer.weight)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    layer.check_input(x)
+    if tp.sequence_parallel:
+        tp.check_first(x, is_full=True)
     apply: Any = _RowFunction.apply  # untyped in torch
     output: Tensor = apply(x, layer.weight, layer, torch.is_grad_enabled())
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def is_parallel_function(linears: Sequence[Any]) -> bool:
-    """Whether `parallel_mlp` computes what these give by themselves: gate, up and down of a SwiGLU MLP, unhooked."""
-    gate, up, down = linears
-    if type(gate) is not type(up) or type(up) is not ColumnParallelFp8Linear or type(down) is not RowParallelFp8Linear:
-        return False
-    rules = (gate.tp_rule, up.tp_rule, down.tp_rule)
-    kinds = [(rule.recipe.grad_format, rule.recipe.backend) for rule in rules if isinstance(rule, TensorRule)]
-    return gate.tp.sequence_parallel and len(kinds) == len(rules) and all(kind == kinds[0] for kind in kinds)
-
-
-def _mlp_function(linears: Sequence[Any]) -> Any:
-    return parallel_mlp if is_parallel_function(linears) else None
-
-
 ColumnParallelLinear.fp8_class = ColumnParallelFp8Linear
-ColumnParallelFp8Linear.mlp_function = staticmethod(_mlp_function)
 RowParallelLinear.fp8_class = RowParallelFp8Linear
-
-
-def _retype(cls: Any, stock: type[ParallelLinear], module: nn.Linear, recipe: Recipe) -> Any:
-    if type(module) is not stock:
-        raise ConfigError(
-            f"module: expected a {stock.__name__}, got {type(module).__name__}. Cut an nn.Linear by "
-            f"{stock.__name__}.from_full first; a layer is converted once."
-        )
-    rule = rule_of(recipe) if module.tp.config.gather == "fp8" else None
-    convert_in_place(module, cls)
-    assert isinstance(module, Fp8Linear)
-    module.fp8_recipe = recipe
-    module.tp_rule = rule  # type: ignore[assignment]
-    return module
-
-
-__all__ = [
-    "ColumnParallelFp8Linear",
-    "ColumnParallelLinear",
-    "ParallelLinear",
-    "RowParallelFp8Linear",
-    "RowParallelLinear",
-    "gather_input",
-    "is_parallel_function",
-    "sum_gradient",
-]

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fp8_ds.nn.fused import Nonlinear, recover
 from fp8_ds.nn.linear import check_input, checked_weights, linear_grads, linear_output, read_weight
-from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import as_matrix
 from fp8_ds.nn.swiglu import (
     Recipes,
@@ -35,10 +34,8 @@ from fp8_ds.nn.swiglu import (
     swiglu_grads,
 )
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.graph import traced_where_possible
-from fp8_ds.tp.products import column_output, gather_shard, row_grads
-from fp8_ds.tp.regions import start_reduction
+from fp8_ds.tp.context import TensorParallel, traced_where_possible
+from fp8_ds.tp.regions import gather_shard, start_reduction
 from fp8_ds.tp.rules import TensorRule
 
 
@@ -73,9 +70,9 @@ class _ParallelMlp(torch.autograd.Function):
     ) -> Tensor:
         gathered = gather_shard(rules.gate.send_input(x, record=record), tp)
         gate_fp8 = read_weight(gate_weight, rules.gate.recipe)
-        gate_TF = column_output(rules.gate, gathered, gate_fp8, gate_bias, x.dtype)
+        gate_TF = rules.gate.output(gathered, gate_fp8, gate_bias, x.dtype)
         up_fp8 = read_weight(up_weight, rules.up.recipe)
-        up_TF = column_output(rules.up, gathered, up_fp8, up_bias, x.dtype)
+        up_TF = rules.up.output(gathered, up_fp8, up_bias, x.dtype)
         down = rules.down.recipe
         _, product_fp8, amax = product(gate_TF, up_TF, down, with_hp=False, needs_columns=False, record=record)
         output = start_reduction(tp, linear_output(product_fp8, down_weight, None, down, x.dtype))
@@ -114,16 +111,17 @@ class _ParallelMlp(torch.autograd.Function):
             if wanted.x
         ]
         product_TF: Any = kept_product(gate_TF, up_TF, rules.down.recipe, amax) if wanted.down else None
-        grad_product, down_grad = row_grads(rules.down, gathered, down_fp8, product_TF, (dtype, down_weight.dtype))
+        grad_product, down_grad = rules.down.grads(gathered, down_fp8, product_TF, (dtype, down_weight.dtype))
         if grad_product is None:
             return None, None, None, down_grad, None, None, None, None, None, None
         grads, hps = swiglu_grads(grad_product, gate_TF, up_TF, rules.recipes, wanted)
         del grad_product, gate_TF, up_TF, product_TF, down_fp8, gathered
         grad_x = None
         if wanted.x:
+            grads_fp8: Any = grads  # where x's gradient is wanted
             from_gate, from_up = (
-                rule.recipe.grad_input(_fp8(grad), weight_fp8, dtype)
-                for rule, grad, weight_fp8 in zip((rules.gate, rules.up), grads, weights_fp8, strict=True)
+                rule.recipe.grad_input(grad, weight_fp8, dtype)
+                for rule, grad, weight_fp8 in zip((rules.gate, rules.up), grads_fp8, weights_fp8, strict=True)
             )
             grad_x = start_reduction(ctx.tp, from_gate.add_(from_up))
         gate_grad, up_grad = (
@@ -136,11 +134,6 @@ class _ParallelMlp(torch.autograd.Function):
         gate_bias, up_bias = bias_grads(hps, ctx.bias_dtypes, wanted)
         own = None if grad_x is None else grad_x().view(ctx.x_shape)
         return own, gate_grad, up_grad, down_grad, gate_bias, up_bias, None, None, None, None
-
-
-def _fp8(grad: Tensor | Quantized) -> Quantized:
-    assert isinstance(grad, Quantized)  # where x's gradient is wanted
-    return grad
 
 
 @traced_where_possible
@@ -160,7 +153,7 @@ def parallel_mlp(x: Tensor, linears: Sequence[Any], nonlinear: Nonlinear) -> Ten
     Args:
         x: bf16 [..., I], this rank's tokens.
         linears: gate, up and down, cut and in FP8, which talk by local scales with sequence parallelism: those of
-            `is_parallel_function`.
+            which `ColumnParallelFp8Linear.mlp_function` says so.
         nonlinear: how gate and up are kept, see `Producer`.
 
     Returns:

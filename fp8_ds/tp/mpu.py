@@ -21,31 +21,19 @@ class ParallelGroups:
     """
 
     def __init__(self, tp_size: int) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
         if tp_size < 1 or world % tp_size:
             raise ConfigError(f"tp_size: expected a divisor of {world} ranks, got {tp_size}. Choose another.")
-        self.tp_group, self._tp_ranks = self._groups(
-            [list(range(first, first + tp_size)) for first in range(0, world, tp_size)], rank
-        )
-        self.dp_group, self._dp_ranks = self._groups(
-            [list(range(first, world, tp_size)) for first in range(tp_size)], rank
-        )
-
-    @staticmethod
-    def _groups(all_ranks: list[list[int]], rank: int) -> tuple[dist.ProcessGroup, list[int]]:
-        mine = None
-        for ranks in all_ranks:
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine = group, ranks
-        assert mine is not None
-        return mine
+        sharing_model = [list(range(first, first + tp_size)) for first in range(0, world, tp_size)]
+        sharing_data = [list(range(first, world, tp_size)) for first in range(tp_size)]
+        self.tp_group = dist.new_subgroups_by_enumeration(sharing_model)[0]
+        self.dp_group = dist.new_subgroups_by_enumeration(sharing_data)[0]
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.tp_group
 
     def get_model_parallel_world_size(self) -> int:
-        return len(self._tp_ranks)
+        return dist.get_world_size(self.tp_group)
 
     def get_model_parallel_rank(self) -> int:
         return dist.get_rank(self.tp_group)
@@ -55,16 +43,16 @@ class ParallelGroups:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        return self._tp_ranks[0]
+        return dist.get_global_rank(self.tp_group, 0)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.dp_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._dp_ranks
+        return dist.get_process_group_ranks(self.dp_group)
 
     def get_data_parallel_world_size(self) -> int:
-        return len(self._dp_ranks)
+        return dist.get_world_size(self.dp_group)
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self.dp_group)

@@ -123,21 +123,22 @@ def parallelize(
     tp = TensorParallel(tp_group, sequence_parallel, config)  # from here on all ranks see the same
     cuts = _cuts(model, plan, tp)
     blocks = _matching(model, plan.blocks)
-    borders = _borders(model, plan, sequence_parallel)
     summed = _matching(model, plan.in_heads)
     _check_named("inside its blocks", "in_heads", blocks, [*(cut.module for cut in cuts), *summed.values()])
     if sequence_parallel:
+        first, last = _one(model, plan.first), _one(model, plan.last)
         summed |= _matching(model, plan.in_shards)
         around = {name: model.get_submodule(name) for block in blocks if (name := block.rpartition(".")[0])}
         _check_named("beside its blocks", "in_shards", around, [*(cut.module for cut in cuts), *summed.values()])
     replicated = _replicated(summed, cuts)
     first_block = next((name for name, _ in model.named_modules() if name in blocks), "")
-    sharded = _cut_all(cuts, tp)
-    _replicate(model, sharded, tp)
+    for cut in cuts:
+        cut.kind.from_full(cut.module, tp, cut.unit)
+    _replicate(model, tp)
     for name, block in blocks.items():
         gather_once(block, tp, is_first=name == first_block)
     if sequence_parallel:
-        shard_tokens(*borders, tp)
+        shard_tokens(first, last, tp)
     for p in replicated:
         sum_gradient(p, tp)
     return tp
@@ -232,7 +233,10 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
                     problems.append(f"{fqn}: a {type(around).__name__} around it, whose `head_dim` is not known")
                     continue
             cuts.append(_Cut(fqn, module, kind, unit))  # type: ignore[arg-type]
-    problems += [problem for cut in cuts if (problem := _problem(cut, tp.size))]
+    for cut in cuts:
+        problem = "experts, which stay whole: name the module around them in `in_shards`, and not here"
+        if is_experts(cut.module) or (problem := cut.kind.problem(cut.module, tp.size, cut.unit)):
+            problems.append(f"{cut.fqn}: {problem}")
     owners: dict[int, str] = {}
     for cut in cuts:
         for p in cut.module.parameters():
@@ -246,28 +250,11 @@ def _cuts(model: nn.Module, plan: TensorParallelPlan, tp: TensorParallel) -> lis
     return cuts
 
 
-def _problem(cut: _Cut, size: int) -> str:
-    """Why it cannot be cut; empty if it can."""
-    if is_experts(cut.module):
-        return f"{cut.fqn}: experts, which stay whole: name the module around them in `in_shards`, and not here"
-    if type(cut.module) is not nn.Linear:
-        return f"{cut.fqn}: a {type(cut.module).__name__}, not exactly an nn.Linear"
-    if hasattr(cut.module.weight, "ds_id"):
-        return f"{cut.fqn}: partitioned by deepspeed.zero.Init; build the model without it"
-    features = cut.module.weight.shape[cut.kind.cut_dim]
-    if features % (size * cut.unit):
-        units = f"{features // cut.unit} heads of {cut.unit}" if cut.unit > 1 else f"{features} features"
-        return f"{cut.fqn} {tuple(cut.module.weight.shape)}: {units}"
-    return ""
-
-
-def _borders(model: nn.Module, plan: TensorParallelPlan, is_needed: bool) -> tuple[nn.Module, nn.Module]:
-    if not is_needed:
-        return model, model
-    first, last = (_matching(model, (pattern,)) for pattern in (plan.first, plan.last))
-    if len(first) != 1 or len(last) != 1:
-        raise ConfigError(f"plan: expected one first and one last module, got {list(first)} and {list(last)}.")
-    return next(iter(first.values())), next(iter(last.values()))
+def _one(model: nn.Module, pattern: str) -> nn.Module:
+    found = _matching(model, (pattern,))
+    if len(found) != 1:
+        raise ConfigError(f"plan: expected one module named {pattern!r}, its `first` or `last`, got {list(found)}.")
+    return next(iter(found.values()))
 
 
 def _check_named(where: str, field: str, modules: dict[str, nn.Module], known: Sequence[nn.Module]) -> None:
@@ -306,20 +293,12 @@ def _replicated(summed: dict[str, nn.Module], cuts: Sequence[_Cut]) -> list[nn.P
     return list({id(p): p for module in summed.values() for p in module.parameters()}.values())
 
 
-def _cut_all(cuts: Sequence[_Cut], tp: TensorParallel) -> set[int]:
-    """Ids of the Parameters that are sharded now."""
-    for cut in cuts:
-        cut.kind.from_full(cut.module, tp, cut.unit)
-    parameters = (p for cut in cuts for p in cut.module.parameters())
-    return {id(p) for p in parameters if getattr(p, "tensor_model_parallel", False)}
-
-
 @torch.no_grad()
-def _replicate(model: nn.Module, sharded: set[int], tp: TensorParallel) -> None:
+def _replicate(model: nn.Module, tp: TensorParallel) -> None:
     """Everything that is not sharded is that of the group's first rank."""
     first = dist.get_global_rank(tp.group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in sharded and tensor.numel():
+        if not getattr(tensor, "tensor_model_parallel", False) and tensor.numel():
             whole = tensor.data.to(tensor.device if tensor.is_cuda else device_of(tp.group)).contiguous()
             dist.broadcast(whole, src=first, group=tp.group)
             tensor.data.copy_(whole)

@@ -17,7 +17,7 @@ leaves them as they are, and graphs end at the borders of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +26,40 @@ from torch import Tensor
 
 from fp8_ds.comm import reduce_scatter_fp8
 from fp8_ds.once_differentiable import once_differentiable
-from fp8_ds.tp.context import TensorParallel
-from fp8_ds.tp.gather import Gathered
-from fp8_ds.tp.graph import all_gathered, all_reduced, is_tracing, reduce_scattered, traced_where_possible
+from fp8_ds.tp.context import TensorParallel, is_tracing, traced_where_possible
+from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.group import all_gather
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_traced: Any = torch.ops._c10d_functional
+"""Collectives in graphs of torch.compile: they give new tensors, with the same bits, and may be reordered."""
+
+
+def _all_gathered(shards: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
+    """Of each [S, ...], in a graph, all ranks' [n S, ...]; one collective."""
+    sent = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
+    received = _traced.all_gather_into_tensor_coalesced(sent, tp.size, tp.group_name)
+    return [
+        _traced.wait_tensor(full).view(shard.dtype).view(tp.size * shard.shape[0], *shard.shape[1:])
+        for full, shard in zip(received, shards, strict=True)
+    ]
+
+
+def gather_shard(shard: Shard, tp: TensorParallel) -> Gathered:
+    """Every rank's `shard`, under way where it may be. Collective."""
+    if is_tracing():
+        codes, scale_inv = _all_gathered([shard.codes, shard.scale_inv[None]], tp)
+        return Gathered.arrived_whole(codes, scale_inv)
+    gathered = Gathered(tp.group, shard)
+    tp.num_bytes_gathered += gathered.num_bytes
+    return gathered
 
 
 def gathered_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
     """[T, C] of every rank's [..., C], in x's dtype."""
     shard = x.reshape(-1, x.shape[-1]).contiguous()
     if is_tracing():
-        return all_gathered([shard], tp)[0]
+        return _all_gathered([shard], tp)[0]
     full = shard.new_empty((tp.size * shard.shape[0], shard.shape[1]))
     all_gather(full, shard, group=tp.group)
     return full
@@ -59,7 +80,8 @@ def reduced_tokens(tp: TensorParallel, x: Tensor) -> Tensor:
     """
     tokens = x.reshape(-1, x.shape[-1]).contiguous()
     if is_tracing():
-        return reduce_scattered(tokens, tp)
+        own: Tensor = _traced.reduce_scatter_tensor(tokens, "sum", tp.size, tp.group_name)
+        return _traced.wait_tensor(own)
     num_tokens, num_channels = tokens.shape
     if tp.config.reduce_scatter == "fp8":
         pieces = [[piece.view(-1)] for piece in tokens.chunk(tp.size)]
@@ -89,7 +111,7 @@ def start_reduction(tp: TensorParallel, x: Tensor) -> Callable[[], Tensor]:
 def summed_over_ranks(tp: TensorParallel, x: Tensor) -> Tensor:
     """The sum over ranks, on all of them; a new tensor."""
     if is_tracing():
-        return all_reduced(x, tp)
+        return _traced.wait_tensor(_traced.all_reduce(x.contiguous(), "sum", tp.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=tp.group)
     return total
@@ -203,7 +225,7 @@ def gather_tokens_fp8(
         gathered: of x.
         shape: of the result; None: [1, T, C].
     """
-    nominal = tp.inputs.nominal(shape or (1, *gathered.shape), x.dtype, x.device)
+    nominal = torch.full((1,), float("nan"), dtype=x.dtype, device=x.device).expand(shape or (1, *gathered.shape))
     result: Tensor = _GatherFp8.apply(x, nominal, tp)
     if is_tracing():
         tp.inputs.traced = result, gathered

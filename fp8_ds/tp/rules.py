@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from fp8_ds.errors import ConfigError
-from fp8_ds.formats import E4M3
+from fp8_ds.formats import E4M3, Float8Format
 from fp8_ds.nn.quantized import Quantized
 from fp8_ds.nn.recipe import Fp8Weight, Recipe, TensorwiseRecipe, as_matrix
 from fp8_ds.nn.recipe_fine import BlockwiseRecipe, RowwiseRecipe
 from fp8_ds.ops.align import align
-from fp8_ds.ops.blockwise import BLOCK, quantize_blockwise, transpose_blockwise
-from fp8_ds.ops.quantize import quantize_colwise_t, quantize_tensor_pow2
+from fp8_ds.ops.blockwise import BLOCK, block_amax, quantize_blockwise, transpose_blockwise
+from fp8_ds.ops.quantize import quantize_colwise_t, quantize_part, quantize_tensor_pow2
 from fp8_ds.ops.transpose import transpose
+from fp8_ds.scaling.pow2 import pow2_scale
 from fp8_ds.tp.gather import Gathered, Shard
-from fp8_ds.tp.scales import quantize_rows_pow2
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 """Of linears whose operands can be gathered in FP8."""
@@ -55,15 +55,22 @@ class Rule(ABC):
         assert x_fp8.rows is not None
         return Shard(x_fp8.rows, x_fp8.scale_inv)
 
+    def output(self, gathered: Gathered, weight_fp8: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`x W^T + b` of a gathered x, [T, O] in `dtype`; of this rank's weight and bias."""
+        return self.recipe.biased_output(self.rows(gathered), weight_fp8, bias, dtype)
+
     def keep_input(self, gathered: Gathered) -> Kept:
         """What grad_weight needs of a gathered x, its codes transposed; made once for all layers that read it."""
-        return gathered.once("kept", lambda: (transpose(gathered.codes), self.rows(gathered).scale_inv))
+        return gathered.once("kept", lambda: self._columns(gathered))
+
+    def _columns(self, gathered: Gathered) -> Kept:
+        return transpose(gathered.codes), self.rows(gathered).scale_inv
 
     # --- grad_output of a row-parallel layer, gathered ---
 
-    @abstractmethod
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
         """x of a row-parallel layer, [..., I], which stays where it is."""
+        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
 
     @abstractmethod
     def send_grad(self, grad_SO: Tensor) -> Shard:
@@ -80,6 +87,24 @@ class Rule(ABC):
     @abstractmethod
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
         """[O, I] of the gathered grad_output and what was kept of x."""
+
+    def grads(
+        self,
+        gathered: Gathered,
+        weight_fp8: Fp8Weight | None,
+        kept: Kept | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(grad_input [T, I], grad_weight [O, I]) of a gathered grad_output; None for what is not wanted.
+
+        Args:
+            gathered: grad_output.
+            weight_fp8: from `prepared`; None: grad_input is not wanted.
+            kept: of x; None: grad_weight is not wanted.
+            dtypes: of the two.
+        """
+        grad_input = None if weight_fp8 is None else self.grad_input(self.rows(gathered), weight_fp8, dtypes[0])
+        return grad_input, None if kept is None else self.grad_weight(gathered, kept, dtypes[1])
 
     # --- both ---
 
@@ -99,24 +124,18 @@ class TensorRule(Rule):
     def send_input(self, x: Tensor, *, record: bool) -> Shard:
         return Shard(*quantize_tensor_pow2(as_matrix(x), E4M3))
 
-    def keep_input(self, gathered: Gathered) -> Kept:
-        return gathered.once("kept", lambda: self._aligned(gathered))
-
-    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
-
     def send_grad(self, grad_SO: Tensor) -> Shard:
         return Shard(*quantize_tensor_pow2(grad_SO, self.recipe.grad_format))
 
     def grad_weight(self, gathered: Gathered, kept: Kept, dtype: torch.dtype) -> Tensor:
-        columns, scale_inv = self._aligned(gathered)
+        columns, scale_inv = self._columns(gathered)
         return self.recipe.grad_weight(Quantized(None, columns, scale_inv), None, kept, dtype)
 
     def row_scales(self, scale_inv: Tensor, num_rows: int) -> Tensor:
         num_ranks = scale_inv.shape[0]
         return scale_inv.view(num_ranks, 1, 1).expand(num_ranks, num_rows // num_ranks, 1).reshape(num_rows, 1)
 
-    def _aligned(self, gathered: Gathered) -> Kept:
+    def _columns(self, gathered: Gathered) -> Kept:
         return align(gathered.codes, gathered.scale_inv)
 
 
@@ -129,7 +148,8 @@ class RowRule(Rule):
     """
 
     def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        x_fp8 = Quantized(*_swap(*quantize_rows_pow2(as_matrix(x), E4M3)))
+        rows, scale_inv = quantize_rows_pow2(as_matrix(x), E4M3)
+        x_fp8 = Quantized(rows, None, scale_inv)
         return x_fp8.with_columns() if needs_columns else x_fp8
 
     def send_grad(self, grad_SO: Tensor) -> Shard:
@@ -166,12 +186,6 @@ class BlockRule(Rule):
         assert x_fp8.rows is not None
         return Shard(x_fp8.rows, x_fp8.scale_inv.t().contiguous())
 
-    def keep_input(self, gathered: Gathered) -> Kept:
-        return gathered.once("kept", lambda: self._columns(gathered))
-
-    def quantize_input(self, x: Tensor, *, needs_columns: bool, record: bool) -> Quantized:
-        return self.recipe.quantize_input(x, needs_columns=needs_columns, record=record)
-
     def send_grad(self, grad_SO: Tensor) -> Shard:
         planes = quantize_blockwise(grad_SO, self.recipe.grad_format, (1, BLOCK), "row")
         assert planes.x_fp8 is not None and planes.scale_inv is not None
@@ -191,10 +205,6 @@ class BlockRule(Rule):
         return transpose_blockwise(rows.rows, rows.scale_inv)
 
 
-def _swap(rows: Tensor, scale_inv: Tensor) -> tuple[Tensor, None, Tensor]:
-    return rows, None, scale_inv
-
-
 def rule_of(recipe: Recipe) -> Rule:
     """The rule of a layer with `recipe`.
 
@@ -211,3 +221,21 @@ def rule_of(recipe: Recipe) -> Rule:
         f"fp8.linear.recipe: expected one of {', '.join(RECIPES)} for tensor-parallel layers, got {recipe.name}. Set "
         "one of these."
     )
+
+
+def quantize_rows_pow2(x: Tensor, fmt: Float8Format) -> tuple[Tensor, Tensor]:
+    """`x` in FP8 by a power of two for each row: two reads of `x`.
+
+    Args:
+        x: bf16, fp16 or fp32, contiguous [T, C].
+        fmt: E4M3 or E5M2.
+
+    Returns:
+        (x_fp8 [T, C], scale_inv float32 [T, 1]).
+    """
+    if x.numel() == 0:
+        return x.to(fmt.torch_dtype), x.new_ones((x.shape[0], 1), dtype=torch.float32)
+    amax = block_amax(x, (1, 128)).amax(1, keepdim=True)
+    scale, scale_inv = pow2_scale(amax, fmt.max)
+    x_fp8 = quantize_part(x.view(-1), scale, 0, x.shape[1], (1, x.shape[1]), fmt)
+    return x_fp8.view(x.shape), scale_inv

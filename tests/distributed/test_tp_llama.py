@@ -509,8 +509,8 @@ def wrong(case: str) -> str:
         ("overlapping groups", "Groups must not overlap"),
         ("another width on one rank", "model: expected the same on all ranks"),
         ("another model in one group", "model: expected the same on all ranks"),
-        ("features", "layers.0.mlp.up_proj (191, 64): 191 features"),
-        ("heads", "layers.1.self_attn.k_proj (32, 64): 2 heads of 16"),
+        ("features", "layers.0.mlp.up_proj: (191, 64), 191 features"),
+        ("heads", "layers.1.self_attn.k_proj: (32, 64), 2 heads of 16"),
         ("names", "plan: expected a module named"),
         ("no sequence parallelism", "without sequence parallelism"),
         ("a block that is a dict", "config: expected a TensorParallelConfig, got {'gather': 'bf16'}"),
@@ -624,7 +624,7 @@ def test_ranks_are_compared_once_a_forward_by_16_bytes_each(ranks: Any) -> None:
 
 
 def host_groups() -> list[int]:
-    from fp8_ds.tp.batch import new_host_group
+    from fp8_ds.tp.group import new_host_group
 
     made = new_host_group(tpar.groups(2).tp_group)
     found = torch.tensor([dist.get_rank()])

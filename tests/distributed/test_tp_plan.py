@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_ds.errors import ConfigError
 from fp8_ds.testing import sqnr_db
 from fp8_ds.tp import LLAMA, TensorParallelPlan, parallelize
-from fp8_ds.tp.batch import fingerprint
+from fp8_ds.tp.group import fingerprint
 
 pytestmark = pytest.mark.distributed
 

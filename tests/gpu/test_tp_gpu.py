@@ -14,7 +14,7 @@ from fp8_ds.ops.align import align
 from fp8_ds.testing import assert_bitwise, sqnr_db
 from fp8_ds.tp.gather import Gathered, Shard
 from fp8_ds.tp.regions import split_tokens
-from fp8_ds.tp.scales import quantize_rows_pow2
+from fp8_ds.tp.rules import quantize_rows_pow2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

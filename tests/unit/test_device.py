@@ -16,7 +16,7 @@ ASKS_TORCH = {
     "fp8_ds/device.py": "is who asks",
     "fp8_ds/diagnosis.py": "lists the machine's GPUs",
     "fp8_ds/ops/grouped/__init__.py": "is given a device of tensors, and reads its capability where there is one",
-    "fp8_ds/tp/batch.py": "reads options of a group that has another backend than gloo",
+    "fp8_ds/tp/group.py": "reads options of a group that has another backend than gloo",
 }
 """Why these may."""
 

@@ -8,7 +8,7 @@ from fp8_ds.formats import E4M3, E5M2
 from fp8_ds.ops.align import align
 from fp8_ds.ops.quantize import quantize_tensor_pow2
 from fp8_ds.testing import assert_bitwise, sqnr_db
-from fp8_ds.tp.scales import quantize_rows_pow2
+from fp8_ds.tp.rules import quantize_rows_pow2
 
 FORMATS = [E4M3, E5M2]
 
