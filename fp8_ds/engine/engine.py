@@ -20,7 +20,7 @@ from fp8_ds.engine.precision import Request
 from fp8_ds.engine.rank_agreement import refuse_other_order
 from fp8_ds.engine.report import report
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.health import HealthMonitor, Listener, Listening
+from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.zero.module_hooks import leave_out_of_graphs
 from fp8_ds.zero.owners import share_readers
 from fp8_ds.zero.parameter import keep_values_in_hooks
@@ -148,7 +148,7 @@ class Fp8Engine(Fp8Checkpoints):
         following = self._fp8_following
         return None if following is None or following.health is None else following.health.monitor
 
-    def add_fp8_listener(self: Any, listener: Listener) -> Listening:
+    def add_fp8_listener(self: Any, listener: Listener) -> RemovableHandle:
         """`listener` is called with a `Report` of each sampled step, one step later, until the handle's `remove()`.
 
         On each rank that adds it; in the same step on all of them, with the same numbers of layers on data-parallel

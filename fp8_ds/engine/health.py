@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import copy
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from fp8_ds.monitor.guard import EVERY as GUARD_EVERY
 from fp8_ds.monitor.guard import Guard, Problems
 from fp8_ds.monitor.health import HealthMonitor, Listener
 from fp8_ds.monitor.observe import Observers
-from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines, file_of
+from fp8_ds.monitor.sinks import STEP_SKIPPED, DeepSpeedEvents, JsonLines
 from fp8_ds.monitor.statistics import StatisticsTable
 from fp8_ds.nn.layers import fp8_layers
 
@@ -56,10 +58,8 @@ class Health:
         monitor = health_monitor(engine, every, sinks, warn)
         guard = make_guard(engine, to_bf16, say) if guards else None
         if guard is not None:
-            monitor.listeners.append(guard)
-        flush = weakref.WeakMethod(
-            monitor.flush
-        )  # of an engine that lives until the process ends, and is not destroyed
+            monitor.listen(guard)
+        flush = weakref.WeakMethod(monitor.flush)  # an engine may live until the process ends, and not be destroyed
         atexit.register(lambda: None if (last := flush()) is None else last())
         return cls(monitor, guard)
 
@@ -99,7 +99,10 @@ def health_monitor(engine: Any, every: int, sinks: Sequence[str], warn: Say) -> 
     group = optimizer.dp_process_group
     found = fp8_layers(engine.module)
     table = StatisticsTable(tuple(found), engine.device, group)
-    gauges: list[Gauge] = [_gather_timer(optimizer)]
+    if (shards := getattr(optimizer, "_fp8_shards", None)) is None:
+        gauges: list[Gauge] = [GatherTimer(optimizer, "_fp8_gather_all", waits=False)]
+    else:
+        gauges = [GatherTimer(shards, "gather", waits=True)]
     if context.config.optimizer.states == "fp8":
         gauges.append(SkippedStep(lambda: optimizer.fp8_flag.last))
     sizes = {row.fqn: row.numel for row in context.plan.layers}
@@ -144,15 +147,7 @@ def make_guard(engine: Any, to_bf16: Callable[[Sequence[str]], object], say: Say
         dist.all_gather_object(everyone, mine)
         return {name: problem for each in everyone for name, problem in each.items()}
 
-    precision = engine.fp8.precision
-    return Guard(share, to_bf16 if action == "bf16" else None, precision.names, say)
-
-
-def _gather_timer(optimizer: Any) -> GatherTimer:
-    shards = getattr(optimizer, "_fp8_shards", None)
-    if shards is not None:
-        return GatherTimer(shards, "gather", waits=True)
-    return GatherTimer(optimizer, "_fp8_gather_all", waits=False)
+    return Guard(share, to_bf16, engine.fp8.precision.names if action == "bf16" else (), say)
 
 
 def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
@@ -162,5 +157,5 @@ def _listener(engine: Any, sink: str, group: Any) -> list[Listener]:
         return [DeepSpeedEvents(engine.monitor)] if rank == 0 else []
     if dist.get_rank(group) != 0:
         return []
-    path = file_of(sink)
+    path = Path(os.path.expanduser(sink))  # `~` at its beginning is the user's home, as a shell reads it
     return [JsonLines(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))]

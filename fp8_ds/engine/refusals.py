@@ -5,8 +5,12 @@ One row per combination; docs/refusals.md shows the same table (a test compares 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from fp8_ds.engine.host_config import (
     FP32_NAMES,
@@ -357,10 +361,14 @@ def refuse_unread_reports(sinks: Sequence[str], config: Config, rank: int) -> No
 
 
 def _refuse_unwritable(sink: str) -> None:
-    from fp8_ds.monitor.sinks import file_of, refuse_unwritable
-
+    path = Path(os.path.expanduser(sink))
     try:
-        refuse_unwritable(file_of(sink))
+        if not path.exists():
+            TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
+        elif path.is_file() or path.is_dir():
+            path.open("ab").close()
+        elif not os.access(path, os.W_OK):  # a pipe or a device: opening it may wait for somebody
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
             f'fp8.monitor.sink: expected a path that can be written, or "deepspeed", got "{sink}" '

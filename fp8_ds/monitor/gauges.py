@@ -1,14 +1,13 @@
-"""What is measured beside the layers' statistics, in sampled steps only.
-
-A gauge hangs itself before a method of one object while it is attached, and is gone afterwards.
+"""What is measured beside the layers' statistics, in sampled steps only: each gauge's `attach` is called before such a
+step, `detach` after it, and `read` one step later, when the next may be attached already.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,27 +18,11 @@ from fp8_ds.host_copy import HostCopy
 from fp8_ds.monitor.sinks import STEP_SKIPPED
 
 
-class Gauge(ABC):
-    """`attach` before a sampled step, `detach` after it, `read` one step later, when the next may be attached."""
-
-    name: str
-
-    @abstractmethod
-    def attach(self) -> None: ...
-
-    @abstractmethod
-    def detach(self) -> None: ...
-
-    @abstractmethod
-    def read(self) -> float | None:
-        """The number of the last sampled step, on the host; None: there was none."""
-
-
-class GatherTimer(Gauge):
+class GatherTimer:
     """Milliseconds for which the computing stream waits for gathers of weights in a step.
 
     Stages 1 and 2 gather at the end of a step, and all of it is waited for. Stage 3 gathers ahead, and what counts is
-    the wait when a weight is needed: 0 where compute hides the gather.
+    the wait when a weight is needed: 0 where compute hides the gather. While attached, it stands before the method.
 
     Args:
         owner: the ZeRO optimizer (stages 1, 2) or its Fp8Shards.
@@ -66,6 +49,7 @@ class GatherTimer(Gauge):
         self._finished = self._spans  # of the step that is read while the next may be sampled already
 
     def read(self) -> float | None:
+        """Of the last sampled step; None: there was no gather."""
         return sum(itertools.starmap(milliseconds, self._finished)) if self._finished else None
 
     def _timed(self, stock: Any) -> Any:
@@ -78,26 +62,11 @@ class GatherTimer(Gauge):
         return timed
 
     def _timed_handle(self, stock: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            handle = stock(*args, **kwargs)
-            return _TimedHandle(self._timed(handle.wait))
-
-        return timed
+        # Not the handle with another `wait`: what it has gathered would stay until Python collects cycles.
+        return lambda *args, **kwargs: SimpleNamespace(wait=self._timed(stock(*args, **kwargs).wait))
 
 
-class _TimedHandle:
-    """A gather under way. Not the handle itself with another `wait`: what it has gathered, of a whole step, would stay
-    until Python collects cycles.
-
-    Args:
-        wait: the handle's, timed.
-    """
-
-    def __init__(self, wait: Callable[..., Any]) -> None:
-        self.wait = wait
-
-
-class SkippedStep(Gauge):
+class SkippedStep:
     """1 if the sampled step was skipped, else 0: also where the host learns that in the next step.
 
     Args:
@@ -114,15 +83,15 @@ class SkippedStep(Gauge):
         """Nothing: the flag is there in any step."""
 
     def detach(self) -> None:
-        flag = self._flag()
-        if flag is None:
-            return
-        if self._host is None:
-            self._host = HostCopy(flag)
-        self._host.send(flag)
+        if (flag := self._flag()) is not None:
+            self._host = self._host or HostCopy(flag)
+            self._host.send(flag)
 
     def read(self) -> float | None:
         return None if self._host is None else float(bool(self._host.read()))
+
+
+Gauge = GatherTimer | SkippedStep
 
 
 def mark() -> Any:

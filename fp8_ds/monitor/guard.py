@@ -15,7 +15,6 @@ UNDERFLOW = 0.2
 """Shares of a tensor above which its layer does not fit FP8."""
 _NUM_SHOWN = 4
 
-
 Problems = dict[str, tuple[str, bool]]
 """Layer -> what is wrong, and whether it can go to bf16."""
 
@@ -28,15 +27,15 @@ class Guard:
     Args:
         share: what is wrong on each rank -> what is on any, the same on all: pipeline stages have layers of their own.
             Collective.
-        to_bf16: sends layers there, given the same names on all ranks; None: they are only named.
-        changeable: layers of this rank that can go there; frozen ones cannot.
+        to_bf16: sends layers there, given the same names on all ranks.
+        changeable: layers of this rank that it may send; others are only named.
         say: called with a line for rank 0.
     """
 
     def __init__(
         self,
         share: Callable[[Problems], Problems],
-        to_bf16: Callable[[Sequence[str]], object] | None,
+        to_bf16: Callable[[Sequence[str]], object],
         changeable: Collection[str],
         say: Callable[[str], None],
     ) -> None:
@@ -67,8 +66,7 @@ class Guard:
         names = sorted(new)
         shown = "; ".join(f"{name}: {new[name][0]}" for name in names[:_NUM_SHOWN])
         more = f"; and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-        sent = [name for name in names if new[name][1]] if self._to_bf16 is not None else []
-        if self._to_bf16 is not None and sent:
+        if sent := [name for name in names if new[name][1]]:
             self._to_bf16(sent)
             action = (
                 f'{len(sent)} compute in bf16 from the next step on; engine.set_layer_precision(name, "fp8") undoes it'

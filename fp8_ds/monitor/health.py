@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
+
+from torch.utils.hooks import RemovableHandle
 
 from fp8_ds.errors import ConfigError
 from fp8_ds.monitor.gauges import Gauge
@@ -15,40 +18,6 @@ from fp8_ds.monitor.sinks import Change, Report
 from fp8_ds.monitor.statistics import LayerStatistics, StatisticsTable, TensorStatistics
 
 Listener = Callable[[Report], None]
-
-
-class Listening:
-    """A listener that is called, until `remove()`.
-
-    Args:
-        listener: one of `listeners`.
-        listeners: of a monitor.
-    """
-
-    def __init__(self, listener: Listener, listeners: list[Listener]) -> None:
-        self._listener = listener
-        self._listeners = listeners
-
-    def remove(self) -> None:
-        """It is called no more; nothing happens if it is gone."""
-        if self._listener in self._listeners:
-            self._listeners.remove(self._listener)
-
-
-@dataclass
-class _Ended:
-    """A sampled step that is over, and not reported yet.
-
-    Args:
-        layers: None: on their way from the device, as the gauges' numbers are.
-        changes: by the guard, since the sampled step before.
-    """
-
-    step: int
-    samples: int
-    numbers: dict[str, float | None]
-    layers: LayerStatistics | None = None
-    changes: Sequence[Change] = ()
 
 
 class HealthMonitor:
@@ -79,7 +48,6 @@ class HealthMonitor:
         facts: Callable[[], dict[str, float | None]],
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
-        assert every > 0
         self.every = every
         self.table = table
         self.observers = observers
@@ -87,39 +55,39 @@ class HealthMonitor:
         self.facts = facts
         self.warn = warn
         self.sinks: list[Listener] = []
-        self.listeners: list[Listener] = []
+        self.listeners: OrderedDict[int, Listener] = OrderedDict()
         self.changes: list[Change] = []
         self._is_sampling = False
-        self._ended: _Ended | None = None
-        self._scales: dict[tuple[str, str], tuple[float, int]] = {}
+        self._ended: Report | None = None  # of a sampled step that is over, and not reported yet
+        self._is_on_its_way = False  # its statistics and the gauges' numbers are, from the device
+        self._scales: dict[str, dict[str, tuple[float, int]]] = {}
 
-    def listen(self, listener: Listener) -> Listening:
+    def listen(self, listener: Listener) -> RemovableHandle:
         """`listener` is called with each report from the next one on, until the handle's `remove()`.
 
         Raises:
             ConfigError: it is one already.
         """
-        if listener in self.listeners:
+        if listener in self.listeners.values():
             raise ConfigError(f"listener: expected one that is not called yet, got {listener}. Add it once.")
-        self.listeners.append(listener)
-        return Listening(listener, self.listeners)
+        handle = RemovableHandle(self.listeners)
+        self.listeners[handle.id] = listener
+        return handle
 
     def start(self, step: int) -> None:
         """Steps are counted from `step` on; the first may be a sampled one. What is sampled now is dropped."""
-        self._drop()
+        if self._stop_sampling():
+            self.table.discard()
         self._sample_if_due(step, after_step=False)
 
     def after_step(self, step: int, samples: int) -> None:
-        """Optimizer step number `step` (from 1) has ended: report the one before, if it was sampled. Collective.
-
-        Args:
-            step: engine.global_steps.
-            samples: engine.global_samples.
-        """
-        self._report(self.listeners)
+        """Optimizer step number `step` (from 1) has ended, after so many samples in all: report the one before, if it
+        was sampled. Collective."""
+        self._report(tuple(self.listeners.values()))
         if self._stop_sampling():
             self.table.send()
-            self._ended = _Ended(step, samples, self.facts(), changes=tuple(self.changes))
+            self._ended = Report(step, samples, {}, {}, self.facts(), list(self.changes))
+            self._is_on_its_way = True
             self.changes.clear()
         self._sample_if_due(step)
 
@@ -129,16 +97,10 @@ class HealthMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Builtin types: a sample that nobody has seen yet, for which the host waits, and when scales last changed."""
-        ended = self._received()
-        waiting = None
-        if ended is not None:
-            assert ended.layers is not None
-            layers = {n: {kind: asdict(one) for kind, one in kinds.items()} for n, kinds in ended.layers.items()}
-            waiting = {"step": ended.step, "samples": ended.samples, "numbers": ended.numbers, "layers": layers}
-            waiting["changes"] = [asdict(change) for change in ended.changes]
-        scales: dict[str, dict[str, tuple[float, int]]] = {}
-        for (name, kind), entry in self._scales.items():
-            scales.setdefault(name, {})[kind] = entry
+        waiting = None if (ended := self._received()) is None else asdict(ended)
+        if waiting is not None:
+            del waiting["ages"]
+        scales = {name: dict(kinds) for name, kinds in self._scales.items()}
         return {"waiting": waiting, "scales": scales, "changes": [asdict(change) for change in self.changes]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int) -> None:
@@ -148,14 +110,16 @@ class HealthMonitor:
             state: layers that are not here any more are left out. None: nothing is known.
             step: a sample of another one is not taken over.
         """
-        self._ended = None
-        self._scales = {}
-        self.changes = []
+        self._ended, self._is_on_its_way = None, False
+        self._scales, self.changes = {}, []
         if state is None:
             return
         own = set(self.table.names)
-        scales = {name: kinds for name, kinds in state["scales"].items() if name in own}
-        self._scales = {(name, kind): tuple(entry) for name, kinds in scales.items() for kind, entry in kinds.items()}
+        self._scales = {
+            name: {kind: (scale, since) for kind, (scale, since) in kinds.items()}
+            for name, kinds in state["scales"].items()
+            if name in own
+        }
         self.changes = _changes(state)
         waiting = state["waiting"]
         if waiting is not None and waiting["step"] == step:
@@ -164,16 +128,14 @@ class HealthMonitor:
                 for name, kinds in waiting["layers"].items()
                 if name in own
             }
-            self._ended = _Ended(step, waiting["samples"], dict(waiting["numbers"]), layers, _changes(waiting))
+            self._ended = Report(step, waiting["samples"], layers, {}, dict(waiting["numbers"]), _changes(waiting))
 
     def _report(self, listeners: Sequence[Listener]) -> None:
         """To the sinks, then to `listeners`."""
         ended, self._ended = self._received(), None
         if ended is None:
             return
-        assert ended.layers is not None
-        ages = self._ages(ended.layers, ended.step)
-        report = Report(ended.step, ended.samples, ended.layers, ages, ended.numbers, ended.changes)
+        report = replace(ended, ages=self._ages(ended.layers, ended.step))
         for sink in tuple(self.sinks):
             try:
                 sink(report)
@@ -183,16 +145,16 @@ class HealthMonitor:
                     f"fp8: monitor, step {report.step}: {sink} failed ({type(error).__name__}: {str(error)[:300]}); it "
                     "gets no more reports, and training goes on"
                 )
-        for listener in tuple(listeners):  # one may remove itself
+        for listener in listeners:
             listener(report)
 
-    def _received(self) -> _Ended | None:
-        """The sample that waits, on the host."""
-        ended = self._ended
-        if ended is not None and ended.layers is None:
-            ended.layers = self.table.receive()
-            ended.numbers |= {gauge.name: gauge.read() for gauge in self.gauges}
-        return ended
+    def _received(self) -> Report | None:
+        """The sample that waits, on the host; its ages are not known yet."""
+        if self._ended is not None and self._is_on_its_way:
+            numbers = self._ended.numbers | {gauge.name: gauge.read() for gauge in self.gauges}
+            self._ended = replace(self._ended, layers=self.table.receive() or {}, numbers=numbers)
+            self._is_on_its_way = False
+        return self._ended
 
     def _sample_if_due(self, step: int, *, after_step: bool = True) -> None:
         if (step + 1) % self.every == 0:
@@ -211,10 +173,6 @@ class HealthMonitor:
         self.observers.detach()
         return True
 
-    def _drop(self) -> None:
-        if self._stop_sampling():
-            self.table.discard()
-
     def _ages(self, layers: LayerStatistics, step: int) -> dict[tuple[str, str], int | None]:
         ages: dict[tuple[str, str], int | None] = {}
         for name, kinds in layers.items():
@@ -222,10 +180,10 @@ class HealthMonitor:
                 if not math.isfinite(one.scale):
                     ages[name, kind] = None
                     continue
-                scale, since = self._scales.get((name, kind), (None, step))
+                scale, since = self._scales.get(name, {}).get(kind, (None, step))
                 if one.scale != scale:
                     since = step
-                    self._scales[name, kind] = one.scale, since
+                    self._scales.setdefault(name, {})[kind] = one.scale, since
                 ages[name, kind] = step - since
         return ages
 

@@ -7,7 +7,7 @@ made in the first sampled step and found again in later ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,17 +82,13 @@ class ObservedRecipe(Recipe):
 
 def _observe(x: Tensor, x_fp8: Quantized, fmt: Float8Format, counts: Tensor) -> None:
     """A tensor before its cast; only a scale from elsewhere, an amax history's, can be too large for it."""
-    if x_fp8.slot is None:
-        observe_hp(x, counts)
-    else:
-        observe_hp(x, counts, x_fp8.scale_inv, fmt.max)
+    limits = () if x_fp8.slot is None else (x_fp8.scale_inv, fmt.max)
+    observe_hp(x, counts, *limits)
 
 
-def _make_class(stock: type[Recipe]) -> type[ObservedRecipe]:
+@functools.cache
+def _observed_class(stock: Any) -> Any:
     return type(f"Observed{stock.__name__}", (ObservedRecipe, stock), {"__module__": __name__})
-
-
-_observed_class: Callable[[type[Recipe]], type[ObservedRecipe]] = functools.cache(_make_class)
 
 
 class Observers:
@@ -117,20 +113,16 @@ class Observers:
 
         Args:
             after_step: one has just ended, so that the model is in the mode that it trains in.
-
-        Raises:
-            RuntimeError: they are already.
         """
-        if self._attached:
-            raise RuntimeError("observers: expected none attached, got some. Call detach first.")
+        assert not self._attached
         trains_in_training_mode = after_step and self._model is not None and self._model.training
         for linear, counts in zip(self._linears.values(), self._counts, strict=True):
             recipe: Any = linear.fp8_recipe
             if not recipe.is_fp8:
                 continue
             recipe.counts, recipe.model = counts, self._model if trains_in_training_mode else None
-            self._attached.append((recipe, type(recipe)))
-            recipe.__class__ = _observed_class(type(recipe))
+            self._attached.append((recipe, recipe.__class__))
+            recipe.__class__ = _observed_class(recipe.__class__)
 
     def detach(self) -> None:
         """Recipes are of their own classes again."""

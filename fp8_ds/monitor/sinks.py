@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from io import FileIO
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -88,11 +85,7 @@ class Report:
 
 
 class JsonLines:
-    """Appends to a file, made with the first report.
-
-    Args:
-        path: of the file; its folder is made.
-    """
+    """Appends to the file `path`, made with the first report, as its folder is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,45 +98,28 @@ class JsonLines:
         """
         line = json.dumps(report.to_json()) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:  # unbuffered: what fails fails here
-            size = os.fstat(file.fileno()).st_size
-            try:
-                _write_all(file, (_end_of_line(self.path) + line).encode())
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(size)  # half a line would make the whole file unreadable
-                raise
+        size = self.path.stat().st_size if self.path.is_file() else 0  # of a pipe or a device it says nothing
+        if size and not self._ends_a_line():  # a run that was killed has left half a one
+            line = f"\n{line}"
+        try:
+            with self.path.open("ab") as file:
+                file.write(line.encode())
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self.path, size)  # half a line would make the whole file unreadable
+            raise
+
+    def _ends_a_line(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
 
     def __repr__(self) -> str:
         return f"JsonLines({str(self.path)!r})"
 
 
-def file_of(sink: str) -> Path:
-    """Where a sink that is a path lies: `~` at its beginning is the user's home, as a shell reads it."""
-    return Path(os.path.expanduser(sink))
-
-
-def refuse_unwritable(path: Path) -> None:
-    """Nothing happens, and nothing is left, if `JsonLines` can append to `path`, as far as that is known before.
-
-    Raises:
-        OSError: it is a folder, or it or the folder that it is to be made in cannot be written.
-    """
-    if not path.exists():
-        with TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())):
-            return
-    if path.is_file() or path.is_dir():
-        path.open("ab").close()
-    elif not os.access(path, os.W_OK):  # a pipe or a device: opening it may wait for somebody
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
 class DeepSpeedEvents:
-    """Writes to what the configuration has switched on, on global rank 0.
-
-    Args:
-        monitor: `engine.monitor`.
-    """
+    """Writes to `engine.monitor`, what the configuration has switched on, on global rank 0."""
 
     def __init__(self, monitor: Any) -> None:
         self.monitor = monitor
@@ -172,20 +148,3 @@ def _group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _end_of_line(path: Path) -> str:
-    """What ends half a line, which a run that was killed has left: the report after it would be lost with it."""
-    if not path.is_file():  # a pipe or a device
-        return ""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return ""
-        file.seek(-1, os.SEEK_END)
-        return "" if file.read() == b"\n" else "\n"
-
-
-def _write_all(file: FileIO, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]

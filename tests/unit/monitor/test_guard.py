@@ -18,9 +18,8 @@ def tensor(saturation: float = 0.0, underflow: float = 0.0) -> TensorStatistics:
 def guard(
     action: str, said: list[str], sent: list[Sequence[str]], others: Problems | None = None, frozen: str = ""
 ) -> Guard:
-    changeable = [name for name in ("a", "b", "c") if name != frozen]
-    to_bf16 = sent.append if action == "bf16" else None
-    return Guard(lambda mine: {**mine, **(others or {})}, to_bf16, changeable, said.append)
+    changeable = [name for name in ("a", "b", "c") if name != frozen and action == "bf16"]
+    return Guard(lambda mine: {**mine, **(others or {})}, sent.append, changeable, said.append)
 
 
 def report(layers: LayerStatistics, step: int = 1) -> Report:

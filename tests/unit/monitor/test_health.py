@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8_ds.config import LinearConfig
 from fp8_ds.errors import ConfigError
-from fp8_ds.monitor.gauges import GatherTimer, Gauge
+from fp8_ds.monitor.gauges import GatherTimer
 from fp8_ds.monitor.health import HealthMonitor
 from fp8_ds.monitor.observe import ObservedRecipe, Observers
 from fp8_ds.monitor.sinks import Change, DeepSpeedEvents, JsonLines, Report
@@ -27,7 +27,7 @@ from fp8_ds.nn.convert import apply_plan, make_plan
 from fp8_ds.nn.layers import fp8_layers
 
 
-class Calls(Gauge):
+class Calls:
     name = "calls"
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def test_a_timed_gather_is_free_when_nobody_holds_it() -> None:
 def test_the_last_report_of_a_run_goes_to_sinks_only() -> None:
     model, health, written, _ = build(2)
     acted: list[Report] = []
-    health.listeners.append(acted.append)
+    health.listen(acted.append)
     health.start(0)
     train(model, health, range(4))
     health.flush()
@@ -334,7 +334,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_the_others_go_on() -> 
         raise ConnectionError("no route")
 
     health.sinks.insert(0, broken)
-    health.listeners.append(lambda one: acted.append(one.step))
+    health.listen(lambda one: acted.append(one.step))
     health.start(0)
     train(model, health, range(4))
     health.flush()
@@ -349,11 +349,11 @@ def test_what_a_listener_raises_is_raised_with_nothing_attached_twice_afterwards
     def stop(one: Report) -> None:
         raise KeyError(one.step)
 
-    health.listeners.append(stop)
+    handle = health.listen(stop)
     health.start(0)
     with pytest.raises(KeyError):
         train(model, health, range(2))
-    health.listeners.clear()
+    handle.remove()
     train(model, health, range(2, 4))
     assert [one.step for one in written][:1] == [1]
 

@@ -196,17 +196,6 @@ def test_a_delayed_scale_that_is_too_large_shows_as_saturation() -> None:
     assert found["0"]["input"].saturation > 0.5
 
 
-def test_attaching_twice_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
-    config = LinearConfig()
-    apply_plan(model, make_plan(model, config), config, "cpu")
-    observers = Observers(fp8_layers(model), StatisticsTable(tuple(fp8_layers(model)), "cpu"))
-    observers.attach()
-    with pytest.raises(RuntimeError, match="Call detach first"):
-        observers.attach()
-    observers.detach()
-
-
 def test_saturation_without_the_values_before_the_cast_is_that_of_the_largest_code() -> None:
     counts = new_counts(device="cpu")
     codes = torch.tensor([[448.0, 448.0, 1.0, 400.0]]).to(torch.float8_e4m3fn)
