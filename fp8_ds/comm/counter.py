@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass
 class ByteCounter:
-    """Bytes that our gathers delivered to this rank (its own share included, as an all-gather's output counts).
+    """Bytes of the step under way that our gathers delivered to this rank, its own share included; `last`: of the
+    finished step.
 
-    `fp8` counts weight bytes, `hp` the bf16 side channel, both of the step under way; `last` is the finished step.
-    `reduced` is what this rank handed to FP8 reduce-scatters, of all micro-batches of the step (its own share included,
-    as a reduce-scatter's input counts); those of a skipped step count with the next.
+    `fp8` counts weight bytes, `hp` the bf16 side channel. `reduced` is what this rank handed to FP8 reduce-scatters of
+    all micro-batches, its own share included; those of a skipped step count with the next.
     """
 
     fp8: int = 0
@@ -55,27 +56,14 @@ class CollectiveCount:
         return self.num_bytes["all_gather"] + self.num_bytes["broadcast"]
 
 
-# c10d operator -> (name, position of the argument that holds what this rank receives).
-_OPERATORS = {
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "allgather_coalesced_": ("all_gather", 0),
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 0),
-    "reduce_scatter_": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 0),
-    "alltoall_base_": ("all_to_all", 0),
-    "alltoall_": ("all_to_all", 0),
+_NAMES = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
 }
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [t for branch in tree for t in _tensors(branch)] if isinstance(tree, (list, tuple)) else []
+"""Our name of a c10d operator, by what its own begins with; the first argument is what this rank receives."""
 
 
 class _CollectiveMode(TorchDispatchMode):
@@ -85,8 +73,9 @@ class _CollectiveMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name, received = _OPERATORS.get(func._schema.name.split("::")[1], ("other", 0))
-            tensors = _tensors(args[received]) if args else []
+            operator = func._schema.name.split("::")[1].lstrip("_")
+            name = next((ours for begin, ours in _NAMES.items() if operator.startswith(begin)), "other")
+            tensors = [x for x in tree_leaves(args[:1]) if isinstance(x, torch.Tensor)]
             self.count.calls[name] += 1
             self.count.num_bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
             self.count.records += [(name, t.numel(), t.dtype) for t in tensors]

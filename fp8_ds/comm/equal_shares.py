@@ -10,7 +10,7 @@ from deepspeed import comm as ds_comm
 from torch import Tensor
 
 from fp8_ds.comm import grouped
-from fp8_ds.comm.equal_parts import equal_shares
+from fp8_ds.comm.reduce_scatter import equal_shares
 
 
 @torch.no_grad()
@@ -20,19 +20,17 @@ def reduce_scatter_shares(
     """DeepSpeed's `reduce_scatter_coalesced`: this rank's share of the average of each tensor. Collective.
 
     Stock makes a tensor of each share of each tensor, for hundreds of ranks more than a backward launches otherwise
-    (docs/reliability.md), and copies all of them into one. Here large tensors that every rank has an equal part of are
-    sent from where they lie, and torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
+    (docs/reliability.md). Here large tensors that every rank has an equal part of are sent from where they lie, and
+    torch cuts the others at once (`_chunk_cat`, which FSDP2 packs gradients with).
 
-    The bits are stock's with two ranks, over NCCL but for subnormal numbers (`_is_divided_by_backend`): the order in
-    which backends add what more ranks have may depend on how it is cut, and NCCL's choice of algorithm on who divides.
-    Several tensors stay as they are: autograd may hand out one storage as the gradients of two parameters.
+    The bits are stock's with two ranks, over NCCL but for subnormal numbers (`_is_divided_by_backend`); of more ranks,
+    the order in which backends add may depend on how gradients are cut. Several tensors stay as they are: autograd may
+    hand out one storage as the gradients of two parameters.
 
     Args:
         tensors: contiguous, of one dtype and device, of the same sizes on all ranks. A single one that needs no padding
             is written to, as in stock, where it has no place.
-        places: by tensor, where its share may be written (1-D, contiguous): which saves a copy to there. Those of a
-            share's size, dtype and device are taken that begin at a multiple of 16 bytes, where a tensor is sent by
-            itself.
+        places: by tensor, where its share may be written (1-D, contiguous), which saves a copy to there.
 
     Returns:
         1-D, without padding: shorter or empty on the last ranks. What was written to its place is that tensor.
@@ -87,7 +85,7 @@ def _place(place: Tensor | None, whole: Tensor, num_ranks: int) -> Tensor | None
 def _is_divided_by_backend(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> bool:
     """Whether a reduction may average with a division's bits, but for subnormal numbers.
 
-    NCCL multiplies by 1 / num_ranks in the tensor's dtype, in one instruction with the addition (2.28.9): what the
-    division would round, an odd multiple of the smallest number, is not rounded before the sum.
+    NCCL 2.28.9 multiplies by 1 / num_ranks in one instruction with the addition: what a division would round, an odd
+    multiple of the smallest number, is not rounded before the sum.
     """
     return tensor.is_cuda and num_ranks & (num_ranks - 1) == 0 and "nccl" in dist.get_backend(group)

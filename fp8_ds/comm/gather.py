@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.equal_parts import equal_parts
-from fp8_ds.comm.logged import all_gather, all_to_all, broadcast, max_all_reduce
+from fp8_ds.comm.logged import all_gather, all_to_all, broadcast
 from fp8_ds.zero.layout import Run
 
 MAX_PADDING = 1.02
 """An uneven gather is padded to equal shares where that moves at most this factor more."""
 MAX_BROADCASTS = 16
-"""Owners up to which each broadcasts its run. NCCL has them one after another, each around the ring of all ranks: with
-hundreds that is hundreds of times the latency of one collective. More owners than these first balance their shares."""
+"""Owners up to which each broadcasts its run: NCCL has broadcasts one after another, each around the ring of all ranks.
+More owners than these first balance their shares."""
 _BALANCED_ALIGNMENT = 128
 """Bytes that equal shares are a multiple of, for NCCL's loads."""
 
@@ -60,20 +59,38 @@ def _balanced_share(num_bytes: int, num_ranks: int) -> int:
     return num_bytes // (num_ranks * _BALANCED_ALIGNMENT) * _BALANCED_ALIGNMENT
 
 
+def equal_parts(owned: Sequence[range], part: int, rank: int) -> tuple[list[int], list[int]]:
+    """How much of whose run lies in whose part of a whole.
+
+    Args:
+        owned: each rank's run of the whole, empty for a rank that owns nothing.
+        part: size of a part; rank k has `[k * part, (k + 1) * part)`, and what lies behind all parts nobody.
+        rank: this one.
+
+    Returns:
+        (of each rank's run what lies in this rank's part, of this rank's run what lies in each rank's part).
+    """
+    parts = [range(k * part, (k + 1) * part) for k in range(len(owned))]
+    return [_shared(run, parts[rank]) for run in owned], [_shared(owned[rank], other) for other in parts]
+
+
+def _shared(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+
+
 def gather_runs(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Run], free_bytes: int = 0) -> int:
     """Make every run of `buffer` equal on all ranks to what its owner has there.
 
-    Equal runs go in one in-place all-gather. Nearly equal or small ones through a padded staging buffer. Those of a few
-    owners by one broadcast each straight into place: exactly as many bytes as there are, and no staging. (Padding to
-    the largest share would move 1.15 bytes a weight on Llama-3-8B, whose first and last ranks own mostly embedding.)
-    Those of many owners in three collectives however many they are: an all-to-all between neighbours cuts the whole
-    into equal shares, an in-place all-gather follows, and an all-reduce of the few bytes that do not divide.
+    Equal runs go in one in-place all-gather, nearly equal or small ones through a padded staging buffer, those of a few
+    owners by one broadcast each straight into place. (Padding to the largest share would move 1.15 bytes a weight on
+    Llama-3-8B, whose first and last ranks own mostly embedding.) Those of many owners take three collectives: an
+    all-to-all between neighbours cuts the whole into equal shares, an in-place all-gather follows, and an all-reduce of
+    the few bytes that do not divide.
 
     Args:
         group: process group; `Run.rank` counts within it.
         buffer: 1-D, any dtype the backend moves (FP8 as uint8: gloo has no float8).
-        runs: non-empty runs in rank order, not overlapping; the same on all ranks. What lies between two is padding:
-            with many owners it becomes what the first one's owner has there.
+        runs: non-empty runs in rank order, not overlapping; the same on all ranks. What lies between two is padding.
         free_bytes: see `gather_method`.
 
     Returns:
@@ -138,14 +155,3 @@ def _gather_balanced(group: dist.ProcessGroup, buffer: Tensor, runs: Sequence[Ru
             rest[part.start - body : part.stop - body].copy_(whole[part])
         dist.all_reduce(rest, group=group)  # each byte comes from one owner, and zeros from all others
         whole[body:].copy_(rest)
-
-
-def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:
-    """All-reduce `values` in place with MAX; nothing is sent in a group of one, or if there is nothing to send."""
-    if dist.get_world_size(group) > 1 and values.numel() > 0:
-        max_all_reduce(values, group)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """`x` seen as uint8, the dtype in which FP8 travels."""
-    return x.view(torch.uint8)

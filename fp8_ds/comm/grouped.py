@@ -1,8 +1,7 @@
 """Collectives of several tensors in one launch, each straight from where it lies to where it is wanted.
 
-NCCL makes one kernel of them (gloo concatenates them). A buffer for all of them takes the GPU a read and a write of
-every byte more, on multiprocessors that GEMMs are running on meanwhile. DeepSpeed's own ways past NCCL, such as
-DS_COMM_REDUCE_SCATTER_OFF, are not asked.
+NCCL makes one kernel of them (gloo concatenates them): a buffer for all of them would take the GPU a read and a write
+of every byte more. DeepSpeed's own ways past NCCL, such as DS_COMM_REDUCE_SCATTER_OFF, are not asked.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor
 from fp8_ds.comm.logged import booked
 
 MIN_BYTES = 2**20
-"""Of a rank's share of a tensor, in the mean. What hundreds of ranks share is better one message for all: a collective
-takes a step for each rank, however small the share."""
+"""Of a rank's share of a tensor, in the mean. Smaller shares are better one message for all: a collective takes a step
+for each rank, however small its share."""
 
 
 def is_worth_it(num_tensors: int, num_bytes: int) -> bool:

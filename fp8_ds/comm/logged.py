@@ -58,10 +58,11 @@ def broadcast(values: Tensor, src: int, group: dist.ProcessGroup) -> Any:
     return (_logging() or dist).broadcast(values, src=src, group=group, async_op=True)
 
 
-def max_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce `values` in place with MAX."""
-    theirs = _logging() or dist
-    theirs.all_reduce(values, op=theirs.ReduceOp.MAX, group=group)
+def max_reduce(group: dist.ProcessGroup, values: Tensor) -> None:
+    """All-reduce `values` in place with MAX; nothing is sent in a group of one, or if there is nothing to send."""
+    if dist.get_world_size(group) > 1 and values.numel() > 0:
+        theirs = _logging() or dist
+        theirs.all_reduce(values, op=theirs.ReduceOp.MAX, group=group)
 
 
 def all_to_all(

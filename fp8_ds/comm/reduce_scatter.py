@@ -1,15 +1,15 @@
 """Reduce-scatter in one byte an element: each rank quantises once, all-to-all, and the destination adds in float64.
 
-FP8 is never added to FP8: a reduction that sums hop by hop rounds at every hop, and the result depends on the ring.
-Here a gradient is rounded once, to E4M3 with a power-of-two scale per 128 elements (as one byte, E8M0), and the
-de-quantised values are added exactly. So the result is the same whichever rank held which addend.
+FP8 is never added to FP8: a reduction that sums hop by hop rounds at every hop. Here a gradient is rounded once, to
+E4M3 with a power-of-two scale per 128 elements (as one byte, E8M0), and the de-quantised values are added exactly: the
+result is the same whichever rank held which addend.
 
-Layout of what travels from one rank to another, one such block per destination: `[num_groups * 128]` codes,
-`[num_groups]` exponents, filled up to a multiple of 16 bytes. Groups begin anew with every piece (a slice of one
-parameter), for a bias and the matrix beside it have different ranges; its last group is filled up with zeros.
+What travels from one rank to another is a block of `[num_groups * 128]` codes and `[num_groups]` exponents, filled up
+to a multiple of 16 bytes. Groups begin anew with every piece (a slice of one parameter), for a bias and the matrix
+beside it have different ranges; its last group is filled up with zeros.
 
-Whoever adds need not be who keeps the sum: where few ranks keep all of a bucket, as in ZeRO-2 with many, they would
-receive it from every rank while the others idle. There each rank adds an equal part, and sends the sums on.
+Where few ranks keep all of a bucket, as in ZeRO-2 with many, they would receive it from every rank while the others
+idle. There each rank adds an equal part, and sends the sums on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_ds.comm.equal_parts import equal_parts, equal_shares
+from fp8_ds.comm.gather import equal_parts
 from fp8_ds.comm.logged import all_to_all
 from fp8_ds.formats import E4M3
 
@@ -33,7 +33,7 @@ _WORTH_A_COLLECTIVE = 0.8
 """Of the bytes that the busiest rank receives: what a second collective must leave of them."""
 
 _MANY = 16
-"""Destinations: for more the sums, which are 1/N of the elements, cost less than so many launches."""
+"""Destinations: for more the sums cost less than so many launches."""
 _ALIGNMENT = 16
 _CHUNK_GROUPS = 1 << 16
 """Groups quantised or added at a time: 8 Mi elements, which bounds the float32 and float64 temporaries."""
@@ -56,14 +56,13 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
         (codes, exponents): float8_e4m3fn [..., 128] and uint8 [...]; `scale_inv` is `2**(exponent - 127)`. A group that
         is not finite has exponent 255 and de-quantises to NaN and infinity only.
     """
-    assert E4M3.dtype is not None
     bits = x.abs().amax(-1).view(torch.int32)
     biased, mantissa = bits >> 23, bits & 0x7FFFFF
     exponents = (biased - _EXPONENT_OF_MAX + (mantissa > _MANTISSA_OF_MAX).int()).clamp(min=1)
     exponents = torch.where(biased == 255, torch.full_like(exponents, _BROKEN), exponents)
     # 0 for a broken group: what is finite in it becomes 0 and not a random code, what is not becomes NaN.
     scale = ((254 - exponents).clamp(min=0) << 23).view(torch.float32)
-    return (x * scale[..., None]).to(E4M3.dtype), exponents.to(torch.uint8)
+    return (x * scale[..., None]).to(E4M3.torch_dtype), exponents.to(torch.uint8)
 
 
 def dequantize_groups(codes: Tensor, exponents: Tensor) -> Tensor:
@@ -83,8 +82,7 @@ def block_bytes(groups: int) -> int:
 
 def _views(blocks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """(codes float8_e4m3fn [rows, groups, 128], exponents uint8 [rows, groups]) of blocks [rows, bytes], in place."""
-    assert E4M3.dtype is not None
-    codes = blocks[:, : groups * GROUP].view(E4M3.dtype).unflatten(1, (groups, GROUP))
+    codes = blocks[:, : groups * GROUP].view(E4M3.torch_dtype).unflatten(1, (groups, GROUP))
     return codes, blocks[:, groups * GROUP : groups * GROUP + groups]
 
 
@@ -104,7 +102,7 @@ def _numels(pieces: Sequence[Tensor]) -> list[int]:
 
 
 def pack(blocks: Tensor, groups: int, dtype: torch.dtype, fill: Callable[[Tensor, int], None]) -> None:
-    """Quantise what `fill` brings into `blocks`, in as many launches for many small blocks as for a few.
+    """Quantise what `fill` brings into `blocks`.
 
     Args:
         blocks: uint8 [rows, block_bytes(groups)].
@@ -129,8 +127,7 @@ def unpack_sum(blocks: Tensor, groups: int, dtype: torch.dtype, factor: float) -
     """`factor` times the sum of what `blocks` hold, [groups, 128].
 
     In float64: an addend is a multiple of `2**-9 * scale_inv` and below `2**9 * scale_inv`, so N ranks add exactly as
-    long as a group's scales lie within `2**35 / N` of each other, and the order of ranks cannot show. float32 would
-    leave `2**6 / N`.
+    long as a group's scales lie within `2**35 / N` of each other (float32: `2**6 / N`).
 
     Args:
         blocks: uint8 [ranks, block_bytes(groups)], each from a `pack` of pieces of the same sizes.
@@ -158,8 +155,8 @@ def reduce_scatter_fp8(
 ) -> tuple[list[Tensor], int]:
     """The sum over ranks of what they have for this rank, times `factor`. Collective.
 
-    One all-to-all of bytes to whom the pieces are for. Where these are so few that receiving from all ranks takes them
-    longer, one that gives every rank an equal part to add, and one of the sums: the same bits.
+    One all-to-all of bytes to whom the pieces are for; where these are few (`is_balanced`), one that gives every rank
+    an equal part to add, and one of the sums: the same bits.
 
     Args:
         group: of two or more ranks.
@@ -169,22 +166,22 @@ def reduce_scatter_fp8(
         factor: 1 / N for an average.
 
     Returns:
-        (sums, num_bytes): one 1-D tensor for each of this rank's own pieces; and the bytes that this rank handed to the
-        collectives, its own share included.
+        (sums, num_bytes): a 1-D tensor for each of this rank's own pieces; the bytes that it handed over, its own share
+        included.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     assert len(pieces) == num_ranks > 1
     groups = [num_groups(_numels(of_rank)) for of_rank in pieces]
-    device = next((piece.device for of_rank in pieces for piece in of_rank), torch.device("cpu"))
+    if not any(groups):
+        return [piece.to(dtype) for piece in pieces[rank]], 0
     exchange = _to_all if is_balanced(groups, dtype) else _to_owners
-    sums, num_bytes = exchange(group, pieces, groups, dtype, factor, device)
+    sums, num_bytes = exchange(group, pieces, groups, dtype, factor)
     return _slices(sums, _numels(pieces[rank])), num_bytes
 
 
 def is_balanced(groups: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether `reduce_scatter_fp8` gives every rank an equal part to add.
-
-    By what the busiest rank receives; and where pieces are for many ranks, for each would be packed by itself.
+    """Whether `reduce_scatter_fp8` gives every rank an equal part to add: by what the busiest rank receives, and where
+    pieces are for many ranks.
 
     Args:
         groups: for each rank, those that it keeps.
@@ -207,13 +204,13 @@ def _to_owners(
     groups: Sequence[int],
     dtype: torch.dtype,
     factor: float,
-    device: torch.device,
 ) -> tuple[Tensor, int]:
     """Sums [groups, 128] of this rank's pieces, each rank adding its own."""
     num_ranks, rank = len(pieces), dist.get_rank(group)
+    device = next(piece.device for of_rank in pieces for piece in of_rank)
     sizes = [block_bytes(of_rank) for of_rank in groups]
     message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    # Destination by destination, so that what is staged is a share of the gradient and not all of it.
+    # Destination by destination: what is staged is a share of the gradient, not all of it.
     for of_rank, count, block in zip(pieces, groups, message.split(sizes), strict=True):
         if count:
             pack(block[None], count, of_rank[0].dtype, partial(_fill_one, of_rank))
@@ -234,7 +231,6 @@ def _to_all(
     groups: Sequence[int],
     dtype: torch.dtype,
     factor: float,
-    device: torch.device,
 ) -> tuple[Tensor, int]:
     """Sums [groups, 128] of this rank's pieces, each rank adding as many groups of all pieces as any other."""
     rank = dist.get_rank(group)
@@ -253,13 +249,13 @@ def _to_all(
         if to:  # a chunk may lie behind the last piece, and an empty list is an error of torch's
             torch._foreach_copy_(to, source)
 
-    added, num_bytes = _add_equal_blocks(group, part, flat[0].dtype, fill, dtype, factor, device)
+    added, num_bytes = _add_equal_blocks(group, part, flat[0], fill, dtype, factor)
     ends = [*accumulate(groups)]
     owned = [range(end - of_rank, end) for of_rank, end in zip(groups, ends, strict=True)]
     to_owners, from_all = (
         [GROUP * dtype.itemsize * count for count in counts] for counts in equal_parts(owned, part, rank)
     )
-    sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=device)
+    sums = torch.empty(groups[rank], GROUP, dtype=dtype, device=added.device)
     outgoing = added.view(torch.uint8).view(-1)[: sum(to_owners)]
     all_to_all(sums.view(torch.uint8).view(-1), outgoing, group, from_all, to_owners)
     return sums, num_bytes + outgoing.numel()
@@ -268,34 +264,31 @@ def _to_all(
 def _add_equal_blocks(
     group: dist.ProcessGroup,
     groups: int,
-    dtype: torch.dtype,
+    like: Tensor,
     fill: Callable[[Tensor, int], None],
-    sum_dtype: torch.dtype,
+    dtype: torch.dtype,
     factor: float,
-    device: torch.device,
 ) -> tuple[Tensor, int]:
-    """Sums [groups, 128] of what `fill` brings for this rank on all ranks, by one all-to-all; and the bytes sent.
-
-    Args:
-        groups: for each rank, at least one.
-        dtype: of what is brought. See `pack`.
-        sum_dtype: of the sums.
-    """
-    message = torch.empty(dist.get_world_size(group), block_bytes(groups), dtype=torch.uint8, device=device)
-    pack(message, groups, dtype, fill)
+    """Sums [groups, 128] of what `fill` (see `pack`; in `like`'s dtype) brings for this rank; bytes sent."""
+    message = torch.empty(dist.get_world_size(group), block_bytes(groups), dtype=torch.uint8, device=like.device)
+    pack(message, groups, like.dtype, fill)
     received = torch.empty_like(message)
     all_to_all(received, message, group)
     num_bytes = message.numel()
     del message
-    return unpack_sum(received, groups, sum_dtype, factor), num_bytes
+    return unpack_sum(received, groups, dtype, factor), num_bytes
+
+
+def equal_shares(numels: Sequence[int], num_ranks: int, rank: int) -> tuple[list[int], list[int]]:
+    """As ZeRO-3 cuts tensors of so many elements: (each one's share, what this rank has of it, less at the end)."""
+    shares = [-(-numel // num_ranks) for numel in numels]
+    return shares, [max(0, min(share, numel - rank * share)) for numel, share in zip(numels, shares, strict=True)]
 
 
 def reduce_scatter_fp8_shares(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], dtype: torch.dtype, factor: float
 ) -> tuple[list[Tensor], int]:
-    """`reduce_scatter_fp8` of tensors that are each cut into equal shares, as ZeRO-3 has them, the last ones shorter.
-
-    One all-to-all, in as many launches for hundreds of ranks as for a few.
+    """`reduce_scatter_fp8` of tensors that are each cut into equal shares, as ZeRO-3 has them, by one all-to-all.
 
     Args:
         group: of two or more ranks.
@@ -304,8 +297,7 @@ def reduce_scatter_fp8_shares(
         factor: 1 / N for an average.
 
     Returns:
-        (sums, num_bytes): this rank's share of each tensor; and the bytes that this rank handed to the collective, its
-        own share included.
+        (sums, num_bytes): this rank's share of each tensor; the bytes that it handed over, its own share included.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     assert num_ranks > 1
@@ -324,5 +316,5 @@ def reduce_scatter_fp8_shares(
 
     if groups == 0:
         return [tensor.new_empty(0, dtype=dtype) for tensor in tensors], 0
-    sums, num_bytes = _add_equal_blocks(group, groups, tensors[0].dtype, fill, dtype, factor, tensors[0].device)
+    sums, num_bytes = _add_equal_blocks(group, groups, tensors[0], fill, dtype, factor)
     return [sums.view(-1).narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)], num_bytes

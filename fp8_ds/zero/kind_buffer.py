@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_ds.comm import as_bytes, gather_runs
+from fp8_ds.comm import gather_runs
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.layout import CompactLayout, compact_layout
 
@@ -73,5 +73,5 @@ class KindBuffer:
 
     def gather(self, free_bytes: int = 0) -> int:
         """Fill the other ranks' runs; returns bytes delivered."""
-        buffer = as_bytes(self.buffer) if self.buffer.element_size() == 1 else self.buffer
+        buffer = self.buffer.view(torch.uint8) if self.buffer.element_size() == 1 else self.buffer
         return gather_runs(self.group, buffer, self.layout.runs, free_bytes)

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
 from torch import Tensor
 
-from fp8_ds.comm import ByteCounter, as_bytes, grouped, max_reduce
+from fp8_ds.comm import ByteCounter, grouped, max_reduce
 from fp8_ds.formats import E4M3
 from fp8_ds.zero.fetch import Fetch, InFlight
 from fp8_ds.zero.owners import ParamHooks, StockParamHooks, hand_on, hooks_of
@@ -142,7 +142,7 @@ def adjacent(shards: list[Tensor]) -> Tensor | None:
         if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != storage:
             return None
         end += shard.numel()
-    return as_bytes(first).as_strided((end - start,), (1,), start)
+    return first.view(torch.uint8).as_strided((end - start,), (1,), start)
 
 
 class Fp8GatherHandle:
@@ -179,7 +179,7 @@ class Fp8GatherHandle:
     def _whole(self) -> list[Tensor]:
         """Each weight's bytes with padding, 1-D. Of several weights in one buffer copies, made in one launch."""
         if not self.buffers:
-            return [as_bytes(weight.shard) for weight in self.weights]
+            return [weight.shard.view(torch.uint8) for weight in self.weights]
         if len(self.buffers) == len(self.weights):
             return self.buffers
         sizes = [weight.shard.numel() for weight in self.weights]
@@ -274,7 +274,7 @@ class Fp8Shards:
         num_ranks = ds_comm.get_world_size(group=group)
         if num_ranks == 1:
             return Fp8GatherHandle(weights, [], None, 1)
-        shards = [as_bytes(weight.shard) for weight in weights]
+        shards = [weight.shard.view(torch.uint8) for weight in weights]
         size = sum(shard.numel() for shard in shards)
         self.counter.fp8 += num_ranks * size
         if grouped.is_worth_it(len(shards), size):

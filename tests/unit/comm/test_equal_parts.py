@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import settled
 
-from fp8_ds.comm.equal_parts import equal_parts
+from fp8_ds.comm.gather import equal_parts
 
 
 @settled(100)
