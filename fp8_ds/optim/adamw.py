@@ -7,7 +7,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from fp8_ds.optim.core import AdamCore
 from fp8_ds.optim.first import write_first
 from fp8_ds.optim.masters import BF16_8, BY_NAME, FP32, MasterFormat
 from fp8_ds.optim.param_state import ParamState, absorb_state, amax_of, checked_state
-from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat, read_dense
+from fp8_ds.optim.states import MOMENTS, Flat, Piece, allocate_lo, dense_flat
 from fp8_ds.optim.written import overwrite, write_low
 from fp8_ds.scaling.predicted import PredictedScales, check_betas
-from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.parameter import retype
 from fp8_ds.zero.payload import Fp8Payload
 
 SMALLEST_EPS = 1e-30
@@ -116,33 +115,17 @@ class Fp8AdamW(torch.optim.Optimizer):
         client._opt_called = True  # type: ignore[attr-defined]  # the client's scheduler must not miss its steps
         return new
 
-    # --- states ---
-
     @property
     def core(self) -> AdamCore:
         assert self._core is not None, "no parameters"
         return self._core
 
     def manage(self, core: AdamCore) -> None:
-        """Work on shards that a ZeRO optimizer made: `core.flats[row]` are those of the row-th flat tensor."""
+        """Work on the shards of a ZeRO optimizer."""
         self._core = core
 
-    @property
-    def fp8_round_to_nearest(self) -> bool:
-        """Whether 8-bit low parts are rounded to nearest: a control for experiments, in which small updates are lost.
-
-        Set it before the first step.
-        """
-        return not any(shard.fmt.stochastic for shard in self.core.shards)
-
-    @fp8_round_to_nearest.setter
-    def fp8_round_to_nearest(self, value: bool) -> None:
-        for shard in self.core.shards:
-            shard.fmt = replace(BY_NAME[shard.fmt.name], stochastic=BY_NAME[shard.fmt.name].stochastic and not value)
-        self.core.moved()
-
     def flat_params(self) -> list[Any]:
-        """The tensors in the param groups, in order of their rows."""
+        """The tensors in the param groups, in the order of rows."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _build(self) -> None:
@@ -153,8 +136,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         if len({id(p) for p, _, _ in chosen}) < len(chosen):
             raise ValueError("params: expected every parameter once, got one twice. It would have two states.")
         device = chosen[0][0].device
-        num_fp8 = sum(fmt.is_split and fmt.is_fp8 for _, _, fmt in chosen)
-        scales = PredictedScales(num_fp8, device)
+        scales = PredictedScales(sum(fmt.is_fp8 for _, _, fmt in chosen), device)
         flats, index = [], 0
         for row, (p, _, fmt) in enumerate(chosen):
             if p.device != device:
@@ -163,7 +145,7 @@ class Fp8AdamW(torch.optim.Optimizer):
                 f"parameter {row}", p.numel(), 0, row, row, index, fmt, torch.empty(0, dtype=torch.float32)
             )
             flats.append(Flat(row, p.numel(), [Piece(0, shard)]))
-            index += fmt.is_split and fmt.is_fp8
+            index += fmt.is_fp8
         self._core = AdamCore(flats, [g for _, g, _ in chosen], scales, device, self.decoupled, self.seed)
         amaxes = [amax_of(p.detach()) for p, _, fmt in chosen if fmt.is_fp8]
         if amaxes:
@@ -193,11 +175,6 @@ class Fp8AdamW(torch.optim.Optimizer):
             elif has_moments:
                 self.core.forget(row)
 
-    def _fill_state(self) -> None:
-        """`state` has an entry for each parameter once there are moments; it is how others see that there are."""
-        if self.core.has_moments:
-            self.state.update({held.param: held for held in self._params})
-
     @torch.no_grad()
     def _adopt(self, p: Any, shard: AdamShard, fmt: MasterFormat, scales: PredictedScales) -> None:
         flat = p.detach().reshape(-1) if p.is_contiguous() else p.detach().contiguous().view(-1)
@@ -213,13 +190,9 @@ class Fp8AdamW(torch.optim.Optimizer):
         write_first(shard, flat, scales, self.seed)
         index = shard.scale_index
         payload = Fp8Payload(shard.name, scales.scale[index], scales.scale_inv[index], p.dtype, p.device)
-        assert E4M3.dtype is not None
-        payload.data = shard.hi.view(E4M3.dtype).view(p.shape)
+        payload.data = shard.hi.view(E4M3.torch_dtype).view(p.shape)
         payload.write = lambda value: self._overwrite(shard, value)
-        shape = p.shape
-        p._fp8 = payload
-        p.data = payload.nominal(shape)
-        p.__class__ = Fp8Parameter
+        retype(p, payload)
 
     @torch.no_grad()
     def _overwrite(self, shard: AdamShard, value: Tensor) -> None:
@@ -249,15 +222,9 @@ class Fp8AdamW(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    # --- the step ---
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient.
-
-        Raises:
-            RuntimeError: a ZeRO optimizer manages the states; it steps them itself.
-        """
+        """One update of all parameters that have a gradient; under ZeRO a RuntimeError, for the engine steps them."""
         if self._is_managed:
             raise RuntimeError("Fp8AdamW.step: expected to be called by nobody under ZeRO. Call engine.step().")
         loss = None
@@ -281,17 +248,14 @@ class Fp8AdamW(torch.optim.Optimizer):
             if grad is not None:
                 held.write_back()
                 torch.autograd.graph.increment_version(held.param)  # a kernel's writes are unknown to autograd
-        self._fill_state()
+        self.state.update({held.param: held for held in self._params})  # by which others see that there are moments
         return loss
 
-    # --- dense form ---
-
     def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam would give it: "step", "exp_avg", "exp_avg_sq" in float32, on the CPU under ZeRO.
+        """As torch's Adam would give it: "step", "exp_avg", "exp_avg_sq" in float32, on the CPU under ZeRO. Lossless.
 
-        Lossless: `load_state_dict` gives the same bytes again. "master" (float32) is there where it is neither the
-        parameter nor kept by ZeRO, and with it "scale_inv" (0-dim) where the parameter is FP8. Of such a parameter
-        there is a state before the first step, too: "step" and moments are 0.
+        "master" (float32) is there where it is neither the parameter nor kept by ZeRO, and with it "scale_inv" (0-dim)
+        where the parameter is FP8. Of such a parameter there is a state before the first step, too, of zeros.
         """
         if self._core is None or (self._is_managed and any(self.state.values())):
             return super().state_dict()
@@ -336,7 +300,7 @@ class Fp8AdamW(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved_groups = state_dict["param_groups"]
-        groups = self._checked_groups(saved_groups)
+        self._checked_groups(saved_groups)
         ids = [i for g in saved_groups for i in g["params"]]
         states = [state_dict["state"].get(i) for i in ids]
         params = self.flat_params()
@@ -346,7 +310,7 @@ class Fp8AdamW(torch.optim.Optimizer):
                 for held, state in zip(self._params, states, strict=True)
             ]
             self._follow()
-        self._set_groups(groups)
+        self.load_groups(saved_groups)
         if not self._is_managed:
             self.core.follow(self.param_groups)
         for row, (p, state) in enumerate(zip(params, states, strict=True)):
@@ -356,9 +320,9 @@ class Fp8AdamW(torch.optim.Optimizer):
                 self.state[p] = dict(state)
             else:
                 self._params[row].load(state)
-        if not self._is_managed:
-            self._fill_state()
-        elif not self.is_dense:
+        if not self._is_managed and self.core.has_moments:
+            self.state.update({held.param: held for held in self._params})
+        elif self._is_managed and not self.is_dense:
             self.absorb_dense()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -369,10 +333,7 @@ class Fp8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: groups or parameters differ in number, or a number is out of its range.
         """
-        self._set_groups(self._checked_groups(saved_groups))
-
-    def _set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        for group, loaded in zip(self.param_groups, groups, strict=True):
+        for group, loaded in zip(self.param_groups, self._checked_groups(saved_groups), strict=True):
             group.update(loaded)
 
     def _checked_groups(self, saved_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -402,12 +363,6 @@ class Fp8AdamW(torch.optim.Optimizer):
             if state:
                 absorb_state(self.core, row, state)
         self.state.clear()
-
-    def read_moment(self, shard: AdamShard, key: str) -> Tensor:
-        """float32 [shard.numel] on its device: "exp_avg" or "exp_avg_sq"."""
-        out = torch.empty(shard.numel, dtype=torch.float32, device=self.core.device)
-        read_dense(shard, key, out, self.core.scales.scale_inv)
-        return out
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8_ds.ops.adamw import AdamShard, AdamStep, Hyper, StepInputs, prepare
-from fp8_ds.optim.recent import Recent
 from fp8_ds.optim.states import Flat, allocate_moments, has_moments
 from fp8_ds.scaling.predicted import BoundSums, PredictedScales, bound_of_powers, check_betas
 
-_NUM_NUMBERS = 5
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
 _BETAS = slice(1, 3)
-"""Place of the betas among the numbers of a group."""
 _CYCLES_BETAS = "max_momentum"
 """Key of a group whose beta1 one of torch's schedulers moves (CyclicLR, OneCycleLR)."""
 _DIGEST_BITS = 24
+_KEPT_STEPS = 4
 
 
 class _Constant(IntEnum):
-    """Rows of what a step needs of a parameter group: found on the host, for each operator there is one less here."""
+    """Rows of what a step needs of a parameter group, found on the host: the fewer operators on the device."""
 
     BETA1 = 0
     BETA2 = 1
@@ -41,8 +42,42 @@ class _Constant(IntEnum):
     EPS = 8
     WEIGHT_DECAY = 9
     DECAY = 10
-    """As `Hyper.DECAY`."""
     ZERO = 11
+
+
+class Recent(Generic[K, V]):
+    """Values by key, of sets of shards: buckets mostly are what they were in the last step.
+
+    One that was not asked for in four steps is gone, or memory would grow where layers are dropped at random. One that
+    a CUDA graph was captured with stays: the graph reads its tensors.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[K, V] = {}
+        self._last_step: dict[K, float] = {}
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The value of `key`, made if there is none."""
+        if key not in self._values:
+            self._values[key] = make()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._last_step[key] = float("inf")
+        self._last_step[key] = max(self._last_step.get(key, 0), self._step)
+        return self._values[key]
+
+    def next_step(self) -> None:
+        """A step begins."""
+        self._step += 1
+        for key in [key for key, step in self._last_step.items() if step < self._step - _KEPT_STEPS]:
+            del self._values[key], self._last_step[key]
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._last_step.clear()
 
 
 class AdamCore:
@@ -55,6 +90,9 @@ class AdamCore:
         device: of the shards.
         decoupled: AdamW, or Adam (L2).
         seed: of the rounding noise.
+
+    Attributes:
+        weight_moves: bool [num_weights], by entry in the scale vectors: it is trained.
     """
 
     def __init__(
@@ -81,15 +119,15 @@ class AdamCore:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._prepared: Recent[tuple[int, ...], AdamStep] = Recent()
         self._weight_rows = torch.zeros(self.scales.num, dtype=torch.long, device=device)
-        self._weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
+        self.weight_moves = torch.ones(self.scales.num, dtype=torch.bool, device=device)
         for shard in self.shards:
-            if shard.fmt.is_split and shard.fmt.is_fp8:
+            if shard.fmt.is_fp8:
                 self._weight_rows[shard.scale_index] = shard.group
 
     def set_weight_rows(self, rows: Sequence[int | None]) -> None:
         """Row of every FP8 weight, those that this rank holds nothing of included. None: a frozen one, never moved."""
         self._weight_rows = torch.tensor([row or 0 for row in rows], dtype=torch.long, device=self.device)
-        self._weight_moves = torch.tensor([row is not None for row in rows], dtype=torch.bool, device=self.device)
+        self.weight_moves = torch.tensor([row is not None for row in rows], dtype=torch.bool, device=self.device)
 
     @property
     def has_moments(self) -> bool:
@@ -142,7 +180,7 @@ class AdamCore:
         if scales.num:
             rows = hyper.index_select(0, self._weight_rows)
             decay = rows[:, Hyper.DECAY] if self.decoupled else torch.ones_like(rows[:, 0])
-            weight_moves = self._weight_moves & taken
+            weight_moves = self.weight_moves & taken
             if moves is not None:
                 weight_moves = weight_moves & moves.index_select(0, self._weight_rows)
             scales.predict(rows[:, Hyper.LR], decay, rows[:, Hyper.BOUND], weight_moves)
@@ -181,8 +219,8 @@ class AdamCore:
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Take the betas of `param_groups` for the steps to come; the steps so far had those before.
 
-        Called before moments are loaded, or S is read for a checkpoint. There is S where a scheduler moves betas, from
-        the first step on: torch.distributed.checkpoint loads only what a new run has, too.
+        There is S where a scheduler moves betas, from the first step on: torch.distributed.checkpoint loads only what a
+        new run has, too.
         """
         self._device_constants(param_groups)
         self._end_constant_betas([_CYCLES_BETAS in group for group in param_groups])
@@ -225,7 +263,7 @@ class AdamCore:
 
     @torch.no_grad()
     def digest(self, param_groups: Sequence[dict[str, Any]]) -> Tensor:
-        """float32 [24] of zeros and ones, on the device: of what `begin` takes from the groups but tensors."""
+        """float32 [24] of zeros and ones, on the device, of what `begin` takes from the groups but tensors."""
         self._device_constants(param_groups)
         return self._digest
 
@@ -265,9 +303,7 @@ class AdamCore:
 
 def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
     lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
-    values = (lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
-    assert len(values) == _NUM_NUMBERS
-    return values
+    return lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
 
 
 def _constants_of(

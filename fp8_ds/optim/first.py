@@ -1,10 +1,8 @@
 """First masters, of weights that are bf16 numbers: one of many float32 numbers each, that round to them.
 
-A bf16 number has four bits below FP8's. By a power of two one in 16 lies exactly between two FP8 numbers, and the first
-update, however small, moves half of these by a whole step of FP8; ties go away from zero, so all magnitudes begin too
-large as well. Training in float32 knows no ties. So a first master takes noise below bf16's last bit: read as bf16 it
-is the weight, bit for bit. The noise follows from (seed, parameter, element): the same bytes on any number of ranks.
-See docs/decisions/0009.
+By a power of two one bf16 number in 16 lies exactly between two FP8 numbers, and the first update, however small, moves
+half of these by a whole step of FP8. So a first master takes noise below bf16's last bit: read as bf16 it is the
+weight, bit for bit. The noise follows from (seed, parameter, element), not from ranks. See docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -65,11 +63,9 @@ def write_first(shard: AdamShard, value: Tensor, scales: PredictedScales, seed: 
 def write_first_codes(
     codes: Tensor, value: Tensor, fmt: MasterFormat, scales: PredictedScales, index: int, seed: int, param_id: int
 ) -> None:
-    """The high parts of the first masters of a whole weight, whose low parts others may hold.
+    """`codes` (uint8 [numel]) are the high parts of the first masters of a whole weight, of `value` (bf16 [numel]).
 
     Args:
-        codes: uint8 [numel].
-        value: bf16 [numel].
         index: of the weight in `scales`.
     """
     for start in range(0, value.numel(), CHUNK):

@@ -32,8 +32,7 @@ class MasterFormat:
         lo_dtype: of the low part.
         hi_dtype: of the high part: uint8 (E4M3 codes) or bf16.
         drop_bits: mantissa bits of float32 below the master's last bit.
-        stochastic: whether the rounding to the master is stochastic. The narrow ones need it: at lr 1e-5 an update
-            is less than half of their last bit.
+        stochastic: whether the rounding to it is: at lr 1e-5 an update is less than half a narrow one's last bit.
     """
 
     name: str
@@ -50,11 +49,6 @@ class MasterFormat:
     @property
     def is_fp8(self) -> bool:
         return self.hi_dtype == torch.uint8
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes per element, compute weight included."""
-        return self.hi_dtype.itemsize + (self.lo_dtype.itemsize if self.is_split else 0)
 
     @property
     def max_mag(self) -> int:
@@ -84,7 +78,10 @@ def encode(
     Returns:
         (hi, lo): `fmt.hi_dtype` and `fmt.lo_dtype`, value's shape. What exceeds the range saturates.
     """
-    bits = _scaled(value, fmt, scale_inv).view(torch.int32)
+    if fmt.is_fp8:
+        assert scale_inv is not None
+        value = (value * scale_inv.reciprocal()) * (1.0 / _EXPONENT_SHIFT)
+    bits = value.contiguous().view(torch.int32)
     sign = bits < 0
     mag = bits & 0x7FFFFFFF
     if noise is None:
@@ -102,7 +99,6 @@ def decode(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None =
 
     Args:
         hi, lo: as `encode` gives them.
-        fmt: the format they are in.
         scale_inv: float32, 0-dim, a power of two; FP8 formats only.
     """
     if fmt.is_fp8:
@@ -115,10 +111,3 @@ def decode(hi: Tensor, lo: Tensor, fmt: MasterFormat, scale_inv: Tensor | None =
     code = hi.view(torch.int16).int()
     mag = (((code & 0x7FFF) << fmt.lo_bits) + lo.int()).clamp(min=0)  # < 0: somebody has zeroed a bf16 parameter
     return ((mag << fmt.drop_bits) | (code & ~0x7FFFFFFF)).view(torch.float32)
-
-
-def _scaled(value: Tensor, fmt: MasterFormat, scale_inv: Tensor | None) -> Tensor:
-    if not fmt.is_fp8:
-        return value.contiguous()
-    assert scale_inv is not None
-    return (value * scale_inv.reciprocal()) * (1.0 / _EXPONENT_SHIFT)

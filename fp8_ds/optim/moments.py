@@ -6,9 +6,8 @@ average that moves by less than half a code in one step never moves, whatever it
 Groups are counted from a weight's first element, not from a shard's: where ranks cut a weight at a multiple of 128
 they store the same bytes for any number of ranks.
 
-Scales are float32 with five low mantissa bits cleared. So `code * scale_inv` is exact, and what is written to a
-checkpoint in float32 gives the same codes and the same scales when it is read. A coarser scale (bf16, fp16, a power of
-two) would take v's largest elements out of the average (docs/numerics.md).
+Scales are float32 with five low mantissa bits cleared: `code * scale_inv` is exact, and a checkpoint in float32 gives
+the same codes and scales again. A coarser scale would take v's largest elements out of the average (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ TINY = 2.0**-100
 
 SMALLEST_V = 2.0**-100
 """Second moments are raised to it before their root is taken: from here on the GPU's fast root can be corrected to the
-nearest float32. Its root, 9e-16, is nothing beside eps."""
+nearest float32."""
 
 TINY_ROOT = 2.0**-49
 """As TINY, for roots: above the root of SMALLEST_V, so that a group without gradients stays one of zeros."""
-
 
 NOISE_BITS = 12
 """Random bits that moments are rounded with, of the 19 or 20 that fall away. A threshold lies in the middle of the
@@ -56,17 +54,16 @@ def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Args:
         m: float32 [num_groups, 128], finite; zeros where a group is not full.
         noise: int32 [num_groups, 128], random in [0, 2**NOISE_BITS): rounds stochastically, but to nearest within a
-            32nd of a code; subnormals too: to nearest, what is far below the group's largest would never fade. None: to
-            nearest even. Numbers that E4M3 has, the group's largest among them, stay what they are.
+            32nd of a code; subnormals too. None: to nearest even. Numbers that E4M3 has, the group's largest among
+            them, stay what they are.
 
     Returns:
         (codes, scale_inv): uint8 [num_groups, 128]; float32 [num_groups], multiply to leave.
     """
     scale_inv = group_scale_inv(m.abs().amax(1), E4M3.max)
     scaled = m * _group_scale(scale_inv)[:, None]
-    assert E4M3.dtype is not None
     if noise is None:
-        codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+        codes = scaled.clamp(-E4M3.max, E4M3.max).to(E4M3.torch_dtype)
         return codes.view(torch.uint8), scale_inv
     # E4M3's bits are those of a float32 whose exponent is less by 120: add 1/32 to 31/32 of a code there, then cut.
     rounded = (scaled * 2.0**-120).view(torch.int32) + (noise * 240 + 0x8078)
@@ -75,8 +72,7 @@ def quantize_m(m: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def dequantize_m(codes: Tensor, scale_inv: Tensor) -> Tensor:
     """float32 [num_groups, 128] of what `quantize_m` gave; exact."""
-    assert E4M3.dtype is not None
-    return codes.view(E4M3.dtype).float() * scale_inv[:, None]
+    return codes.view(E4M3.torch_dtype).float() * scale_inv[:, None]
 
 
 def quantize_root(root: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,11 +27,9 @@ _REMEDY = "Load what was saved for the same parameters, in the same order."
 class ParamState(MutableMapping[str, Any]):
     """A parameter and its shard, outside ZeRO; as a mapping, its state in the dense form that torch's Adam has.
 
-    An item is decoded when it is read, into a tensor of its own, and quantised when it is set: no dense copy is held.
-    Writing into what was read changes nothing.
-
-    A master that is not in the parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it
-    follows what others write there, and the parameter follows each step.
+    An item is decoded when it is read, into a tensor of its own, and quantised when it is set. A master that is not in
+    the parameter's own memory is a copy of it (of bf16 in float32, or of other strides): it follows what others write
+    there, and the parameter follows each step.
 
     Args:
         core: that steps it.
@@ -57,13 +55,8 @@ class ParamState(MutableMapping[str, Any]):
             return True
         return p.dtype == shard.hi.dtype and p.is_contiguous() and p.data_ptr() == shard.hi.data_ptr()
 
-    @property
-    def has_own_master(self) -> bool:
-        """Whether the master is anything but the parameter."""
-        return self.shard.lo is not None or not self.is_in_place
-
     def __iter__(self) -> Iterator[str]:
-        own = ("master",) if self.has_own_master else ()
+        own = ("master",) if self.shard.lo is not None or not self.is_in_place else ()
         moved = () if self._core.sums.get(self._row) is None else (BOUND_SUM,)
         return iter(("step", *MOMENTS, *own, *(("scale_inv",) if self.shard.fmt.is_fp8 else ()), *moved))
 
@@ -119,12 +112,19 @@ class ParamState(MutableMapping[str, Any]):
         shard, p = self.shard, self.param
         if shard.fmt.is_fp8:
             return  # it refuses data of another shape itself
-        self._check((p.shape, p.dtype, p.device) == self._made)
+        if (p.shape, p.dtype, p.device) != self._made:
+            shape, dtype, device = self._made
+            raise UnsupportedError(
+                f"{shard.name}: expected {list(shape)} of {dtype} on {device} as the optimizer was made for, got "
+                f"{type(p).__name__} {list(p.shape)} of {p.dtype} on {p.device}. Change the model first, then make the "
+                "optimizer, and load its state_dict."
+            )
         if self.is_in_place:
             return
         values = p.detach().contiguous().view(-1)
         is_of_its_dtype = p.dtype == shard.hi.dtype
-        if is_of_its_dtype and (p.is_contiguous() or _share_memory(p, shard.hi)):
+        memory, hi_memory = p.untyped_storage().data_ptr(), shard.hi.untyped_storage().data_ptr()
+        if is_of_its_dtype and (p.is_contiguous() or memory == hi_memory):
             shard.hi = values
             self._core.moved()
         elif is_of_its_dtype:
@@ -132,15 +132,6 @@ class ParamState(MutableMapping[str, Any]):
         else:
             for master, value in zip(shard.hi.split(CHUNK), values.split(CHUNK), strict=True):
                 master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
-
-    def _check(self, is_as_made: bool) -> None:
-        if not is_as_made:
-            p, (shape, dtype, device) = self.param, self._made
-            raise UnsupportedError(
-                f"{self.shard.name}: expected {list(shape)} of {dtype} on {device} as the optimizer was made for, got "
-                f"{type(p).__name__} {list(p.shape)} of {p.dtype} on {p.device}. Change the model first, then make the "
-                "optimizer, and load its state_dict."
-            )
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -155,16 +146,8 @@ class ParamState(MutableMapping[str, Any]):
             self.write_back()
 
 
-def _share_memory(left: Tensor, right: Tensor) -> bool:
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
 def checked_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The entries that a parameter of this shape takes from a state; others are ignored.
-
-    Args:
-        name: of the parameter, for messages.
-        state: "step", "exp_avg" and "exp_avg_sq", and perhaps "master", "scale_inv" and "bound_sum".
 
     Raises:
         ValueError: an entry is missing, or has another shape, or values that it cannot have.
@@ -225,7 +208,13 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
     """
     flat = core.flats[row]
     if "master" in state:
-        _rescale(core, flat.pieces[0].shard, state)
+        shard, scales = flat.pieces[0].shard, core.scales
+        if shard.fmt.is_fp8:  # the scale is that it was saved with; the smallest that fits where none was saved
+            scales.wait()
+            amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
+            amax[shard.scale_index] = amax_of(state["master"])
+            scale_inv[shard.scale_index] = state.get("scale_inv", 0.0)
+            scales.set(amax, scale_inv)
         absorb_flat(flat, None, state["master"].reshape(-1), core.scales.scale_inv)
     if any(key in state for key in MOMENTS):
         core.allocate()
@@ -236,18 +225,6 @@ def absorb_state(core: AdamCore, row: int, state: Mapping[str, Any]) -> None:
         core.sums.set(row, float(state[BOUND_SUM]) if BOUND_SUM in state else None)
     if "step" in state:
         core.step_count[row] = int(state["step"])
-
-
-def _rescale(core: AdamCore, shard: AdamShard, state: Mapping[str, Any]) -> None:
-    """The scale of a loaded master is that it was saved with; the smallest that fits where none was saved."""
-    if not (shard.fmt.is_split and shard.fmt.is_fp8):
-        return
-    scales, index = core.scales, shard.scale_index
-    scales.wait()
-    amax, scale_inv = scales.amax.clone(), scales.scale_inv.clone()
-    amax[index] = amax_of(state["master"])
-    scale_inv[index] = state.get("scale_inv", 0.0)
-    scales.set(amax, scale_inv)
 
 
 def amax_of(value: Tensor) -> Tensor:

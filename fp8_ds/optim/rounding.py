@@ -3,10 +3,9 @@
 So the bytes do not depend on how many ranks share a weight, on the order of updates, or on a restart: no generator with
 state, but a hash of the element's number. Eight elements share one: its halves and those of three products with it.
 
-The hash is an element's first threshold. From step to step its threshold moves on by an irrational number, modulo one.
-Over elements thresholds are independent and uniform, so rounding is unbiased as with any noise. Over steps they are
-evenly spread: a weight that grows by a tenth of its last bit is rounded up in one step of ten, not in one of ten on the
-average, and what rounding adds up to stays about one bit large instead of walking at random (docs/numerics.md).
+The hash is an element's first threshold, which moves on by an irrational number from step to step, modulo one. Over
+elements thresholds are independent and uniform: rounding is unbiased. Over steps they are evenly spread: what rounding
+adds up to stays about one bit large instead of walking at random (docs/numerics.md).
 
 Sources: the hash is C. Wellons, skeeto/hash-prospector, "lowbias32" (0x21F0AAAD, 0xD35A2D97; shifts 16, 15,
 15). Multiples of an irrational number are evenly spread: H. Weyl 1916.
@@ -32,8 +31,8 @@ STRIDE = 0xC46DC46D
 """What a step adds to a pair's word, .767 of the range to each of its halves."""
 MOMENT_FACTOR = 0xA1AC9EB3
 """Makes words for moments from those for masters. They move by STRIDE * MOMENT_FACTOR = 0x9E379E37, the golden ratio's
-fraction, .618. The three constants were searched for: whatever two thresholds of eight elements are taken, as a lattice
-their shortest dual vector is at least .49 of the longest possible, so no short wave fits both."""
+fraction, .618. The three constants were searched for: as a lattice, the shortest dual vector of any two thresholds of
+eight elements is at least .49 of the longest possible."""
 
 
 def mix(x: int) -> int:
@@ -44,7 +43,6 @@ def mix(x: int) -> int:
 
 
 def seed_key(seed: int) -> int:
-    """What `keys` makes of the seed alone."""
     return mix((seed & _MASK) ^ 0x85EBCA6B)
 
 
@@ -70,21 +68,18 @@ def _words(seed: int, step: int, param_id: int, start: int, numel: int, device: 
 
 def _halves(words: Tensor, start: int, numel: int, bits: int) -> Tensor:
     """int32 [numel]: the upper `bits` of an element's half of its word, the low half for an even element."""
+    assert bits <= NOISE_BITS
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=2).flatten()
     return halves.narrow(0, start % SHARED, numel).int() >> (NOISE_BITS - bits)
 
 
 def noise(seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device) -> Tensor:
-    """Thresholds of master weights: integers in [0, 2**bits) for elements `[start, start + numel)` of a parameter.
+    """Thresholds of master weights: int32 [numel] in [0, 2**bits), for elements from `start` on of a parameter.
 
     Args:
         step: from 0 to 2**31.
         bits: at most 16.
-
-    Returns:
-        int32 [numel].
     """
-    assert bits <= NOISE_BITS
     return _halves(_words(seed, step, param_id, start, numel, device), start, numel, bits)
 
 
@@ -92,6 +87,5 @@ def moment_noise(
     seed: int, step: int, param_id: int, start: int, numel: int, bits: int, device: torch.device
 ) -> Tensor:
     """As `noise`, for moments: other numbers. One for both: their rounding errors partly cancel in the update."""
-    assert bits <= NOISE_BITS
     words = _words(seed, step, param_id, start, numel, device)
     return _halves((words * MOMENT_FACTOR) & _MASK, start, numel, bits)

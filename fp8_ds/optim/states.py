@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -89,26 +89,19 @@ def read_dense(shard: AdamShard, key: str | None, out: Tensor, scale_inv: Tensor
     for first, count, padded, groups in chunks(shard):
         start = shard.start + first
         target = out[first : first + count]
-        if key is None:
-            _read_master(shard, first, count, padded, scale_inv, target)
+        if key is None and shard.lo is None:
+            target.copy_(shard.hi[first : first + count])
+        elif key is None:
+            hi = shard.hi[first : first + count]
+            lo = shard.lo[padded].to(hi.device)  # type: ignore[index]
+            decode_master(hi, lo, shard.fmt, _scale_of(shard, scale_inv), target)
         elif key == "exp_avg":
             codes = shard.m.view(-1, GROUP)[groups]
             target.copy_(from_groups(dequantize_m(codes, shard.m_scale_inv[groups]), count, start))
         else:
-            assert key == "exp_avg_sq", key
             codes = shard.v.view(-1, GROUP)[groups]
             root = from_groups(dequantize_root(codes, shard.v_scale_inv[groups]), count, start)
             target.copy_(root * root)
-
-
-def _read_master(
-    shard: AdamShard, first: int, count: int, padded: slice, scale_inv: Tensor | None, out: Tensor
-) -> None:
-    hi = shard.hi[first : first + count]
-    if shard.lo is None:
-        out.copy_(hi)
-        return
-    decode_master(hi, shard.lo[padded].to(hi.device), shard.fmt, _scale_of(shard, scale_inv), out)
 
 
 def _scale_of(shard: AdamShard, scale_inv: Tensor | None) -> Tensor | None:
@@ -124,30 +117,20 @@ def write_dense(shard: AdamShard, key: str | None, value: Tensor, scale_inv: Ten
     device = shard.hi.device
     for first, count, padded, groups in chunks(shard):
         piece = value[first : first + count].to(device=device, dtype=torch.float32)
-        if key is None:
-            _write_master(shard, piece, first, count, padded, scale_inv)
-            continue
-        if key == "exp_avg":
+        if key is None and shard.lo is None:
+            shard.hi[first : first + count] = piece
+        elif key is None:
+            hi, lo = encode(piece, shard.fmt, _scale_of(shard, scale_inv))
+            shard.hi[first : first + count] = hi
+            shard.lo[padded] = lo  # type: ignore[index]
+        elif key == "exp_avg":
             codes, scales = quantize_m(to_groups(piece, shard.start + first))
             shard.m.view(-1, GROUP)[groups] = codes
             shard.m_scale_inv[groups] = scales
         else:
-            assert key == "exp_avg_sq", key
             codes, scales = quantize_root(to_groups(piece.double().sqrt().float(), shard.start + first))
             shard.v.view(-1, GROUP)[groups] = codes
             shard.v_scale_inv[groups] = scales
-
-
-def _write_master(
-    shard: AdamShard, value: Tensor, first: int, count: int, padded: slice, scale_inv: Tensor | None
-) -> None:
-    hi_out = shard.hi[first : first + count]
-    if shard.lo is None:
-        hi_out.copy_(value)
-        return
-    hi, lo = encode(value, shard.fmt, _scale_of(shard, scale_inv))
-    hi_out.copy_(hi)
-    shard.lo[padded] = lo
 
 
 @torch.no_grad()
@@ -166,12 +149,3 @@ def absorb_flat(flat: Flat, key: str | None, value: Tensor, scale_inv: Tensor | 
     for piece in flat.pieces:
         if piece.shard.numel:
             write_dense(piece.shard, key, value.narrow(0, piece.offset, piece.shard.numel), scale_inv)
-
-
-def state_bytes(shards: Sequence[AdamShard]) -> dict[str, int]:
-    """Bytes of the low parts, the moments, and their scales, as they are in memory."""
-    return {
-        "master": sum(s.lo.nbytes for s in shards if s.lo is not None),
-        "moments": sum(s.m.nbytes + s.v.nbytes for s in shards),
-        "moment_scales": sum(s.m_scale_inv.nbytes + s.v_scale_inv.nbytes for s in shards),
-    }

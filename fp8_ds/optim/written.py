@@ -1,8 +1,7 @@
 """Users' writes into weights whose FP8 bytes are the high parts of masters: what is written back unchanged stays.
 
-A reader gets the bytes, without the low parts. So a write leaves the master of every element alone that it gives back
-as it was read, and the scale follows from the rest. All of it is decided by what each rank has: the bytes of the whole
-weight, its scale and the value. The low parts lie on one rank only.
+A reader gets the bytes, without the low parts, which lie on one rank only. So a write leaves the master of every
+element alone that it gives back as it was read, and the scale follows from the rest, on every rank alike.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ def overwrite(
 ) -> Tensor:
     """`codes` are the high parts of `value`, with a scale to fit; where it is what was read, of the masters as before.
 
-    Waits for the device.
-
-    Where another scale is needed, elements below 9/8 of FP8's smallest normal number (in the old scale or the new) take
-    the written value: half a step of FP8's subnormals at most.
+    Waits for the device. Where another scale is needed, elements below 9/8 of FP8's smallest normal number (in the old
+    scale or the new) take the written value: half a step of FP8's subnormals at most.
 
     Args:
         codes: uint8 [numel], of the whole weight.

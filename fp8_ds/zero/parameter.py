@@ -183,6 +183,13 @@ class Fp8Parameter(nn.Parameter):
         return torch._utils._rebuild_parameter, (plain(self.data), self.requires_grad, OrderedDict())
 
 
+def retype(p: Any, payload: Any) -> None:
+    """`p` is what the `Fp8Payload` holds, or will hold, and lets go of its bf16 data; its hooks and lists stay."""
+    p._fp8 = payload
+    p.data = payload.nominal(p.shape)
+    p.__class__ = Fp8Parameter
+
+
 def _write_data(func: Any, *args: Any, **kwargs: Any) -> Any:
     return WeightData.__torch_function__(func, (), args, kwargs)
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from fp8_ds.engine.rank_agreement import SameNumbers
 from fp8_ds.errors import ConfigError
 from fp8_ds.ops.adamw import StepInputs
-from fp8_ds.optim.core import AdamCore
-from fp8_ds.optim.recent import Recent
+from fp8_ds.optim.core import AdamCore, Recent
 from fp8_ds.scaling import AmaxHistory
 from fp8_ds.zero.norm import clip_factor
 

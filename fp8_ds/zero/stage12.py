@@ -25,7 +25,7 @@ from fp8_ds.zero import graphs
 from fp8_ds.zero.access12 import Fp8AccessStage12, WeightWriter, Written
 from fp8_ds.zero.context import Fp8Context
 from fp8_ds.zero.kind_buffer import KindBuffer
-from fp8_ds.zero.parameter import Fp8Parameter
+from fp8_ds.zero.parameter import retype
 from fp8_ds.zero.payload import Fp8Payload
 from fp8_ds.zero.weights import Part, WeightQuantizer
 
@@ -107,7 +107,7 @@ class Fp8ZeroStage12(Fp8AccessStage12):
         weights = [p for p, here in zip(params, is_fp8, strict=True) if here]
         for slot, p in enumerate(weights, first):
             scale, scale_inv = self._fp8_quantizer.scale[slot], self._fp8_quantizer.scale_inv[slot]
-            _retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
+            retype(p, Fp8Payload(names[id(p)], scale, scale_inv, dtype, device))
         self.bit16_groups_flat[i] = torch.empty(flat.numel(), dtype=dtype, device="meta")
         self.parallel_partitioned_bit16_groups[i] = self.get_data_parallel_partitions(self.bit16_groups_flat[i], i)
         bf16 = flat if self._fp8_fills_from_bf16 else None
@@ -377,14 +377,7 @@ def _freeze(name: str, p: Any, granularity: Granularity) -> None:
         payload.data.copy_(payload.quantize(value))
 
     payload.write, payload.has_master = write, False
-    _retype(p, payload)
-
-
-def _retype(p: Any, payload: Fp8Payload) -> None:
-    """`p` is what `payload` holds, or will hold, and lets go of its bf16 data."""
-    p._fp8 = payload
-    p.data = payload.nominal(p.shape)
-    p.__class__ = Fp8Parameter
+    retype(p, payload)
 
 
 def _expect_patched_gather() -> None:

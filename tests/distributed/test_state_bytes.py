@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import training
 from rank_memory import RankMemory
+from support.adam_shards import state_bytes
 from torch import Tensor
 
 from fp8_ds.config import LinearConfig, OptimizerConfig
 from fp8_ds.estimate import Setup, StateBytes, estimate_states, weights_of
-from fp8_ds.optim.states import state_bytes
 
 pytestmark = pytest.mark.distributed
 

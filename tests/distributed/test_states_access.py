@@ -338,7 +338,7 @@ BUCKETS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage
 
 def memory_of(stage: int, master: str | None) -> dict[str, float]:
     """Bytes per parameter: at the peak of initialize, at rest, of the states alone, and what the step adds."""
-    from fp8_ds.optim.states import state_bytes
+    from support.adam_shards import state_bytes
 
     gc.collect()
     fp8 = base.states(master) if master else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -146,3 +147,12 @@ def _inside(groups: Tensor, numel: int, start: int) -> Tensor:
 
 def _stored(quantized: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return quantized[0].flatten().clone(), quantized[1].clone()
+
+
+def state_bytes(shards: Sequence[AdamShard]) -> dict[str, int]:
+    """Bytes of the low parts, the moments, and their scales, as they are in memory."""
+    return {
+        "master": sum(s.lo.nbytes for s in shards if s.lo is not None),
+        "moments": sum(s.m.nbytes + s.v.nbytes for s in shards),
+        "moment_scales": sum(s.m_scale_inv.nbytes + s.v_scale_inv.nbytes for s in shards),
+    }
